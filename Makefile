@@ -1,0 +1,29 @@
+# `make demo` and `make test` are the two commands to remember; each sets up all it needs in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.examples
+	$(BIN)/python examples/mnist.py
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) out
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp an extra: newer than pyproject.toml means installed as it says.
+$(VENV)/.%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	touch $@

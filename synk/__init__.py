@@ -1,0 +1,66 @@
+"""Data parallelism for plain JAX functions: write the serial program, run it on every device."""
+
+from ._collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    gather,
+    get_lengths,
+    get_shapes,
+    get_value,
+    reduce,
+    scatter,
+    set_value,
+)
+from ._errors import DivergedError, LawError, SharedLostError, SynkError
+from ._fingerprint import check_replicas
+from ._function import Function, function
+from ._group import Group, close, group, init, simulate
+from ._minibatches import minibatches
+from ._ops import Weighted
+from ._random import row_keys
+from ._shared import Shared, shared
+from ._synkhronos import distribute, fork
+from ._task import Stats
+from ._trace import rank, size
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DivergedError",
+    "Function",
+    "Group",
+    "LawError",
+    "Shared",
+    "SharedLostError",
+    "Stats",
+    "SynkError",
+    "Weighted",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "check_replicas",
+    "close",
+    "distribute",
+    "fork",
+    "function",
+    "gather",
+    "get_lengths",
+    "get_shapes",
+    "get_value",
+    "group",
+    "init",
+    "minibatches",
+    "rank",
+    "reduce",
+    "row_keys",
+    "scatter",
+    "set_value",
+    "shared",
+    "simulate",
+    "size",
+]
+
+# Show users `synk.function`, never `synk._function.function`, in tracebacks and help().
+for _name in __all__:
+    globals()[_name].__module__ = "synk"

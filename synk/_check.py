@@ -1,0 +1,258 @@
+"""Check: the serial answer, and whether the parallel one is equal to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _engine, _flight
+from ._errors import DivergedError, LawError
+from ._group import Group, PyTree, group
+from ._program import Signature
+from ._run import Call, Outcome, Plan, finish, plan, prepare
+from ._shared import Shared
+from ._split import cut
+from ._task import View
+
+if TYPE_CHECKING:
+    from ._function import Function
+
+# By bits of the dtype: rounding differs with the order of sums.
+TOLERANCES = {8: (0.2, 0.1), 16: (2e-2, 2e-2), 32: (2e-4, 2e-5), 64: (1e-9, 1e-11)}
+
+
+def serial(
+    f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, batch_s: Any, update: bool
+) -> PyTree:
+    """Run once on one device, over all rows."""
+    with _flight.LOCK:
+        current = group()
+        outcome = _outcome(f, current.span(0, 1), _one_device(current), args, kwargs, batch, batch_s, 1)
+        for variable, new in outcome.updates.items() if update else ():
+            if new.lengths is None:
+                variable.commit(_engine.stack_copies(current, [leaf[0] for leaf in new.leaves]))
+            else:
+                rows = [np.asarray(leaf)[0] for leaf in new.leaves]
+                parts = _recut(rows, variable.lengths or ())
+                variable.place_rows(parts)
+        # Everywhere, as a call's results are: what lies on one device cannot meet those in one jnp operation.
+        leaves = [jax.device_put(leaf, current.everywhere) for leaf in outcome.leaves]
+    return f.finish(outcome._replace(leaves=leaves))
+
+
+def compiled(signature: Signature, call: Call, the_plan: Plan) -> jax.stages.Compiled:
+    """The compiled program that ends such a call."""
+    return prepare(signature, call, the_plan).built.program.compiled
+
+
+def check(
+    f: Function, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, batch_s: Any, num_slices: int,
+    rtol: float | None, atol: float | None,
+) -> None:  # fmt: skip
+    """Compare both ways from one state; LawError names what differs."""
+    with _flight.LOCK:
+        current = group()
+        parallel: Group = current
+        view: Callable[[Shared], View] | None = None
+        if current.size == 1:  # one replica is the serial program itself; two simulated ones are not
+            parallel = current.simulated(2)
+            view = _simulated(current, parallel)
+        close = _Close(rtol, atol)
+        found = list(
+            _compare_outputs(f.mapping(), parallel, view, current, args, kwargs, batch, batch_s, num_slices, close)
+        )
+        if f.has_then or not found:
+            one = _outcome(f, current.span(0, 1), _one_device(current), args, kwargs, batch, batch_s, 1)
+            many = _outcome(f, parallel, view, args, kwargs, batch, batch_s, num_slices)
+            if f.has_then:
+                found += _differing_results(one, many, close)
+            found += _differing_updates(one, many, close, parallel.size)
+    if found:
+        lines = "\n  ".join(dict.fromkeys(found))
+        raise LawError(
+            f"{f.name}: on {parallel.size} replicas the answer is not the serial one.\n  {lines}\n"
+            f"  Name ops with outputs= or reduce=, and update shared variables in then."
+        )
+
+
+class _Close:
+    def __init__(self, rtol: float | None, atol: float | None) -> None:
+        self.rtol, self.atol = rtol, atol
+
+    def __call__(self, one: Any, other: Any, dtype: Any = None) -> bool:
+        one, other = np.asarray(one), np.asarray(other)
+        if one.shape != other.shape:
+            return False
+        bits = jnp.finfo(dtype or one.dtype).bits if jnp.issubdtype(dtype or one.dtype, jnp.inexact) else 64
+        rtol, atol = TOLERANCES[bits]
+        rtol = rtol if self.rtol is None else self.rtol
+        atol = atol if self.atol is None else self.atol
+        wide = np.complex128 if np.iscomplexobj(one) or np.iscomplexobj(other) else np.float64
+        return np.allclose(one.astype(wide), other.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _off(one: Any, other: Any) -> str:
+    one, other = np.asarray(one), np.asarray(other)
+    if one.shape != other.shape:
+        return f"its shape is {other.shape}, serially {one.shape}"
+    wide = np.complex128 if np.iscomplexobj(one) else np.float64
+    off = np.abs(one.astype(wide) - other.astype(wide))
+    at = np.unravel_index(int(np.argmax(np.nan_to_num(off, nan=np.inf))), off.shape)
+    return f"it is {other[at]:.6g}, serially {one[at]:.6g}" + (" where they differ most" if one.ndim else "")
+
+
+def _outcome(
+    f: Function, on: Group, view: Callable[[Shared], View] | None, args: tuple[Any, ...], kwargs: dict[str, Any],
+    batch: Any, batch_s: Any, num_slices: int,
+) -> Outcome:  # fmt: skip
+    """Run without committing or donating anything."""
+    call, signature, rows = f.bind(on, args, kwargs, batch, batch_s, num_slices > 1, None, view, donate=False)
+    try:
+        outcome = finish(signature, prepare(signature, call, plan(signature, rows, num_slices)), commit=False)
+    finally:
+        signature.view = None  # calls see variables as they are; and the copies are freed
+    f.remember(signature)
+    return outcome
+
+
+# Shared variables, as seen by other groups than their own.
+
+
+def _one_device(current: Group) -> Callable[[Shared], View]:
+    """Variables for one replica: the value that all share, or all rows in rank order."""
+    views: dict[Shared, View] = {}
+
+    def view(variable: Shared) -> View:
+        if variable not in views:
+            leaves = variable.bind(current)
+            one = current.span(0, 1)
+            if variable.lengths is not None:
+                rows = variable.all_rows()
+                stacked = [jax.device_put(leaf[None], one.stacked) for leaf in rows]
+                views[variable] = View(stacked, (sum(variable.lengths),), True)
+            elif not variable.is_equal:
+                raise DivergedError(variable.divergence())
+            else:
+                views[variable] = View(
+                    [_engine.restrict(current, 0, 1, leaf, "stacked") for leaf in leaves], None, True
+                )
+        return views[variable]
+
+    return view
+
+
+def _simulated(current: Group, parallel: Group) -> Callable[[Shared], View]:
+    """Variables of a group of one replica, for several simulated ones."""
+    views: dict[Shared, View] = {}
+
+    def view(variable: Shared) -> View:
+        if variable not in views:
+            leaves = variable.bind(current)
+            if variable.lengths is None:
+                stacked = _engine.stack_copies(parallel, [leaf[0] for leaf in leaves])
+                views[variable] = View(stacked, None, variable.is_equal)
+            else:
+                lengths = tuple(part.rows for part in cut(sum(variable.lengths), parallel.size))
+                parts = _recut(variable.all_rows(), lengths)
+                stacked = [
+                    _engine.stack_parts(parallel, [part[i] for part in parts], max(lengths)) for i in range(len(leaves))
+                ]
+                views[variable] = View(stacked, lengths, False)
+        return views[variable]
+
+    return view
+
+
+def _recut(rows: Sequence[np.ndarray], lengths: Sequence[int]) -> list[list[np.ndarray]]:
+    stops = np.cumsum(lengths).tolist()
+    return [[leaf[stop - length : stop] for leaf in rows] for stop, length in zip(stops, lengths, strict=True)]
+
+
+# What differs.
+
+
+def _compare_outputs(
+    f: Function, parallel: Group, view: Any, current: Group, args: Any, kwargs: Any, batch: Any, batch_s: Any,
+    num_slices: int, close: _Close,
+) -> Iterator[str]:  # fmt: skip
+    """Combined outputs, before any then; each that differs, with the ops that would have matched."""
+    run = (args, kwargs, batch, batch_s)
+    many = _outcome(f, parallel, view, *run, num_slices)
+    one = _outcome(f, current.span(0, 1), _one_device(current), *run, 1)
+    leaves = [many.outputs.leaves[i] for i in many.outputs.keep]
+    lawful = [leaf.kind in ("sum", "fold", "rows") for leaf in leaves]
+    differing = [
+        i for i, leaf in enumerate(leaves) if lawful[i] and not close(one.leaves[i], many.leaves[i], leaf.dtype)
+    ]
+    parts: _Parts | None = _parts(f, parallel, view, run, num_slices) if differing else None
+    for i in differing:
+        hint = _matching(parts, i, one.leaves[i], close) if parts else ['"concat"'] * (leaves[i].op != "concat")
+        fits = f"{' or '.join(hint)} would have matched" if hint else "no op would have matched"
+        op = '"mean" of Weighted' if leaves[i].op == "weighted" else f'"{leaves[i].op}"'
+        yield f"output{leaves[i].path} combined by {op}: {_off(one.leaves[i], many.leaves[i])}; {fits}."
+
+
+class _Parts(NamedTuple):
+    values: list[np.ndarray]
+    weights: np.ndarray
+
+
+def _parts(f: Function, parallel: Group, view: Any, run: Any, num_slices: int) -> _Parts | None:
+    """Every output's parts as they come; None where their shapes differ."""
+    args, kwargs, batch, batch_s = run
+    raw = f.mapping(raw=True)
+    call, signature, rows = raw.bind(parallel, args, kwargs, batch, batch_s, num_slices > 1, None, view, donate=False)
+    the_plan = plan(signature, rows, num_slices)
+    try:
+        outcome = finish(signature, prepare(signature, call, the_plan), commit=False)
+    except ValueError:
+        return None
+    finally:
+        signature.view = None
+    sizes = [w[r].rows for r in range(parallel.size) for w in the_plan.waves if w[r].rows]
+    return _Parts([np.asarray(leaf) for leaf in outcome.leaves], np.array(sizes or [1] * parallel.size, np.float64))
+
+
+def _matching(parts: _Parts, i: int, want: jax.Array, close: _Close) -> list[str]:
+    value, weights = parts.values[i], parts.weights
+    if value.ndim == 0 or len(value) != len(weights):
+        return []
+    number = value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
+    combined: dict[str, Any] = {
+        "mean": np.tensordot(weights / weights.sum(), number, 1),
+        "sum": number.sum(0), "max": number.max(0) if not np.iscomplexobj(value) else np.nan,
+        "min": number.min(0) if not np.iscomplexobj(value) else np.nan, "prod": number.prod(0),
+    }  # fmt: skip
+    if value.ndim > 1:
+        combined["concat"] = number.reshape(-1, *number.shape[2:])
+    if value.dtype == bool:
+        combined = {"any": value.any(0), "all": value.all(0)}
+    return [f'"{op}"' for op, result in combined.items() if close(want, np.asarray(result), want.dtype)]
+
+
+def _differing_results(one: Outcome, many: Outcome, close: _Close) -> Iterator[str]:
+    treedef = one.built.result.treedef
+    paths = jax.tree_util.tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
+    for (path, _), a, b in zip(paths, one.leaves, many.leaves, strict=True):
+        if not close(a, b):
+            yield f"result{jax.tree_util.keystr(path)} of then: {_off(a, b)}."
+
+
+def _differing_updates(one: Outcome, many: Outcome, close: _Close, size: int) -> Iterator[str]:
+    for variable, new in many.updates.items():
+        want = one.updates[variable]
+        for path, a, b in zip(variable.paths, want.leaves, new.leaves, strict=True):
+            whole, each = np.asarray(a)[0], np.asarray(b)
+            if new.lengths is not None:
+                got = [np.concatenate([each[r, :n] for r, n in enumerate(new.lengths)])]
+            else:
+                got = [each[rank] for rank in range(size)]
+            wrong = [rank for rank, value in enumerate(got) if not close(whole, value)]
+            if wrong:
+                is_local = many.built.needs[variable] is None
+                hint = "; update it in then, from combined outputs." if is_local else "."
+                yield f"{variable.name}{path} updated on replica {wrong[0]}: {_off(whole, got[wrong[0]])}{hint}"

@@ -1,0 +1,96 @@
+"""Errors: synk's own exceptions, and the one frame that may stand between a user's line and them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+import jax
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+class SynkError(Exception):
+    """Base of the errors that synk alone raises.
+
+    Example:
+      >>> issubclass(LawError, SynkError)
+      True
+    """
+
+
+class LawError(SynkError):
+    """Raised by `f.check` where the parallel answer is not the serial one.
+
+    The message names every output and shared variable that differs, and the ops that would have matched.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> with synk.simulate(4):
+      ...     try:
+      ...         synk.function(jnp.mean).check(np.arange(8.0))  # a sum of four means
+      ...     except synk.LawError as error:
+      ...         print('"mean"' in str(error))
+      True
+    """
+
+
+class DivergedError(SynkError):
+    """Raised where replicas hold different values and one value was asked for.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> with synk.simulate(2):
+      ...     w = synk.shared(np.zeros(3, np.float32), name="w")
+      ...     w.set_value(np.ones(3, np.float32), rank=1)
+      ...     try:
+      ...         w.value
+      ...     except synk.DivergedError as error:
+      ...         print(str(error).splitlines()[0][:29])
+      w: its replicas hold differen
+    """
+
+
+class SharedLostError(SynkError):
+    """Raised on reading a shared variable whose old value was donated to a program that then died.
+
+    Setting the variable (`w.value = ...`, `w.set_value`, `synk.broadcast`, `synk.scatter`) heals it; a function
+    built with `donate=False` cannot lose one.
+
+    Example:
+      >>> issubclass(SharedLostError, SynkError)
+      True
+    """
+
+
+def entry(fn: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a public call, so that an error of synk's own shows the user's line and this one frame."""
+
+    @functools.wraps(fn)
+    def synk_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            if _is_ours(error.__traceback__):
+                error.__traceback__ = None
+            raise
+
+    return synk_call
+
+
+def _is_ours(traceback: TracebackType | None) -> bool:
+    """Was it raised by synk, with no line of the user's below this call?"""
+    last = ""
+    while traceback is not None:
+        last = traceback.tb_frame.f_code.co_filename
+        if not last.startswith((_OURS, _JAX, "<")):
+            return False
+        traceback = traceback.tb_next
+    return last.startswith(_OURS)

@@ -1,0 +1,72 @@
+"""Fingerprint: do all replicas hold the same bits?"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _engine, _flight
+from ._collectives import each_of
+from ._errors import DivergedError, entry
+from ._group import AXIS
+from ._shared import Shared
+
+
+@entry
+def check_replicas(*variables: Shared) -> None:
+    """Check that all replicas hold the same bits, by one small collective over fingerprints.
+
+    Args:
+      *variables: shared variables.
+
+    Raises:
+      DivergedError: a leaf differs; the message names variable, leaf and ranks.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> with synk.simulate(2):
+      ...     synk.check_replicas(synk.shared(np.zeros(3)), synk.shared(np.ones(2)))
+    """
+    each = each_of(list(variables), "check_replicas")
+    for variable in each:
+        if variable.lengths is not None:
+            raise DivergedError(variable.divergence())
+    with _flight.LOCK:
+        if not each:
+            return
+        home = each[0].home
+        leaves = [leaf for variable in each for leaf in variable.bind(home)]
+        prints = _engine.once(home, _fingerprints, _engine.lie("stacked", len(leaves)), ["everywhere"], leaves)
+    table = np.asarray(prints[0])
+    names = [f"{variable.name}{path}" for variable in each for path in variable.paths]
+    for i, name in enumerate(names):
+        wrong = [rank for rank in range(home.size) if (table[rank, i] != table[0, i]).any()]
+        if wrong:
+            raise DivergedError(
+                f"{name}: rank(s) {', '.join(map(str, wrong))} differ from rank 0 in some bit. Make them equal with "
+                f"synk.broadcast or synk.all_reduce; update shared variables in then, so that they stay so."
+            )
+
+
+def _fingerprints(*leaves: jax.Array) -> list[jax.Array]:
+    prints = [_fingerprint(leaf) for leaf in leaves]
+    return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
+
+
+def _fingerprint(leaf: jax.Array) -> jax.Array:
+    """64 bits that depend on every bit and its place: sums of two mixes (murmur3's finaliser)."""
+    bits = _engine.as_bits(leaf)
+    if bits.dtype.itemsize == 8:
+        bits = lax.bitcast_convert_type(bits, jnp.uint32)
+    bits = bits.ravel()
+    place = lax.iota(jnp.uint32, bits.size)
+    return jnp.stack([_mixed(bits ^ _mixed(place * np.uint32(seed) + np.uint32(1))).sum(dtype=jnp.uint32)
+                      for seed in (0x9E3779B1, 0x85EBCA77)])  # fmt: skip
+
+
+def _mixed(bits: jax.Array) -> jax.Array:
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    return bits ^ (bits >> np.uint32(16))

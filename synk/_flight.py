@@ -1,0 +1,75 @@
+"""Flight: one lock for calls, whole commits, and no more programs under way than the runtime can finish."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from importlib.metadata import version
+from types import FrameType
+from typing import Any
+
+import jax
+
+LOCK = threading.RLock()
+
+# A CPU device admits 32 computations, and below jaxlib 0.12 one more multi-device program that is not awaited wedges
+# its thread pool for good. Four in flight keep every core busy.
+BOUND = 4
+_BOUNDED_JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 12)
+
+_flying: deque[tuple[Any, Callable[[Exception], None]]] = deque()
+
+
+def is_bounded(platform: str, devices: int) -> bool:
+    """Can launches that nobody waits for wedge these devices?"""
+    return _BOUNDED_JAXLIB and platform == "cpu" and devices > 1
+
+
+def admit(bounded: bool) -> None:
+    """Wait until one more program may be launched; forget those that have ended."""
+    while _flying and (_flying[0][0].is_ready() or (bounded and len(_flying) >= BOUND)):
+        _land()
+
+
+def launched(token: jax.Array, failed: Callable[[Exception], None]) -> None:
+    """Note a program in flight by one of its outputs; `failed` is told if it dies."""
+    _flying.append((token, failed))
+
+
+def drain() -> None:
+    """Wait for every program that synk has launched."""
+    with LOCK:
+        while _flying:
+            _land()
+
+
+def _land() -> None:
+    token, failed = _flying.popleft()
+    try:
+        token.block_until_ready()
+    except Exception as error:  # the program's own reader sees it too; here its variables learn of it
+        failed(error)
+
+
+class uninterrupted:
+    """Hold Ctrl-C back in a `with` block: what is dispatched is committed."""
+
+    __slots__ = ("before", "noted")
+
+    def __enter__(self) -> None:
+        self.noted: list[tuple[int, FrameType | None]] = []
+        self.before: Any = None
+        if threading.get_ident() == _MAIN:
+            noted = self.noted
+            self.before = signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+
+    def __exit__(self, *error: object) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGINT, self.before)
+        if self.noted and callable(self.before):
+            self.before(*self.noted[-1])
+
+
+_MAIN = threading.main_thread().ident

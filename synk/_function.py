@@ -1,0 +1,547 @@
+"""Function: the serial-looking call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any, Literal, overload
+
+import jax
+
+from . import _check, _compose, _flight, _trace
+from ._arguments import Scalars, arrays, check_batches, check_slices, checked_subset, common_rows
+from ._bind import Binder, Layout
+from ._errors import SynkError, entry
+from ._group import Group, PyTree, group
+from ._ops import Op
+from ._outputs import check_ops
+from ._program import Signature
+from ._rows import Selection, Source, select
+from ._run import Call, Outcome, Prepared, finish, plan, prepare
+from ._shared import Shared
+from ._task import Built, Stats, Task, View
+from ._trace import as_keys
+
+ENGINES = ("shard_map", "pmap")
+
+
+class Function:
+    """What `synk.function` makes: call it as the serial function.
+
+    Attributes:
+      fn: the user's function.
+      name: what messages call it.
+      stats: calls, compilations, rows and seconds so far (`synk.Stats`).
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> f = synk.function(jnp.sum)
+      >>> isinstance(f, synk.Function), float(f(np.arange(5.0))), f.stats.rows
+      (True, 10.0, 5)
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., PyTree],
+        inputs: Any,
+        outputs: PyTree,
+        reduce: Op,
+        then: Callable[..., PyTree] | None,
+        engine: str,
+        donate: bool,
+        name: str | None,
+    ) -> None:
+        self.fn = fn
+        self.name = name or getattr(fn, "__name__", type(fn).__name__)
+        if not callable(fn):
+            raise TypeError(f"synk.function: fn is {fn!r}; give a function of arrays.")
+        if engine not in ENGINES:
+            raise ValueError(f"{self.name}: engine={engine!r}; use {' or '.join(map(repr, ENGINES))}.")
+        self.stats = Stats()
+        self._binder = Binder(fn, inputs, self.name)
+        self._ops = check_ops(reduce if outputs is None else outputs, self.name)
+        self._engine, self._donate, self._is_raw = engine, donate, False
+        self._then: Callable[..., PyTree] | None = None
+        self._then_parameters: list[inspect.Parameter] = []
+        self._known: dict[Shared, None] = {}
+        self._splits: set[Any] = set()
+        self._signatures: dict[Any, Signature] = {}
+        self._scalars = Scalars()
+        self._routes: dict[Any, tuple[Signature, Built, int]] = {}
+        self._mappings: dict[bool, Function] = {}
+        self.composed: dict[Any, Any] = {}
+        functools.update_wrapper(self, fn, updated=())
+        if then is not None:
+            self._set_then(then)
+
+    def __repr__(self) -> str:
+        return f"synk.function({self.name})"
+
+    @entry
+    def then(self, then: Callable[..., PyTree]) -> Function:
+        """Set what runs on every replica after the outputs are combined; for use as a decorator.
+
+        A tuple of outputs is spread over its parameters; after them it may name any broadcast or static parameter of
+        the function. What it returns is the call's result.
+
+        Args:
+          then: takes the combined outputs.
+
+        Returns:
+          The function itself.
+
+        Raises:
+          SynkError: the function has one already, or was called before.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> total = synk.shared(np.float32(0.0))
+          >>> @synk.function
+          ... def add(x):
+          ...     return jnp.sum(x)
+          >>> @add.then
+          ... def add(part):
+          ...     total.value = total.value + part
+          >>> add(np.ones(5, np.float32))
+          >>> float(total.value)
+          5.0
+        """
+        if self.stats.calls or self._signatures:
+            raise SynkError(f"{self.name}: then comes before the first call; define both, and call after.")
+        self._set_then(then)
+        return self
+
+    def _set_then(self, then: Callable[..., PyTree]) -> None:
+        if not callable(then):
+            raise TypeError(f"{self.name}: then is {then!r}; give a function of the combined outputs.")
+        if self._then is not None:
+            raise SynkError(f"{self.name}: it has a then already.")
+        self._then = then
+        self._then_parameters = list(inspect.signature(then).parameters.values())
+
+    def _then_extra(self, outputs: int) -> list[str]:
+        """Names of the parameters that `then` has after the outputs."""
+        parameters = self._then_parameters
+        if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            return []
+        if len(parameters) < outputs:
+            raise TypeError(
+                f"{self.name}.then: it takes {len(parameters)} argument(s), but {self.name} has {outputs} output(s). "
+                f"Give it one parameter for each."
+            )
+        names = []
+        for parameter in parameters[outputs:]:
+            mode = self._binder.mode(parameter.name)
+            if parameter.name in self._binder.parameters and mode in ("broadcast", "static"):
+                names.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                raise TypeError(
+                    f"{self.name}.then: its parameter {parameter.name!r} follows the {outputs} output(s), so it must "
+                    f'be a "broadcast" or "static" parameter of {self.name}, which it is not.'
+                )
+        return names
+
+    @property
+    def shared(self) -> tuple[Shared, ...]:
+        """The shared variables that it reads and writes, as far as its calls have shown."""
+        return tuple(self._known)
+
+    @entry
+    def __call__(
+        self,
+        *args: Any,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> PyTree:
+        """Run on all replicas and return the combined outputs, without waiting for them.
+
+        Args:
+          *args: as `fn` takes them; scattered ones share their number of rows, axis 0 (global shapes).
+          batch: which rows: an int n (the first n), a slice, a boolean mask, or integer indexes; None for all.
+          num_slices: run each replica's rows in so many parts, one at a time, for the memory of one.
+          output_subset: which entries of the top level of the outputs to return, as a tuple in that order.
+          **kwargs: as `fn` takes them.
+
+        Returns:
+          What `fn` returns, combined by its ops, or what `then` returns: `jax.Array`s that lie on every replica
+          ("first": on the first alone).
+
+        Raises:
+          TypeError: an argument is no array, or a batch holds no integers.
+          ValueError: rows differ, nothing is selected, or the ops do not fit the outputs.
+          IndexError: the batch names rows that are not there.
+        """
+        start = perf_counter()
+        self._refuse_inside()
+        leaves, layout = self._binder.flatten(args, kwargs)
+        if num_slices != 1 or num_slices is True:
+            check_slices(num_slices, self.name)
+        if _trace.is_traced():
+            check_batches(self.name, bool(layout.scattered), batch, batch_s)
+            return _compose.call(self, layout, leaves, batch, num_slices, output_subset)
+        is_whole = batch is None and batch_s is None and num_slices == 1 and output_subset is None
+        with _flight.LOCK:
+            current = group()
+            key = self._route_key(current, layout, leaves) if is_whole else None
+            route = None if key is None else self._routes.get(key)
+            stats = self.stats
+            if route is not None:
+                signature, built, rows = route
+                signature.view = None
+                ready = Prepared(built, [leaves[i] for i in (*layout.scattered, *layout.broadcast)], None)
+                selected = begun = perf_counter()
+            else:
+                call, signature, selection = self._bind(
+                    current, layout, leaves, batch, batch_s, num_slices > 1, output_subset, None
+                )
+                the_plan = signature.cache.get(("plan", selection, num_slices))
+                if the_plan is None:
+                    the_plan = plan(signature, selection, num_slices)
+                    signature.cache["plan", selection, num_slices] = the_plan
+                selected = perf_counter()
+                sending = stats.sending
+                ready = prepare(signature, call, the_plan)
+                begun = selected + stats.sending - sending
+                self.remember(signature)
+                rows = sum(the_plan.lengths or ())
+                if key is not None and the_plan.is_plain:
+                    self._note_route(current, layout, leaves, signature, ready.built, rows)
+            outcome = finish(signature, ready, commit=True)
+            stats.calls += 1
+            stats.rows += rows
+            stats.selecting += selected - start
+            stats.dispatching += perf_counter() - begun
+        return self.finish(outcome)
+
+    def _refuse_inside(self) -> None:
+        current = _trace.frame()
+        if current is not None:
+            raise SynkError(
+                f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
+                f"Call {self.name}.fn there."
+            )
+
+    def _eagerly(self, call: str) -> None:
+        """What runs at once cannot be part of a function, or of a transformation."""
+        self._refuse_inside()
+        if _trace.is_traced():
+            raise SynkError(
+                f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
+            )
+
+    def _route_key(self, current: Group, layout: Layout, leaves: Sequence[Any]) -> Any:
+        """What a call of arrays that lie in their places runs by; None where something must be brought there."""
+        try:
+            shapes = [(leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves]
+        except AttributeError:  # NumPy, numbers and the like
+            return None
+        return current, layout, _trace.settings(), tuple(shapes), self._specs()
+
+    def _note_route(
+        self, current: Group, layout: Layout, leaves: Sequence[Any], signature: Signature, built: Built, rows: int
+    ) -> None:
+        """Where all arguments lie in their places, the next such call needs no more than the program."""
+        places = [(i, current.stacked) for i in layout.scattered] + [(i, current.everywhere) for i in layout.broadcast]
+        is_key = any(key is not None for key in signature.keys)
+        if not is_key and all(leaves[i].sharding == sharding for i, sharding in places):
+            self._routes[self._route_key(current, layout, leaves)] = (signature, built, rows)
+
+    # What follows serves calls, serial, check and compile.
+
+    @property
+    def has_then(self) -> bool:
+        """Does anything follow the combined outputs?"""
+        return self._then is not None
+
+    def mapping(self, raw: bool = False) -> Function:
+        """The function without then; `raw`, with every output's parts as they come."""
+        if not raw and self._then is None:
+            return self
+        if raw not in self._mappings:
+            f = Function(self.fn, None, self._ops, None, None, self._engine, False, self.name)
+            f._ops, f._binder, f._is_raw, f.stats = self._ops, self._binder, raw, self.stats
+            self._mappings[raw] = f
+        return self._mappings[raw]
+
+    def finish(self, outcome: Outcome) -> PyTree:
+        """An outcome as the user's tree."""
+        result = outcome.built.result
+        return result.treedef.unflatten(map(as_keys, outcome.leaves, result.keys))
+
+    def bind(
+        self,
+        current: Group,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: Any,
+        batch_s: Any,
+        is_sliced: bool,
+        subset: Sequence[Any] | None,
+        view: Callable[[Shared], View] | None,
+        donate: bool,
+    ) -> tuple[Call, Signature, int | None]:
+        """Check a call's arguments and find its programs, for a group and view of one's own."""
+        leaves, layout = self._binder.flatten(args, kwargs)
+        return self._bind(current, layout, leaves, batch, batch_s, is_sliced, subset, view, donate)
+
+    def traced_arrays(self, layout: Layout, leaves: Sequence[Any]) -> tuple[list[Any], list[Any], tuple[Any, ...]]:
+        """Scattered and broadcast leaves as arrays of jax.numpy's, traced ones among them."""
+        sources, keys = arrays(self.name, layout, leaves, layout.scattered)
+        common_rows(self.name, sources, layout)
+        others, other_keys = arrays(self.name, layout, leaves, layout.broadcast)
+        as_array = jax.numpy.asarray
+        return list(map(as_array, sources)), list(map(as_array, others)), (*keys, *other_keys)
+
+    def signature(
+        self, current: Group, layout: Layout, sources: Any, broadcast: Any, keys: Any, is_sliced: bool, subset: Any
+    ) -> Signature:
+        """A new set of programs."""
+        subset = None if subset is None else checked_subset(subset, self.name)
+        return self._signature(None, current, layout, sources, broadcast, keys, is_sliced, subset, False)
+
+    def _bind(
+        self,
+        current: Group,
+        layout: Layout,
+        leaves: Sequence[Any],
+        batch: Any,
+        batch_s: Any,
+        is_sliced: bool,
+        subset: Sequence[Any] | None,
+        view: Callable[[Shared], View] | None,
+        donate: bool | None = None,
+    ) -> tuple[Call, Signature, int | None]:
+        """Check a call's arguments; find or make what it compiles to; say how many rows it has, if any."""
+        names = layout.names
+        sources, keys = arrays(self.name, layout, leaves, layout.scattered)
+        rows = common_rows(self.name, sources, layout)
+        check_batches(self.name, bool(sources), batch, batch_s)
+        selection = Selection(None, 0) if rows is None else select(batch, rows, self.name, names[layout.scattered[0]])
+        others, other_keys = arrays(self.name, layout, leaves, layout.broadcast)
+        broadcast = [self._scalars.everywhere(current, leaf) for leaf in others]
+        donate = self._donate if donate is None else donate
+        subset = None if subset is None else checked_subset(subset, self.name)
+        key = (
+            current,
+            layout,
+            _trace.settings(),
+            tuple([(s.shape[1:], jax.dtypes.canonicalize_dtype(s.dtype)) for s in sources]),
+            tuple([(b.shape, b.dtype, b.weak_type) for b in broadcast]),
+            (*keys, *other_keys),
+            is_sliced,
+            subset,
+            donate,
+        )
+        signature = self._signatures.get((key, self._specs()))
+        if signature is None:
+            keys = [*keys, *other_keys]
+            signature = self._signature(key, current, layout, sources, broadcast, keys, is_sliced, subset, donate)
+        signature.view = view
+        return Call(sources, selection, broadcast), signature, None if rows is None else selection.rows
+
+    def _specs(self) -> tuple[Any, ...]:
+        """Trees, shapes and lengths of its variables, as small numbers."""
+        return tuple([variable.spec for variable in self._known])
+
+    def remember(self, signature: Signature) -> None:
+        """Keep it for calls that find its variables as this one did; the first call has only now met them."""
+        key = (signature.key, self._specs())
+        if key not in self._signatures:
+            self._signatures[key] = signature
+
+    def _signature(
+        self,
+        key: Any,
+        current: Group,
+        layout: Layout,
+        sources: Sequence[Source],
+        broadcast: Sequence[jax.Array],
+        keys: Sequence[Any],
+        is_sliced: bool,
+        subset: tuple[Any, ...] | None,
+        donate: bool,
+    ) -> Signature:
+        task = Task(self.name, self.fn, self._ops, self._then, self._then_extra, self._engine, self.stats, self._is_raw)
+        row_shapes = [jax.ShapeDtypeStruct(s.shape[1:], jax.dtypes.canonicalize_dtype(s.dtype)) for s in sources]
+        shapes = [jax.ShapeDtypeStruct(b.shape, b.dtype, weak_type=b.weak_type) for b in broadcast]
+        return Signature(
+            key, task, current, layout, tuple(row_shapes), tuple(shapes), tuple(keys), is_sliced,
+            None, self._known, subset, donate, self._splits,
+        )  # fmt: skip
+
+    @entry
+    def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:
+        """Run `fn` and `then` once, on one device, over all selected rows: what every other call must equal.
+
+        Args:
+          *args: as in a call.
+          batch: as in a call.
+          update: whether shared variables take their new values; by default they stay as they are.
+          **kwargs: as in a call.
+
+        Returns:
+          As a call; all arrays lie on every replica.
+
+        Raises:
+          DivergedError: a shared variable holds different values on the replicas.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(jnp.mean, reduce="mean")
+          >>> float(f.serial(np.arange(5.0)))
+          2.0
+        """
+        self._eagerly("serial")
+        return _check.serial(self, args, kwargs, batch, batch_s, update)
+
+    @entry
+    def check(
+        self,
+        *args: Any,
+        rtol: float | None = None,
+        atol: float | None = None,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
+
+        A group of one replica is checked as two simulated ones.
+
+        Args:
+          *args: as in a call.
+          rtol: relative tolerance; None chooses by dtype (2e-4 for float32).
+          atol: absolute tolerance; None chooses by dtype (2e-5 for float32).
+          batch: as in a call.
+          num_slices: as in a call.
+          **kwargs: as in a call.
+
+        Raises:
+          LawError: something differs; the message names it, and the ops that would have matched.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
+        """
+        self._eagerly("check")
+        _check.check(self, args, kwargs, batch, batch_s, num_slices, rtol, atol)
+
+    @entry
+    def compile(
+        self,
+        *args: Any,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> jax.stages.Compiled:
+        """Compile ahead what a call with such arguments runs, and change nothing.
+
+        Args:
+          As in a call; only trees, shapes and dtypes matter.
+
+        Returns:
+          JAX's `Compiled` of the program that runs `fn` (of the last one of several, where rows do not divide or are
+          sliced, it is the one that combines).
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(jnp.sum)
+          >>> "HloModule" in f.compile(np.ones(8)).as_text()
+          True
+        """
+        self._eagerly("compile")
+        leaves, layout = self._binder.flatten(args, kwargs)
+        check_slices(num_slices, self.name)
+        with _flight.LOCK:
+            current = group()
+            call, signature, rows = self._bind(
+                current, layout, leaves, batch, batch_s, num_slices > 1, output_subset, None
+            )
+            the_plan = plan(signature, rows, num_slices)
+            compiled = _check.compiled(signature, call, the_plan)
+            self.remember(signature)
+            return compiled
+
+
+Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
+
+
+@overload
+def function(
+    fn: Callable[..., PyTree],
+    inputs: Inputs = ...,
+    outputs: PyTree = ...,
+    reduce: Op = ...,
+    *,
+    then: Callable[..., PyTree] | None = ...,
+    engine: Literal["shard_map", "pmap"] = ...,
+    donate: bool = ...,
+    name: str | None = ...,
+) -> Function: ...
+@overload
+def function(
+    fn: None = ...,
+    inputs: Inputs = ...,
+    outputs: PyTree = ...,
+    reduce: Op = ...,
+    *,
+    then: Callable[..., PyTree] | None = ...,
+    engine: Literal["shard_map", "pmap"] = ...,
+    donate: bool = ...,
+    name: str | None = ...,
+) -> Callable[[Callable[..., PyTree]], Function]: ...
+@entry
+def function(
+    fn: Callable[..., PyTree] | None = None,
+    inputs: Inputs = None,
+    outputs: PyTree = None,
+    reduce: Op = "sum",
+    *,
+    then: Callable[..., PyTree] | None = None,
+    engine: Literal["shard_map", "pmap"] = "shard_map",
+    donate: bool = True,
+    name: str | None = None,
+) -> Any:
+    """Make a serial function run on every replica: rows scattered, outputs combined, the serial answer back.
+
+    Also a decorator, bare or with options.
+
+    Args:
+      fn: a function of arrays, traced by JAX, called with one replica's rows.
+      inputs: how each parameter is dealt out: "scatter" (the default; its rows, axis 0, over the replicas), "broadcast"
+        (whole to each) or "static" (a hashable constant). A sequence of modes by position, each a pytree prefix; or a
+        mapping from parameter to mode; or a sequence of parameters' names, all others being broadcast.
+      outputs: how outputs combine: a pytree prefix of what `fn` returns with an op at each leaf: "sum", "mean"
+        (weighted by rows), "max", "min", "prod", "any", "all", "concat", "stack", "first" or None, or a callable.
+        Left out, or None: `reduce` for all.
+      reduce: the op for all outputs.
+      then: runs on every replica on the combined outputs; see `Function.then`.
+      engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit.
+      donate: whether old values of shared variables that are updated may be overwritten in place.
+      name: what messages call it; `fn`'s name.
+
+    Returns:
+      A `Function`.
+
+    Raises:
+      TypeError, ValueError: a mode or an op is none of synk's.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> @synk.function(inputs=["x"], outputs=("mean", "max"))
+      ... def statistics(x, scale):
+      ...     return jnp.mean(x * scale), jnp.max(x)
+      >>> [float(value) for value in statistics(np.arange(7.0), 2.0)]
+      [6.0, 6.0]
+    """
+    if fn is None:
+        return lambda fn: Function(fn, inputs, outputs, reduce, then, engine, donate, name)
+    return Function(fn, inputs, outputs, reduce, then, engine, donate, name)

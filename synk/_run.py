@@ -1,0 +1,371 @@
+"""Run: one call from bound arguments to committed updates, in one launch or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _engine, _flight
+from ._engine import Piece
+from ._ops import Leaf
+from ._outputs import Outputs
+from ._program import Signature
+from ._rows import Selection, Source, place
+from ._shared import Shared
+from ._split import Part, cut, runs, waves
+from ._task import Built, count, reindexed, split_kinds
+from ._trace import Traced
+
+# How many uneven splits of one function get programs for just the devices concerned. Beyond that all devices run every
+# part size, those not concerned on copies of real rows: twice the work, but the programs serve every split.
+SMALL_SPLITS = 3
+
+
+@dataclass
+class Call:
+    """A call's arguments, checked and flattened."""
+
+    sources: list[Source]  # scattered leaves, all rows of the input
+    selection: Selection  # which of these
+    broadcast: list[jax.Array]
+
+
+class Update(NamedTuple):
+    """A variable's new leaves, and whether all replicas have the same."""
+
+    leaves: list[jax.Array]
+    lengths: tuple[int, ...] | None
+    is_equal: bool
+
+
+class Outcome(NamedTuple):
+    """What a call gives: its result's leaves, and new leaves of the variables it updates."""
+
+    leaves: list[jax.Array]
+    built: Built
+    updates: dict[Shared, Update]
+
+    @property
+    def outputs(self) -> Outputs:
+        """The structure of what `fn` returned."""
+        return self.built.outputs
+
+
+class Plan(NamedTuple):
+    """How a call of so many rows runs."""
+
+    lengths: tuple[int, ...] | None  # rows of each replica; None where the call has no rows
+    waves: list[list[Part]]
+
+    @property
+    def is_even(self) -> bool:
+        """Have all replicas as many rows?"""
+        return self.lengths is None or len(set(self.lengths)) == 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Is one program enough?"""
+        return self.is_even and len(self.waves) <= 1
+
+
+def plan(signature: Signature, rows: int | None, slices: int) -> Plan:
+    """Decide which rows each replica runs; `rows` is None where nothing is scattered."""
+    lengths = None if rows is None else tuple(part.rows for part in cut(rows, signature.group.size))
+    if lengths is None:
+        held = (signature.lengths(variable) for variable in signature.traced(None, True).reads)
+        lengths = next((each for each in held if each is not None), None)
+    if lengths is None and slices > 1:
+        raise ValueError(
+            f"{signature.task.name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows."
+        )
+    return Plan(lengths, waves(lengths, min(slices, max(lengths))) if lengths else [])
+
+
+class Prepared(NamedTuple):
+    """What is left to do of a call: the program that ends it, and its arguments after the variables' leaves."""
+
+    built: Built
+    values: list[jax.Array]
+    firsts: list[jax.Array] | None  # the first replica's own outputs, where an earlier program gave them
+
+
+def prepare(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
+    """Send the rows, and run what comes before the last program."""
+    return (_plain if the_plan.is_plain else _in_waves)(signature, call, the_plan)
+
+
+def finish(signature: Signature, ready: Prepared, commit: bool) -> Outcome:
+    """Start the program that ends a call and, where asked, commit its updates: all or none, Ctrl-C included."""
+    built = ready.built
+    arguments = [*_state(signature, built.variables), *ready.values]
+    if not commit or not built.updates:
+        return _outcome(signature, ready, built.program(arguments, _ignore))
+    for variable in built.updates:
+        variable.place(signature.group)  # the program has not read those that it only writes
+    updates: dict[Shared, Update] = {}
+    before: dict[Shared, tuple[list[jax.Array], bool]] = {}
+    with _flight.uninterrupted():
+        try:
+            results = built.program(arguments, lambda error: _undo(signature, updates, before, error))
+        except Exception as error:
+            for variable in built.updates:
+                if any(leaf.is_deleted() for leaf in signature.leaves(variable)):
+                    variable.lose(signature.task.name, error)
+            raise
+        outcome = _outcome(signature, ready, results)
+        updates.update(outcome.updates)
+        for variable, update in updates.items():
+            if not signature.donate:
+                before[variable] = (signature.leaves(variable), variable.is_equal)
+            variable.advance(update.leaves, update.is_equal, signature.task.name)
+    return outcome
+
+
+def _undo(signature: Signature, updates: dict[Shared, Update], before: dict[Shared, Any], error: Exception) -> None:
+    """The program died. Old values that were donated are lost with it; others are back."""
+    for variable, update in updates.items():
+        if signature.donate:
+            variable.lose(signature.task.name, error, update.leaves)
+        else:
+            variable.restore(update.leaves, *before[variable])
+
+
+def _ignore(error: Exception) -> None:
+    """A program that updates nothing dies: whoever reads its results is told."""
+
+
+def _state(signature: Signature, variables: Sequence[Shared]) -> list[jax.Array]:
+    state: list[jax.Array] = []
+    for variable in variables:
+        state += signature.leaves(variable)
+    return state
+
+
+def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
+    """All in one program: send the rows."""
+    group, lengths = signature.group, the_plan.lengths
+    rows = lengths[0] if lengths else None
+    time = perf_counter()
+    starts = [rank * (rows or 0) for rank in range(group.size)]
+    values = [place(group, source, call.selection, starts, rows or 0) for source in call.sources]
+    signature.task.stats.sending += perf_counter() - time
+    values += call.broadcast
+    built = signature.cache.get(("plain", rows))
+    if built is None:
+        check_lengths(signature, signature.traced(rows, True), lengths)
+        built = signature.plain(rows, lambda variables: [*_state(signature, variables), *values])
+        signature.cache["plain", rows] = built
+    return Prepared(built, values, None)
+
+
+def _outcome(signature: Signature, ready: Prepared, results: Sequence[jax.Array]) -> Outcome:
+    """Sort what the last program returned; the first replica's own come from it, or from an earlier one."""
+    built, values = ready.built, list(results)
+    for j, place_ in enumerate(built.firsts):
+        if ready.firsts is None:
+            values[place_] = _engine.of_first(signature.group, values[place_])
+        else:
+            values.insert(place_, ready.firsts[j])
+    at = len(built.result.picked)
+    leaves = values[:at]
+    updates: dict[Shared, Update] = {}
+    for variable in built.updates:
+        new, at = values[at : at + count(variable)], at + count(variable)
+        needs = built.needs[variable]
+        is_equal = needs is not None and all([signature.is_equal(other) for other in needs])
+        updates[variable] = Update(new, signature.lengths(variable), is_equal)
+    return Outcome(leaves, built, updates)
+
+
+def check_lengths(signature: Signature, traced: Traced, lengths: tuple[int, ...] | None) -> None:
+    """Variables that hold rows go with inputs of as many rows on each replica."""
+    for variable in (*traced.reads, *(v for v, _ in traced.writes)):
+        held = signature.lengths(variable)
+        if held is not None and held != lengths:
+            raise ValueError(
+                f"{signature.task.name}: {variable.name} holds {list(held)} rows on the replicas, but this call gives "
+                f"them {list(lengths or ())}. Scatter as many rows, or broadcast {variable.name}."
+            )
+
+
+def _in_waves(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
+    """Start the map programs, which leave a combine program to be run."""
+    group = signature.group
+    maps = _Maps(signature, call, the_plan)
+    for wave in the_plan.waves:
+        maps.run(wave)
+    assert the_plan.lengths is not None
+    total = sum(the_plan.lengths)
+    weights = tuple(length / total for length in the_plan.lengths)
+    totals = _engine.constant(group, "everywhere", weights, jnp.result_type(float).name)
+    arrays = [array for entries in maps.entries for array, _ in entries]
+    keeps = [maps.keep(entries) for entries in maps.entries]
+    values = [*maps.merged, *arrays, *keeps, totals]
+    counts = [len(entries) for entries in maps.entries]
+
+    def build() -> Built:
+        stacked = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in [*maps.merged[: len(maps.merge)], *arrays]]
+        whole = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in [*keeps, totals]]
+        shapes = [*stacked, *whole]
+        return signature.combined(maps.traced, shapes, counts, lambda vs: [*_state(signature, vs), *values])
+
+    key = ("combine", maps.traced.outputs, tuple((v.shape, v.dtype) for v in values), tuple(counts))
+    values += call.broadcast
+    built = signature.cached(key, build)
+    return Prepared(built, values, maps.firsts_of(built))
+
+
+class Launch(NamedTuple):
+    """One run of a map program: over the devices of `span`, for ranks `start` to `stop`."""
+
+    start: int
+    stop: int
+    rows: int
+    span: tuple[int, int]
+
+
+class _Maps:
+    """The map programs of one call: started wave by wave, what they give merged as it comes."""
+
+    def __init__(self, signature: Signature, call: Call, the_plan: Plan) -> None:
+        assert the_plan.lengths is not None
+        self.signature, self.call, self.plan, self.lengths = signature, call, the_plan, the_plan.lengths
+        self.everyone = (0, signature.group.size)
+        self.total = sum(self.lengths)
+        self.bases = [sum(self.lengths[:rank]) for rank in range(len(self.lengths))]
+        sizes = sorted({part.rows for wave in the_plan.waves for part in wave if part.rows}, reverse=True)
+        self.traces = {rows: signature.traced(rows, the_plan.is_even) for rows in sizes}
+        self.traced = self.traces[sizes[0]]
+        for traced in self.traces.values():
+            check_lengths(signature, traced, self.lengths)
+            self._check_shapes(traced)
+        outputs = self.traced.outputs
+        self.own = signature.own(outputs)
+        self.leaves = reindexed(outputs.leaves, [i for i in range(len(outputs.leaves)) if i not in self.own])
+        self.merge, self.gather = split_kinds(self.leaves)
+        self.changes = signature.changes(self.traced)
+        self.merged: list[jax.Array] = []
+        self.firsts: list[jax.Array] = []
+        # Of each gathered leaf: arrays, and how many of their entries each rank gives.
+        self.entries: list[list[tuple[jax.Array, list[int]]]] = [[] for _ in self.gather]
+
+    def _check_shapes(self, traced: Traced) -> None:
+        """Parts that merge need equal shapes, whatever their rows."""
+        for leaf, one, other in zip(self.traced.outputs.leaves, self.traced.shapes, traced.shapes, strict=False):
+            if leaf.kind != "rows" and one.shape != other.shape:
+                op = leaf.op if isinstance(leaf.op, str) else "a callable"
+                raise ValueError(
+                    f"{self.signature.task.name}: output{leaf.path} has shape {one.shape} on one part, {other.shape} "
+                    f'on another, but parts under {op!r} need equal shapes. For one row an input row, use "concat".'
+                )
+
+    def run(self, wave: Sequence[Part]) -> None:
+        """Start the programs of one wave."""
+        launches = self._launches(wave)
+        results = [self._launch(launch, wave) for launch in launches]
+        if not self.firsts:
+            first = self.signature.group.span(*launches[0].span)
+            self.firsts = [_engine.of_first(first, array) for array in results[0][: len(self.own)]]
+        shared = [result[len(self.own) :] for result in results]
+        n = len(self.leaves)
+        for j, i in enumerate(self.gather):
+            self._gather(self.entries[j], self.leaves[i], launches, [values[i] for values in shared])
+        places = [*self.merge, *range(n, n + len(self.changes))]
+        new = [self._assembled(launches, [values[i] for values in shared]) for i in places]
+        self.merged = self._merged(new, wave) if self.merged else new
+
+    def _merged(self, new: list[jax.Array], wave: Sequence[Part]) -> list[jax.Array]:
+        full = [i for i, array in enumerate(new) if array.size]  # XLA has no program for arrays of no size
+        if not full:
+            return new
+        weights = self._weights(self.everyone, wave, range(*self.everyone))
+        arguments = [*(self.merged[i] for i in full), *(new[i] for i in full), weights]
+        leaves = [*(self.leaves[i] for i in self.merge), *self.changes]
+        kept = [leaves[i] for i in full]
+        program = self.signature.cached(("merge",), lambda: self.signature.merged(kept, arguments))
+        done = dict(zip(full, program(arguments, _ignore), strict=True))
+        return [done.get(i, array) for i, array in enumerate(new)]
+
+    def _launches(self, wave: Sequence[Part]) -> list[Launch]:
+        """Cover a wave: by the devices concerned alone, or by all."""
+        found = runs([part.rows for part in wave])
+        splits = self.signature.splits
+        # What prints or calls back must not see rows that are not there.
+        if (self.traced.has_effects and not self.plan.is_even) or len(splits) < SMALL_SPLITS:
+            splits.add(tuple(found))
+        alone = tuple(found) in splits
+        return [Launch(start, stop, rows, (start, stop) if alone else self.everyone) for start, stop, rows in found]
+
+    def _launch(self, launch: Launch, wave: Sequence[Part]) -> list[jax.Array]:
+        sig, span, traced = self.signature, launch.span, self.traces[launch.rows]
+        group = sig.group.span(*span)
+        meant = range(launch.start, launch.stop)
+        offsets = [wave[rank].start if rank in meant else 0 for rank in range(*span)]
+        bases = [base + offset for base, offset in zip(self.bases[slice(*span)], offsets, strict=True)]
+        time = perf_counter()
+        begins = [min(base, self.total - launch.rows) for base in bases]  # a filler is a copy of real rows
+        placed = [place(group, source, self.call.selection, begins, launch.rows) for source in self.call.sources]
+        sig.task.stats.sending += perf_counter() - time
+        arguments = [
+            *(_engine.restrict(sig.group, *span, leaf, "stacked") for leaf in _state(sig, traced.variables)),
+            *placed,
+            *(_engine.restrict(sig.group, *span, leaf, "everywhere") for leaf in self.call.broadcast),
+            _engine.constant(group, "stacked", tuple(range(*span)), "int32"),
+            self._weights(span, wave, meant),
+            _engine.constant(group, "stacked", tuple(offsets), "int32"),
+        ]
+        key = ("map", span, launch.rows, self.plan.is_even)
+        program = sig.cached(key, lambda: sig.mapped(span, traced, launch.rows, arguments))
+        return list(program(arguments, _ignore))
+
+    def _weights(self, span: tuple[int, int], wave: Sequence[Part], meant: range) -> jax.Array:
+        """Each rank's share of all rows in this wave; 0 where its rows are fillers."""
+        values = tuple(wave[rank].rows / self.total if rank in meant else 0.0 for rank in range(*span))
+        return _engine.constant(self.signature.group.span(*span), "stacked", values, jnp.result_type(float).name)
+
+    def _assembled(self, launches: Sequence[Launch], arrays: Sequence[jax.Array]) -> jax.Array:
+        """One array of all ranks; those without rows have zeros, or what a filler gave."""
+        pieces: list[Piece] = []
+        for launch, array in zip(launches, arrays, strict=True):
+            pieces += [self._gap(pieces, launch.start), Piece(launch.start, launch.stop, launch.span, array)]
+        pieces = [piece for piece in [*pieces, self._gap(pieces, self.everyone[1])] if piece.start < piece.stop]
+        if len(launches) == 1 and launches[0].span == self.everyone:
+            return arrays[0]
+        return _engine.assemble(self.signature.group, pieces, arrays[0].shape[1:], arrays[0].dtype)
+
+    def _gap(self, pieces: Sequence[Piece], stop: int) -> Piece:
+        start = pieces[-1].stop if pieces else 0
+        return Piece(start, stop, (start, stop), None)
+
+    def _gather(self, entries: list[Any], leaf: Leaf, launches: Sequence[Launch], arrays: Sequence[jax.Array]) -> None:
+        ranks = range(*self.everyone)
+        if leaf.kind == "parts":  # of equal shapes, so the launches of a wave are one array
+            given = {rank for launch in launches for rank in range(launch.start, launch.stop)}
+            entries.append((self._assembled(launches, arrays), [int(rank in given) for rank in ranks]))
+            return
+        for launch, array in zip(launches, arrays, strict=True):
+            meant = range(launch.start, launch.stop)
+            rows = [launch.rows if rank in meant else 0 for rank in ranks]
+            entries.append((self._assembled([launch], [array]), rows))
+
+    def keep(self, entries: Sequence[tuple[jax.Array, list[int]]]) -> jax.Array:
+        """Which entries to keep of those gathered, rank by rank and slice by slice."""
+        offsets = np.cumsum([0, *(array.shape[1] for array, _ in entries)])
+        index = [
+            np.arange(rows[rank]) + rank * offsets[-1] + offset
+            for rank in range(*self.everyone)
+            for (_, rows), offset in zip(entries, offsets, strict=False)
+        ]
+        return jax.device_put(np.concatenate(index).astype(np.int32), self.signature.group.everywhere)
+
+    def firsts_of(self, built: Built) -> list[jax.Array]:
+        """The first replica's own outputs that the result has, in its order."""
+        keep = self.traced.outputs.keep
+        at = dict(zip(self.own, self.firsts, strict=True))
+        return [at[keep[built.result.picked[j]]] for j in built.firsts]

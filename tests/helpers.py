@@ -1,0 +1,91 @@
+"""What several test files need: groups, the oracle's split of rows, and strategies that draw calls."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import synk
+
+KINDS = ("devices", "simulated")
+SIZES = (1, 2, 3, 4, 8)
+
+
+def few(examples):
+    """So many hypothesis examples: each may compile, so none has a deadline, and every run draws the same."""
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+
+
+@functools.cache
+def group_of(kind, n):
+    """A group, made once, so that functions keep what they compiled for it."""
+    if kind == "devices" and n > jax.device_count():
+        pytest.skip(f"needs {n} devices, have {jax.device_count()}")
+    with synk.simulate(n) if kind == "simulated" else synk.init(n) as group:
+        return group
+
+
+def parts_of(x, replicas, slices=1):
+    """The oracle's split: for each replica the list of its slices, longer first; none where it has no rows."""
+    return [
+        [part for part in np.array_split(mine, min(slices, max(len(mine), 1))) if len(part)]
+        for mine in np.array_split(x, replicas)
+    ]
+
+
+def numbers(rows, columns=2, seed=0):
+    """Rows of distinct quarters, some negative, whose sums float32 holds exactly."""
+    count = rows * columns
+    order = np.random.default_rng([seed, rows]).permutation(count)
+    return ((order - count // 2) / 4).reshape(rows, columns).astype(np.float32)
+
+
+def rows_for(n):
+    """Numbers of rows around every boundary of `n` replicas."""
+    return sorted({1, n - 1, n, n + 1, 2 * n - 1, 2 * n, 2 * n + 1, 5 * n - 1, 5 * n + 1, 31} - {0})
+
+
+@st.composite
+def batches(draw, count):
+    """A number of rows, and a batch that selects `count` of them."""
+    extra = draw(st.integers(0, 3))
+    kind = draw(st.sampled_from(["all", "first", "slice", "mask", "indexes"]))
+    if kind == "all":
+        return count, None
+    if kind == "first":
+        return count + extra, count
+    if kind == "slice":
+        step = draw(st.sampled_from([1, 2, -1, -2]))
+        last = extra + (count - 1) * abs(step)
+        if step > 0:
+            return last + 1 + extra, slice(extra, last + 1, step)
+        return last + 1, slice(last, extra - 1 if extra else None, step)
+    if kind == "mask":
+        mask = np.arange(count + extra) < count
+        return len(mask), np.random.default_rng(draw(st.integers(0, 9))).permutation(mask)
+    rows = max(1, count - 2 + extra)
+    index = np.random.default_rng(draw(st.integers(0, 9))).integers(-rows, rows, count)
+    return rows, draw(st.sampled_from([index, index.astype(np.int32), index.tolist()]))
+
+
+@st.composite
+def calls(draw, n):
+    """Rows of the input, a batch, and a number of slices."""
+    rows, batch = draw(batches(draw(st.sampled_from(rows_for(n)))))
+    return rows, batch, draw(st.sampled_from([1, 2, 3, 5]))
+
+
+def chosen(x, batch):
+    """The rows that a batch picks, as NumPy picks them."""
+    return x if batch is None else x[:batch] if isinstance(batch, int) else x[batch]
+
+
+def assert_close(got, want, rtol=1e-5, atol=1e-5):
+    """Equal trees of equal shapes, to rounding."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.shape(a) == np.shape(b)
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol)

@@ -1,0 +1,241 @@
+"""Serial and check: the serial answer, and a message that names the op that was meant."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+from .helpers import assert_close, group_of, numbers
+
+X = numbers(9)
+
+
+def fails(f, *args, **options):
+    """What the LawError of a check says."""
+    with pytest.raises(synk.LawError) as caught:
+        f.check(*args, **options)
+    return str(caught.value)
+
+
+# serial.
+
+
+@pytest.mark.parametrize("batch", [None, 5, [8, -9, 3]])
+def test_serial_runs_all_selected_rows_at_once(four, batch):
+    """On one replica, whatever the ops; then follows."""
+    seen = []
+
+    def fn(x):
+        seen.append(x.shape)
+        return x.mean(0)
+
+    f = synk.function(fn, reduce="sum", then=lambda m: m * 2)
+    x = X if batch is None else X[:5] if batch == 5 else X[batch]
+    assert_close(f.serial(X, batch=batch), x.mean(0) * 2)
+    assert set(seen) == {x.shape}
+
+
+def test_serial_results_lie_as_a_calls(four):
+    """On every replica."""
+    got = synk.function(lambda x: x.sum(0)).serial(X)
+    assert got.devices() == set(four.devices)
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_serial_updates(four, update):
+    """Variables take their new values where asked, those of `fn` and of `then`."""
+    w, own = synk.shared(np.float32(1)), synk.shared(np.float32(1))
+
+    @synk.function
+    def f(x):
+        own.value = own.value + x.sum()
+        return x.sum() * w.value
+
+    @f.then
+    def f(total):
+        w.value = w.value + total
+        return w.value
+
+    for _ in range(2):
+        f.serial(X, update=update)
+    assert float(w.value) == ((1 + X.sum()) ** 2 if update else 1)
+    assert float(own.value) == (1 + 2 * X.sum() if update else 1)
+
+
+@pytest.mark.parametrize("rows", [9, 8, 2])
+def test_serial_with_rows_of_variables(four, rows):
+    """All of them in rank order; updated, they go back to where they were."""
+    held = synk.shared(np.zeros((1, 2), np.float32))
+    synk.scatter(held, numbers(rows))
+
+    @synk.function(reduce="concat")
+    def f():
+        held.value = held.value * 2
+        return held.value
+
+    assert_close(f.serial(update=True), numbers(rows))
+    assert synk.get_lengths(held) == [len(part) for part in np.array_split(numbers(rows), 4)]
+    assert_close(synk.gather(held, nd_up=0), 2 * numbers(rows))
+
+
+def test_serial_of_unequal_replicas(four):
+    """There is no one value to run with."""
+    w = synk.shared(np.float32(1), name="w")
+    w.set_value(np.float32(2), rank=1)
+    with pytest.raises(synk.DivergedError, match="w: its replicas hold different values"):
+        synk.function(lambda x: x * w.value).serial(X[:, 0])
+
+
+# check.
+
+LAWFUL = {
+    "sum": lambda x: x.sum(0), "mean": lambda x: x.mean(0), "max": lambda x: x.max(), "min": lambda x: x.min(0),
+    "prod": lambda x: (1 + x / 64).prod(), "concat": lambda x: x + 1, "any": lambda x: (x > 3).any(),
+    "all": lambda x: (x > -3).all(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", LAWFUL)
+def test_the_right_op_passes(four, op):
+    """Over rows that do not divide, in slices too."""
+    synk.function(LAWFUL[op], reduce=op).check(X)
+    synk.function(LAWFUL[op], reduce=op).check(X, batch=[3, 4, 4, 0, 1], num_slices=2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("sum", "mean"), ("mean", "sum"), ("sum", "max"), ("max", "min"), ("mean", "prod")]
+)
+def test_the_message_names_the_right_op(four, wrong, right):
+    """The output, what it is and should be, and the op that would have matched."""
+    message = fails(synk.function(LAWFUL[right], reduce=wrong, name="f"), X)
+    assert f'f: on 4 replicas the answer is not the serial one.\n  output combined by "{wrong}": it is ' in message
+    assert f'"{right}" would have matched' in message
+
+
+def test_the_newcomers_mean(four):
+    """The default sum of a mean loss is as many times too big as there are replicas."""
+    f = synk.function(lambda x: jnp.mean(x**2), name="loss")
+    message = fails(f, numbers(8))
+    assert f"it is {4 * (numbers(8) ** 2).mean():.6g}, serially {(numbers(8) ** 2).mean():.6g}" in message
+    assert '"mean" would have matched' in message
+
+
+@pytest.mark.parametrize("kind", ["devices", "simulated"])
+def test_one_replica_is_checked_as_two(kind):
+    """So a laptop finds what eight devices would."""
+    with group_of(kind, 1):
+        assert '"mean" would have matched' in fails(synk.function(jnp.mean), X)
+        synk.function(jnp.mean, reduce="mean").check(X)
+    with group_of(kind, 1):
+        w = synk.shared(np.float32(1), name="w")
+        held = synk.shared(np.zeros((1, 2), np.float32))
+        synk.scatter(held, X)
+        synk.function(lambda: (held.value * w.value).mean(), reduce="mean").check()
+        assert "mean" in fails(synk.function(lambda: (held.value * w.value).mean()))
+
+
+def test_each_output_is_named(four):
+    """By its path; those that are right are not."""
+    f = synk.function(lambda x: {"loss": x.mean(), "top": x.max(), "sum": x.sum()}, name="f")
+    message = fails(f, X)
+    assert "output['loss']" in message
+    assert "output['top']" in message
+    assert "output['sum']" not in message
+
+
+def test_no_op_would_have_matched(four):
+    """A standard deviation is none of any parts."""
+    assert "no op would have matched" in fails(synk.function(lambda x: x.std(), reduce="mean"), X)
+
+
+def test_parts_that_are_rows(four):
+    """A sum of rows' own outputs was a concatenation."""
+    assert '"concat" would have matched' in fails(synk.function(lambda x: x * 2), numbers(8))
+
+
+def test_any_and_all(four):
+    """Booleans name booleans' ops."""
+    x = np.array([[0, 0], [0, 0], [0, 0], [1, 0]], np.float32)
+    assert '"any" would have matched' in fails(synk.function(lambda x: (x > 0).any(), reduce="all"), x)
+
+
+def test_ops_without_law_are_not_compared(four):
+    """`"first"`, `"stack"` and callables mean what their parts are."""
+    synk.function(lambda x: (x.sum(),) * 3, outputs=("first", "stack", lambda parts: parts.max())).check(X)
+
+
+def test_an_update_in_fn_is_named(four):
+    """`p.value -= rate * gradient` in fn is each replica's own."""
+    p = synk.shared(np.zeros(2, np.float32), name="p")
+
+    @synk.function(reduce="mean")
+    def f(x):
+        p.value = p.value - 0.5 * x.mean(0)
+        return x.mean()
+
+    message = fails(f, X)
+    assert "p updated on replica 0: it is" in message
+    assert "update it in then" in message
+    np.testing.assert_array_equal(p.value, [0, 0])
+
+
+def test_a_result_of_then_is_named(four):
+    """A result that depends on the replica's rank is not the serial one."""
+    f = synk.function(lambda x: x.sum(), then=lambda s: {"s": s * synk.size()})
+    assert "result['s'] of then: it is" in fails(f, X)
+
+
+def test_check_changes_nothing(group):
+    """Variables and stats of calls are as before; a right step passes."""
+    w, held = synk.shared(np.zeros(2, np.float32)), synk.shared(np.zeros((1, 2), np.float32))
+    synk.scatter(held, X)
+
+    @synk.function(inputs=["x"], outputs="mean")
+    def f(x, rate):
+        return jax.grad(lambda w: jnp.mean((x @ w - held.value[:, 0]) ** 2))(w.value)
+
+    @f.then
+    def f(gradient, rate):
+        w.value = w.value - rate * gradient
+
+    f(X, 0.25)
+    before = np.asarray(w.value)
+    f.check(X, 0.25)
+    f.check(X, 0.25, num_slices=2)
+    np.testing.assert_array_equal(w.value, before)
+    assert_close(synk.gather(held, nd_up=0), X)
+    assert f.stats.calls == 1
+    f(X, 0.25)
+    assert not np.array_equal(w.value, before)
+
+
+def test_tolerances(four):
+    """By dtype, or as given."""
+    off = synk.function(lambda x: x.mean() + 1e-3 * int(synk.size() > 1), reduce="mean")
+    off.check(X, atol=1e-2)
+    assert "no op would have matched" in fails(off, X)
+    off.check(X, rtol=1, atol=1e-3)
+    half = synk.function(lambda x: x.mean() + jnp.float16(1e-3 * (synk.size() > 1)), reduce="mean")
+    half.check(jnp.asarray(X, jnp.float16))
+
+
+def test_calls_after_serial_see_the_state_of_now():
+    """One replica, nothing donated, rows that lie in place: a call after `serial` does not read what that one read."""
+    with synk.init(1) as group:
+        w = synk.shared(np.float32(0))
+
+        def keep(largest):
+            w.value = w.value + largest
+            return w.value
+
+        f = synk.function(jnp.max, donate=False, reduce="max", then=keep)
+        x = jax.device_put(np.ones(4, np.float32), group.stacked)
+        assert [float(f(x)), float(f(x)), float(f.serial(x)), float(f(x)), float(f(x))] == [
+            0,
+            1,
+            2,
+            2,
+            3,
+        ]  # then reads what the call found

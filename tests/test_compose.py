@@ -1,0 +1,228 @@
+"""Composition: under jit, grad, vmap and checkpoint a call is one traced operation with the same result."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import synk
+
+from .helpers import assert_close, chosen, group_of, numbers
+
+W = np.array([0.5, -1.0], np.float32)
+X = numbers(9)
+
+ELEMENTWISE = {
+    "sum": lambda z: z.sum(0), "mean": lambda z: z.mean(0), "max": lambda z: z.max(0), "min": lambda z: z.min(0),
+    "prod": lambda z: (1 + z / 64).prod(0),
+}  # fmt: skip
+ROWS = [1, 3, 8, 9]
+
+
+def weigh(w, x):
+    z = x * w[None]
+    return {op: by_rows(z) for op, by_rows in ELEMENTWISE.items()} | {"concat": z}
+
+
+OPS = {op: op for op in (*ELEMENTWISE, "concat")}
+combined = synk.function(weigh, {"w": "broadcast"}, OPS)
+
+
+def test_jit(group):
+    """A call is part of a larger program."""
+    f = jax.jit(lambda w, x: jax.tree.map(lambda a: a + 1, combined(w * 2, x)))
+    for rows in ROWS:
+        want = {op: np.asarray(value) + 1 for op, value in weigh(2 * W, numbers(rows)).items()}
+        assert_close(f(W, numbers(rows)), want)
+
+
+@pytest.mark.parametrize("slices", [2, 3])
+def test_slices_under_jit(group, slices):
+    """`num_slices` is one loop, with the same result."""
+    f = jax.jit(lambda w, x: combined(w, x, num_slices=slices))
+    for rows in (3, 8, 31):
+        assert_close(f(W, numbers(rows)), jax.tree.map(np.asarray, weigh(W, numbers(rows))))
+
+
+def gradients(call, x):
+    """By weights and rows, of the squared outputs of a call."""
+
+    def loss(w, x):
+        return sum((leaf**2).sum() for leaf in jax.tree.leaves(call(w, x)))
+
+    return jax.grad(loss, (0, 1))(jnp.asarray(W), jnp.asarray(x))
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9])
+@pytest.mark.parametrize("op", OPS)
+def test_gradient_of_every_op(op, rows):
+    """As that of the serial function, over dividing rows, others and fewer than replicas."""
+    x = numbers(rows)
+    with group_of("simulated", 4):
+        got = gradients(lambda w, x: combined(w, x)[op], x)
+    assert_close(got, jax.tree.map(np.asarray, gradients(lambda w, x: weigh(w, x)[op], x)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("transform", [jax.checkpoint, jax.jit])
+def test_gradient_through_transformations(four, transform):
+    """Checkpointed or compiled on the way, it is the same."""
+    got = gradients(transform(combined), X)
+    assert_close(got, jax.tree.map(np.asarray, gradients(weigh, X)), rtol=1e-4)
+
+
+def test_gradient_of_weighted(four):
+    """Parts of weight 0 count for nothing in the gradient too, NaN included."""
+
+    @synk.function(inputs={"w": "broadcast"}, reduce="mean")
+    def masked(w, x, mask):
+        count = mask.sum()
+        mean = (x @ w * mask).sum() / jnp.maximum(count, 1)
+        return synk.Weighted(jnp.where(count > 0, mean, jnp.nan), count)
+
+    x = numbers(9)
+    for mask in (np.ones(9, np.float32), np.array([0, 0, 0, 0, 0, 1, 1, 0, 1], np.float32)):
+        got = jax.value_and_grad(masked)(jnp.asarray(W), x, mask)
+        assert_close(got, ((x @ W)[mask > 0].mean(), x[mask > 0].mean(0)))
+
+
+def test_gradients_of_stack_and_callables(four):
+    """Those ops differentiate as well."""
+    f = synk.function(lambda w, x: (x @ w).sum(), {"w": "broadcast"}, "stack")
+    g = synk.function(lambda w, x: (x @ w).sum(), {"w": "broadcast"}, lambda parts: (parts**2).sum())
+    for rows in (8, 9):
+        sums = np.stack([part.sum(0) for part in np.array_split(numbers(rows), 4)])
+        want = 2 * (sums @ W) @ sums
+        assert_close(jax.grad(lambda w: (f(w, numbers(rows)) ** 2).sum())(jnp.asarray(W)), want, rtol=1e-4)  # noqa: B023
+        assert_close(jax.grad(lambda w: g(w, numbers(rows)))(jnp.asarray(W)), want, rtol=1e-4)  # noqa: B023
+
+
+def test_second_derivatives(four):
+    """Forward over reverse, over rows that do not divide."""
+    f = synk.function(lambda w, x: jnp.mean((x @ w) ** 2), {"w": "broadcast"}, "mean")
+    assert_close(jax.hessian(lambda w: f(w, X))(jnp.asarray(W)), 2 * X.T @ X / 9, rtol=1e-4)
+
+
+def test_jvp(four):
+    """A derivative in one direction."""
+    f = synk.function(lambda w, x: jnp.mean(x @ w), {"w": "broadcast"}, "mean")
+    got = jax.jvp(lambda w: f(w, X), (jnp.asarray(W),), (jnp.ones(2),))
+    assert_close(got, ((X @ W).mean(), X.mean(0).sum()))
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_vmap(four, rows):
+    """Over a broadcast argument, over rows' columns, over both."""
+    ws, x = np.stack([W, 2 * W, 3 * W]), numbers(rows)
+    f = synk.function(lambda w, x: (x @ w).mean(), {"w": "broadcast"}, "mean")
+    assert_close(jax.vmap(f, (0, None))(ws, x), (x @ ws.T).mean(0))
+    xs = np.stack([x, x + 1, x * 2])
+    assert_close(jax.vmap(f)(ws, xs), np.stack([(a @ w).mean() for w, a in zip(ws, xs, strict=True)]))
+
+
+def test_vmap_of_grad(four):
+    """One gradient for each set of weights."""
+    ws = np.stack([W, 2 * W])
+    f = synk.function(lambda w, x: ((x @ w) ** 2).mean(), {"w": "broadcast"}, "mean")
+    want = np.stack([2 * X.T @ (X @ w) / 9 for w in ws])
+    assert_close(jax.jit(jax.vmap(jax.grad(f), (0, None)))(ws, X), want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch", [5, slice(1, None, 2), np.arange(9) > 2, [8, 0, -2, 3, 3]], ids=str)
+def test_concrete_batch(four, batch):
+    """Rows are picked as in a call."""
+    f = synk.function(lambda x: (x.mean(0), x), outputs=("mean", "concat"))
+    assert_close(jax.jit(lambda x: f(x, batch=batch))(X), (chosen(X, batch).mean(0), chosen(X, batch)))
+
+
+def test_traced_batch(four):
+    """An integer array may be traced, negative indexes as in NumPy; other values need no other program."""
+    traces = []
+    f = synk.function(lambda x: x, reduce="concat")
+
+    @jax.jit
+    def pick(x, batch):
+        traces.append(1)
+        return f(x, batch=batch)
+
+    for batch in (np.array([8, 0, -2, 3, 3]), np.array([-9, 1, 2, 5, -1])):
+        assert_close(pick(X, batch), X[batch])
+    assert len(traces) == 1
+
+
+def test_concrete_batch_is_checked(four):
+    """Out of range, it raises under jit as well."""
+    f = synk.function(lambda x: x, reduce="concat", name="f")
+    with pytest.raises(IndexError, match="f: batch holds the index 9, but x has 9 rows"):
+        jax.jit(lambda x: f(x, batch=[9]))(X)
+
+
+def test_then_and_statics(four):
+    """What follows the combined outputs is part of the operation."""
+
+    @synk.function(inputs={"x": "scatter", "w": "broadcast", "n": "static"}, outputs=("mean", "concat"))
+    def f(x, w, n):
+        return x.mean(0) * n, x
+
+    @f.then
+    def f(mean, x, w, n):
+        return (x - mean[None]) * w[None] / n
+
+    assert_close(jax.jit(lambda x, w: f(x, w, n=2))(X, W), (X - 2 * X.mean(0)) * W / 2)
+    assert_close(jax.jit(lambda x, w: f(x, w, 3))(X, W), (X - 3 * X.mean(0)) * W / 3)
+
+
+def test_output_subset(four):
+    """Outputs are picked under jit as outside."""
+    f = synk.function(lambda x: (x.sum(), x.max()), outputs=("sum", "max"))
+    assert_close(jax.jit(lambda x: f(x, output_subset=[1]))(X), (X.max(),))
+
+
+def test_two_calls_in_one_program(four):
+    """The rows of one call feed the next: a data-parallel part of a larger network."""
+    double = synk.function(lambda x: x * 2, reduce="concat")
+    mean = synk.function(lambda x: x.mean(0), reduce="mean")
+    assert_close(jax.jit(lambda x: mean(double(x) + 1))(X), (2 * X + 1).mean(0))
+
+
+def test_inside_scan(four):
+    """A call may be the body of a loop."""
+    f = synk.function(lambda w, x: (x * w[None]).mean(0), {"w": "broadcast"}, "mean")
+    last, _ = jax.jit(lambda w: lax.scan(lambda w, _: (f(w, X), None), w, None, length=3))(W)
+    assert_close(last, W * X.mean(0) ** 3)
+
+
+def test_typed_keys(four):
+    """Keys are traced as values are."""
+    f = synk.function(lambda keys: jax.vmap(jax.random.normal)(keys), reduce="concat")
+    keys = synk.row_keys(jax.random.key(0), 9)
+    assert_close(jax.jit(f)(keys), np.asarray(jax.vmap(jax.random.normal)(keys)))
+
+
+def test_values_of_variables_are_passed(four):
+    """A variable's value enters as a broadcast argument, and is the current one at every call."""
+    w = synk.shared(W)
+    f = synk.function(lambda w, x: x @ w, {"w": "broadcast"}, "concat")
+    outer = jax.jit(lambda w, x: f(w, x))
+    for factor in (1, 2):
+        w.value = factor * W
+        assert_close(outer(w.value, X), factor * X @ W)
+
+
+def test_reading_a_variable_raises_also_when_it_was_called_before(four):
+    """A function with variables does not become part of a traced program, whatever was cached."""
+    w = synk.shared(W, name="w")
+    f = synk.function(lambda x: x @ w.value, reduce="concat", name="f")
+    f(X)
+    for transform in (jax.jit, jax.vmap, jax.checkpoint):
+        with pytest.raises(synk.SynkError, match="f: it uses the shared variable w"):
+            transform(f)(X[None] if transform is jax.vmap else X)
+
+
+def test_the_answer_is_that_of_the_plain_call(four):
+    """And one replica's is that of eight."""
+    got = [combined(W, X), jax.jit(combined)(W, X)]
+    with group_of("devices", 8):
+        got.append(jax.jit(lambda w, x: combined(w, x))(W, X))
+    for each in got:
+        assert_close(each, jax.tree.map(np.asarray, weigh(W, X)))

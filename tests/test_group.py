@@ -1,0 +1,130 @@
+"""Groups: which devices, which one is current, and what a machine with CPUs only makes of it."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+from .helpers import assert_close, numbers
+
+
+def run(code, **environment):
+    """What a fresh Python prints."""
+    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path)), **environment}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+def test_all_devices_by_default():
+    """`init()` and the first use take every device."""
+    assert synk.init().devices == tuple(jax.devices())
+    synk.close()
+    assert synk.group().devices == tuple(jax.devices())
+    assert synk.size() == jax.device_count()
+
+
+def test_some_devices():
+    """An int takes the first; a list is taken as it is, in its order."""
+    assert synk.init(3).devices == tuple(jax.devices()[:3])
+    assert synk.init(jax.devices()[:1:-2]).devices == tuple(jax.devices()[:1:-2])
+    assert synk.init(np.int64(2)).size == 2
+
+
+def test_members(group):
+    """Size, devices, mesh, platform, and a readable repr."""
+    assert len(group.devices) == group.size == group.mesh.size
+    assert group.mesh.axis_names == ("replica",)
+    assert group.platform == jax.devices()[0].platform
+    ids = ", ".join(str(device.id) for device in group.devices)
+    assert repr(group) == f"Group({group.size} replicas on {group.platform}:{ids})"
+
+
+def test_simulated():
+    """n replicas on one device."""
+    group = synk.simulate(5)
+    assert (group.size, group.is_simulated, set(group.devices)) == (5, True, {jax.devices()[0]})
+    assert repr(group) == f"Group(5 simulated replicas on {group.platform}:{jax.devices()[0].id})"
+
+
+def test_with_restores():
+    """Leaving `with` makes the previous group current again, after an error too."""
+    outer = synk.init(2)
+    with synk.simulate(3) as inner:
+        assert synk.group() is inner
+        with outer:
+            assert synk.group() is outer
+        assert synk.group() is inner
+    assert synk.group() is outer
+    with pytest.raises(KeyError), inner:
+        raise KeyError
+    assert synk.group() is outer
+
+
+def test_a_function_binds_the_current_group():
+    """At each call; it may be made before there is one."""
+    f = synk.function(lambda x: x.sum(0), reduce="stack")
+    for make, n in [(synk.init, 1), (synk.init, 4), (synk.simulate, 3), (synk.init, 8)]:
+        with make(n):
+            assert_close(f(numbers(9)), np.stack([part.sum(0) for part in np.array_split(numbers(9), n)]))
+
+
+def test_a_variable_lives_in_the_group_of_its_first_use():
+    """And reads there from anywhere; after close it is copied into a new one."""
+    w = synk.shared(np.arange(3), name="w")
+    with synk.init(2):
+        assert w.value.tolist() == [0, 1, 2]
+    with synk.simulate(4):
+        with pytest.raises(synk.SynkError, match=r"w: it lives in Group\(2 replicas .* or make a new one"):
+            synk.function(lambda x: x + w.value.sum())(np.ones(4, np.int32))
+        again = synk.shared(w.get_value())
+        assert int(synk.function(lambda x: x.sum() + again.value.sum(), reduce="max")(np.ones(4, np.int32))) == 4
+
+
+def test_close():
+    """Waits for what runs and forgets the group; the next use makes another."""
+    group = synk.simulate(2)
+    got = synk.function(jnp.sum)(np.ones(4, np.float32))
+    synk.close()
+    assert got.is_ready()
+    assert synk.group() is not group
+
+
+def test_virtual_devices_before_jax_starts():
+    """On a machine with CPUs only `init(4)` makes four."""
+    code = "import synk; print(synk.init(4)); import jax; print(jax.device_count())"
+    assert run(code).split("\n") == ["Group(4 replicas on cpu:0, 1, 2, 3)", "4"]
+
+
+def test_virtual_devices_after_jax_has_started():
+    """Then it raises and says what to set."""
+    code = "import jax, synk\njax.devices()\ntry: synk.init(4)\nexcept ValueError as error: print(error)"
+    assert "4 replicas were asked for, but JAX has started with 1 CPU device(s). Set JAX_NUM_CPU_DEVICES=4" in run(code)
+
+
+def test_the_environment_counts():
+    """What the user has chosen is kept."""
+    code = "import synk; print(synk.init(2), synk.init().size)"
+    assert run(code, JAX_NUM_CPU_DEVICES="3") == "Group(2 replicas on cpu:0, 1) 3"
+
+
+def test_nothing_starts_a_backend():
+    """Neither importing synk nor making functions and variables: `init(4)` can still choose afterwards."""
+    code = """
+import numpy as np, synk
+w = synk.shared({"a": np.zeros(3), "n": 1.0}, name="w")
+@synk.function(inputs=["x"], outputs="mean")
+def f(x, rate):
+    return x.mean() * w.value["n"] * rate
+@f.then
+def f(mean, rate):
+    return mean
+repr(w), repr(f), f.shared, f.stats
+print(synk.init(4).size, float(f(np.arange(9.0), 2.0)))
+"""
+    assert run(code) == "4 8.0"

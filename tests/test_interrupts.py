@@ -1,0 +1,75 @@
+"""Ctrl-C at any moment loses no shared variable and tears no update."""
+
+import os
+import random
+import signal
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+TRIALS = 60
+
+
+def interrupted_loop(step, seconds):
+    """Call `step` until a SIGINT that comes after so many seconds has been raised; say how many calls returned."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    calls = 0
+    try:
+        timer.start()
+        while True:
+            step()
+            calls += 1
+    except KeyboardInterrupt:
+        return calls
+    finally:
+        timer.join()
+
+
+@pytest.mark.parametrize("rows", [8, 7], ids=["one launch", "several launches"])
+def test_updates_are_all_or_nothing(rows):
+    """After an interrupt both variables have had the same updates: all of the calls' that returned, and at most one more."""
+    moments = random.Random(rows)
+    with synk.init(4):
+        one, two = synk.shared(np.int32(0)), synk.shared(np.zeros(1000, np.int32))
+
+        @synk.function(reduce="max", then=lambda seen: update())
+        def step(x):
+            return jnp.max(x)
+
+        def update():
+            one.value = one.value + 1
+            two.value = two.value + 1
+
+        x = np.ones(rows, np.float32)
+        step(x)
+        done = 1
+        for _ in range(TRIALS):
+            done += interrupted_loop(lambda: step(x), moments.uniform(0.001, 0.02))
+            count = int(one.value)
+            assert np.all(np.asarray(two.value) == count)
+            assert count in (done, done + 1)
+            done = count
+
+
+def test_the_users_handler_is_back():
+    """After a call the SIGINT handler is the user's own."""
+    before = signal.getsignal(signal.SIGINT)
+    counter = synk.shared(np.int32(0))
+    synk.function(lambda: None, then=lambda nothing: setattr(counter, "value", counter.value + 1))()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_calls_in_other_threads():
+    """Only the main thread can hold signals; calls in others run all the same."""
+    counter = synk.shared(np.int32(0))
+    step = synk.function(lambda: None, then=lambda nothing: setattr(counter, "value", counter.value + 1))
+    threads = [threading.Thread(target=step) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert int(counter.value) == 4

@@ -1,0 +1,226 @@
+"""Ops: how parts combine, dtype by dtype, and what is no law's but one part's a replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+from .helpers import assert_close, group_of, numbers, parts_of
+
+ROWS = [1, 3, 4, 9]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_stack(four, rows):
+    """One entry a replica that had rows, in rank order."""
+    got = synk.function(lambda x: x.sum(0), reduce="stack")(numbers(rows))
+    assert_close(got, np.stack([part[0].sum(0) for part in parts_of(numbers(rows), 4) if part]))
+
+
+@pytest.mark.parametrize("op", ["first", None])
+@pytest.mark.parametrize("rows", ROWS)
+def test_first(four, rows, op):
+    """The first replica's own."""
+    got = synk.function(lambda x: x.sum(0), outputs=op, reduce="first")(numbers(rows))
+    assert_close(got, parts_of(numbers(rows), 4)[0][0].sum(0))
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("rows", [*ROWS, 31])
+def test_callable(four, rows, slices):
+    """It gets the parts of every replica and slice that had rows, in row order."""
+    weights = np.arange(1, 33, dtype=np.float32)
+    f = synk.function(lambda x: x.sum(0), reduce=lambda parts: (parts, weights[: len(parts)] @ parts)[1])
+    parts = np.stack([part.sum(0) for mine in parts_of(numbers(rows), 4, slices) for part in mine])
+    assert_close(f(numbers(rows), num_slices=slices), weights[: len(parts)] @ parts)
+
+
+def test_callable_of_another_shape(four):
+    """A callable may return fewer axes: a median."""
+    f = synk.function(lambda x: x.mean(0), reduce=lambda parts: jnp.median(parts, 0))
+    assert_close(f(numbers(9)), np.median([part[0].mean(0) for part in parts_of(numbers(9), 4)], 0))
+
+
+@pytest.mark.parametrize("rows", [8, 9, 2])
+def test_integer_means(four, rows):
+    """Integers and booleans give floats, as jnp.mean, weighted by rows."""
+    x = np.arange(rows, dtype=np.int32)
+    got = synk.function(lambda x: (x.max(), x.max() > 1), reduce="mean")(x)
+    parts = [part[0] for part in parts_of(x, 4) if part]
+    weights = [len(part) for part in parts]
+    assert [value.dtype for value in got] == [jnp.float32] * 2
+    tops = np.array([part.max() for part in parts])
+    assert_close(got, (np.average(tops, weights=weights), np.average(tops > 1, weights=weights)))
+
+
+INTEGERS = [np.int8, np.uint8, np.int32, np.uint32]
+
+
+@pytest.mark.parametrize("rows", [8, 9, 2])
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_keep_their_dtype(dtype, rows):
+    """Sum, max, min and prod of integers, extremes included."""
+    x = np.arange(rows).astype(dtype)
+    x[-1] = np.iinfo(dtype).max // 2
+    ops = ("max", "sum", "min", "prod", "concat")
+    f = synk.function(lambda x: (x.max(), x.max(), x.min(), x.min() + jnp.ones((), dtype), x), outputs=ops)
+    parts = [part[0] for part in parts_of(x.astype(np.int64), 4) if part]
+    with group_of("simulated", 4):
+        got = f(x)
+    assert all(value.dtype == dtype for value in got)
+    want = x.max(), sum(p.max() for p in parts), x.min(), np.prod([p.min() + 1 for p in parts]), x
+    assert_close(got, tuple(np.asarray(value).astype(dtype) for value in want))
+
+
+@pytest.mark.parametrize("rows", [8, 9, 2])
+def test_booleans(four, rows):
+    """Booleans under every op that has a meaning for them."""
+    x = np.arange(rows) % 3 == 0
+    ops = ("any", "all", "max", "min", "prod", "sum", "concat")
+    got = synk.function(lambda x: (x.any(), x.all(), x.any(), x.all(), x.all(), x.any(), x), outputs=ops)(x)
+    counted = sum(part[0].any() for part in parts_of(x, 4) if part)
+    assert_close(got, (x.any(), x.all(), x.any(), x.all(), x.all(), counted, x))
+    assert [value.dtype.name for value in got] == ["bool"] * 5 + ["int32", "bool"]
+
+
+def test_any_and_all_of_numbers(four):
+    """As jnp's: what is not zero is true; NaN is."""
+    x = np.array([0, 0, 0, 0, np.nan, 0, 2, 0, 0], np.float32)
+    f = synk.function(lambda x: (x.sum(), x.sum()), outputs=("any", "all"))
+    assert_close(f(x), (True, False))
+    assert_close(f(x[:4]), (False, False))
+    assert_close(f(x[4:5]), (True, True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [8, 9])
+def test_16_bit_floats(four, rows, dtype):
+    """Combined in float32 and returned in their dtype: small parts are not lost beside large ones."""
+    x = np.where(np.arange(rows) == 0, 2048, 1).astype(np.float32)
+    f = synk.function(lambda x: (x[0], x[0], x[0], x), outputs=("sum", "mean", "max", "concat"))
+    got = f(jnp.asarray(x, dtype))
+    firsts = np.array([part[0][0] for part in parts_of(x, 4)])
+    weights = [len(part[0]) for part in parts_of(x, 4)]
+    want = firsts.sum(), np.average(firsts, weights=weights), 2048, x
+    assert all(value.dtype == dtype for value in got)
+    assert_close(got, tuple(np.asarray(jnp.asarray(np.float32(value), dtype), np.float32) for value in want), rtol=0)
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_float16_means_do_not_overflow(four, slices):
+    """Parts weigh by fraction: a mean near the largest float16 over many rows."""
+    x = jnp.full(3001, 60000, jnp.float16)
+    got = synk.function(lambda x: x.max(), reduce="mean")(x, num_slices=slices)
+    assert (got.dtype, float(got)) == (jnp.float16, 60000)
+
+
+def test_complex(four):
+    """Complex numbers sum, average and multiply."""
+    x = (np.arange(1, 10) / 4 + 1j).astype(np.complex64)
+    got = synk.function(lambda x: (x.sum(), x.mean(), x.prod(), x), outputs=("sum", "mean", "prod", "concat"))(x)
+    for value, want in zip(got, (x.sum(), x.mean(), x.prod(), x), strict=True):
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", ["max", "min", "sum", "mean"])
+def test_nan_and_infinity_arrive(four, op):
+    """What a replica's rows give is not hidden, and what it has no rows for is not seen."""
+    by_numpy = {"max": np.max, "min": np.min, "sum": np.sum, "mean": np.mean}[op]
+    f = synk.function(lambda x: getattr(x, op)(), reduce=op)
+    for value in (np.nan, np.inf, -np.inf):
+        for x in (np.array([1, value, 2], np.float32), np.array([1, 2, 3, 4, 5, 6, 7, 8, value], np.float32)):
+            np.testing.assert_array_equal(f(x), by_numpy(x))
+
+
+def test_infinite_rows_do_not_meet_fillers(four):
+    """Where rows do not divide nothing is multiplied by zero: no NaN comes from infinities."""
+    f = synk.function(lambda x: (x.sum(), x.mean()), outputs=("sum", "mean"))
+    for rows in (9, 10, 11, 13, 14, 5, 6, 7):  # beyond the first few splits, all devices run every part size
+        np.testing.assert_array_equal(f(np.full(rows, np.inf, np.float32)), [np.inf, np.inf])
+
+
+# Weighted.
+
+
+def masked_mean(x, mask):
+    return synk.Weighted((x * mask).sum() / mask.sum(), mask.sum())
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 8, 9, 31])
+def test_parts_of_weight_0(four, rows, slices):
+    """They count for nothing though their value is NaN: the mean over what the mask keeps."""
+    x, mask = numbers(rows)[:, 0], (np.arange(rows) >= rows - 2).astype(np.float32)
+    got = synk.function(masked_mean, reduce="mean")(x, mask, num_slices=slices)
+    assert_close(got, x[mask > 0].mean())
+
+
+def test_total_weight_of_0(four):
+    """Gives NaN."""
+    f = synk.function(masked_mean, reduce="mean")
+    for rows in (8, 9):
+        assert np.isnan(f(np.ones(rows, np.float32), np.zeros(rows, np.float32)))
+
+
+def test_integer_and_boolean_weights(four):
+    """Counts of tokens are weights as they are."""
+    f = synk.function(lambda x: synk.Weighted(x.mean(0), len(x)), reduce="mean")
+    assert_close(f(numbers(9)), numbers(9).mean(0))
+    one = synk.function(lambda x: synk.Weighted(x[0], x[0, 0] == numbers(9)[0, 0]), reduce="mean")
+    assert_close(one(numbers(9)), numbers(9)[0])
+
+
+@pytest.mark.parametrize("rows", [8, 9, 2])
+def test_weighted_trees(four, rows):
+    """One weight for a whole tree, beside outputs of other ops; gradients by the same weights."""
+
+    @synk.function(inputs=["x", "mask"], outputs={"step": "mean", "count": "sum", "x": "concat"})
+    def f(x, mask, w):
+        def loss(w):
+            return ((x @ w) ** 2 * mask).sum() / jnp.maximum(mask.sum(), 1)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return {"step": synk.Weighted({"loss": value, "g": gradient}, mask.sum()), "count": mask.sum(), "x": x}
+
+    x, mask, w = numbers(rows), (np.arange(rows) % 3 != 1).astype(np.float32), np.array([0.5, -1], np.float32)
+    kept = x[mask > 0]
+    want = {"loss": ((kept @ w) ** 2).mean(), "g": 2 * (kept @ w) @ kept / len(kept)}
+    assert_close(f(x, mask, w), {"step": want, "count": mask.sum(), "x": x})
+
+
+def test_weighted_as_then_sees_it(four):
+    """`then` gets the combined value, no weight."""
+    f = synk.function(
+        lambda x: (synk.Weighted(x.mean(), len(x)), x.sum()), outputs=("mean", "sum"), then=lambda m, s: m + s
+    )
+    assert_close(f(numbers(9)), numbers(9).mean() + numbers(9).sum())
+
+
+# Sizes.
+
+
+def test_small_and_large_leaves_together(group):
+    """Whatever is packed and whatever is not, each comes back as it is."""
+    shapes = [(), (3,), (2, 5), (200, 200), (0,), (7,), (1, 1, 1), (129, 128)]
+    base = [np.random.default_rng(i).normal(size=s).astype(np.float32) for i, s in enumerate(shapes)]
+    ops = ["sum", "max", "mean", "min", "sum", "sum", "prod", "mean"]
+    f = synk.function(lambda x: [b * x.mean() for b in base], outputs=ops)
+    got = f(np.ones(8, np.float32))
+    by_op = {"sum": group.size, "max": 1, "mean": 1, "min": 1}
+    want = [b * by_op[op] if op != "prod" else b**group.size for b, op in zip(base, ops, strict=True)]
+    assert_close(got, want, rtol=1e-4)
+
+
+def test_empty_rows_of_columns(four):
+    """Rows without columns have shapes and sums as any."""
+    got = synk.function(lambda x: (x, x.sum(0)), outputs=("concat", "sum"))(np.zeros((9, 0), np.float32))
+    assert [value.shape for value in got] == [(9, 0), (0,)]
+
+
+def test_arrays_of_the_other_byte_order():
+    """Big-endian rows are taken as NumPy takes them."""
+    x = np.arange(7, dtype=">f4")
+    assert float(synk.function(jnp.sum)(x)) == 21
+    np.testing.assert_array_equal(synk.shared(x).value, x)

@@ -1,0 +1,141 @@
+"""Programs: how many are built, and how often they communicate."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+from .helpers import group_of, numbers
+
+COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+TUPLE = re.compile(r"= \(.*?\) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+built = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration, **_: built.append(event) if "backend_compile" in event else None
+)
+
+
+@pytest.fixture(autouse=True)
+def on_four_replicas():
+    with group_of("devices", 4):
+        yield
+
+
+def collectives(f, *args, **options):
+    """The kinds of collectives in the program that ends such a call, one entry for each."""
+    text = f.compile(*args, **options).as_text()
+    return sorted([*COLLECTIVE.findall(text), *TUPLE.findall(text)])
+
+
+def test_the_count_sees_collectives():
+    """Two that depend on each other are two."""
+    f = synk.function(lambda x: synk.all_reduce(synk.all_reduce(x.sum(), "sum") * x.sum(), "sum"), reduce="first")
+    assert collectives(f, numbers(8)) == ["all-reduce"] * 2
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_one_all_reduce_for_all_sums(rows):
+    """Loss, metrics and every gradient, small and large, travel together."""
+    f = synk.function(
+        lambda x: [x.sum(), x.mean(0), jnp.ones((200, 200)) * x.sum(), x.any(), *[x.sum() * i for i in range(50)]],
+        outputs=["sum", "mean", "sum"] + ["sum"] * 51,
+    )
+    found = collectives(f, numbers(rows))
+    assert found.count("all-reduce") <= 2  # one a dtype: floats, and the boolean's count
+    assert len(found) == found.count("all-reduce") > 0
+
+
+@pytest.mark.parametrize("rows", [8, 9])
+def test_one_collective_a_kind_and_dtype(rows):
+    """Sums in an all-reduce; extremes, products and rows in an all-gather."""
+    f = synk.function(
+        lambda x: (x.sum(), x.mean(), x.max(), x.min(0), x.prod(), x, x[:, 0]),
+        outputs=("sum", "mean", "max", "min", "prod", "concat", "concat"),
+    )
+    assert collectives(f, numbers(rows)) == ["all-gather", "all-reduce"]
+
+
+@pytest.mark.parametrize("outputs", [(None, None), ("first", None)])
+def test_no_communication_where_every_op_is_none(outputs):
+    """Each keeps its own."""
+    assert collectives(synk.function(lambda x: (x.sum(), x.max()), outputs=outputs), numbers(8)) == []
+
+
+def test_no_communication_of_an_update_in_fn():
+    """A local update is local."""
+    w = synk.shared(np.float32(0))
+    assert collectives(synk.function(lambda x: setattr(w, "value", x.sum())), numbers(8)) == []
+
+
+def test_then_adds_none():
+    """The optimiser runs on every replica, on what is there already."""
+    w = synk.shared(np.zeros(2, np.float32))
+    f = synk.function(lambda x: x.mean(0), reduce="mean", then=lambda g: setattr(w, "value", w.value - g))
+    assert collectives(f, numbers(8)) == ["all-reduce"]
+
+
+def test_one_replica_does_not_communicate():
+    """There is nobody to talk to."""
+    with group_of("devices", 1):
+        assert collectives(synk.function(lambda x: (x.sum(), x.max()), outputs=("sum", "max")), numbers(8)) == []
+
+
+def test_subset_spares_no_update():
+    """What is not asked for is not communicated; what updates need is."""
+    w = synk.shared(np.float32(0))
+    f = synk.function(lambda x: (x.sum(), x.max()), outputs=("sum", "max"), name="f")
+    assert collectives(f, numbers(8), output_subset=[1]) == ["all-gather"]
+    g = synk.function(lambda x: (x.sum(), x.max()), outputs=("sum", "max"))
+    g.then(lambda s, m: (setattr(w, "value", w.value + s), m))
+    assert collectives(g, numbers(8), output_subset=[1]) == ["all-gather", "all-reduce"]
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_every_batch_length_with_few_programs(slices):
+    """Lengths 1 to 64 on four replicas build at most 40 programs in all; a second pass none."""
+    x, y = numbers(64), numbers(64)[:, 0]
+    w = np.ones(2, np.float32)
+    f = synk.function(lambda x, y, w: jnp.mean((x @ w - y) ** 2), ["x", "y"], reduce="mean")
+    f(x, y, w, batch=4), f(x, y, w, batch=5)  # what JAX itself builds once, to place and to copy
+    before, of_its_own = len(built), f.stats.compilations
+    for length in range(1, 65):
+        f(x, y, w, batch=length, num_slices=slices)
+    assert 16 <= f.stats.compilations <= 40
+    assert len(built) - before == f.stats.compilations - of_its_own
+    before = len(built)
+    for length in range(1, 65):
+        f(x, y, w, batch=np.arange(length), num_slices=slices)
+    assert len(built) == before
+
+
+def test_no_hidden_compilation_in_a_training_loop(group):
+    """From the second call on, nothing at all is built, reading the loss and the variable included."""
+    w = synk.shared(np.zeros(2, np.float32))
+    f = synk.function(
+        lambda x: jnp.mean((x @ w.value) ** 2), reduce="mean", then=lambda m: setattr(w, "value", w.value + m) or m
+    )
+
+    def loop():
+        for batch in ([0, 1, 2, 3, 4, 5, 6, 7], [3, -1, 2, 5, 4, 4, 4, 0]):
+            float(f(numbers(9), batch=batch)), w.value
+
+    loop()
+    before = len(built)
+    loop(), loop()
+    assert len(built) == before
+
+
+def test_programs_serve_every_split():
+    """Uneven batches of many lengths with one variable of state: still few programs, whatever the order."""
+    w = synk.shared(np.float32(0))
+    f = synk.function(lambda x: x.sum(), then=lambda s: setattr(w, "value", w.value + s))
+    lengths = [int(n) for n in np.random.default_rng(0).permutation(np.arange(1, 33))]
+    for length in lengths:
+        f(np.ones(32, np.float32), batch=length)
+    assert f.stats.compilations <= 24
+    assert float(w.value) == sum(lengths)

@@ -1,0 +1,497 @@
+"""Shared variables: each replica's own value, found through every transformation, never stale and never lost."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import synk
+
+from .helpers import assert_close, group_of, numbers, parts_of
+
+# Reading: `w.value` inside a transformation is the value of this call. Each gives x times w.
+
+
+def by_custom_vjp(w):
+    @jax.custom_vjp
+    def half_square(x):
+        return (x**2).sum() / 2
+
+    half_square.defvjp(lambda x: (half_square(x), x), lambda x, g: (g * x * w.value,))
+    return jax.grad(half_square)
+
+
+def by_custom_jvp(w):
+    @jax.custom_jvp
+    def times(x):
+        return x * w.value
+
+    times.defjvp(lambda primals, tangents: (times(*primals), tangents[0] * w.value))
+    return jax.grad(lambda x: (times(x) * x).sum() / 2)
+
+
+READERS = {
+    "plainly": lambda w: lambda x: x * w.value,
+    "jit": lambda w: jax.jit(lambda x: x * w.value),
+    "jit in jit": lambda w: jax.jit(lambda x: jax.jit(lambda x: x * w.value)(x)),
+    "scan": lambda w: lambda x: lax.scan(lambda c, row: (c, row * w.value), 0, x)[1],
+    "fori_loop": lambda w: lambda x: lax.fori_loop(0, 1, lambda i, x: x * w.value, x),
+    "while_loop": lambda w: lambda x: lax.while_loop(lambda c: c[1] < 1, lambda c: (c[0] * w.value, c[1] + 1), (x, 0))[0],
+    "cond": lambda w: lambda x: lax.cond(x[0] > -1, lambda x: x * w.value, lambda x: x, x),
+    "vmap": lambda w: jax.vmap(lambda row: row * w.value),
+    "grad": lambda w: jax.grad(lambda x: (x**2 * w.value).sum() / 2),
+    "checkpoint": lambda w: jax.checkpoint(lambda x: x * w.value),
+    "grad of checkpoint": lambda w: jax.grad(jax.checkpoint(lambda x: (x**2 * w.value).sum() / 2)),
+    "custom_vjp": by_custom_vjp,
+    "custom_jvp": by_custom_jvp,
+    "jit of vmap of grad": lambda w: jax.jit(jax.vmap(jax.grad(lambda row: row**2 * w.value / 2))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", READERS)
+def test_reads_see_the_current_value(four, way):
+    """Whatever was traced or cached before, outside too: over several values and shapes, w is what it is now."""
+    w = synk.shared(np.float32(2.0), name="w")
+    times = READERS[way](w)
+    times(jnp.ones(2))  # the inner transformation caches here
+    f = synk.function(lambda x: times(x), reduce="concat")
+    for value, rows in [(3, 8), (3, 2), (5, 8), (7, 9), (11, 8)]:
+        w.value = np.float32(value)
+        np.testing.assert_array_equal(f(np.arange(rows, dtype=np.float32)), value * np.arange(rows))
+    assert f.shared == (w,)
+
+
+def test_an_inner_jit_met_twice_in_one_call():
+    """One cached inner jit serves two functions and then, each with its own trace."""
+    with group_of("devices", 2):
+        w = synk.shared(np.float32(2.0))
+        read = jax.jit(lambda: w.value)
+        f = synk.function(lambda x: (x * read()).sum(), then=lambda total: total + read())
+        g = synk.function(lambda x: (x + read()).sum())
+        got = [float(f(np.ones(4, np.float32))), float(g(np.ones(4, np.float32))), float(f(np.ones(5, np.float32)))]
+    assert got == [10, 12, 12]
+
+
+# Writing: only in the body, not inside a transformation, from where the value could not leave.
+
+
+def writing_custom_vjp(set_):
+    inner = jax.custom_vjp(set_)
+    inner.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    return inner
+
+
+WRITERS = {
+    "jit": lambda set_: lambda x: jax.jit(lambda x: set_(x))(x),
+    "scan": lambda set_: lambda x: lax.scan(lambda c, row: (c, set_(row)), 0, x)[1],
+    "fori_loop": lambda set_: lambda x: lax.fori_loop(0, 1, lambda i, x: set_(x), x),
+    "cond": lambda set_: lambda x: lax.cond(x[0] > -1, set_, lambda x: x, x),
+    "vmap": lambda set_: jax.vmap(set_),
+    "grad": lambda set_: jax.grad(lambda x: set_(x).sum()),
+    "checkpoint": lambda set_: jax.checkpoint(set_),
+    "custom_vjp": lambda set_: writing_custom_vjp(set_),
+}
+
+
+@pytest.mark.parametrize("new", ["constant", "traced"])
+@pytest.mark.parametrize("way", WRITERS)
+def test_writes_inside_a_transformation_raise(way, new):
+    """The message names function and variable and says to return the value; the variable is as it was."""
+    with group_of("devices", 2):
+        w = synk.shared(np.float32(2.0), name="w")
+
+        def set_(x):
+            w.value = np.float32(1.0) if new == "constant" else x.sum()
+            return x
+
+        def wrong(x):
+            return WRITERS[way](set_)(x)
+
+        with pytest.raises(synk.SynkError, match=r"wrong: w is assigned inside .*\n?.*Return it from there"):
+            synk.function(wrong, reduce="concat")(np.ones(4, np.float32))
+        assert float(w.value) == 2
+
+
+# Per-replica values.
+
+
+def test_an_update_in_fn_is_local(four):
+    """Each replica keeps what its own rows gave, also where rows do not divide; without rows the old value."""
+    w = synk.shared(np.float32(0.5), name="w")
+
+    @synk.function
+    def local(x):
+        w.value = w.value + x.sum()
+        return x.sum()
+
+    for rows, sums in [(8, [1, 5, 9, 13]), (6, [1, 5, 4, 5]), (2, [0, 1, 0, 0])]:
+        w.value = np.float32(0.5)
+        local(np.arange(rows, dtype=np.float32))
+        assert [float(w.get_value(rank)) for rank in range(4)] == [0.5 + s for s in sums]
+
+
+def test_unequal_variables_do_not_read_as_one(four):
+    """Reading outside names the function, then, all_reduce and get_value(rank); each way out heals."""
+    w = synk.shared(np.zeros(2, np.float32), name="w")
+
+    @synk.function
+    def local(x):
+        w.value = w.value + x.sum()
+        return x.sum()
+
+    local(np.arange(8, dtype=np.float32))
+    with pytest.raises(
+        synk.DivergedError, match=r"w: .*since local.* in then.*synk.all_reduce\(w\).*w.get_value\(rank\)"
+    ):
+        w.value
+    synk.all_reduce(w)
+    np.testing.assert_array_equal(w.value, [7, 7])
+
+
+@pytest.mark.parametrize("heal", ["broadcast", "all_reduce", "set_value", "assign"])
+def test_what_makes_equal_again(four, heal):
+    """Broadcast, all-reduced or set, it is one value again."""
+    w = synk.shared(np.float32(1.0))
+    w.set_value(np.float32(5.0), rank=1)
+    {
+        "broadcast": lambda: synk.broadcast(w),
+        "all_reduce": lambda: synk.all_reduce(w, "min"),
+        "set_value": lambda: w.set_value(np.float32(1.0)),
+        "assign": lambda: setattr(w, "value", np.float32(1.0)),
+    }[heal]()
+    assert float(w.value) == 1
+    synk.check_replicas(w)
+
+
+def test_an_update_in_then_from_an_unequal_one_is_unequal(four):
+    """What then computes from a replica's own value is the replica's own."""
+    own, total = synk.shared(np.float32(1.0)), synk.shared(np.float32(0.0), name="total")
+    own.set_value(np.float32(5.0), rank=1)
+    f = synk.function(lambda x: x.sum(), then=lambda s: setattr(total, "value", s + own.value))
+    f(np.ones(4, np.float32))
+    with pytest.raises(synk.DivergedError, match="total: "):
+        total.value
+    assert [float(total.get_value(rank)) for rank in range(4)] == [5, 9, 5, 5]
+
+
+def test_a_call_without_rows_keeps_replicas_equal(four):
+    """Nothing is scattered, so every replica computes the same update."""
+    w = synk.shared(np.float32(1.0))
+    synk.function(lambda: setattr(w, "value", w.value * 2), reduce="first")()
+    assert float(w.value) == 2
+
+
+def test_rank_makes_unequal(four):
+    """A value that depends on the rank is each replica's own."""
+    w = synk.shared(np.int32(0), name="w")
+    synk.function(lambda: setattr(w, "value", synk.rank()), reduce="first")()
+    assert [int(w.get_value(rank)) for rank in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(synk.DivergedError, match="w: "):
+        w.value
+
+
+def test_what_a_branch_does_not_read_need_not_be_there(four):
+    """A static branch without the variable runs in another group too."""
+    w = synk.shared(np.float32(1))
+    f = synk.function(lambda x, on: x.sum() * w.value if on else x.sum(), {"on": "static"})
+    f(np.ones(8, np.float32), True)
+    with group_of("devices", 2):
+        assert float(f(np.ones(9, np.float32), False)) == 9
+
+
+# Variables that hold rows.
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9])
+def test_rows_beside_an_input(four, rows):
+    """A function sees its replica's rows of the variable beside those of its input."""
+    held = synk.shared(np.zeros((1, 2), np.float32))
+    x = numbers(rows)
+    synk.scatter(held, x)
+    got = synk.function(lambda y: (held.value * y, (held.value * y).mean(0)), outputs=("concat", "mean"))(x)
+    assert_close(got, (x * x, (x * x).mean(0)))
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("rows", [2, 8, 9])
+def test_rows_alone_count_as_input(four, rows, slices):
+    """Without other inputs they weigh the mean and are what slices cut."""
+    held = synk.shared(np.zeros((1, 2), np.float32))
+    x = numbers(rows)
+    synk.scatter(held, x)
+    got = synk.function(lambda: (held.value.mean(0), held.value), outputs=("mean", "concat"))(num_slices=slices)
+    assert_close(got, (x.mean(0), x))
+
+
+@pytest.mark.parametrize("rows", [8, 9, 3])
+def test_rows_are_updated_in_place(four, rows):
+    """A function may assign as many rows as its replica holds."""
+    held = synk.shared(np.zeros(1, np.float32))
+    x = np.arange(rows, dtype=np.float32)
+    synk.scatter(held, x)
+    double = synk.function(lambda: setattr(held, "value", held.value * 2), reduce="first")
+    double(), double()
+    np.testing.assert_array_equal(synk.gather(held, nd_up=0), 4 * x)
+    np.testing.assert_array_equal(synk.get_lengths(held), [len(part) for part in np.array_split(x, 4)])
+
+
+def test_rows_differ_from_the_inputs(four):
+    """As many rows on each replica, or nothing runs."""
+    held = synk.shared(np.zeros(1, np.float32), name="held")
+    synk.scatter(held, np.arange(9, dtype=np.float32))
+    with pytest.raises(ValueError, match=r"held holds \[3, 2, 2, 2\] rows .* this call gives them \[2, 2, 2, 2\]"):
+        synk.function(lambda x: (x * held.value).sum())(np.ones(8, np.float32))
+
+
+def test_rows_end_with_an_assignment(four):
+    """Broadcast, it is one value again, of any number of rows."""
+    held = synk.shared(np.zeros(1, np.float32))
+    synk.scatter(held, np.arange(9, dtype=np.float32))
+    synk.broadcast(held, np.ones(3, np.float32))
+    np.testing.assert_array_equal(held.value, [1, 1, 1])
+    assert float(synk.function(lambda x: x.sum() + held.value.sum(), reduce="mean")(np.ones(4, np.float32))) == 4
+
+
+# Updates in then.
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_swap(group, donate):
+    """Two variables change places, call after call, donated or not."""
+    a, b = synk.shared(np.zeros(3, np.float32)), synk.shared(np.ones(3, np.float32))
+
+    @functools.partial(synk.function, donate=donate)
+    def swap(x):
+        return x.sum()
+
+    @swap.then
+    def swap(total):
+        a.value, b.value = b.value, a.value
+
+    for call in range(1, 4):
+        swap(np.ones(8, np.float32))
+        assert (float(a.value[0]), float(b.value[0])) == (call % 2, 1 - call % 2)
+
+
+def test_moving_average(group):
+    """An average of a variable reads the value from before the call, however both are updated."""
+    w, mean = synk.shared(np.float32(1.0)), synk.shared(np.float32(0.0))
+
+    @synk.function(reduce="mean")
+    def step(x):
+        return x.mean()
+
+    @step.then
+    def step(x):
+        w.value = w.value + x
+        mean.value = 0.5 * mean.value + 0.5 * w.value
+
+    for _ in range(3):
+        step(np.ones(9, np.float32))
+    assert (float(w.value), float(mean.value)) == (4, 0.5 * (0.5 * 0.5 + 1) + 1.5)
+
+
+def test_one_array_given_to_two_variables(group):
+    """Each has a copy of its own, which can be donated."""
+    array = jnp.ones(3)
+    a, b = synk.shared(array), synk.shared(array)
+
+    @synk.function
+    def step(x):
+        return x.sum()
+
+    @step.then
+    def step(total):
+        a.value, b.value = a.value + total, b.value - total
+
+    for _ in range(3):
+        step(np.ones(8, np.float32))
+    assert (float(a.value[0]), float(b.value[0]), float(array[0])) == (25, -23, 1)
+
+
+def test_one_new_value_for_two_variables(group):
+    """Assigned to both in then, each can be donated by the next call."""
+    a, b = synk.shared(np.float32(0.0)), synk.shared(np.float32(0.0))
+
+    @synk.function
+    def step(x):
+        return x.sum()
+
+    @step.then
+    def step(total):
+        a.value = b.value = a.value + b.value + total
+
+    for _ in range(3):
+        step(np.ones(8, np.float32))
+    assert float(a.value) == float(b.value) == 8 + 24 + 56 - 32
+
+
+def adding(w):
+    """A function that donates and updates w."""
+    return synk.function(lambda x: x.sum(), then=lambda total: setattr(w, "value", w.value + total))
+
+
+GIVERS = {
+    "shared": lambda w, array: synk.shared(array),
+    "set_value": lambda w, array: w.set_value(array) or w,
+    "set_value of a rank": lambda w, array: w.set_value(array, rank=0) or w,
+    "assignment": lambda w, array: setattr(w, "value", array) or w,
+    "broadcast": lambda w, array: synk.broadcast(w, array) or w,
+    "scatter": lambda w, array: synk.scatter(w, array) or w,
+}
+
+
+@pytest.mark.parametrize("way", GIVERS)
+@pytest.mark.parametrize("kind", ["jax", "numpy"])
+def test_arrays_of_the_user_stay_alive(group, way, kind):
+    """Whatever is given to a variable is copied: updates and donations do not reach it, nor its changes the variable."""
+    array = (jnp if kind == "jax" else np).ones(8, np.float32)
+    w = GIVERS[way](synk.shared(np.zeros(8, np.float32)), array)
+    step = adding(w)
+    step(np.ones(8, np.float32)), step(np.ones(8, np.float32))
+    assert float(array.sum()) == 8
+    if kind == "numpy":
+        array[:] = 100
+    assert float(w.get_value(0)[0]) == 17
+
+
+@pytest.mark.parametrize("way", ["value", "get_value", "gather", "argument"])
+def test_what_was_read_stays_alive(group, way):
+    """A value read before an update is as it was after it."""
+    w = synk.shared(np.ones(8, np.float32))
+    read = {
+        "value": lambda: w.value,
+        "get_value": lambda: w.get_value(0),
+        "gather": lambda: synk.gather(w)[0],
+        "argument": lambda: w.value,
+    }[way]()
+    step = adding(w)
+    for _ in range(3):
+        step(read if way == "argument" else np.ones(8, np.float32))
+    np.testing.assert_array_equal(read, np.ones(8))
+    assert float(w.value[0]) == 25
+
+
+def test_borrowed_view(group):
+    """`borrow=True` gives NumPy arrays of the value."""
+    w = synk.shared({"a": np.arange(3)})
+    np.testing.assert_array_equal(w.get_value(0, borrow=True)["a"], [0, 1, 2])
+    assert isinstance(w.get_value(0, borrow=True)["a"], np.ndarray)
+
+
+# Kinds of values.
+
+
+def test_typed_keys(four):
+    """A typed PRNG key is a value as any: split in then, set, gathered and scattered."""
+    w = synk.shared({"key": jax.random.key(0), "drawn": np.float32(0)})
+
+    def draw(_):
+        key, sub = jax.random.split(w.value["key"])
+        w.value = {"key": key, "drawn": jax.random.uniform(sub)}
+
+    step = synk.function(lambda x: x.sum(), then=draw)
+    key = jax.random.key(0)
+    for _ in range(2):
+        step(np.ones(4, np.float32))
+        key, sub = jax.random.split(key)
+    assert (w.value["key"] == key) & (w.value["drawn"] == jax.random.uniform(sub))
+    held = synk.shared(jax.random.split(jax.random.key(0), 1))
+    synk.scatter(held, jax.random.split(key, 5))
+    assert (synk.gather(held, nd_up=0) == jax.random.split(key, 5)).all()
+    synk.check_replicas(w)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.int8, np.bool_, np.complex64, np.uint32])
+def test_dtypes_survive(four, dtype):
+    """Every collective hands back the bits and the dtype that went in."""
+    x = jnp.array([0, 1, 1, 0, 1], dtype)
+    w = synk.shared(x[:2])
+    synk.broadcast(w, x)
+    for read in (w.value, w.get_value(3), synk.gather(w)[2], w.get_value(1, borrow=True)):
+        assert read.dtype == dtype
+        np.testing.assert_array_equal(read, x)
+    synk.check_replicas(w)
+    synk.scatter(w, x)
+    np.testing.assert_array_equal(synk.gather(w, nd_up=0), x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_updates(group, dtype):
+    """A 16-bit variable is updated in then without changing its dtype."""
+    w = synk.shared(jnp.zeros(3, dtype))
+    step = synk.function(lambda x: x.mean(0), reduce="mean", then=lambda mean: setattr(w, "value", w.value + mean))
+    step(jnp.full((9, 3), 0.5, dtype)), step(jnp.full((9, 3), 0.25, dtype))
+    assert w.value.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(w.value, np.float32), np.full(3, 0.75))
+
+
+def test_trees(four):
+    """A value is any tree; None and empty ones too."""
+    w = synk.shared({"a": (np.zeros(2, np.float32), None), "b": []})
+    step = synk.function(lambda x: x.sum(), then=lambda s: setattr(w, "value", jax.tree.map(lambda a: a + s, w.value)))
+    step(np.ones(4, np.float32))
+    assert_close(w.value, {"a": (np.full(2, 4.0), None), "b": []})
+
+
+def test_float64_narrows():
+    """As JAX does: a NumPy float64 becomes float32."""
+    with group_of("devices", 2):
+        assert synk.shared(np.zeros(3)).value.dtype == np.float32
+
+
+def test_python_numbers_take_the_dtype():
+    """A Python number assigned keeps the variable's dtype."""
+    with group_of("devices", 2):
+        w = synk.shared(jnp.zeros((), jnp.bfloat16))
+        w.value = 3
+        assert (w.value.dtype, float(w.value)) == (jnp.bfloat16, 3)
+
+
+def test_results_lie_on_every_replica(four):
+    """A value read outside lies whole on each device of the group."""
+    value = synk.shared(np.arange(3)).value
+    assert {shard.device for shard in value.addressable_shards} == set(four.devices)
+    assert all(shard.data.shape == (3,) for shard in value.addressable_shards)
+
+
+# Slices.
+
+
+def test_slices_see_the_value_from_before(four):
+    """Every part of a sliced call sees the variables as they were before it."""
+    w = synk.shared(np.float32(1.0), name="w")
+
+    @synk.function
+    def f(x):
+        w.update(w.value + 1, slices="max")
+        return w.value * len(x)
+
+    assert float(f(np.ones(17, np.float32), num_slices=3)) == 17
+    assert [float(w.get_value(rank)) for rank in range(4)] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("rows", [8, 9])
+def test_add_without_reading(four, rows, slices):
+    """The difference from the old value is added, though the function does not read it."""
+    w = synk.shared(np.float32(10))
+    f = synk.function(lambda x: w.update(x.sum(), slices="add"))
+    for _ in range(2):
+        w.value = np.float32(10)
+        f(np.ones(rows, np.float32), num_slices=slices)
+        parts = parts_of(np.ones(rows), 4, slices)
+        assert [float(w.get_value(r)) for r in range(4)] == [10 + sum(p.sum() - 10 for p in parts[r]) for r in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("slices", "want"), [("add", [5, 4, 4, 4]), ("last", [2, 2, 2, 2]), ("max", [3, 2, 2, 2]), ("min", [2, 2, 2, 2])]
+)
+def test_integer_updates(four, slices, want):
+    """Integers combine over slices too, but for the mean."""
+    seen = synk.shared(np.int32(0))
+    synk.function(lambda x: seen.update(seen.value + len(x), slices=slices))(np.ones(17), num_slices=2)
+    assert [int(seen.get_value(rank)) for rank in range(4)] == want
