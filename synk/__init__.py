@@ -12,21 +12,24 @@ from ._collectives import (
     scatter,
     set_value,
 )
+from ._data import Data, data
 from ._errors import DivergedError, LawError, SharedLostError, SynkError
 from ._fingerprint import check_replicas
 from ._function import Function, function
 from ._group import Group, close, group, init, simulate
 from ._minibatches import minibatches
 from ._ops import Weighted
+from ._prefetch import prefetch
 from ._random import row_keys
 from ._shared import Shared, shared
-from ._synkhronos import distribute, fork
+from ._synkhronos import build_inputs, distribute, fork
 from ._task import Stats
 from ._trace import rank, size
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Data",
     "DivergedError",
     "Function",
     "Group",
@@ -39,8 +42,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "broadcast",
+    "build_inputs",
     "check_replicas",
     "close",
+    "data",
     "distribute",
     "fork",
     "function",
@@ -51,6 +56,7 @@ __all__ = [
     "group",
     "init",
     "minibatches",
+    "prefetch",
     "rank",
     "reduce",
     "row_keys",

@@ -12,7 +12,8 @@ import numpy as np
 from . import _engine, _flight
 from ._errors import DivergedError, LawError
 from ._group import Group, PyTree, group
-from ._program import Signature
+from ._program import Signature, holds_rows
+from ._rows import select_local, taken_together
 from ._run import Call, Outcome, Plan, finish, plan, prepare
 from ._shared import Shared
 from ._split import cut
@@ -31,7 +32,7 @@ def serial(
     """Run once on one device, over all rows."""
     with _flight.LOCK:
         current = group()
-        outcome = _outcome(f, current.span(0, 1), _one_device(current), args, kwargs, batch, batch_s, 1)
+        outcome = _outcome(f, current.span(0, 1), _one_device(current, batch_s), args, kwargs, batch, batch_s, 1)
         for variable, new in outcome.updates.items() if update else ():
             if new.lengths is None:
                 variable.commit(_engine.stack_copies(current, [leaf[0] for leaf in new.leaves]))
@@ -60,13 +61,13 @@ def check(
         view: Callable[[Shared], View] | None = None
         if current.size == 1:  # one replica is the serial program itself; two simulated ones are not
             parallel = current.simulated(2)
-            view = _simulated(current, parallel)
+            view = _simulated(current, parallel, batch_s)
         close = _Close(rtol, atol)
         found = list(
             _compare_outputs(f.mapping(), parallel, view, current, args, kwargs, batch, batch_s, num_slices, close)
         )
         if f.has_then or not found:
-            one = _outcome(f, current.span(0, 1), _one_device(current), args, kwargs, batch, batch_s, 1)
+            one = _outcome(f, current.span(0, 1), _one_device(current, batch_s), args, kwargs, batch, batch_s, 1)
             many = _outcome(f, parallel, view, args, kwargs, batch, batch_s, num_slices)
             if f.has_then:
                 found += _differing_results(one, many, close)
@@ -110,11 +111,15 @@ def _outcome(
     batch: Any, batch_s: Any, num_slices: int,
 ) -> Outcome:  # fmt: skip
     """Run without committing or donating anything."""
-    call, signature, rows = f.bind(on, args, kwargs, batch, batch_s, num_slices > 1, None, view, donate=False)
+    home = None if view is None else group()  # whose data has other parts than the view's variables
+    call, signature = f.bind(on, args, kwargs, batch, batch_s, num_slices > 1, None, view, donate=False, home=home)
     try:
-        outcome = finish(signature, prepare(signature, call, plan(signature, rows, num_slices)), commit=False)
+        outcome = finish(signature, prepare(signature, call, plan(signature, call, num_slices)), commit=False)
     finally:
         signature.view = None  # calls see variables as they are; and the copies are freed
+    held = next((variable for variable in outcome.updates if batch_s is not None and variable.lengths), None)
+    if held is not None:
+        raise holds_rows(f.name, held.name)
     f.remember(signature)
     return outcome
 
@@ -122,8 +127,8 @@ def _outcome(
 # Shared variables, as seen by other groups than their own.
 
 
-def _one_device(current: Group) -> Callable[[Shared], View]:
-    """Variables for one replica: the value that all share, or all rows in rank order."""
+def _one_device(current: Group, batch_s: Any) -> Callable[[Shared], View]:
+    """Variables for one replica: the value that all share, or the rows picked of all, in rank order."""
     views: dict[Shared, View] = {}
 
     def view(variable: Shared) -> View:
@@ -131,9 +136,9 @@ def _one_device(current: Group) -> Callable[[Shared], View]:
             leaves = variable.bind(current)
             one = current.span(0, 1)
             if variable.lengths is not None:
-                rows = variable.all_rows()
+                rows, count = _all_rows(variable, batch_s)
                 stacked = [jax.device_put(leaf[None], one.stacked) for leaf in rows]
-                views[variable] = View(stacked, (sum(variable.lengths),), True)
+                views[variable] = View(stacked, (count,), True)
             elif not variable.is_equal:
                 raise DivergedError(variable.divergence())
             else:
@@ -145,7 +150,18 @@ def _one_device(current: Group) -> Callable[[Shared], View]:
     return view
 
 
-def _simulated(current: Group, parallel: Group) -> Callable[[Shared], View]:
+def _all_rows(variable: Shared, batch_s: Any) -> tuple[list[np.ndarray], int]:
+    """The rows that a variable holds on all replicas, those picked alone; and how many."""
+    rows, lengths = variable.all_rows(), variable.lengths or ()
+    if batch_s is not None:
+        local = select_local(batch_s, lengths, "batch_s", variable.name)
+        together = taken_together(local)
+        index = together.positions(0, together.rows)
+        rows, lengths = [leaf[index] for leaf in rows], local.lengths
+    return rows, sum(lengths)
+
+
+def _simulated(current: Group, parallel: Group, batch_s: Any) -> Callable[[Shared], View]:
     """Variables of a group of one replica, for several simulated ones."""
     views: dict[Shared, View] = {}
 
@@ -156,8 +172,9 @@ def _simulated(current: Group, parallel: Group) -> Callable[[Shared], View]:
                 stacked = _engine.stack_copies(parallel, [leaf[0] for leaf in leaves])
                 views[variable] = View(stacked, None, variable.is_equal)
             else:
-                lengths = tuple(part.rows for part in cut(sum(variable.lengths), parallel.size))
-                parts = _recut(variable.all_rows(), lengths)
+                rows, count = _all_rows(variable, batch_s)
+                lengths = tuple(part.rows for part in cut(count, parallel.size))
+                parts = _recut(rows, lengths)
                 stacked = [
                     _engine.stack_parts(parallel, [part[i] for part in parts], max(lengths)) for i in range(len(leaves))
                 ]
@@ -182,7 +199,7 @@ def _compare_outputs(
     """Combined outputs, before any then; each that differs, with the ops that would have matched."""
     run = (args, kwargs, batch, batch_s)
     many = _outcome(f, parallel, view, *run, num_slices)
-    one = _outcome(f, current.span(0, 1), _one_device(current), *run, 1)
+    one = _outcome(f, current.span(0, 1), _one_device(current, run[3]), *run, 1)
     leaves = [many.outputs.leaves[i] for i in many.outputs.keep]
     lawful = [leaf.kind in ("sum", "fold", "rows") for leaf in leaves]
     differing = [
@@ -205,8 +222,11 @@ def _parts(f: Function, parallel: Group, view: Any, run: Any, num_slices: int) -
     """Every output's parts as they come; None where their shapes differ."""
     args, kwargs, batch, batch_s = run
     raw = f.mapping(raw=True)
-    call, signature, rows = raw.bind(parallel, args, kwargs, batch, batch_s, num_slices > 1, None, view, donate=False)
-    the_plan = plan(signature, rows, num_slices)
+    home = None if view is None else group()
+    call, signature = raw.bind(
+        parallel, args, kwargs, batch, batch_s, num_slices > 1, None, view, donate=False, home=home
+    )
+    the_plan = plan(signature, call, num_slices)
     try:
         outcome = finish(signature, prepare(signature, call, the_plan), commit=False)
     except ValueError:

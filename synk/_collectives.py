@@ -15,7 +15,7 @@ from . import _engine, _flight, _ops, _trace
 from ._errors import SynkError, entry
 from ._group import AXIS, Group, PyTree
 from ._ops import Leaf, Op
-from ._rows import fill, select
+from ._rows import gather_rows, select
 from ._shared import Shared, outside
 from ._split import cut
 from ._trace import as_data, as_keys, key_of
@@ -129,12 +129,8 @@ def _parts(variable: Shared, new: PyTree, batch: Any, parts: int, call: str) -> 
         )
     selection = select(batch, rows.pop() or 0, f"synk.{call}", variable.name)
 
-    def part(leaf: np.ndarray, start: int, count: int) -> np.ndarray:
-        buffer = np.empty((count, *leaf.shape[1:]), leaf.dtype)
-        fill(buffer, leaf, selection, start)
-        return buffer
-
-    return [[part(leaf, start, count) for leaf in leaves] for start, count in cut(selection.rows, parts)]
+    picked = [gather_rows(leaf, selection, leaf.dtype) for leaf in leaves]
+    return [[leaf[start : start + count] for leaf in picked] for start, count in cut(selection.rows, parts)]
 
 
 @entry

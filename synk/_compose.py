@@ -18,7 +18,6 @@ from ._group import AXIS, Group, PyTree, group
 from ._ops import Gathered
 from ._outputs import Outputs, Result
 from ._program import Signature
-from ._rows import select
 from ._split import cut
 from ._task import reindexed, run
 from ._trace import Traced, as_keys, settings
@@ -28,14 +27,15 @@ if TYPE_CHECKING:
     from ._function import Function
 
 
-def call(f: Function, layout: Layout, leaves: Sequence[Any], batch: Any, num_slices: int, subset: Any) -> PyTree:
+def call(
+    f: Function, layout: Layout, leaves: Sequence[Any], batch: Any, batch_s: Any, num_slices: int, subset: Any
+) -> PyTree:
     """Trace the call into whatever transformation is under way."""
     current = group()
-    sources, broadcast, keys = f.traced_arrays(layout, leaves)
-    sources = _selected(f.name, sources, layout, batch)
+    sources, broadcast, keys = f.traced_arrays(layout, leaves, batch, batch_s)
     rows = len(sources[0]) if sources else None
-    if rows is None and (batch is not None or num_slices > 1):
-        raise ValueError(f"{f.name}: batch and num_slices pick and cut rows, but no argument is scattered.")
+    if rows is None and num_slices > 1:
+        raise ValueError(f"{f.name}: num_slices cuts rows, but no argument is scattered.")
     key = (
         current, settings(), layout, tuple((s.shape, s.dtype) for s in sources),
         tuple((b.shape, b.dtype, b.weak_type) for b in broadcast), keys, num_slices,
@@ -59,19 +59,6 @@ def _placed(current: Group, array: jax.Array, lie: Lies) -> jax.Array:
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return array
     return jax.device_put(array, sharding(current, lie))
-
-
-def _selected(name: str, sources: list[jax.Array], layout: Layout, batch: Any) -> list[jax.Array]:
-    if batch is None or not sources:
-        return sources
-    rows = len(sources[0])
-    if isinstance(batch, jax.core.Tracer):
-        if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
-            raise TypeError(f"{name}: a traced batch is a 1-d integer array; this one is {batch.dtype}{batch.shape}.")
-        # Its values are not known yet, so not checked: rows that are not there are NaN, and never another row.
-        return [source.at[batch].get(mode="fill") for source in sources]
-    index = select(batch, rows, name, layout.names[layout.scattered[0]]).chosen
-    return [source[index] for source in sources]
 
 
 def _block_index(rows: int | None, size: int) -> np.ndarray | None:

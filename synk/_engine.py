@@ -157,7 +157,7 @@ def everywhere(group: Group, leaf: Any) -> jax.Array:
         if leaf.sharding == group.everywhere:
             return leaf
         return jax.device_put(leaf, group.everywhere)
-    return jax.device_put(np.array(leaf), group.everywhere)
+    return jax.device_put(np.array(leaf, leaf.dtype.newbyteorder("=")), group.everywhere)
 
 
 def stack_copies(group: Group, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -174,7 +174,7 @@ def unstack(group: Group, leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 def host_entry(group: Group, array: jax.Array, rank: int, rows: int | None) -> np.ndarray:
     """One replica's entry of a stacked array in host memory, cut to so many rows; a view on CPU."""
-    entry = np.asarray(array)[rank, ...] if group.is_simulated else np.asarray(_shards(group, array)[rank])[0, ...]
+    entry = np.asarray(array)[rank, ...] if group.is_simulated else np.asarray(shards(group, array)[rank])[0, ...]
     return entry if rows is None else entry[:rows]
 
 
@@ -221,9 +221,9 @@ def replace_entry(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Ar
     """A stacked array with one replica's entry replaced; the others' memory is shared with the old one."""
     if group.is_simulated:
         return array.at[rank].set(new)
-    shards = list(_shards(group, array))
-    shards[rank] = jax.device_put(np.array(new)[None], group.devices[rank])
-    return jax.make_array_from_single_device_arrays(array.shape, group.stacked, shards)
+    parts = list(shards(group, array))
+    parts[rank] = jax.device_put(np.array(new)[None], group.devices[rank])
+    return jax.make_array_from_single_device_arrays(array.shape, group.stacked, parts)
 
 
 def stack_parts(group: Group, parts: Sequence[Any], rows: int) -> jax.Array:
@@ -238,8 +238,8 @@ def stack_parts(group: Group, parts: Sequence[Any], rows: int) -> jax.Array:
 
     if group.is_simulated:
         return jax.device_put(np.concatenate([padded(part) for part in parts]), group.stacked)
-    shards = [jax.device_put(padded(part), device) for part, device in zip(parts, group.devices, strict=True)]
-    return jax.make_array_from_single_device_arrays(shape, group.stacked, shards)
+    placed = [jax.device_put(padded(part), device) for part, device in zip(parts, group.devices, strict=True)]
+    return jax.make_array_from_single_device_arrays(shape, group.stacked, placed)
 
 
 def restrict(group: Group, start: int, stop: int, array: jax.Array, lies: Lies) -> jax.Array:
@@ -249,9 +249,9 @@ def restrict(group: Group, start: int, stop: int, array: jax.Array, lies: Lies) 
         return array
     if group.is_simulated:
         return array if lies == "everywhere" else jax.device_put(array[start:stop], part.stacked)
-    shards = _shards(group, array)[start:stop]
+    kept = shards(group, array)[start:stop]
     shape = array.shape if lies == "everywhere" else (stop - start, *array.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, sharding(part, lies), shards)
+    return jax.make_array_from_single_device_arrays(shape, sharding(part, lies), kept)
 
 
 class Piece(NamedTuple):
@@ -274,13 +274,13 @@ def assemble(group: Group, pieces: Sequence[Piece], shape: tuple[int, ...], dtyp
             for start, stop, span, array in pieces
         ]
         return jax.device_put(jnp.concatenate(blocks), group.stacked)
-    shards: list[jax.Array] = []
+    placed: list[jax.Array] = []
     for start, stop, span, array in pieces:
         if array is None:
-            shards += [jax.device_put(np.zeros((1, *shape), dtype), device) for device in group.devices[start:stop]]
+            placed += [jax.device_put(np.zeros((1, *shape), dtype), device) for device in group.devices[start:stop]]
         else:
-            shards += _shards(group.span(*span), array)[start - span[0] : stop - span[0]]
-    return jax.make_array_from_single_device_arrays((group.size, *shape), group.stacked, shards)
+            placed += shards(group.span(*span), array)[start - span[0] : stop - span[0]]
+    return jax.make_array_from_single_device_arrays((group.size, *shape), group.stacked, placed)
 
 
 @lru_cache(maxsize=4096)
@@ -289,7 +289,7 @@ def constant(group: Group, lies: Lies, values: tuple[Any, ...], dtype: str) -> j
     return jax.device_put(np.array(values, dtype), sharding(group, lies))
 
 
-def _shards(group: Group, array: jax.Array) -> list[jax.Array]:
+def shards(group: Group, array: jax.Array) -> list[jax.Array]:
     """The single-device arrays behind a global one, in rank order."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return [by_device[device] for device in group.devices]
@@ -297,4 +297,4 @@ def _shards(group: Group, array: jax.Array) -> list[jax.Array]:
 
 def of_first(group: Group, array: jax.Array) -> jax.Array:
     """The first replica's own value of a result that claims to lie everywhere."""
-    return array if group.is_simulated else _shards(group, array)[0]
+    return array if group.is_simulated else shards(group, array)[0]

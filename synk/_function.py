@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Literal, overload
 
 import jax
+import numpy as np
 
-from . import _check, _compose, _flight, _trace
-from ._arguments import Scalars, arrays, check_batches, check_slices, checked_subset, common_rows
+from . import _check, _compose, _flight, _iterate, _trace
+from ._arguments import Scalars, arrays, check_slices, checked_subset
 from ._bind import Binder, Layout
 from ._errors import SynkError, entry
+from ._feed import Feed
 from ._group import Group, PyTree, group
+from ._inputs import inputs, picked_from
 from ._ops import Op
 from ._outputs import check_ops
+from ._prefetch import Prefetch
 from ._program import Signature
-from ._rows import Selection, Source, select
+from ._rows import How, how_picked
 from ._run import Call, Outcome, Prepared, finish, plan, prepare
 from ._shared import Shared
 from ._task import Built, Stats, Task, View
@@ -176,47 +180,50 @@ class Function:
           ValueError: rows differ, nothing is selected, or the ops do not fit the outputs.
           IndexError: the batch names rows that are not there.
         """
-        start = perf_counter()
         self._refuse_inside()
         leaves, layout = self._binder.flatten(args, kwargs)
         if num_slices != 1 or num_slices is True:
             check_slices(num_slices, self.name)
         if _trace.is_traced():
-            check_batches(self.name, bool(layout.scattered), batch, batch_s)
-            return _compose.call(self, layout, leaves, batch, num_slices, output_subset)
-        is_whole = batch is None and batch_s is None and num_slices == 1 and output_subset is None
-        with _flight.LOCK:
-            current = group()
-            key = self._route_key(current, layout, leaves) if is_whole else None
-            route = None if key is None else self._routes.get(key)
-            stats = self.stats
-            if route is not None:
-                signature, built, rows = route
-                signature.view = None
-                ready = Prepared(built, [leaves[i] for i in (*layout.scattered, *layout.broadcast)], None)
-                selected = begun = perf_counter()
-            else:
-                call, signature, selection = self._bind(
-                    current, layout, leaves, batch, batch_s, num_slices > 1, output_subset, None
-                )
-                the_plan = signature.cache.get(("plan", selection, num_slices))
-                if the_plan is None:
-                    the_plan = plan(signature, selection, num_slices)
-                    signature.cache["plan", selection, num_slices] = the_plan
-                selected = perf_counter()
-                sending = stats.sending
-                ready = prepare(signature, call, the_plan)
-                begun = selected + stats.sending - sending
-                self.remember(signature)
-                rows = sum(the_plan.lengths or ())
-                if key is not None and the_plan.is_plain:
-                    self._note_route(current, layout, leaves, signature, ready.built, rows)
-            outcome = finish(signature, ready, commit=True)
-            stats.calls += 1
-            stats.rows += rows
-            stats.selecting += selected - start
-            stats.dispatching += perf_counter() - begun
-        return self.finish(outcome)
+            return _compose.call(self, layout, leaves, batch, batch_s, num_slices, output_subset)
+        return self.launch(leaves, layout, batch, batch_s, num_slices, output_subset)
+
+    @entry
+    def iterate(
+        self,
+        *args: Any,
+        batches: Iterable[Any],
+        prefetch: int = 2,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Prefetch[Any, PyTree]:
+        """Call the function for each batch; the next ones are picked and sent while the current one runs.
+
+        Args:
+          *args: as in a call.
+          batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
+          prefetch: how many batches a thread works ahead; 0 for none.
+          num_slices: as in a call.
+          output_subset: as in a call.
+          **kwargs: as in a call.
+
+        Returns:
+          An iterator of the results, in order; it has as many as there are batches. Leaving the loop stops the thread.
+
+        Raises:
+          As a call, when that batch is reached.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> total = synk.function(jnp.sum)
+          >>> x = np.arange(6)
+          >>> [int(t) for t in total.iterate(x, batches=synk.minibatches(len(x), 4, shuffle=False))]
+          [6, 9]
+        """
+        self._eagerly("iterate")
+        leaves, layout = self._binder.flatten(args, kwargs)
+        return _iterate.iterate(self, leaves, layout, batches, prefetch, num_slices, output_subset)
 
     def _refuse_inside(self) -> None:
         current = _trace.frame()
@@ -253,6 +260,40 @@ class Function:
 
     # What follows serves calls, serial, check and compile.
 
+    def launch(
+        self, leaves: Sequence[Any], layout: Layout, batch: Any, batch_s: Any, num_slices: int, subset: Any
+    ) -> PyTree:
+        """Start one call."""
+        start = perf_counter()
+        is_whole = batch is None and batch_s is None and num_slices == 1 and subset is None
+        with _flight.LOCK:
+            current = group()
+            key = self._route_key(current, layout, leaves) if is_whole else None
+            route = None if key is None else self._routes.get(key)
+            stats = self.stats
+            if route is not None:
+                signature, built, rows = route
+                signature.view = None
+                ready = Prepared(built, [leaves[i] for i in (*layout.scattered, *layout.broadcast)], None)
+                selected = begun = perf_counter()
+            else:
+                call, signature = self._bind(current, layout, leaves, batch, batch_s, num_slices > 1, subset, None)
+                the_plan = plan(signature, call, num_slices)
+                selected = perf_counter()
+                sending = stats.sending
+                ready = prepare(signature, call, the_plan)
+                begun = selected + stats.sending - sending
+                self.remember(signature)
+                rows = sum(the_plan.lengths or ())
+                if key is not None and the_plan.is_plain:
+                    self._note_route(current, layout, leaves, signature, ready.built, rows)
+            outcome = finish(signature, ready, commit=True)
+            stats.calls += 1
+            stats.rows += rows
+            stats.selecting += selected - start
+            stats.dispatching += perf_counter() - begun
+        return self.finish(outcome)
+
     @property
     def has_then(self) -> bool:
         """Does anything follow the combined outputs?"""
@@ -284,25 +325,30 @@ class Function:
         subset: Sequence[Any] | None,
         view: Callable[[Shared], View] | None,
         donate: bool,
-    ) -> tuple[Call, Signature, int | None]:
+        home: Group | None,
+    ) -> tuple[Call, Signature]:
         """Check a call's arguments and find its programs, for a group and view of one's own."""
         leaves, layout = self._binder.flatten(args, kwargs)
-        return self._bind(current, layout, leaves, batch, batch_s, is_sliced, subset, view, donate)
+        return self._bind(current, layout, leaves, batch, batch_s, is_sliced, subset, view, donate, home)
 
-    def traced_arrays(self, layout: Layout, leaves: Sequence[Any]) -> tuple[list[Any], list[Any], tuple[Any, ...]]:
+    def traced_arrays(
+        self, layout: Layout, leaves: Sequence[Any], batch: Any, batch_s: Any
+    ) -> tuple[list[Any], list[Any], tuple[Any, ...]]:
         """Scattered and broadcast leaves as arrays of jax.numpy's, traced ones among them."""
+        if batch_s is not None:
+            raise ValueError(f"{self.name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
         sources, keys = arrays(self.name, layout, leaves, layout.scattered)
-        common_rows(self.name, sources, layout)
+        sources = picked_from(self.name, [layout.names[i] for i in layout.scattered], sources, batch)
         others, other_keys = arrays(self.name, layout, leaves, layout.broadcast)
-        as_array = jax.numpy.asarray
-        return list(map(as_array, sources)), list(map(as_array, others)), (*keys, *other_keys)
+        return sources, list(map(jax.numpy.asarray, others)), (*keys, *other_keys)
 
     def signature(
         self, current: Group, layout: Layout, sources: Any, broadcast: Any, keys: Any, is_sliced: bool, subset: Any
     ) -> Signature:
-        """A new set of programs."""
+        """A new set of programs, for arguments that are traced."""
         subset = None if subset is None else checked_subset(subset, self.name)
-        return self._signature(None, current, layout, sources, broadcast, keys, is_sliced, subset, False)
+        rows = [(s.shape[1:], s.dtype, Feed()) for s in sources]
+        return self._signature(None, current, layout, rows, broadcast, keys, is_sliced, None, subset, False)
 
     def _bind(
         self,
@@ -315,34 +361,40 @@ class Function:
         subset: Sequence[Any] | None,
         view: Callable[[Shared], View] | None,
         donate: bool | None = None,
-    ) -> tuple[Call, Signature, int | None]:
-        """Check a call's arguments; find or make what it compiles to; say how many rows it has, if any."""
-        names = layout.names
+        home: Group | None = None,
+    ) -> tuple[Call, Signature]:
+        """Check a call's arguments; find or make what it compiles to.
+
+        Another group than the `home` of data takes all rows from the host, and its view has variables' rows picked.
+        """
         sources, keys = arrays(self.name, layout, leaves, layout.scattered)
-        rows = common_rows(self.name, sources, layout)
-        check_batches(self.name, bool(sources), batch, batch_s)
-        selection = Selection(None, 0) if rows is None else select(batch, rows, self.name, names[layout.scattered[0]])
+        names = [layout.names[i] for i in layout.scattered]
+        given = inputs(self.name, names, sources, batch, batch_s, current, home)
         others, other_keys = arrays(self.name, layout, leaves, layout.broadcast)
-        broadcast = [self._scalars.everywhere(current, leaf) for leaf in others]
+        broadcast = [self._scalars.everywhere(current, leaf, home) for leaf in others]
         donate = self._donate if donate is None else donate
         subset = None if subset is None else checked_subset(subset, self.name)
+        batch_s = None if home else batch_s
+        rows = [(each.shape, each.dtype, each.feed) for each in given.each]
+        local = None if batch_s is None else how_picked(batch_s)
         key = (
             current,
             layout,
             _trace.settings(),
-            tuple([(s.shape[1:], jax.dtypes.canonicalize_dtype(s.dtype)) for s in sources]),
+            tuple(rows),
             tuple([(b.shape, b.dtype, b.weak_type) for b in broadcast]),
             (*keys, *other_keys),
             is_sliced,
+            local,
             subset,
             donate,
         )
         signature = self._signatures.get((key, self._specs()))
         if signature is None:
             keys = [*keys, *other_keys]
-            signature = self._signature(key, current, layout, sources, broadcast, keys, is_sliced, subset, donate)
+            signature = self._signature(key, current, layout, rows, broadcast, keys, is_sliced, local, subset, donate)
         signature.view = view
-        return Call(sources, selection, broadcast), signature, None if rows is None else selection.rows
+        return Call(given, broadcast, batch_s), signature
 
     def _specs(self) -> tuple[Any, ...]:
         """Trees, shapes and lengths of its variables, as small numbers."""
@@ -359,19 +411,20 @@ class Function:
         key: Any,
         current: Group,
         layout: Layout,
-        sources: Sequence[Source],
+        rows: Sequence[tuple[tuple[int, ...], np.dtype, Feed]],
         broadcast: Sequence[jax.Array],
         keys: Sequence[Any],
         is_sliced: bool,
+        local: How | None,
         subset: tuple[Any, ...] | None,
         donate: bool,
     ) -> Signature:
         task = Task(self.name, self.fn, self._ops, self._then, self._then_extra, self._engine, self.stats, self._is_raw)
-        row_shapes = [jax.ShapeDtypeStruct(s.shape[1:], jax.dtypes.canonicalize_dtype(s.dtype)) for s in sources]
+        row_shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in rows]
         shapes = [jax.ShapeDtypeStruct(b.shape, b.dtype, weak_type=b.weak_type) for b in broadcast]
         return Signature(
-            key, task, current, layout, tuple(row_shapes), tuple(shapes), tuple(keys), is_sliced,
-            None, self._known, subset, donate, self._splits,
+            key, task, current, layout, tuple(row_shapes), tuple(feed for _, _, feed in rows), local, tuple(shapes),
+            tuple(keys), is_sliced, None, self._known, subset, donate, self._splits,
         )  # fmt: skip
 
     @entry
@@ -462,10 +515,8 @@ class Function:
         check_slices(num_slices, self.name)
         with _flight.LOCK:
             current = group()
-            call, signature, rows = self._bind(
-                current, layout, leaves, batch, batch_s, num_slices > 1, output_subset, None
-            )
-            the_plan = plan(signature, rows, num_slices)
+            call, signature = self._bind(current, layout, leaves, batch, batch_s, num_slices > 1, output_subset, None)
+            the_plan = plan(signature, call, num_slices)
             compiled = _check.compiled(signature, call, the_plan)
             self.remember(signature)
             return compiled

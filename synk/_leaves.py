@@ -11,6 +11,7 @@ import numpy as np
 
 from . import _trace
 from ._errors import SynkError
+from ._sources import narrow
 from ._trace import as_data, as_keys, key_of
 
 
@@ -32,8 +33,8 @@ def own(leaf: Any, name: str, borrow: bool) -> Any:
     array = np.asarray(leaf) if borrow else np.array(leaf)
     if array.dtype.kind in "OSUMm":
         raise TypeError(f"{name}: a shared variable holds numbers, but this leaf has dtype {array.dtype}.")
-    narrow = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
-    return array if array.dtype == narrow else array.astype(narrow)
+    wanted = narrow(array.dtype)
+    return array if array.dtype == wanted else array.astype(wanted)
 
 
 def conform(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, call: str, rows: bool | None) -> Any:
@@ -53,13 +54,13 @@ def conform(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, call: st
             f"{call}: the new value of {name} has shape {leaf.shape}, but its old one has {like.shape}. "
             f"A new value keeps tree, shapes and dtypes."
         )
-    narrow = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    if narrow != like.dtype and not (getattr(leaf, "weak_type", False) and _fits(narrow, like.dtype)):
+    have = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if have != like.dtype and not (getattr(leaf, "weak_type", False) and _fits(have, like.dtype)):
         raise TypeError(
-            f"{call}: the new value of {name} has dtype {narrow.name}, but its old one has {like.dtype.name}. "
+            f"{call}: the new value of {name} has dtype {have.name}, but its old one has {like.dtype.name}. "
             f"Convert it, e.g. with new.astype({like.dtype.name!r})."
         )
-    if isinstance(leaf, jax.Array) and (narrow != like.dtype or leaf.weak_type):
+    if isinstance(leaf, jax.Array) and (have != like.dtype or leaf.weak_type):
         return jax.lax.convert_element_type(leaf, like.dtype)
     return leaf
 

@@ -19,9 +19,11 @@ from jax import lax
 from . import _ops
 from ._bind import Layout
 from ._engine import Lies, Program, lie
+from ._feed import Feed, fed, rows_of
 from ._group import AXIS, Group, PyTree
 from ._ops import Gathered, Leaf
 from ._outputs import Outputs, Result, pack_outputs, pack_result, pick
+from ._rows import How
 from ._shared import Shared
 from ._task import (
     Built,
@@ -48,6 +50,8 @@ class Signature:
     group: Group
     layout: Layout
     row_shapes: tuple[jax.ShapeDtypeStruct, ...]  # without axis 0
+    feeds: tuple[Feed, ...]
+    local: How | None  # how batch_s picks from the rows that variables hold
     broadcast_shapes: tuple[jax.ShapeDtypeStruct, ...]
     keys: tuple[Any, ...]  # PRNG implementation of each argument leaf
     is_sliced: bool
@@ -113,6 +117,9 @@ class Signature:
         self.known.update(dict.fromkeys((*traced.reads, *(v for v, _ in traced.writes))))
         for variable, slices in traced.writes if self.is_sliced else ():
             self._check_slices(variable, slices)
+        for variable, _ in traced.writes if self.local else ():
+            if self.lengths(variable) is not None:
+                raise holds_rows(self.task.name, variable.name)
         return traced
 
     def _check_slices(self, variable: Shared, slices: str | None) -> None:
@@ -211,11 +218,16 @@ class Signature:
         def body(*values: jax.Array) -> list[jax.Array]:
             rank = lax.axis_index(AXIS)
             state, rest = unpacked(variables, values)
-            outs, new = run(traced, state, [*rest, rank])
-            combined, later = self._run_then(then, state, combine(rank, *outs), rest[len(self.row_shapes) :], rank)
+            given, rest = fed(self.feeds, rest, rows)
+            seen = state
+            if self.local:
+                where = rest.pop(0)
+                seen = {v: self._seen(v, leaves, where, rows) for v, leaves in state.items()}
+            outs, new = run(traced, seen, [*given, *rest, rank])
+            combined, later = self._run_then(then, state, combine(rank, *outs), rest, rank)
             return [*(combined[i] for i in picked), *packed(new | later, updates)]
 
-        ins: list[Lies] = [*self._lie(variables), *lie("rows", len(self.row_shapes)), *self._broadcast_lie()]
+        ins: list[Lies] = [*self._lie(variables), *self._inputs_lie(), *self._broadcast_lie()]
         outs: list[Lies] = [*lie("everywhere", len(picked)), *self._lie(updates)]
         program = self._compile(body, ins, outs, arguments(variables), variables, updates)
         firsts = tuple(j for j, i in enumerate(picked) if outputs.keep[i] in own) if own else ()
@@ -234,6 +246,11 @@ class Signature:
 
     def _lie(self, variables: Sequence[Shared]) -> list[Lies]:
         return lie("stacked", sum(count(v) for v in variables))
+
+    def _inputs_lie(self) -> list[Lies]:
+        """Of what brings rows: those of each argument, and what picks a variable's."""
+        of_inputs: list[Lies] = [lies for feed in self.feeds for lies in feed.ins]
+        return [*of_inputs, *lie("stacked", int(self.local is not None))]
 
     def _broadcast_lie(self) -> list[Lies]:
         return lie("everywhere", len(self.broadcast_shapes))
@@ -269,8 +286,10 @@ class Signature:
         def body(*values: jax.Array) -> list[jax.Array]:
             *values, rank, weight, start = values  # type: ignore[assignment]  # a list from here on
             whole, rest = unpacked(traced.variables, values)
-            state = {v: self._window(v, old, start, rows) for v, old in whole.items()}
-            outs, new = run(traced, state, [*rest, rank])
+            given, rest = fed(self.feeds, rest, rows)
+            where = rest.pop(0) if self.local else start
+            state = {v: self._seen(v, old, where, rows) for v, old in whole.items()}
+            outs, new = run(traced, state, [*given, *rest, rank])
             change = [
                 a - b if self.is_sliced and slices == "add" else a
                 for variable, slices in traced.writes
@@ -279,7 +298,7 @@ class Signature:
             lifted = _ops.lift([outs[i] for i in shared], leaves, weight, rank)
             return [*(outs[i] for i in own), *lifted, *_ops.lift(change, changes, weight, rank)]
 
-        ins: list[Lies] = [*self._lie(traced.variables), *lie("rows", len(self.row_shapes)), *self._broadcast_lie()]
+        ins: list[Lies] = [*self._lie(traced.variables), *self._inputs_lie(), *self._broadcast_lie()]
         outs: list[Lies] = [*lie("everywhere", len(own)), *lie("stacked", len(leaves) + len(changes))]
         return self._compile(body, [*ins, *lie("stacked", 3)], outs, arguments, group=self.group.span(*span))
 
@@ -294,11 +313,11 @@ class Signature:
             for shape in variable.describe().shapes
         ]
 
-    def _window(self, variable: Shared, leaves: list[jax.Array], start: jax.Array, rows: int) -> list[jax.Array]:
+    def _seen(self, variable: Shared, leaves: list[jax.Array], where: jax.Array, rows: int | None) -> list[jax.Array]:
         """This part's rows of a variable that holds rows, or the whole value."""
         if self.lengths(variable) is None:
             return leaves
-        return [lax.dynamic_slice_in_dim(leaf, start, rows) for leaf in leaves]
+        return [rows_of(leaf, where, self.local or "window", rows or 0) for leaf in leaves]
 
     def _padded(self, variable: Shared, leaves: list[jax.Array]) -> list[jax.Array]:
         lengths = self.lengths(variable)
@@ -384,3 +403,10 @@ class Signature:
                     value = old.astype(value.dtype) + value
                 new[variable].append(jnp.where(weight > 0, value.astype(old.dtype), old))
         return new
+
+
+def holds_rows(name: str, variable: str) -> ValueError:
+    """Of a call that sees some of the rows it would assign."""
+    return ValueError(
+        f"{name}: {variable} holds rows, so it cannot be updated in a call with batch_s, which sees some of them."
+    )

@@ -1,164 +1,223 @@
-"""Rows: pick rows of arrays in host memory or on devices, and bring each replica its own."""
+"""Rows: check which rows a call picks, and bring each replica its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
+from . import _sources
 from ._engine import sharding
 from ._group import Group
+from ._sources import Reader, Rows, Source
+from ._staging import aligned
 
-Source = np.ndarray | jax.Array
+How: TypeAlias = Literal["window", "take"]
 
 
 class Selection(NamedTuple):
-    """Which rows a call takes, in order, and how many they are."""
+    """Which rows are taken, in order: those at `indexes`, or (None) consecutive ones from `start` on."""
 
-    chosen: slice | np.ndarray | None
+    indexes: np.ndarray | None
+    start: int
     rows: int
 
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Where rows `start` to `stop` of the selection lie in the source."""
+        return (
+            self.indexes[start:stop] if self.indexes is not None else np.arange(self.start + start, self.start + stop)
+        )
 
-def select(batch: Any, rows: int, function: str, name: str) -> Selection:
-    """Check a `batch` against an input of so many rows."""
+    def into(self, buffer: np.ndarray, source: np.ndarray | Reader, at: int) -> Rows:
+        """Fill a buffer with rows of the selection, from `at` on."""
+        return Rows(buffer, source, self.indexes, at if self.indexes is not None else self.start + at)
+
+
+class Local(NamedTuple):
+    """Which of the rows that it holds each replica takes."""
+
+    held: tuple[int, ...]
+    chosen: tuple[Selection, ...]
+    lengths: tuple[int, ...]
+
+
+def select(batch: Any, rows: int, function: str, name: str, option: str = "batch", is_part: bool = False) -> Selection:
+    """Check a `batch` against an input of so many rows; one that is part of a selection may be empty."""
     if batch is None:
-        return Selection(None, rows)
+        return Selection(None, 0, rows)
     if isinstance(batch, slice):
-        return _counted(slice(*_bounds(batch, rows)), len(range(*batch.indices(rows))), batch, function)
-    index = _index_array(batch, function)
-    if index.ndim == 0:
-        return _first(int(index), rows, function, name)
-    if index.ndim != 1:
-        raise ValueError(f"{function}: batch has shape {index.shape}; give indexes or a mask of one dimension.")
-    if index.dtype == bool:
-        if len(index) != rows:
-            raise ValueError(
-                f"{function}: batch is a mask of length {len(index)}, but {name} has {rows} rows. Give one entry a row."
-            )
-        index = np.flatnonzero(index)
-        return _counted(index, len(index), batch, function)
-    return _counted(_in_range(index, rows, function, name), len(index), batch, function)
+        chosen = range(*batch.indices(rows))
+        if chosen.step == 1:
+            found = Selection(None, chosen.start, len(chosen))
+        else:
+            found = Selection(np.arange(chosen.start, chosen.stop, chosen.step), 0, len(chosen))
+    else:
+        index = _index_array(batch, function, option)
+        if index.ndim == 0:
+            found = _first(int(index), rows, function, name, option)
+        elif index.dtype == bool:
+            if len(index) != rows:
+                raise ValueError(
+                    f"{function}: {option} is a mask of length {len(index)}, but {name} has {rows} rows. "
+                    f"Give one entry a row."
+                )
+            found = _found(np.flatnonzero(index))
+        else:
+            found = _found(_in_range(index, rows, function, name, option))
+    if found.rows == 0 and not is_part:
+        shown = f"{option}={batch}" if isinstance(batch, slice | int) else f"the {option}"
+        raise ValueError(f"{function}: {shown} selects no rows. A call needs at least one.")
+    return found
 
 
-def _bounds(batch: slice, rows: int) -> tuple[int | None, int | None, int]:
-    start, stop, step = batch.indices(rows)
-    return start, None if stop < 0 else stop, step  # indices() gives -1 for "to the start", which means another thing
-
-
-def _index_array(batch: Any, function: str) -> np.ndarray:
+def _index_array(batch: Any, function: str, option: str) -> np.ndarray:
+    wanted = "give a number of rows, a slice, a boolean mask or integer indexes"
     if isinstance(batch, bool | np.bool_):
-        raise TypeError(f"{function}: batch is {batch}; give a number of rows, a slice, a mask or indexes.")
+        raise TypeError(f"{function}: {option} is {batch}; {wanted}.")
     index = np.asarray(batch)
     if index.size == 0 and not hasattr(batch, "dtype"):
         index = index.astype(np.int64)  # the dtype of [] says nothing
     if index.dtype.kind not in "iub":
-        raise TypeError(
-            f"{function}: batch has dtype {index.dtype}; give a number of rows, a slice, a boolean mask or integer "
-            f"indexes."
-        )
+        raise TypeError(f"{function}: {option} has dtype {index.dtype}; {wanted}.")
+    if index.ndim > 1:
+        raise ValueError(f"{function}: {option} has shape {index.shape}; give indexes or a mask of one dimension.")
     return index
 
 
-def _first(count: int, rows: int, function: str, name: str) -> Selection:
-    if count == 0:
-        return _counted(slice(0, 0), 0, count, function)
-    if not 0 < count <= rows:
+def _first(count: int, rows: int, function: str, name: str, option: str) -> Selection:
+    if not 0 <= count <= rows:
         raise IndexError(
-            f"{function}: batch={count} asks for the first {count} rows, but {name} has {rows}. "
+            f"{function}: {option}={count} asks for the first {count} rows, but {name} has {rows}. "
             f"Give 1 to {rows}, or a slice, which is cut to what there is."
         )
-    return Selection(slice(0, count), count)
+    return Selection(None, 0, count)
 
 
-def _in_range(index: np.ndarray, rows: int, function: str, name: str) -> np.ndarray:
-    if len(index) and not (-rows <= int(index.min()) and int(index.max()) < rows):
+def _in_range(index: np.ndarray, rows: int, function: str, name: str, option: str) -> np.ndarray:
+    """Indexes from 0 on, in memory of one's own."""
+    if index.size == 0:
+        return index.astype(np.int64)
+    low = int(index.min())
+    if not (-rows <= low and int(index.max()) < rows):
         wrong = next(int(i) for i in index if not -rows <= int(i) < rows)
         raise IndexError(
-            f"{function}: batch holds the index {wrong}, but {name} has {rows} rows. Indexes run from {-rows} "
+            f"{function}: {option} holds the index {wrong}, but {name} has {rows} rows. Indexes run from {-rows} "
             f"to {rows - 1}."
         )
-    index = index.astype(np.int64, copy=False)
-    return np.where(index < 0, index + rows, index) if len(index) and index.min() < 0 else index
+    index = index.astype(np.int64)
+    return index if low >= 0 else np.where(index < 0, index + rows, index)
 
 
-def _counted(index: slice | np.ndarray, count: int, batch: Any, function: str) -> Selection:
-    if count == 0:
-        shown = batch if isinstance(batch, slice | int) else "the batch"
-        raise ValueError(f"{function}: {shown} selects no rows. A call needs at least one.")
-    return Selection(index, count)
+def _found(index: np.ndarray) -> Selection:
+    """A selection of these rows; consecutive ones need no index."""
+    count = len(index)
+    if count and index[-1] - index[0] == count - 1 and (count == 1 or (np.diff(index) == 1).all()):
+        return Selection(None, int(index[0]), count)
+    return Selection(index, 0, count)
 
 
-def place(group: Group, source: Source, selection: Selection, starts: Sequence[int], rows: int) -> jax.Array:
+def select_local(batch_s: Any, held: Sequence[int], function: str, name: str) -> Local:
+    """Check a `batch_s` against the rows that replicas hold: one selection for all, or one for each."""
+    each = [batch_s] * len(held)
+    if _is_one_each(batch_s):
+        each = list(batch_s)
+        if len(each) != len(held):
+            raise ValueError(
+                f"{function}: batch_s has {len(each)} selections, but there are {len(held)} replicas. Give one for all "
+                f"or one for each."
+            )
+    chosen = tuple(
+        select(one, rows, function, f"{name} on replica {rank}", "batch_s", is_part=True)
+        for rank, (one, rows) in enumerate(zip(each, held, strict=True))
+    )
+    lengths = tuple(selection.rows for selection in chosen)
+    if not any(lengths):
+        raise ValueError(f"{function}: batch_s selects no rows on any replica. A call needs at least one.")
+    return Local(tuple(held), chosen, lengths)
+
+
+def _is_one_each(batch_s: Any) -> bool:
+    if isinstance(batch_s, list | tuple):
+        return any(isinstance(item, slice | list | tuple) or np.ndim(item) for item in batch_s)
+    return not isinstance(batch_s, slice) and np.ndim(batch_s) == 2
+
+
+def how_picked(batch: Any) -> How:
+    """Are the rows consecutive, as far as the form tells? Programs differ in this, and never in the rows themselves."""
+    if isinstance(batch, slice):
+        is_run = batch.step in (None, 1)
+    elif isinstance(batch, list | tuple):
+        is_run = bool(batch) and all(isinstance(item, slice) and item.step in (None, 1) for item in batch)
+    else:
+        is_run = batch is None or np.ndim(batch) == 0
+    return "window" if is_run else "take"
+
+
+def taken_together(local: Local) -> Selection:
+    """The same rows of all replicas' rows one after another."""
+    base = np.cumsum([0, *local.held])
+    index = np.concatenate([s.positions(0, s.rows) + b for s, b in zip(local.chosen, base, strict=False)])
+    return _found(index)
+
+
+def place(
+    group: Group, source: Source, selection: Selection, starts: Sequence[int], rows: int, dtype: np.dtype
+) -> jax.Array:
     """Bring each replica `rows` rows of the selection, beginning at its start, as one array over the group.
 
     The result never shares memory with an array of the user's, unless it is that `jax.Array` itself, in its place.
     """
-    whole = selection.chosen is None and len(source) == rows * group.size
     if isinstance(source, jax.Array):
-        if whole and source.sharding == group.stacked:
-            return source
-        if whole:
-            return jax.device_put(source, group.stacked)
-        if group.platform == "cpu" and source.is_fully_addressable:
-            source = np.asarray(source)  # a view
-        else:
-            return _place_on_device(group, source, selection, starts, rows)
+        is_all = selection.indexes is None and len(source) == selection.rows == rows * group.size
+        if is_all and source.dtype == dtype:
+            return source if source.sharding == group.stacked else jax.device_put(source, group.stacked)
+        host = on_host(group, source)
+        if host is None:
+            return _place_on_device(group, source, selection, starts, rows, dtype)
+        source = host
     shape = (rows * group.size, *source.shape[1:])
-    dtype = jax.dtypes.canonicalize_dtype(source.dtype)
-    if group.is_simulated:
-        buffer = aligned(shape, dtype)
-        for rank, start in enumerate(starts):
-            fill(buffer[rank * rows : (rank + 1) * rows], source, selection, start)
-        return jax.device_put(buffer, group.stacked)
-
-    def part(index: Any) -> np.ndarray:
-        buffer = aligned((rows, *shape[1:]), dtype)
-        fill(buffer, source, selection, starts[(index[0].start or 0) // rows])
-        return buffer
-
-    return jax.make_array_from_callback(shape, sharding(group, "rows"), part)
-
-
-def fill(buffer: np.ndarray, source: np.ndarray, selection: Selection, start: int) -> None:
-    """Copy rows of the selection, from `start` on, until the buffer is full."""
-    stop = start + len(buffer)
-    index = selection.chosen
-    if index is None:
-        buffer[...] = source[start:stop]
-    elif isinstance(index, slice):
-        buffer[...] = source[index][start:stop]
-    elif source.dtype == buffer.dtype:
-        # The indexes were checked once; "clip" is the mode that neither checks nor copies again.
-        np.take(source, index[start:stop], axis=0, out=buffer, mode="clip")
-    else:
-        buffer[...] = source[index[start:stop]]
+    # Simulated replicas share one device, so one buffer.
+    whole = aligned(shape, dtype) if group.is_simulated else None
+    parts = [
+        whole[rank * rows : (rank + 1) * rows] if whole is not None else aligned((rows, *shape[1:]), dtype)
+        for rank in range(group.size)
+    ]
+    _sources.copy([selection.into(part, source, start) for part, start in zip(parts, starts, strict=True)])
+    return jax.make_array_from_callback(
+        shape,
+        sharding(group, "rows"),
+        lambda index: parts[(index[0].start or 0) // rows] if whole is None else whole,
+    )
 
 
-def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory that JAX takes over without a copy on CPU: 64-byte aligned."""
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size].view(dtype).reshape(shape)
+def on_host(group: Group, source: Source) -> np.ndarray | Reader | None:
+    """A source as what threads can copy from; None where that would bring it from a device."""
+    if not isinstance(source, jax.Array):
+        return source
+    return np.asarray(source) if group.platform == "cpu" and source.is_fully_addressable else None  # a view
+
+
+def gather_rows(source: np.ndarray | Reader, selection: Selection, dtype: np.dtype) -> np.ndarray:
+    """The rows of a selection in host memory of their own."""
+    buffer = aligned((selection.rows, *source.shape[1:]), dtype)
+    _sources.copy([selection.into(buffer, source, 0)])
+    return buffer
+
+
+def put(group: Group, values: np.ndarray) -> jax.Array:
+    """Small numbers of one entry a replica on axis 0, each in its place; they must stay as they are."""
+    return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)
 
 
 def _place_on_device(
-    group: Group, source: jax.Array, selection: Selection, starts: Sequence[int], rows: int
+    group: Group, source: jax.Array, selection: Selection, starts: Sequence[int], rows: int, dtype: np.dtype
 ) -> jax.Array:
     """Pick rows where they are, and send each replica its own."""
-    index = np.concatenate([_positions(selection, len(source), start, rows) for start in starts])
-    picked = _take(source, index.astype(np.int32))
+    index = np.concatenate([selection.positions(start, start + rows) for start in starts])
+    picked = _take(source, index.astype(np.int32)).astype(dtype)
     return jax.device_put(picked, group.stacked)
-
-
-def _positions(selection: Selection, length: int, start: int, rows: int) -> np.ndarray:
-    if isinstance(selection.chosen, np.ndarray):
-        return selection.chosen[start : start + rows]
-    if selection.chosen is None:
-        return np.arange(start, start + rows)
-    return np.arange(length)[selection.chosen][start : start + rows]
 
 
 @jax.jit

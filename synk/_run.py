@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -13,10 +13,11 @@ import numpy as np
 
 from . import _engine, _flight
 from ._engine import Piece
+from ._inputs import Inputs, Window, gathered, local_pick, send
 from ._ops import Leaf
 from ._outputs import Outputs
 from ._program import Signature
-from ._rows import Selection, Source, place
+from ._rows import Local, select_local
 from ._shared import Shared
 from ._split import Part, cut, runs, waves
 from ._task import Built, count, reindexed, split_kinds
@@ -31,9 +32,9 @@ SMALL_SPLITS = 3
 class Call:
     """A call's arguments, checked and flattened."""
 
-    sources: list[Source]  # scattered leaves, all rows of the input
-    selection: Selection  # which of these
+    inputs: Inputs
     broadcast: list[jax.Array]
+    batch_s: Any  # what picks rows on each replica
 
 
 class Update(NamedTuple):
@@ -62,6 +63,7 @@ class Plan(NamedTuple):
 
     lengths: tuple[int, ...] | None  # rows of each replica; None where the call has no rows
     waves: list[list[Part]]
+    local: Local | None = None  # where batch_s picks these rows from more
 
     @property
     def is_even(self) -> bool:
@@ -74,17 +76,53 @@ class Plan(NamedTuple):
         return self.is_even and len(self.waves) <= 1
 
 
-def plan(signature: Signature, rows: int | None, slices: int) -> Plan:
-    """Decide which rows each replica runs; `rows` is None where nothing is scattered."""
-    lengths = None if rows is None else tuple(part.rows for part in cut(rows, signature.group.size))
+def plan(signature: Signature, call: Call, slices: int) -> Plan:
+    """Decide which rows each replica runs."""
+    rows, local = call.inputs.rows, call.inputs.local
+    if call.batch_s is not None and local is None:
+        local = _local_of_variables(signature, call)
+    lengths = None if local is None else local.lengths
     if lengths is None:
-        held = (signature.lengths(variable) for variable in signature.traced(None, True).reads)
-        lengths = next((each for each in held if each is not None), None)
+        if rows is not None:
+            key = ("plan", rows, slices)
+            return signature.cached(key, lambda: _cut([part.rows for part in cut(rows, signature.group.size)], slices))
+        lengths = next((held for _, held in _held(signature, rows)), None)
     if lengths is None and slices > 1:
         raise ValueError(
             f"{signature.task.name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows."
         )
-    return Plan(lengths, waves(lengths, min(slices, max(lengths))) if lengths else [])
+    return _cut(lengths, slices, local) if lengths else Plan(None, [])
+
+
+def _cut(lengths: Sequence[int], slices: int, local: Local | None = None) -> Plan:
+    return Plan(tuple(lengths), waves(lengths, min(slices, max(lengths))), local)
+
+
+def _held(signature: Signature, rows: int | None) -> Iterator[tuple[Shared, tuple[int, ...]]]:
+    """The variables read that hold rows."""
+    for variable in signature.traced(rows, True).reads:
+        held = signature.lengths(variable)
+        if held is not None:
+            yield variable, held
+
+
+def _local_of_variables(signature: Signature, call: Call) -> Local:
+    """What `batch_s` picks from the rows that variables hold; other inputs bring as many."""
+    name, rows = signature.task.name, call.inputs.rows
+    found = next(_held(signature, rows), None)
+    if found is None:
+        raise ValueError(
+            f"{name}: batch_s picks rows that live on the replicas, but none of its inputs do. Use batch for rows in "
+            f"host memory."
+        )
+    variable, held = found
+    local = select_local(call.batch_s, held, name, variable.name)
+    if rows is not None and rows != sum(local.lengths):
+        raise ValueError(
+            f"{name}: batch_s picks {sum(local.lengths)} rows of {variable.name}, but the scattered inputs have {rows} "
+            f"to go with them. Give as many."
+        )
+    return local
 
 
 class Prepared(NamedTuple):
@@ -97,6 +135,8 @@ class Prepared(NamedTuple):
 
 def prepare(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
     """Send the rows, and run what comes before the last program."""
+    each = gathered(signature.group, call.inputs.each)
+    call = replace(call, inputs=call.inputs._replace(each=each))
     return (_plain if the_plan.is_plain else _in_waves)(signature, call, the_plan)
 
 
@@ -152,13 +192,16 @@ def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
     group, lengths = signature.group, the_plan.lengths
     rows = lengths[0] if lengths else None
     time = perf_counter()
-    starts = [rank * (rows or 0) for rank in range(group.size)]
-    values = [place(group, source, call.selection, starts, rows or 0) for source in call.sources]
+    ranks = range(group.size)
+    window = Window(0, group.size, rows or 0, [r * (rows or 0) for r in ranks], [0 for _ in ranks], the_plan.local)
+    values = send(group, call.inputs.each, window)
+    if signature.local is not None:
+        values.append(local_pick(group, signature.local, window))
     signature.task.stats.sending += perf_counter() - time
     values += call.broadcast
     built = signature.cache.get(("plain", rows))
     if built is None:
-        check_lengths(signature, signature.traced(rows, True), lengths)
+        check_lengths(signature, signature.traced(rows, True), the_plan)
         built = signature.plain(rows, lambda variables: [*_state(signature, variables), *values])
         signature.cache["plain", rows] = built
     return Prepared(built, values, None)
@@ -183,14 +226,15 @@ def _outcome(signature: Signature, ready: Prepared, results: Sequence[jax.Array]
     return Outcome(leaves, built, updates)
 
 
-def check_lengths(signature: Signature, traced: Traced, lengths: tuple[int, ...] | None) -> None:
+def check_lengths(signature: Signature, traced: Traced, the_plan: Plan) -> None:
     """Variables that hold rows go with inputs of as many rows on each replica."""
+    wanted = the_plan.lengths if the_plan.local is None else the_plan.local.held
     for variable in (*traced.reads, *(v for v, _ in traced.writes)):
         held = signature.lengths(variable)
-        if held is not None and held != lengths:
+        if held is not None and held != wanted:
             raise ValueError(
                 f"{signature.task.name}: {variable.name} holds {list(held)} rows on the replicas, but this call gives "
-                f"them {list(lengths or ())}. Scatter as many rows, or broadcast {variable.name}."
+                f"them {list(wanted or ())}. Scatter as many rows, or broadcast {variable.name}."
             )
 
 
@@ -243,7 +287,7 @@ class _Maps:
         self.traces = {rows: signature.traced(rows, the_plan.is_even) for rows in sizes}
         self.traced = self.traces[sizes[0]]
         for traced in self.traces.values():
-            check_lengths(signature, traced, self.lengths)
+            check_lengths(signature, traced, the_plan)
             self._check_shapes(traced)
         outputs = self.traced.outputs
         self.own = signature.own(outputs)
@@ -310,7 +354,10 @@ class _Maps:
         bases = [base + offset for base, offset in zip(self.bases[slice(*span)], offsets, strict=True)]
         time = perf_counter()
         begins = [min(base, self.total - launch.rows) for base in bases]  # a filler is a copy of real rows
-        placed = [place(group, source, self.call.selection, begins, launch.rows) for source in self.call.sources]
+        window = Window(*span, launch.rows, begins, offsets, self.plan.local, meant)
+        placed = send(sig.group, self.call.inputs.each, window)
+        if sig.local is not None:
+            placed.append(local_pick(group, sig.local, window))
         sig.task.stats.sending += perf_counter() - time
         arguments = [
             *(_engine.restrict(sig.group, *span, leaf, "stacked") for leaf in _state(sig, traced.variables)),

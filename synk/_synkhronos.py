@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ._data import Data, Place, data
 from ._errors import entry
 from ._group import Group, init
 
@@ -27,3 +30,24 @@ def distribute() -> None:
       >>> import synk
       >>> synk.distribute()
     """
+
+
+@entry
+def build_inputs(*values: Any, place: Place = "host", minibatch: bool = False) -> tuple[Data, ...]:
+    """Make the data of a function's inputs: `synk.data` of each.
+
+    Args:
+      *values: one array an input.
+      place: as for `synk.data`.
+      minibatch: as for `synk.data`.
+
+    Returns:
+      As many.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> x, y = synk.build_inputs(np.zeros((5, 2)), np.zeros(5))
+      >>> x.shape, y.shape
+      ((5, 2), (5,))
+    """
+    return tuple(data(value, place=place, minibatch=minibatch) for value in values)

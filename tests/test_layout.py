@@ -12,8 +12,9 @@ import synk
 
 PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 ORDER = """
-    _errors _flight _group _split _ops _trace _leaves _engine _rows _shared _outputs _bind _arguments
-    _collectives _fingerprint _task _program _run _compose _check _function _minibatches _random _synkhronos __init__
+    _errors _flight _group _split _staging _sources _ops _trace _leaves _engine _rows _shared _data _outputs _bind
+    _arguments _feed _exchange _inputs _prefetch _collectives _fingerprint _task _program _run _compose _check _iterate _function
+    _minibatches _random _synkhronos __init__
 """.split()
 MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
 MEMBERS = {
