@@ -73,9 +73,9 @@ def train(x, y, test_x, test_y):
 
     rng, losses, score = np.random.default_rng(SEED), [], 0.0
     for epoch in range(EPOCHS):
-        images, order = moved(x, rng), rng.permutation(TRAIN)
-        for i in tqdm(range(0, TRAIN, BATCH), f"epoch {epoch + 1} on {synk.size()} replica(s)", leave=False):
-            losses.append(step(images, y, batch=order[i : i + BATCH]))
+        batches = synk.minibatches(TRAIN, BATCH, seed=epoch)
+        steps = step.iterate(moved(x, rng), y, batches=batches)
+        losses += tqdm(steps, f"epoch {epoch + 1} on {synk.size()} replica(s)", leave=False)
         score = float(accuracy(test_x, test_y, num_slices=5))
         tqdm.write(f"epoch {epoch + 1}: loss {np.mean(losses[-BATCHES:]):.4f}, test accuracy {score:.1%}")
     return params.value, np.array(losses), score

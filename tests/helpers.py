@@ -89,3 +89,11 @@ def assert_close(got, want, rtol=1e-5, atol=1e-5):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.shape(a) == np.shape(b)
         np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol)
+
+
+def assert_same(got, want):
+    """Equal trees of equal shapes and dtypes, bit for bit."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(map(np.asarray, jax.tree.leaves(got)), map(np.asarray, jax.tree.leaves(want)), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert a.tobytes() == b.tobytes()

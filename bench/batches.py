@@ -1,0 +1,389 @@
+"""Batches: rows picked by index and brought to the replicas, by synk and by hand.
+
+    python bench/batches.py [--replicas 1,2,4] [--rows 50000] [--batches 512,4096] [--rounds 15] [--json OUT]
+                            [--plot OUT.png] [--peers]
+
+Claim: rows come as fast as the best that can be written by hand, wherever they live, and a step fed from the host costs
+what one with resident data costs. Interleaved in one run; medians. `--peers` adds torch and Grain, where installed.
+"""
+
+import argparse
+import json
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import jax
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", default="1,2,4")
+    parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--batches", default="512,4096")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json")
+    parser.add_argument("--plot")
+    parser.add_argument("--peers", action="store_true")
+    options = parser.parse_args()
+    counts = [int(n) for n in options.replicas.split(",")]
+    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+        jax.config.update("jax_num_cpu_devices", max(counts))
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import synk
+
+KINDS = {"float32": ((3072,), np.float32), "uint8": ((12288,), np.uint8)}
+
+
+def on_mesh(replicas):
+    mesh = Mesh(np.array(jax.devices()[:replicas]), ("replica",), axis_types=(AxisType.Auto,))
+    return mesh, NamedSharding(mesh, P("replica")), NamedSharding(mesh, P())
+
+
+def mapped(mesh, body, *ins):
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=P(), check_vma=False))
+
+
+def corner(x):
+    """A program that needs the rows to be there and does next to nothing."""
+    return x[0, 0].astype(jnp.float32)
+
+
+def total(x):
+    """A program that reads every row."""
+    return jnp.sum(x.astype(jnp.float32)) if x.dtype != jnp.uint8 else jnp.sum(x, dtype=jnp.int32)
+
+
+def picks(rows, batch, seed=0):
+    """Fresh random indexes for every call."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield rng.integers(0, rows, batch)
+
+
+# Rows on the host.
+
+
+def host_ways(x, replicas, batch):
+    """Ways to bring `x[i]` to the replicas, each ending in the same tiny program."""
+    mesh, cut, _ = on_mesh(replicas)
+    run = mapped(mesh, lambda rows: lax.psum(corner(rows), "replica"), P("replica"))
+    rows = batch // replicas
+    ring = [[aligned((rows, *x.shape[1:]), x.dtype) for _ in range(replicas)] for _ in range(2)]
+    threads = ThreadPoolExecutor(os.cpu_count())
+    turn = 0
+
+    def whole(part):
+        return jax.make_array_from_callback((batch, *x.shape[1:]), cut, lambda index: part[(index[0].start or 0) // rows])
+
+    def fancy(i):
+        return run(jax.device_put(x[i], cut))
+
+    def take(i):
+        nonlocal turn
+        turn = 1 - turn
+        for rank, part in enumerate(ring[turn]):
+            np.take(x, i[rank * rows : (rank + 1) * rows], axis=0, out=part, mode="clip")
+        return run(whole(ring[turn]))
+
+    def threaded(i):
+        nonlocal turn
+        turn = 1 - turn
+        half = max(1, rows // -(-os.cpu_count() // replicas))
+        jobs = [
+            threads.submit(np.take, x, i[rank * rows + at : rank * rows + min(at + half, rows)], 0, part[at : at + half], "clip")
+            for rank, part in enumerate(ring[turn])
+            for at in range(0, rows, half)
+        ]
+        for job in jobs:
+            job.result()
+        return run(whole(ring[turn]))
+
+    synk.init(replicas)
+    f = synk.function(corner)
+    held = synk.data(x)
+    return {
+        "synk": lambda i: f(held, batch=i),
+        "x[i], device_put": fancy,
+        "np.take clip, aligned": take,
+        "threads, np.take clip, aligned": threaded,
+    }
+
+
+def aligned(shape, dtype):
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def peers(x, batch, rounds):
+    """Seconds a batch of data loaders, which stop at host memory."""
+    found = {}
+    try:
+        import torch
+
+        tensor = torch.from_numpy(x)
+        order = torch.from_numpy(np.concatenate([i for i, _ in zip(picks(len(x), batch), range(rounds), strict=False)]))
+        found["torch index_select"] = timed(lambda: [tensor.index_select(0, part) for part in order.split(batch)]) / rounds
+        sampler = torch.utils.data.BatchSampler(order.tolist(), batch, drop_last=False)
+        fetch = torch.utils.data.DataLoader(_Rows(tensor), sampler=sampler, batch_size=None)
+        found["torch DataLoader, batched"] = timed(lambda: list(map(len, fetch))) / rounds
+        usual = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tensor), batch_size=batch, sampler=order.tolist())
+        found["torch DataLoader"] = timed(lambda: [len(rows) for (rows,) in usual]) / rounds
+    except ImportError:
+        print("torch is not installed")
+    try:
+        import grain
+
+        few = max(1, rounds // 5)
+        loader = grain.MapDataset.source(_Rows(x)).shuffle(seed=0)[: batch * few].batch(batch)
+        found["grain"] = timed(lambda: [len(loader[i]) for i in range(few)]) / few
+    except ImportError:
+        print("grain is not installed")
+    return found
+
+
+class _Rows:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def timed(call):
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+# Rows on the devices.
+
+
+def broadcast_ways(x, replicas, batch):
+    mesh, cut, everywhere = on_mesh(replicas)
+    there = shared_copy(x, everywhere)
+    take = mapped(
+        mesh, lambda x, i: lax.psum(total(x.at[i].get(mode="promise_in_bounds")), "replica"), P(), P("replica")
+    )
+    synk.init(replicas)
+    f = synk.function(total)
+    held = synk.data(x, place="broadcast")
+    return {"synk": lambda i: f(held, batch=i), "shard_map take": lambda i: take(there, put(i.astype(np.int32), cut))}
+
+
+def local_ways(x, replicas, batch):
+    mesh, cut, _ = on_mesh(replicas)
+    there = shared_copy(x, cut)
+    take = mapped(
+        mesh, lambda x, i: lax.psum(total(x.at[i].get(mode="promise_in_bounds")), "replica"), P("replica"), P("replica")
+    )
+    synk.init(replicas)
+    f = synk.function(total)
+    held = synk.data(x, place="scatter")
+    rows, part = len(x) // replicas, batch // replicas
+
+    def local(i):
+        return (i % rows).reshape(replicas, part)
+
+    return {
+        "synk": lambda i: f(held, batch_s=local(i)),
+        "shard_map take": lambda i: take(there, put(local(i).astype(np.int32).ravel(), cut)),
+    }
+
+
+def exchange_ways(x, replicas, batch):
+    mesh, cut, everywhere = on_mesh(replicas)
+    there = shared_copy(x, cut)
+    run = mapped(mesh, lambda rows: lax.psum(total(rows), "replica"), P("replica"))
+    take = jax.jit(lambda x, i: x[i])
+    take_cut = jax.jit(lambda x, i: x[i], out_shardings=cut)
+    synk.init(replicas)
+    f = synk.function(total)
+    held = synk.data(x, place="scatter")
+    return {
+        "synk": lambda i: f(held, batch=i),
+        "jit x[i]": lambda i: run(take(there, put(i.astype(np.int32), everywhere))),
+        "jit x[i], cut": lambda i: run(take_cut(there, put(i.astype(np.int32), everywhere))),
+    }
+
+
+def put(values, sharding):
+    return jax.make_array_from_callback(values.shape, sharding, values.__getitem__)
+
+
+def shared_copy(x, sharding):
+    """On the devices, in memory of its own; on CPU where synk's lies, one copy for all."""
+    mine = aligned(x.shape, x.dtype)
+    mine[...] = x
+    return jax.make_array_from_callback(x.shape, sharding, mine.__getitem__)
+
+
+# Loops and calls.
+
+
+def fed_ways(x, replicas, batch, rounds):
+    """Seconds a step, of a loop over batches: rows from the host by `iterate`, and resident."""
+    group = synk.init(replicas)
+    weight = np.random.default_rng(0).standard_normal((x.shape[1], 64), dtype=np.float32)
+    held = synk.data(x)
+    there = synk.data(x, place="broadcast")
+    send = synk.function(corner)
+    index = picks(len(x), batch)
+    send(held, batch=next(index))
+    selecting = median([timed(lambda: send(held, batch=next(index)).block_until_ready()) for _ in range(9)])
+
+    def step_of(times):
+        def work(x, w):
+            def again(i, y):
+                return jnp.tanh(x @ w) + 1e-3 * y
+
+            start = jnp.zeros((x.shape[0], w.shape[1]), jnp.float32)
+            return jnp.sum(lax.fori_loop(0, times, again, start))
+
+        return synk.function(work, ["x"])
+
+    rows = jax.device_put(x[:batch], group.stacked)
+    probe = {}
+    for times in (4, 8):
+        f = step_of(times)
+        f(rows, weight).block_until_ready()
+        probe[times] = median([timed(lambda f=f: f(rows, weight).block_until_ready()) for _ in range(7)])
+    times = max(1, round(4 * selecting / max((probe[8] - probe[4]) / 4, 1e-6)))
+    f = step_of(times)
+    computing = median([timed(lambda: f(rows, weight).block_until_ready()) for _ in range(7)])
+
+    def loop(data):
+        batches = [next(index) for _ in range(20)]
+        return timed(lambda: [r.block_until_ready() for r in f.iterate(data, weight, batches=batches)]) / 20
+
+    def plain(data):
+        return timed(lambda: [f(data, weight, batch=next(index)).block_until_ready() for _ in range(20)]) / 20
+
+    ways = {"iterate, host": partial(loop, held), "plain, host": partial(plain, held), "iterate, resident": partial(loop, there)}
+    times = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            seconds = way()
+            if turn:
+                times[name].append(seconds)
+    return {"selecting": selecting, "computing": computing, **{name: median(each) for name, each in times.items()}}
+
+
+def call_ways(replicas):
+    """Microseconds until a call returns, on data so small that nothing else counts; fresh indexes each."""
+    mesh, cut, everywhere = on_mesh(replicas)
+    x = np.zeros((1024, 4), np.float32)
+    there = jax.device_put(x, everywhere)
+    jitted = jax.jit(lambda x, i: jnp.sum(x.at[i].get(mode="promise_in_bounds")))
+    one = jax.device_put(x, jax.devices()[0])
+    synk.init(replicas)
+    f = synk.function(jnp.sum)
+    held, local = synk.data(x, place="broadcast"), synk.data(x, place="scatter")
+    take = mapped(mesh, lambda x, i: lax.psum(jnp.sum(x.at[i].get(mode="promise_in_bounds")), "replica"), P(), P("replica"))
+    return {
+        "synk, batch": lambda i: f(held, batch=i),
+        "synk, batch_s": lambda i: f(local, batch_s=i[: 64 // replicas] % (1024 // replicas)),
+        "jit, one device": lambda i: jitted(one, i),
+        "jit(shard_map)": lambda i: take(there, i),
+        "jit(shard_map), put": lambda i: take(there, put(i.astype(np.int32), cut)),
+    }
+
+
+def measure(ways, index, rounds, is_call=False):
+    """Median seconds of each way, in turn."""
+    times = {name: [] for name in ways}
+    for turn in range(rounds + 2):
+        for name, way in ways.items():
+            i = next(index)
+            start = perf_counter()
+            result = way(i)
+            if is_call:
+                seconds = perf_counter() - start
+            jax.block_until_ready(result)
+            if turn > 1:
+                times[name].append(seconds if is_call else perf_counter() - start)
+    return {name: median(each) for name, each in times.items()}
+
+
+def main():
+    results = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
+    results |= {"machine": platform.machine(), "cases": []}
+
+    def note(case, kind, batch, replicas, size, times):
+        rates = {name: size / seconds / 1e9 for name, seconds in times.items()} if size else {}
+        results["cases"].append(
+            {"case": case, "kind": kind, "batch": batch, "replicas": replicas, "seconds": times, "GB/s": rates}
+        )
+        best = min(seconds for name, seconds in times.items() if name != "synk") if "synk" in times else None
+        shown = rates or {name: seconds * 1e6 for name, seconds in times.items()}
+        ratio = f"  synk {best / times['synk']:.2f} of the best by hand" if best else ""
+        print(f"{case:10} {kind:8} {batch:5} {replicas}:", ", ".join(f"{n} {v:.1f}" for n, v in shown.items()), ratio, flush=True)
+
+    for kind, (shape, dtype) in KINDS.items():
+        rng = np.random.default_rng(0)
+        x = rng.integers(0, 255, (options.rows, *shape), np.uint8).astype(dtype)
+        for batch in map(int, options.batches.split(",")):
+            size = batch * x[0].nbytes
+            buffer, other = aligned((batch, *shape), dtype), x[:batch].copy()
+            copy = median([timed(lambda b=buffer, o=other: np.copyto(b, o)) for _ in range(9)])
+            note("memcpy", kind, batch, 0, size, {"memcpy": copy})
+            if options.peers:
+                note("peers", kind, batch, 0, size, peers(x, batch, 10))
+            for replicas in counts:
+                cases = {"host": host_ways, "broadcast": broadcast_ways, "local": local_ways, "exchange": exchange_ways}
+                for case, ways in cases.items():
+                    times = measure(ways(x, replicas, batch), picks(len(x) // replicas * replicas, batch), options.rounds)
+                    note(case, kind, batch, replicas, size, times)
+        if kind == "float32":
+            for replicas in counts:
+                note("fed", kind, 512, replicas, 0, fed_ways(x, replicas, 512, max(3, options.rounds // 3)))
+    for replicas in counts:
+        times = measure(call_ways(replicas), picks(1024, 64), 40 * options.rounds, is_call=True)
+        note("call", "float32", 64, replicas, 0, times)
+    if options.json:
+        os.makedirs(os.path.dirname(options.json) or ".", exist_ok=True)
+        with open(options.json, "w") as file:
+            json.dump(results, file, indent=1)
+    if options.plot:
+        plot(results, options.plot)
+
+
+def plot(results, path):
+    """GB/s by method, a panel a case."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = ["host", "broadcast", "local", "exchange"]
+    figure, axes = plt.subplots(1, len(names), figsize=(16, 4.5), sharey=False)
+    for axis, name in zip(axes, names, strict=True):
+        cases = [c for c in results["cases"] if c["case"] == name and c["kind"] == "float32"]
+        ways = list(cases[0]["GB/s"])
+        for j, way in enumerate(ways):
+            places = [i + (j - len(ways) / 2) * 0.8 / len(ways) for i in range(len(cases))]
+            axis.bar(places, [case["GB/s"][way] for case in cases], 0.8 / len(ways), label=way)
+        axis.set_xticks(range(len(cases)), [f"{c['batch']} rows\n{c['replicas']} repl." for c in cases], fontsize=7)
+        axis.set_title(f"{name}, float32")
+        axis.legend(fontsize=7)
+    axes[0].set_ylabel("GB/s")
+    figure.suptitle(f"Rows picked by index: jax {results['jax']}, {results['cores']} cores")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""Data: whatever its place, a call sees the rows that NumPy picks, and devices follow what is written."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import synk
+from synk import _engine
+
+from .helpers import assert_same, calls, chosen, few, group_of, numbers
+
+PLACES = ("host", "scatter", "broadcast")
+X = numbers(11)
+
+in_every_place = pytest.mark.parametrize("place", PLACES)
+rows = synk.function(lambda x: x, reduce="concat", name="rows")
+pairs = synk.function(lambda x, y: (x, y), reduce="concat", name="pairs")
+
+
+@pytest.fixture(autouse=True)
+def unchanged():
+    """No call writes to what it is given."""
+    before = X.copy()
+    yield
+    assert_same(X, before)
+
+
+# Which rows.
+
+
+@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("devices", 2), ("devices", 8), ("simulated", 3)])
+@given(data=st.data())
+@few(10)
+def test_rows_are_numpys(kind, n, data):
+    """For any rows, batch and slices, in any two places together, and serially."""
+    count, batch, slices = data.draw(calls(n))
+    one, other = data.draw(st.sampled_from(PLACES)), data.draw(st.sampled_from(PLACES))
+    x, y = numbers(count), numbers(count, 1, seed=1)[:, 0]
+    with group_of(kind, n):
+        args = synk.data(x, place=one), synk.data(y, place=other)
+        got, serial = pairs(*args, batch=batch, num_slices=slices), pairs.serial(*args, batch=batch)
+    want = chosen(x, batch), chosen(y, batch)
+    assert_same(got, want)
+    assert_same(serial, want)
+
+
+BATCHES = {
+    "all": None,
+    "first": 5,
+    "first as NumPy's": np.int16(5),
+    "first as an array": np.array(5),
+    "slice": slice(3, 8),
+    "slice beyond": slice(6, 99),
+    "slice from the end": slice(-5, None),
+    "backwards": slice(None, None, -1),
+    "every second back": slice(8, None, -2),
+    "mask": X[:, 0] > 0,
+    "mask as a list": (X[:, 1] > 0).tolist(),
+    "indexes": np.array([7, 0, 0, 10, 3]),
+    "negative": np.array([-1, 4, -11, 4, -2]),
+    "list": [2, 9, 9, -3, 0],
+    "tuple": (5, 4, 3, 2, 1),
+    "consecutive": np.arange(4, 9),
+    "one": [10],
+    "uint8": np.array([10, 1, 7, 1, 2], np.uint8),
+    "int8": np.array([-11, 1, -7, 1, 2], np.int8),
+    "big-endian": np.array([10, 1, 7, 1, 2], ">i8"),
+    "uint64": np.array([10, 1, 7, 1, 2], np.uint64),
+    "more than there are": np.arange(33) % 11,
+}
+
+
+@in_every_place
+@pytest.mark.parametrize("form", BATCHES)
+def test_forms_of_batch(four, place, form):
+    """Every form that a batch takes."""
+    batch = BATCHES[form]
+    count = batch is not None and not isinstance(batch, slice) and np.ndim(batch) == 0
+    assert_same(rows(synk.data(X, place=place), batch=batch), X[:batch] if count else chosen(X, batch))
+
+
+@in_every_place
+def test_indexes_of_jax(four, place):
+    """Indexes and numbers that come from a computation."""
+    data = synk.data(X, place=place)
+    assert_same(rows(data, batch=jnp.array([7, 0, -1, 10, 3])), X[[7, 0, -1, 10, 3]])
+    assert_same(rows(data, batch=jnp.argmax(jnp.arange(6))), X[:5])
+
+
+@in_every_place
+def test_small_integer_types_index_many_rows(four, place):
+    """Neither uint8 nor int8 overflows on the way."""
+    data, x = synk.data(numbers(300), place=place), numbers(300)
+    assert_same(rows(data, batch=np.array([255, 0, 200, 128], np.uint8)), x[[255, 0, 200, 128]])
+    assert_same(rows(data, batch=np.array([-128, 127, -1, 0], np.int8)), x[[-128, 127, -1, 0]])
+
+
+everything = synk.function(lambda *xs: jnp.stack(xs, 1), reduce="concat", name="everything")
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("batch", [None, slice(9, 1, -1), [3, 3, -1, 0, 5]], ids=str)
+def test_places_mix(four, batch, slices):
+    """NumPy's, jax's and data in each place go together in one call, each row with its own."""
+    xs = [numbers(11, seed=i) for i in range(5)]
+    given = [xs[0], jnp.asarray(xs[1]), *(synk.data(x, place=place) for x, place in zip(xs[2:], PLACES, strict=True))]
+    assert_same(everything(*given, batch=batch, num_slices=slices), np.stack([chosen(x, batch) for x in xs], 1))
+
+
+@in_every_place
+@pytest.mark.parametrize("batch", [4, [8, 1, -1, 1, 0], slice(8, 1, -1)], ids=str)
+def test_minibatch_rows_go_with_those_selected(four, place, batch):
+    """Row j of minibatch data meets the j-th row picked, of host and of resident data."""
+    want = chosen(X, batch)
+    noise = synk.data(numbers(len(want), seed=5), place=place, minibatch=True)
+    for other in PLACES:
+        assert_same(pairs(synk.data(X, place=other), noise, batch=batch), (want, numbers(len(want), seed=5)))
+    assert_same(pairs.serial(X, noise, batch=batch), (want, numbers(len(want), seed=5)))
+
+
+@in_every_place
+def test_data_as_a_broadcast_argument(four, place):
+    """Every replica sees all rows."""
+    f = synk.function(lambda x, w: x + w[3], ["x"], reduce="concat")
+    w = synk.data(X, place=place)
+    for _ in range(2):
+        assert_same((f(X, w), f.serial(X, w)), (X + X[3], X + X[3]))
+        w[3] = w[3]
+
+
+@in_every_place
+def test_under_jit(four, place):
+    """A traced call picks rows of data likewise, by a batch that is known or not."""
+    data = synk.data(X, place=place)
+    index = np.array([7, 0, 10, 3])
+    assert_same(jax.jit(lambda: rows(data, batch=index))(), X[index])
+    assert_same(jax.jit(lambda index: rows(data, batch=index))(index), X[index])
+
+
+# On each replica.
+
+# Replicas hold rows 0 to 2, 3 to 5, 6 to 8, 9 and 10: what each picks of its own, and which these are of all.
+BATCHES_S = {
+    "first": (2, [0, 1, 3, 4, 6, 7, 9, 10]),
+    "slice": (slice(1, 9), [1, 2, 4, 5, 7, 8, 10]),
+    "backwards": (slice(None, None, -1), [2, 1, 0, 5, 4, 3, 8, 7, 6, 10, 9]),
+    "indexes": (np.array([1, 0, 1], np.uint8), [1, 0, 1, 4, 3, 4, 7, 6, 7, 10, 9, 10]),
+    "negative": ([-1, 0], [2, 0, 5, 3, 8, 6, 10, 9]),
+    "slices": ([slice(0, 1), slice(1, 3), slice(0, 0), slice(None)], [0, 4, 5, 9, 10]),
+    "lists": ([[2, 0], [1], [], [0, 1, 1, 0]], [2, 0, 4, 9, 10, 10, 9]),
+    "arrays": ([np.array([2, -1]), np.array([0]), np.array([1]), np.array([1])], [2, 2, 3, 7, 10]),
+    "of every kind": ([slice(0, 2), [0], np.array([2]), np.array([False, True])], [0, 1, 3, 8, 10]),
+    "one each as an array": (np.array([[2], [1], [-1], [0]]), [2, 4, 8, 9]),
+}
+
+in_every_form = pytest.mark.parametrize("form", BATCHES_S)
+
+
+@in_every_form
+@pytest.mark.parametrize("slices", [1, 2])
+def test_batch_s_of_scattered_data(four, form, slices):
+    """Each replica picks of its own rows; host and minibatch rows go with what all pick; serial does the same."""
+    batch_s, index = BATCHES_S[form]
+    x, more = synk.data(X, place="scatter"), synk.data(numbers(len(index), seed=4), minibatch=True)
+    want = X[index], numbers(len(index), seed=4)
+    assert_same(pairs(x, more, batch_s=batch_s, num_slices=slices), want)
+    assert_same(pairs(x, want[1], batch_s=batch_s, num_slices=slices), want)
+    assert_same(pairs.serial(x, more, batch_s=batch_s), want)
+
+
+@in_every_form
+def test_batch_s_of_variables(four, form):
+    """Rows that a variable holds are picked likewise, alone and together with data."""
+    batch_s, index = BATCHES_S[form]
+    w, x = synk.shared(X[:1], name="w"), synk.data(numbers(11, seed=3), place="scatter")
+    synk.scatter(w, X)
+    alone, both = (
+        synk.function(lambda: w.value, reduce="concat"),
+        synk.function(lambda x: (x, w.value), reduce="concat"),
+    )
+    want = numbers(11, seed=3)[index], X[index]
+    assert_same((alone(batch_s=batch_s), alone.serial(batch_s=batch_s)), (X[index], X[index]))
+    assert_same((both(x, batch_s=batch_s), both.serial(x, batch_s=batch_s)), (want, want))
+
+
+@pytest.mark.parametrize("form", ["negative", "lists"])
+def test_check_with_batch_s(four, form):
+    """The law is checked over the very rows that replicas pick, and a wrong op is found there."""
+    batch_s, _ = BATCHES_S[form]
+    w, x = synk.shared(X[:1], name="w"), synk.data(X, place="scatter")
+    synk.scatter(w, X)
+    synk.function(lambda x: (x * w.value).mean(0), reduce="mean").check(x, batch_s=batch_s)
+    synk.function(lambda x: x.mean(0), reduce="mean").check(x, batch_s=batch_s, num_slices=2)
+    with pytest.raises(synk.LawError, match="mean"):
+        synk.function(lambda x: x.mean(0), reduce="sum").check(x, batch_s=batch_s)
+
+
+def test_batch_and_batch_s(four):
+    """`batch_s` picks on the replicas and `batch` of the rest, as many rows."""
+    x, y = synk.data(X, place="scatter"), numbers(20, seed=2)
+    for other in (y, synk.data(y), synk.data(y, place="broadcast")):
+        got = pairs(x, other, batch_s=[-1, 0], batch=slice(19, 3, -2))
+        assert_same(got, (X[[2, 0, 5, 3, 8, 6, 10, 9]], y[19:3:-2]))
+
+
+# What is written.
+
+WRITES = {
+    "a row": 4,
+    "from the end": -1,
+    "a slice": slice(2, 6),
+    "a slice backwards": slice(9, None, -4),
+    "nothing": slice(3, 3),
+    "all": ...,
+    "a mask": X[:, 0] > 0,
+    "a mask of elements": X > 0,
+    "indexes": [0, -1, 5],
+    "a column": (slice(None), 1),
+    "an element": (7, 0),
+    "elements": ([1, 8], [0, 1]),
+    "a new axis": (None, 3),
+}
+
+
+@in_every_place
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_seen(four, place, write):
+    """By the next call, in the array given, and not in results of earlier calls."""
+    x, want = X.copy(), X.copy()
+    data = synk.data(x, place=place)
+    before = rows(data)
+    data[WRITES[write]] = want[WRITES[write]] = 100
+    assert_same((rows(data), rows.serial(data), before, x), (want, want, X, want))
+    data[0], want[0] = 5, 5
+    data[10], want[10] = 6, 6
+    assert_same((rows(data), rows(data, batch=[10, 0, 1])), (want, want[[10, 0, 1]]))
+
+
+@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("simulated", 2)])
+def test_a_few_rows_written_to_many(kind, n):
+    """Where only what is stale is sent, it reaches its place, to the last row."""
+    x = numbers(100)
+    data = synk.data(x, place="broadcast")
+    with group_of(kind, n):
+        for index in (0, 99, slice(97, 99), slice(40, 60), [3, 90]):
+            rows(data, batch=[5])
+            data[index] = -data[index]
+            assert_same(rows(data), x)
+
+
+@pytest.mark.parametrize("place", ["scatter", "broadcast"])
+def test_nothing_moves_twice(four, place):
+    """What is on the devices stays there until it is written."""
+    data = synk.data(X.copy(), place=place)
+    rows(data), rows(data, batch=[1, 2])
+    before = data.resident(four)
+    rows(data, batch=[3]), rows.serial(data), data.to(place), data.set_length(11), len(data), data[3], np.asarray(data)
+    assert data.resident(four) is before
+    data[3] = 0
+    assert data.resident(four) is not before
+
+
+def pointers(data):
+    return [shard.unsafe_buffer_pointer() for shard in _engine.shards(synk.group(), data.resident(synk.group()))]
+
+
+def test_a_write_to_one_part_sends_that_part_alone():
+    """Other replicas keep the very buffers that they have."""
+    with group_of("devices", 4):
+        data = synk.data(X.copy(), place="scatter")
+        before = pointers(data)
+        data[3:6] = 0
+        assert [a == b for a, b in zip(before, pointers(data), strict=True)] == [True, False, True, True]
+        before = pointers(data)
+        data[[-1, 8]] = 1
+        assert [a == b for a, b in zip(before, pointers(data), strict=True)] == [True, True, False, False]
+
+
+@in_every_place
+def test_a_write_that_fails_changes_nothing(four, place):
+    """NumPy's error arrives, and the rows are as they were."""
+    data = synk.data(X.copy(), place=place)
+    rows(data)
+    with pytest.raises(ValueError, match="broadcast"):
+        data[2] = np.zeros(7)
+    with pytest.raises(IndexError, match="out of bounds"):
+        data[11] = 0
+    assert_same(rows(data), X)
+
+
+READ_ONLY = {
+    "a NumPy array": lambda path: np.broadcast_to(X[:1], X.shape),
+    "an array of jax's": lambda path: jnp.asarray(X),
+    "a file": lambda path: np.load(path, mmap_mode="r"),
+}
+
+
+@pytest.mark.parametrize("kind", READ_ONLY)
+def test_read_only_arrays(kind, tmp_path):
+    """They are read in every place; a write raises and says what to do."""
+    np.save(tmp_path / "x.npy", X)
+    x = READ_ONLY[kind](tmp_path / "x.npy")
+    data = synk.data(x, name="frozen")
+    with group_of("devices", 4):
+        for place in PLACES:
+            assert_same(rows(data.to(place), batch=[3, 3, -1, 0]), np.asarray(x)[[3, 3, -1, 0]])
+            with pytest.raises(ValueError, match="frozen: the array it holds is read-only.* copy"):
+                data[0] = 1
+
+
+@in_every_place
+def test_set_value(four, place):
+    """Another array, of more or of fewer rows, also after freeing; the old one is left alone."""
+    data = synk.data(X, place=place, name="x")
+    for count in (11, 5, 14, 5):
+        assert_same(rows(data), np.asarray(data))
+        data.set_value(numbers(count, seed=count))
+        assert_same(rows(data), numbers(count, seed=count))
+    data.free()
+    with pytest.raises(synk.SynkError, match="x: it was freed.* x.set_value"):
+        data[0]
+    data.set_value(X)
+    assert_same((rows(data), rows(data, batch=[-1])), (X, X[-1:]))
+
+
+@in_every_place
+def test_set_length(four, place):
+    """Rows beyond do not count, until they do."""
+    data = synk.data(X.copy(), place=place)
+    rows(data)
+    for count in (7, 2, 11):
+        data.set_length(count)
+        assert (data.shape, len(data)) == ((count, 2), count)
+        assert_same(
+            (rows(data), rows.serial(data), rows(data, batch=[-1])), (X[:count], X[:count], X[count - 1 : count])
+        )
+    data.set_length(3)
+    data[-1] = 0
+    with pytest.raises(IndexError, match="index 3, but x has 3 rows"):
+        rows(data, batch=[3])
+    data.set_length(11)
+    assert_same(rows(data, batch=slice(2, 4)), np.stack([np.zeros(2, np.float32), X[3]]))
+
+
+def test_moving(four):
+    """From each place to each other, written or not."""
+    x = X.copy()
+    data = synk.data(x)
+    for place in ("scatter", "broadcast", "scatter", "host", "broadcast", "host", "scatter"):
+        assert data.to(place) is data
+        assert_same((data.place, rows(data)), (place, x))
+        data[4] += 1
+    assert_same((rows(data), x[4]), (x, X[4] + 7))
+
+
+@in_every_place
+def test_another_group(place):
+    """Data follows the group that runs the function."""
+    x = X.copy()
+    data = synk.data(x, place=place)
+    for kind, n in [("devices", 2), ("devices", 4), ("simulated", 4), ("devices", 2)]:
+        with group_of(kind, n):
+            assert_same((rows(data), rows(data, batch=[10, 0, 3])), (x, x[[10, 0, 3]]))
+        data[n] += 1
+
+
+RELEASES = {
+    "free": lambda data: data.free(),
+    "to": lambda data: data.to("host"),
+    "set_value": lambda data: data.set_value(X),
+    "set_length": lambda data: data.set_length(3),
+}
+
+
+def live():
+    gc.collect()
+    return len(jax.live_arrays())
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("place", ["scatter", "broadcast"])
+def test_what_is_freed_is_freed_on_devices(four, place, release):
+    """As many buffers live as before the data was sent."""
+    for _ in range(2):  # the first time places constants too
+        before = live()
+        data = synk.data(X, place=place)
+        rows(data, batch=[1, 2, 3, 4]).block_until_ready()
+        assert live() > before
+        RELEASES[release](data)
+        after = live()
+    assert after == before
+
+
+def test_attributes():
+    """It looks like the array that it holds, and shares its memory."""
+    x = np.zeros((5, 2, 3), np.int16)
+    data = synk.data(x, name="x", place="scatter", minibatch=True)
+    assert (data.name, data.place, data.is_minibatch) == ("x", "scatter", True)
+    assert (data.shape, data.dtype, data.ndim, data.size, len(data)) == (x.shape, x.dtype, 3, 30, 5)
+    assert repr(data) == 'Data(x: int16[5, 2, 3], place="scatter")'
+    assert np.shares_memory(data[1:], x) and np.shares_memory(np.asarray(data), x)
+    assert synk.data(x).name != synk.data(x).name
