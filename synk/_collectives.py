@@ -351,7 +351,8 @@ def _reduce_traced(tree: PyTree, op: str, weights: Any, size: int) -> PyTree:
 @lru_cache(maxsize=256)
 def _reduce_body(op: str, shares: tuple[float, ...]) -> Callable[..., list[jax.Array]]:
     def body(*arrays: jax.Array) -> list[jax.Array]:
-        rank = lax.axis_index(AXIS)
+        current = _trace.frame()  # whose own rank does not make what is combined depend on it
+        rank = lax.axis_index(AXIS) if current is None else current.rank
         weight = jnp.asarray(np.array(shares, np.dtype(jnp.result_type(float))))[rank]
         leaves = [Leaf("", op, _ops.KINDS[op], a.dtype) for a in arrays]
         return _ops.across(_ops.lift(arrays, leaves, weight, rank), leaves, None)

@@ -248,9 +248,27 @@ def trace(
         outputs=seen["outputs"],
         shapes=seen["shapes"],
         reads=used,
-        uses_rank=current.uses_rank,
+        uses_rank=current.uses_rank or _tells_ranks_apart(closed.jaxpr),
         has_effects=bool(closed.effects),
     )
+
+
+# What gives replicas different values of what was equal on all.
+_BY_RANK = ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
+
+
+def _tells_ranks_apart(jaxpr: Any) -> bool:
+    """Does it use the replicas' axis in a way whose result depends on the rank?"""
+    for equation in jaxpr.eqns:
+        params = equation.params
+        if AXIS in str(params.get("axis_name", params.get("axes", ""))) and (
+            equation.primitive.name in _BY_RANK or params.get("axis_index_groups") is not None
+        ):
+            return True
+        inner = [getattr(value, "jaxpr", value) for value in jax.tree.leaves(tuple(params.values()))]
+        if any(_tells_ranks_apart(value) for value in inner if hasattr(value, "eqns")):
+            return True
+    return False
 
 
 def _runner(closed: Any, is_used: Sequence[bool], name: str) -> Callable[..., list[jax.Array]]:
