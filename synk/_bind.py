@@ -28,6 +28,7 @@ class Layout:
     scattered: tuple[int, ...]
     broadcast: tuple[int, ...]
     names: tuple[str, ...]  # of all leaves, as messages call them
+    scattered_names: tuple[str, ...]
     parameters: Mapping[str, Any]  # parameter -> its tree of leaf numbers, for those given
     statics: Mapping[str, Any]
     static_args: Mapping[int, Any]
@@ -188,11 +189,13 @@ class Binder:
                 names[place] = f"{parameter}{keystr(path)}"
             if parameter not in self.static_names:
                 self._assign(parameter, tree, modes)
+        scattered = tuple(i for i in range(count) if modes[i] == "scatter")
         return Layout(
             treedef=treedef,
-            scattered=tuple(i for i in range(count) if modes[i] == "scatter"),
+            scattered=scattered,
             broadcast=tuple(i for i in range(count) if modes[i] == "broadcast"),
             names=tuple(names[i] for i in range(count)),
+            scattered_names=tuple(names[i] for i in scattered),
             parameters={p: tree for p, tree in given.items() if p not in self.static_names},
             statics={**{self.positions[i]: v for i, v in static_args.items()}, **static_kwargs},
             static_args=static_args,

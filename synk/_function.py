@@ -338,7 +338,7 @@ class Function:
         if batch_s is not None:
             raise ValueError(f"{self.name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
         sources, keys = arrays(self.name, layout, leaves, layout.scattered)
-        sources = picked_from(self.name, [layout.names[i] for i in layout.scattered], sources, batch)
+        sources = picked_from(self.name, layout.scattered_names, sources, batch)
         others, other_keys = arrays(self.name, layout, leaves, layout.broadcast)
         return sources, list(map(jax.numpy.asarray, others)), (*keys, *other_keys)
 
@@ -368,8 +368,7 @@ class Function:
         Another group than the `home` of data takes all rows from the host, and its view has variables' rows picked.
         """
         sources, keys = arrays(self.name, layout, leaves, layout.scattered)
-        names = [layout.names[i] for i in layout.scattered]
-        given = inputs(self.name, names, sources, batch, batch_s, current, home)
+        given = inputs(self.name, layout.scattered_names, sources, batch, batch_s, current, home)
         others, other_keys = arrays(self.name, layout, leaves, layout.broadcast)
         broadcast = [self._scalars.everywhere(current, leaf, home) for leaf in others]
         donate = self._donate if donate is None else donate

@@ -198,7 +198,7 @@ def send(group: Group, each: Sequence[Input], window: Window) -> list[jax.Array]
     picks: dict[Any, jax.Array] = {}
     for source, selection, feed, _, dtype, _ in each:
         if feed.how == "given":
-            values.append(place(part, source, selection, window.begins, window.rows, dtype))
+            values.append(place(part, source, selection, window.begins, window.rows, dtype, True))
             continue
         key = (feed.lies, feed.how, id(selection))
         if key not in picks:

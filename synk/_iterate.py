@@ -31,7 +31,7 @@ def iterate(
             f"{f.name}.iterate: batches is {batches!r}; give an iterable of batches, e.g. synk.minibatches."
         )
     sources, keys = arrays(f.name, layout, leaves, layout.scattered)
-    names = [layout.names[i] for i in layout.scattered]
+    names = layout.scattered_names
     picked = [i for i, source in enumerate(sources) if not (isinstance(source, Data) and source.is_minibatch)]
     resident = [i for i in picked if isinstance(sources[i], Data) and sources[i].place != "host"]
     common_rows(f.name, names, sources, picked)

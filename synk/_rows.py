@@ -163,11 +163,18 @@ def taken_together(local: Local) -> Selection:
 
 
 def place(
-    group: Group, source: Source, selection: Selection, starts: Sequence[int], rows: int, dtype: np.dtype
-) -> jax.Array:
+    group: Group,
+    source: Source,
+    selection: Selection,
+    starts: Sequence[int],
+    rows: int,
+    dtype: np.dtype,
+    is_argument: bool = False,
+) -> Any:
     """Bring each replica `rows` rows of the selection, beginning at its start, as one array over the group.
 
-    The result never shares memory with an array of the user's, unless it is that `jax.Array` itself, in its place.
+    The result never shares memory with an array of the user's, unless it is that `jax.Array` itself, in its place. As a
+    program's argument, aligned memory for one device is as good and needs no array made of it.
     """
     if isinstance(source, jax.Array):
         is_all = selection.indexes is None and len(source) == selection.rows == rows * group.size
@@ -178,18 +185,20 @@ def place(
             return _place_on_device(group, source, selection, starts, rows, dtype)
         source = host
     shape = (rows * group.size, *source.shape[1:])
-    # Simulated replicas share one device, so one buffer.
-    whole = aligned(shape, dtype) if group.is_simulated else None
-    parts = [
-        whole[rank * rows : (rank + 1) * rows] if whole is not None else aligned((rows, *shape[1:]), dtype)
-        for rank in range(group.size)
-    ]
+    if len(group.mesh.devices) == 1:
+        whole = aligned(shape, dtype)
+        parts = [whole[rank * rows : (rank + 1) * rows] for rank in range(group.size)]
+    else:
+        whole = None
+        parts = [aligned((rows, *shape[1:]), dtype) for _ in starts]
     _sources.copy([selection.into(part, source, start) for part, start in zip(parts, starts, strict=True)])
-    return jax.make_array_from_callback(
-        shape,
-        sharding(group, "rows"),
-        lambda index: parts[(index[0].start or 0) // rows] if whole is None else whole,
-    )
+    if whole is not None and is_argument:
+        return whole
+
+    def part_at(index: Any) -> np.ndarray:
+        return whole if whole is not None else parts[(index[0].start or 0) // rows]
+
+    return jax.make_array_from_callback(shape, sharding(group, "rows"), part_at)
 
 
 def on_host(group: Group, source: Source) -> np.ndarray | Reader | None:
