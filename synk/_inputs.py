@@ -37,6 +37,7 @@ class Inputs(NamedTuple):
     each: tuple[Input, ...]
     rows: int | None  # taken in all; None where nothing is scattered
     local: Local | None  # where `batch_s` picks from scattered data
+    is_exchanged: bool  # whether replicas have yet to give each other rows
 
 
 def inputs(
@@ -77,7 +78,7 @@ def inputs(
             chosen, form = selection, batch
         is_local = local is not None and i in scattered
         each.append(_input(leaf, chosen, form, is_local, batch_s is not None, current, home))
-    return Inputs(tuple(each), taken, None if home else local)
+    return Inputs(tuple(each), taken, None if home else local, any([one.exchanged for one in each]))
 
 
 def _none_to_pick(is_local: bool, is_minibatch: bool) -> str:
@@ -168,9 +169,10 @@ def picked_from(name: str, names: Sequence[str], leaves: Sequence[Any], batch: A
     return picked
 
 
-def gathered(current: Group, each: Sequence[Input]) -> tuple[Input, ...]:
+def gathered(current: Group, given: Inputs) -> Inputs:
     """Where a global batch picks from scattered data, the rows picked in their place."""
-    return tuple([_exchanged(current, one) if one.exchanged else one for one in each])
+    each = tuple([_exchanged(current, one) if one.exchanged else one for one in given.each])
+    return given._replace(each=each, is_exchanged=False)
 
 
 def _exchanged(current: Group, one: Input) -> Input:

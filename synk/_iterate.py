@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ._arguments import arrays, check_slices
 from ._data import Data
 from ._group import PyTree, group
@@ -55,7 +57,8 @@ def iterate(
             elif resident:  # to which the batch still applies
                 there = Data(there, "host", True, None, names[i])
             given[layout.scattered[i]] = there
-        return given, batch if resident else None, perf_counter() - time
+        kept = batch.copy() if isinstance(batch, np.ndarray) else batch  # whose memory may be used for the next one
+        return given, kept if resident else None, perf_counter() - time
 
     def arrive(item: tuple[list[Any], Any, float]) -> PyTree:
         given, batch, seconds = item

@@ -12,7 +12,7 @@ from . import _sources
 from ._engine import sharding
 from ._group import Group
 from ._sources import Reader, Rows, Source
-from ._staging import aligned
+from ._staging import aligned, aligned_parts
 
 How: TypeAlias = Literal["window", "take"]
 
@@ -96,18 +96,19 @@ def _first(count: int, rows: int, function: str, name: str, option: str) -> Sele
 
 
 def _in_range(index: np.ndarray, rows: int, function: str, name: str, option: str) -> np.ndarray:
-    """Indexes from 0 on, in memory of one's own."""
+    """Indexes from 0 on."""
     if index.size == 0:
         return index.astype(np.int64)
-    low = int(index.min())
-    if not (-rows <= low and int(index.max()) < rows):
+    wide = index.astype(np.int64, copy=False)
+    if index.dtype != np.uint64 and np.maximum.reduce(wide.view(np.uint64)) < rows:  # negative ones are huge there
+        return wide
+    if not (-rows <= int(index.min()) and int(index.max()) < rows):
         wrong = next(int(i) for i in index if not -rows <= int(i) < rows)
         raise IndexError(
             f"{function}: {option} holds the index {wrong}, but {name} has {rows} rows. Indexes run from {-rows} "
             f"to {rows - 1}."
         )
-    index = index.astype(np.int64)
-    return index if low >= 0 else np.where(index < 0, index + rows, index)
+    return np.where(wide < 0, wide + rows, wide)
 
 
 def _found(index: np.ndarray) -> Selection:
@@ -190,7 +191,7 @@ def place(
         parts = [whole[rank * rows : (rank + 1) * rows] for rank in range(group.size)]
     else:
         whole = None
-        parts = [aligned((rows, *shape[1:]), dtype) for _ in starts]
+        parts = aligned_parts(group.size, (rows, *shape[1:]), dtype)
     _sources.copy([selection.into(part, source, start) for part, start in zip(parts, starts, strict=True)])
     if whole is not None and is_argument:
         return whole

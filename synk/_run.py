@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -28,8 +27,7 @@ from ._trace import Traced
 SMALL_SPLITS = 3
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """A call's arguments, checked and flattened."""
 
     inputs: Inputs
@@ -135,8 +133,8 @@ class Prepared(NamedTuple):
 
 def prepare(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
     """Send the rows, and run what comes before the last program."""
-    each = gathered(signature.group, call.inputs.each)
-    call = replace(call, inputs=call.inputs._replace(each=each))
+    if call.inputs.is_exchanged:
+        call = call._replace(inputs=gathered(signature.group, call.inputs))
     return (_plain if the_plan.is_plain else _in_waves)(signature, call, the_plan)
 
 

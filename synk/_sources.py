@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
-SHARED = 1 << 20  # bytes that are worth more than one thread
+SHARED = 1 << 23  # bytes that are worth more than one thread: fewer are there before another one has woken up
 THREADS = 16  # more gain nothing from one machine's memory
 
 
@@ -126,7 +126,7 @@ def _rows_of(buffer: np.ndarray, size: int) -> int:
 def copy(parts: Sequence[Rows]) -> None:
     """Copy all these rows, by as many threads as pay."""
     total = sum(part.buffer.nbytes for part in parts)
-    workers = min(_cores(), THREADS, total // (SHARED // 2)) - 1
+    workers = min(_cores(), THREADS, 2 * total // SHARED) - 1
     if total < SHARED or workers < 1:
         for part in parts:
             part.copy()

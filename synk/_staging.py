@@ -14,6 +14,7 @@ SMALL = 1 << 16  # bytes that are cheaper to allocate than to keep
 LIMIT = 1 << 29  # bytes kept for later, at most
 
 _free: dict[int, list[np.ndarray]] = {}
+_out: dict[int, tuple[weakref.ref[np.ndarray], np.ndarray]] = {}
 _kept = 0
 _lock = threading.RLock()  # memory may come back while this very thread asks for some
 
@@ -25,13 +26,26 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     until it is done, and that is what says when.
     """
     size = prod(shape) * dtype.itemsize
-    if size < SMALL:
-        return fresh(shape, dtype)
+    return fresh(shape, dtype) if size < SMALL else _leased(size).view(dtype).reshape(shape)
+
+
+def aligned_parts(parts: int, shape: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
+    """The same for several arrays of one shape."""
+    size = prod(shape) * dtype.itemsize
+    if parts == 1 or size < SMALL:
+        return [aligned(shape, dtype) for _ in range(parts)]
+    step = -(-size // ALIGNMENT) * ALIGNMENT
+    lease = _leased(parts * step)
+    return [lease[at : at + size].view(dtype).reshape(shape) for at in range(0, parts * step, step)]
+
+
+def _leased(size: int) -> np.ndarray:
     memory = _take(size)
     # Views of this one refer to it and not, as NumPy's views do, to the memory behind.
     lease = np.frombuffer(memoryview(_cut(memory, size)), np.uint8)  # type: ignore[arg-type]  # it is a buffer
-    weakref.finalize(lease, _give, memory).atexit = False
-    return lease.view(dtype).reshape(shape)
+    reference = weakref.ref(lease, _give)
+    _out[id(reference)] = reference, memory
+    return lease
 
 
 def fresh(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -55,8 +69,9 @@ def _take(size: int) -> np.ndarray:
     return np.empty(size + ALIGNMENT, np.uint8)
 
 
-def _give(memory: np.ndarray) -> None:
+def _give(lease: weakref.ref[np.ndarray]) -> None:
     global _kept
+    _, memory = _out.pop(id(lease))
     size = len(memory) - ALIGNMENT
     with _lock:
         if _kept + size > LIMIT:
