@@ -82,7 +82,9 @@ def host_ways(x, replicas, batch):
     turn = 0
 
     def whole(part):
-        return jax.make_array_from_callback((batch, *x.shape[1:]), cut, lambda index: part[(index[0].start or 0) // rows])
+        return jax.make_array_from_callback(
+            (batch, *x.shape[1:]), cut, lambda index: part[(index[0].start or 0) // rows]
+        )
 
     def fancy(i):
         return run(jax.device_put(x[i], cut))
@@ -99,7 +101,9 @@ def host_ways(x, replicas, batch):
         turn = 1 - turn
         half = max(1, rows // -(-os.cpu_count() // replicas))
         jobs = [
-            threads.submit(np.take, x, i[rank * rows + at : rank * rows + min(at + half, rows)], 0, part[at : at + half], "clip")
+            threads.submit(
+                np.take, x, i[rank * rows + at : rank * rows + min(at + half, rows)], 0, part[at : at + half], "clip"
+            )
             for rank, part in enumerate(ring[turn])
             for at in range(0, rows, half)
         ]
@@ -133,11 +137,15 @@ def peers(x, batch, rounds):
 
         tensor = torch.from_numpy(x)
         order = torch.from_numpy(np.concatenate([i for i, _ in zip(picks(len(x), batch), range(rounds), strict=False)]))
-        found["torch index_select"] = timed(lambda: [tensor.index_select(0, part) for part in order.split(batch)]) / rounds
+        found["torch index_select"] = (
+            timed(lambda: [tensor.index_select(0, part) for part in order.split(batch)]) / rounds
+        )
         sampler = torch.utils.data.BatchSampler(order.tolist(), batch, drop_last=False)
         fetch = torch.utils.data.DataLoader(_Rows(tensor), sampler=sampler, batch_size=None)
         found["torch DataLoader, batched"] = timed(lambda: list(map(len, fetch))) / rounds
-        usual = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tensor), batch_size=batch, sampler=order.tolist())
+        usual = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(tensor), batch_size=batch, sampler=order.tolist()
+        )
         found["torch DataLoader"] = timed(lambda: [len(rows) for (rows,) in usual]) / rounds
     except ImportError:
         print("torch is not installed")
@@ -272,7 +280,11 @@ def fed_ways(x, replicas, batch, rounds):
     def plain(data):
         return timed(lambda: [f(data, weight, batch=next(index)).block_until_ready() for _ in range(20)]) / 20
 
-    ways = {"iterate, host": partial(loop, held), "plain, host": partial(plain, held), "iterate, resident": partial(loop, there)}
+    ways = {
+        "iterate, host": partial(loop, held),
+        "plain, host": partial(plain, held),
+        "iterate, resident": partial(loop, there),
+    }
     times = {name: [] for name in ways}
     for turn in range(rounds + 1):
         for name, way in ways.items():
@@ -292,7 +304,9 @@ def call_ways(replicas):
     synk.init(replicas)
     f = synk.function(jnp.sum)
     held, local = synk.data(x, place="broadcast"), synk.data(x, place="scatter")
-    take = mapped(mesh, lambda x, i: lax.psum(jnp.sum(x.at[i].get(mode="promise_in_bounds")), "replica"), P(), P("replica"))
+    take = mapped(
+        mesh, lambda x, i: lax.psum(jnp.sum(x.at[i].get(mode="promise_in_bounds")), "replica"), P(), P("replica")
+    )
     return {
         "synk, batch": lambda i: f(held, batch=i),
         "synk, batch_s": lambda i: f(local, batch_s=i[: 64 // replicas] % (1024 // replicas)),
@@ -330,7 +344,12 @@ def main():
         best = min(seconds for name, seconds in times.items() if name != "synk") if "synk" in times else None
         shown = rates or {name: seconds * 1e6 for name, seconds in times.items()}
         ratio = f"  synk {best / times['synk']:.2f} of the best by hand" if best else ""
-        print(f"{case:10} {kind:8} {batch:5} {replicas}:", ", ".join(f"{n} {v:.1f}" for n, v in shown.items()), ratio, flush=True)
+        print(
+            f"{case:10} {kind:8} {batch:5} {replicas}:",
+            ", ".join(f"{n} {v:.1f}" for n, v in shown.items()),
+            ratio,
+            flush=True,
+        )
 
     for kind, (shape, dtype) in KINDS.items():
         rng = np.random.default_rng(0)
@@ -345,7 +364,9 @@ def main():
             for replicas in counts:
                 cases = {"host": host_ways, "broadcast": broadcast_ways, "local": local_ways, "exchange": exchange_ways}
                 for case, ways in cases.items():
-                    times = measure(ways(x, replicas, batch), picks(len(x) // replicas * replicas, batch), options.rounds)
+                    times = measure(
+                        ways(x, replicas, batch), picks(len(x) // replicas * replicas, batch), options.rounds
+                    )
                     note(case, kind, batch, replicas, size, times)
         if kind == "float32":
             for replicas in counts:

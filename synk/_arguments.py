@@ -27,7 +27,9 @@ def arrays(name: str, layout: Layout, leaves: Sequence[Any], places: Sequence[in
         if isinstance(leaf, jax.Array):
             if not isinstance(leaf.dtype, np.dtype):
                 key, leaf = key_of(leaf), as_data(leaf)
-        elif not isinstance(leaf, (Data, *SCALARS)):
+        elif isinstance(leaf, Data):
+            key = leaf.key
+        elif not isinstance(leaf, SCALARS):
             leaf = _as_array(leaf, f"{name}: argument {layout.names[place]}")
         arrays.append(leaf)
         keys.append(key)

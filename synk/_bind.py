@@ -152,8 +152,11 @@ class Binder:
             args = tuple(None if i in static_args else a for i, a in enumerate(args))
             kwargs = {k: None if k in static_kwargs else v for k, v in kwargs.items()}
         if list in map(type, args) or list in map(type, kwargs.values()):
-            args = tuple(map(_array_of_numbers, args))
-            kwargs = {k: _array_of_numbers(v) for k, v in kwargs.items()}
+            try:
+                args = tuple(map(_array_of_numbers, args))
+                kwargs = {k: _array_of_numbers(v) for k, v in kwargs.items()}
+            except ValueError as error:
+                raise ValueError(f"{self.name}: an argument is a list that makes no array: {error}") from None
         leaves, treedef = jax.tree.flatten((args, kwargs))
         layout = self._layouts.get((treedef, statics))
         if layout is None:

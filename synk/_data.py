@@ -13,7 +13,7 @@ from ._engine import lie, once, shards
 from ._errors import SynkError, entry
 from ._group import Group
 from ._leaves import refuse_traced
-from ._sources import Reader, Rows, Source, as_source, narrow
+from ._sources import Reader, Rows, Source, as_source, is_number, narrow
 from ._split import Part, cut
 from ._staging import fresh
 
@@ -41,13 +41,14 @@ class Data:
       (Data(x: float32[5, 2], place="host"), 5, 10, 2.0)
     """
 
-    def __init__(self, value: Any, place: Place, minibatch: bool, dtype: Any, name: str) -> None:
+    def __init__(self, value: Any, place: Place, minibatch: bool, dtype: Any, name: str, key: Any = None) -> None:
         self.name = name
+        self.key = key  # the PRNG implementation, where it holds raw data of typed keys
         self.is_minibatch = minibatch
         self._place: Place = place
         self._source: Source | None = _checked(value, self.name)
         self._row_shape = self._source.shape[1:]
-        self._dtype = np.dtype(self._source.dtype if dtype is None else dtype)
+        self._dtype = self._source.dtype if dtype is None else _dtype(dtype, name)
         self._length = len(self._source)
         self._group: Group | None = None
         self._copy: jax.Array | None = None  # on devices, as `_place` says
@@ -89,8 +90,10 @@ class Data:
         source = self.source
         if isinstance(source, Reader):
             is_all = self._length == len(source)
-            return np.asarray(source.of[index]) if is_all else source.read(slice(0, self._length))[index]
-        return np.asarray(source)[: self._length][index]
+            rows = np.asarray(source.of[index]) if is_all else source.read(slice(0, self._length))[index]
+        else:
+            rows = np.asarray(source)[: self._length][index]
+        return rows if rows.dtype == self._dtype else rows.astype(self._dtype)
 
     @entry
     def __setitem__(self, index: Any, rows: Any) -> None:
@@ -226,7 +229,7 @@ class Data:
             raise ValueError(
                 f'{self.name}: devices hold at most {2**31 - 1} rows; this one has more. Use place="host".'
             )
-        if self._copy is None or self._group is not group:
+        if self._copy is None or self._group is not group or self._copy.dtype != narrow(self._dtype):
             self._copy = None  # the old one goes first
             self._copy = self._send(group, None)
         elif self._stale is not None:
@@ -320,13 +323,26 @@ def _checked(value: Any, name: str) -> Source:
         value = value.source
     refuse_traced(value, f"{name}: its value")
     if isinstance(value, list):
-        value = np.asarray(value)
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: its value is a list that makes no array: {error}") from None
     if isinstance(value, jax.Array) and _trace.key_of(value) is not None:
         raise TypeError(f"{name}: it is an array of typed PRNG keys; give jax.random.key_data of it.")
     source = as_source(value, f"{name}: its value", "give one array; for a tree of them, jax.tree.map(synk.data, tree)")
     if source.ndim == 0:
         raise ValueError(f"{name}: its value is a scalar and has no rows. Pass numbers as they are, as broadcast ones.")
     return source
+
+
+def _dtype(dtype: Any, name: str) -> np.dtype:
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not is_number(found):
+        raise TypeError(f"{name}: dtype is {dtype!r}; give one of numbers or booleans.")
+    return found
 
 
 @entry

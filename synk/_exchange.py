@@ -47,10 +47,13 @@ def _body(size: int, rows: int, tall: int) -> Body:
 
     def body(data: jax.Array, index: jax.Array) -> list[jax.Array]:
         rank = lax.axis_index(AXIS)
+        dtype, is_small = data.dtype, data.dtype.itemsize < 4 and jnp.issubdtype(data.dtype, jnp.floating)
+        if is_small:  # which some back ends widen on the way, and some NaNs with it
+            data = lax.bitcast_convert_type(data, jnp.uint8 if dtype.itemsize == 1 else jnp.uint16)
         wanted = index.reshape(size, tall)  # by each replica
         owner = jnp.searchsorted(ends, wanted.ravel(), side="right").reshape(size, tall).astype(jnp.int32)
         # Whatever has one owner and one receiver is numbered: its place in their messages, round by round.
-        is_of = owner[:, :, None] == jnp.arange(size, dtype=jnp.int32)
+        is_of = owner[:, :, None] == jnp.arange(size, dtype=jnp.int32)[None, None]
         order = jnp.cumsum(is_of, axis=1, dtype=jnp.int32)
         number = jnp.take_along_axis(order, owner[:, :, None], axis=2)[:, :, 0] - 1
         rounds = (jnp.max(order[:, -1]) + room - 1) // room  # the same on all replicas
@@ -68,10 +71,11 @@ def _body(size: int, rows: int, tall: int) -> Body:
             place = slot_owner * room + jnp.clip(slot - turn * room, 0, room - 1)
             return got.at[place].get(mode="promise_in_bounds")
 
-        def later(turn: jax.Array, rows: jax.Array) -> jax.Array:
+        def later(turn: jax.Array, before: jax.Array) -> jax.Array:
             is_new = (slot // room == turn).reshape(tall, *[1] * (data.ndim - 1))
-            return jnp.where(is_new, exchanged(turn), rows)
+            return jnp.where(is_new, exchanged(turn), before)
 
-        return [lax.fori_loop(1, rounds, later, exchanged(0))]
+        rows = lax.fori_loop(1, rounds, later, exchanged(0))
+        return [lax.bitcast_convert_type(rows, dtype) if is_small else rows]
 
     return body

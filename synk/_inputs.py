@@ -114,6 +114,8 @@ def common_rows(name: str, names: Sequence[str], leaves: Sequence[Any], which: S
     rows: int | None = None
     for i in which:
         leaf = leaves[i]
+        if isinstance(leaf, Data):
+            _ = leaf.source  # SynkError where it was freed
         if isinstance(leaf, SCALARS) or leaf.ndim == 0:
             raise ValueError(
                 f'{name}: argument {names[i]} is a scalar and has no rows to scatter. Pass it as "broadcast": '

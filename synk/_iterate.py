@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ._arguments import arrays, check_slices
 from ._data import Data
@@ -52,13 +51,13 @@ def iterate(
             leaf = sources[i]
             source = leaf.source if isinstance(leaf, Data) else leaf
             there = sent(current, source, selection, narrow(leaf.dtype), is_cut=slices == 1)
-            if keys[i] is not None:
+            if resident:  # to which the batch still applies
+                there = Data(there, "host", True, None, names[i], key=keys[i])
+            elif keys[i] is not None:
                 there = as_keys(there, keys[i])
-            elif resident:  # to which the batch still applies
-                there = Data(there, "host", True, None, names[i])
             given[layout.scattered[i]] = there
-        kept = batch.copy() if isinstance(batch, np.ndarray) else batch  # whose memory may be used for the next one
-        return given, kept if resident else None, perf_counter() - time
+        kept = deepcopy(batch) if resident else None  # whoever made it may use it again for the next one
+        return given, kept, perf_counter() - time
 
     def arrive(item: tuple[list[Any], Any, float]) -> PyTree:
         given, batch, seconds = item

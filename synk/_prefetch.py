@@ -6,7 +6,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -52,8 +52,8 @@ class _Line:
 
     def get(self) -> _Item:
         with self.changed:
-            self.changed.wait_for(lambda: self.items)
-            item = self.items.popleft()
+            self.changed.wait_for(lambda: self.items or self.closed)
+            item = self.items.popleft() if self.items else _Item(_END)
             self.changed.notify_all()
             return item
 
@@ -98,9 +98,12 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._line: _Line | None = None
         self._own: Iterator[T] | None = None
         self._is_done = False
+        self._length = len(source) if isinstance(source, Sized) else None
 
     def __len__(self) -> int:
-        return len(self._source)  # type: ignore[arg-type]  # TypeError where the source has none
+        if self._length is None:
+            raise TypeError("The number of items is not known: what gives them has no len().")
+        return self._length
 
     def __iter__(self) -> Prefetch[T, R]:
         return self
@@ -140,6 +143,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
     def close(self) -> None:
         """Stop the thread; nothing more comes."""
         self._is_done = True
+        self._source, self._own = (), None  # a generator closes
         if self._line is not None:
             self._line.close()
 

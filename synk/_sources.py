@@ -56,9 +56,14 @@ def as_source(value: Any, what: str, advice: str) -> Source:
         if isinstance(value, str | bytes) or not (hasattr(value, "__array__") or _is_read_by_rows(value)):
             raise TypeError(f"{what} is a {type(value).__name__}; {advice}.")
         value = Reader(value) if _is_read_by_rows(value) else np.asarray(value)
-    if value.dtype.kind in "OSUMm" or value.dtype.names:
+    if not is_number(value.dtype):
         raise TypeError(f"{what} has dtype {value.dtype}; give numbers or booleans.")
     return value
+
+
+def is_number(dtype: np.dtype) -> bool:
+    """Is it of numbers or booleans? JAX's own small floats are among them."""
+    return dtype.kind not in "OSUMm" and dtype.type is not np.void
 
 
 def _is_read_by_rows(value: Any) -> bool:
@@ -109,9 +114,7 @@ class Rows(NamedTuple):
                 part[...] = source[self.indexes[self.start + at : self.start + at + len(part)]]
 
     def cut(self, rows: int) -> list[Rows]:
-        """The same in pieces of at most so many rows; what is read from a file stays whole."""
-        if isinstance(self.source, Reader):
-            return [self]
+        """The same in pieces of at most so many rows."""
         return [
             self._replace(buffer=self.buffer[at : at + rows], start=self.start + at)
             for at in range(0, len(self.buffer), rows)
@@ -125,6 +128,10 @@ def _rows_of(buffer: np.ndarray, size: int) -> int:
 
 def copy(parts: Sequence[Rows]) -> None:
     """Copy all these rows, by as many threads as pay."""
+    for part in parts:
+        if isinstance(part.source, Reader):  # which may not bear several threads
+            part.copy()
+    parts = [part for part in parts if not isinstance(part.source, Reader)]
     total = sum(part.buffer.nbytes for part in parts)
     workers = min(_cores(), THREADS, 2 * total // SHARED) - 1
     if total < SHARED or workers < 1:

@@ -1,7 +1,5 @@
 """Data: whatever its place, a call sees the rows that NumPy picks, and devices follow what is written."""
 
-import gc
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import synk
-from synk import _engine
+from synk import _engine, _flight
 
 from .helpers import assert_same, calls, chosen, few, group_of, numbers
 
@@ -30,12 +28,19 @@ def unchanged():
     assert_same(X, before)
 
 
+@pytest.fixture
+def devices():
+    """Four replicas, on as many devices."""
+    with group_of("devices", 4) as group:
+        yield group
+
+
 # Which rows.
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("devices", 2), ("devices", 8), ("simulated", 3)])
+@pytest.mark.parametrize(("kind", "n"), [("devices", 2), ("devices", 8), ("simulated", 3)])
 @given(data=st.data())
-@few(10)
+@few(5)
 def test_rows_are_numpys(kind, n, data):
     """For any rows, batch and slices, in any two places together, and serially."""
     count, batch, slices = data.draw(calls(n))
@@ -64,7 +69,6 @@ BATCHES = {
     "indexes": np.array([7, 0, 0, 10, 3]),
     "negative": np.array([-1, 4, -11, 4, -2]),
     "list": [2, 9, 9, -3, 0],
-    "tuple": (5, 4, 3, 2, 1),
     "consecutive": np.arange(4, 9),
     "one": [10],
     "uint8": np.array([10, 1, 7, 1, 2], np.uint8),
@@ -77,15 +81,15 @@ BATCHES = {
 
 @in_every_place
 @pytest.mark.parametrize("form", BATCHES)
-def test_forms_of_batch(four, place, form):
+def test_forms_of_batch(devices, place, form):
     """Every form that a batch takes."""
     batch = BATCHES[form]
-    count = batch is not None and not isinstance(batch, slice) and np.ndim(batch) == 0
-    assert_same(rows(synk.data(X, place=place), batch=batch), X[:batch] if count else chosen(X, batch))
+    is_count = isinstance(batch, int | np.integer | np.ndarray) and np.ndim(batch) == 0
+    assert_same(rows(synk.data(X, place=place), batch=batch), X[:batch] if is_count else chosen(X, batch))
 
 
 @in_every_place
-def test_indexes_of_jax(four, place):
+def test_indexes_of_jax(devices, place):
     """Indexes and numbers that come from a computation."""
     data = synk.data(X, place=place)
     assert_same(rows(data, batch=jnp.array([7, 0, -1, 10, 3])), X[[7, 0, -1, 10, 3]])
@@ -93,7 +97,7 @@ def test_indexes_of_jax(four, place):
 
 
 @in_every_place
-def test_small_integer_types_index_many_rows(four, place):
+def test_small_integer_types_index_many_rows(devices, place):
     """Neither uint8 nor int8 overflows on the way."""
     data, x = synk.data(numbers(300), place=place), numbers(300)
     assert_same(rows(data, batch=np.array([255, 0, 200, 128], np.uint8)), x[[255, 0, 200, 128]])
@@ -113,24 +117,22 @@ def test_places_mix(four, batch, slices):
 
 
 @in_every_place
-@pytest.mark.parametrize("batch", [4, [8, 1, -1, 1, 0], slice(8, 1, -1)], ids=str)
-def test_minibatch_rows_go_with_those_selected(four, place, batch):
+@pytest.mark.parametrize("batch", [slice(4), [8, 1, -1, 1, 0]], ids=str)
+def test_minibatch_rows_go_with_those_selected(devices, place, batch):
     """Row j of minibatch data meets the j-th row picked, of host and of resident data."""
-    want = chosen(X, batch)
-    noise = synk.data(numbers(len(want), seed=5), place=place, minibatch=True)
+    want = X[batch], numbers(len(X[batch]), seed=5)
+    noise = synk.data(want[1], place=place, minibatch=True)
     for other in PLACES:
-        assert_same(pairs(synk.data(X, place=other), noise, batch=batch), (want, numbers(len(want), seed=5)))
-    assert_same(pairs.serial(X, noise, batch=batch), (want, numbers(len(want), seed=5)))
+        assert_same(pairs(synk.data(X, place=other), noise, batch=batch), want)
+    assert_same(pairs.serial(X, noise, batch=batch), want)
 
 
 @in_every_place
-def test_data_as_a_broadcast_argument(four, place):
+def test_data_as_a_broadcast_argument(devices, place):
     """Every replica sees all rows."""
-    f = synk.function(lambda x, w: x + w[3], ["x"], reduce="concat")
+    f = synk.function(lambda x, w: x + w[3:4], ["x"], reduce="concat")
     w = synk.data(X, place=place)
-    for _ in range(2):
-        assert_same((f(X, w), f.serial(X, w)), (X + X[3], X + X[3]))
-        w[3] = w[3]
+    assert_same((f(X, w), f.serial(X, w)), (X + X[3], X + X[3]))
 
 
 @in_every_place
@@ -162,42 +164,41 @@ in_every_form = pytest.mark.parametrize("form", BATCHES_S)
 
 
 @in_every_form
-@pytest.mark.parametrize("slices", [1, 2])
-def test_batch_s_of_scattered_data(four, form, slices):
+@pytest.mark.parametrize(("kind", "slices"), [("devices", 1), ("simulated", 2)])
+def test_batch_s_of_scattered_data(kind, slices, form):
     """Each replica picks of its own rows; host and minibatch rows go with what all pick; serial does the same."""
     batch_s, index = BATCHES_S[form]
     x, more = synk.data(X, place="scatter"), synk.data(numbers(len(index), seed=4), minibatch=True)
     want = X[index], numbers(len(index), seed=4)
-    assert_same(pairs(x, more, batch_s=batch_s, num_slices=slices), want)
-    assert_same(pairs(x, want[1], batch_s=batch_s, num_slices=slices), want)
-    assert_same(pairs.serial(x, more, batch_s=batch_s), want)
+    with group_of(kind, 4):
+        assert_same(pairs(x, more, batch_s=batch_s, num_slices=slices), want)
+        assert_same(pairs(x, want[1], batch_s=batch_s, num_slices=slices), want)
+        assert_same(pairs.serial(x, more, batch_s=batch_s), want)
 
 
-@in_every_form
-def test_batch_s_of_variables(four, form):
+@pytest.mark.parametrize("form", ["first", "negative", "slices", "lists", "arrays"])
+def test_batch_s_of_variables(devices, form):
     """Rows that a variable holds are picked likewise, alone and together with data."""
     batch_s, index = BATCHES_S[form]
     w, x = synk.shared(X[:1], name="w"), synk.data(numbers(11, seed=3), place="scatter")
-    synk.scatter(w, X)
     alone, both = (
         synk.function(lambda: w.value, reduce="concat"),
         synk.function(lambda x: (x, w.value), reduce="concat"),
     )
     want = numbers(11, seed=3)[index], X[index]
+    synk.scatter(w, X)
     assert_same((alone(batch_s=batch_s), alone.serial(batch_s=batch_s)), (X[index], X[index]))
     assert_same((both(x, batch_s=batch_s), both.serial(x, batch_s=batch_s)), (want, want))
 
 
-@pytest.mark.parametrize("form", ["negative", "lists"])
-def test_check_with_batch_s(four, form):
+def test_check_with_batch_s(four):
     """The law is checked over the very rows that replicas pick, and a wrong op is found there."""
-    batch_s, _ = BATCHES_S[form]
+    batch_s, _ = BATCHES_S["lists"]
     w, x = synk.shared(X[:1], name="w"), synk.data(X, place="scatter")
     synk.scatter(w, X)
     synk.function(lambda x: (x * w.value).mean(0), reduce="mean").check(x, batch_s=batch_s)
-    synk.function(lambda x: x.mean(0), reduce="mean").check(x, batch_s=batch_s, num_slices=2)
     with pytest.raises(synk.LawError, match="mean"):
-        synk.function(lambda x: x.mean(0), reduce="sum").check(x, batch_s=batch_s)
+        synk.function(lambda x: x.mean(0), reduce="sum").check(x, batch_s=batch_s, num_slices=2)
 
 
 def test_batch_and_batch_s(four):
@@ -229,7 +230,7 @@ WRITES = {
 
 @in_every_place
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_is_seen(four, place, write):
+def test_a_write_is_seen(devices, place, write):
     """By the next call, in the array given, and not in results of earlier calls."""
     x, want = X.copy(), X.copy()
     data = synk.data(x, place=place)
@@ -238,7 +239,7 @@ def test_a_write_is_seen(four, place, write):
     assert_same((rows(data), rows.serial(data), before, x), (want, want, X, want))
     data[0], want[0] = 5, 5
     data[10], want[10] = 6, 6
-    assert_same((rows(data), rows(data, batch=[10, 0, 1])), (want, want[[10, 0, 1]]))
+    assert_same((rows(data), rows(data, batch=[10, 0, 3, 7, 5])), (want, want[[10, 0, 3, 7, 5]]))
 
 
 @pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("simulated", 2)])
@@ -269,16 +270,15 @@ def pointers(data):
     return [shard.unsafe_buffer_pointer() for shard in _engine.shards(synk.group(), data.resident(synk.group()))]
 
 
-def test_a_write_to_one_part_sends_that_part_alone():
+def test_a_write_to_one_part_sends_that_part_alone(devices):
     """Other replicas keep the very buffers that they have."""
-    with group_of("devices", 4):
-        data = synk.data(X.copy(), place="scatter")
-        before = pointers(data)
-        data[3:6] = 0
-        assert [a == b for a, b in zip(before, pointers(data), strict=True)] == [True, False, True, True]
-        before = pointers(data)
-        data[[-1, 8]] = 1
-        assert [a == b for a, b in zip(before, pointers(data), strict=True)] == [True, True, False, False]
+    data = synk.data(X.copy(), place="scatter")
+    before = pointers(data)
+    data[3:6] = 0
+    assert [a == b for a, b in zip(before, pointers(data), strict=True)] == [True, False, True, True]
+    before = pointers(data)
+    data[[-1, 8]] = 1
+    assert [a == b for a, b in zip(before, pointers(data), strict=True)] == [True, True, False, False]
 
 
 @in_every_place
@@ -301,20 +301,19 @@ READ_ONLY = {
 
 
 @pytest.mark.parametrize("kind", READ_ONLY)
-def test_read_only_arrays(kind, tmp_path):
+def test_read_only_arrays(devices, kind, tmp_path):
     """They are read in every place; a write raises and says what to do."""
     np.save(tmp_path / "x.npy", X)
     x = READ_ONLY[kind](tmp_path / "x.npy")
     data = synk.data(x, name="frozen")
-    with group_of("devices", 4):
-        for place in PLACES:
-            assert_same(rows(data.to(place), batch=[3, 3, -1, 0]), np.asarray(x)[[3, 3, -1, 0]])
-            with pytest.raises(ValueError, match="frozen: the array it holds is read-only.* copy"):
-                data[0] = 1
+    for place in PLACES:
+        assert_same(rows(data.to(place), batch=[3, 3, -1, 0]), np.asarray(x)[[3, 3, -1, 0]])
+        with pytest.raises(ValueError, match=r"frozen: the array it holds is read-only.* copy"):
+            data[0] = 1
 
 
 @in_every_place
-def test_set_value(four, place):
+def test_set_value(devices, place):
     """Another array, of more or of fewer rows, also after freeing; the old one is left alone."""
     data = synk.data(X, place=place, name="x")
     for count in (11, 5, 14, 5):
@@ -322,18 +321,17 @@ def test_set_value(four, place):
         data.set_value(numbers(count, seed=count))
         assert_same(rows(data), numbers(count, seed=count))
     data.free()
-    with pytest.raises(synk.SynkError, match="x: it was freed.* x.set_value"):
+    with pytest.raises(synk.SynkError, match=r"x: it was freed.* x\.set_value"):
         data[0]
     data.set_value(X)
     assert_same((rows(data), rows(data, batch=[-1])), (X, X[-1:]))
 
 
 @in_every_place
-def test_set_length(four, place):
+def test_set_length(devices, place):
     """Rows beyond do not count, until they do."""
     data = synk.data(X.copy(), place=place)
-    rows(data)
-    for count in (7, 2, 11):
+    for count in (5, 11):
         data.set_length(count)
         assert (data.shape, len(data)) == ((count, 2), count)
         assert_same(
@@ -377,23 +375,23 @@ RELEASES = {
 }
 
 
-def live():
-    gc.collect()
-    return len(jax.live_arrays())
-
-
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("place", ["scatter", "broadcast"])
-def test_what_is_freed_is_freed_on_devices(four, place, release):
+def test_what_is_freed_is_freed_on_devices(four, place):
     """As many buffers live as before the data was sent."""
-    for _ in range(2):  # the first time places constants too
-        before = live()
+
+    def used():
         data = synk.data(X, place=place)
-        rows(data, batch=[1, 2, 3, 4]).block_until_ready()
-        assert live() > before
-        RELEASES[release](data)
-        after = live()
-    assert after == before
+        rows(data, batch=[1, 2, 3, 4])
+        _flight.drain()
+        return data
+
+    RELEASES["free"](used())  # which places constants too
+    for release in RELEASES.values():
+        before = len(jax.live_arrays())
+        data = used()
+        assert len(jax.live_arrays()) > before
+        release(data)
+        assert len(jax.live_arrays()) == before
 
 
 def test_attributes():

@@ -64,6 +64,20 @@ def sliced(slices, dtype=np.float32):
     return lambda: synk.function(step)(X, num_slices=2)
 
 
+def data(place, rows=9):
+    return synk.data(numbers(rows), place=place, name="data")
+
+
+def resident(rows=9):
+    return data("scatter", rows)
+
+
+def freed():
+    x = synk.data(X, name="x")
+    x.free()
+    return x
+
+
 def rows_read_by(fn):
     return lambda: fn(held())
 
@@ -205,6 +219,104 @@ ERRORS = {
         lambda: synk.function(lambda w: w, ["broadcast"], name="step")(1.0, batch=3), ValueError, "step: batch picks rows .* none",
     ),
     "batch_s without rows": (lambda: mean()(X, batch_s=3), ValueError, "loss: batch_s picks rows .* none of its inputs"),
+    "minibatch of other rows": (
+        lambda: synk.function(act)(X, synk.data(X[:5], minibatch=True), batch=4),
+        ValueError, "act: w is minibatch data of 5 rows, but the call picks 4",
+    ),
+    "batch of minibatch data alone": (
+        lambda: mean()(synk.data(X, minibatch=True), batch=4), ValueError, "batch picks rows .* all .* is minibatch data",
+    ),
+    "batch and batch_s": (
+        lambda: mean()(resident(), batch_s=[0], batch=4), ValueError, "batch picks rows .* batch_s has picked .* one of the two",
+    ),
+    "batch_s beside other rows": (
+        lambda: synk.function(act)(resident(), X, batch_s=[0], batch=5),
+        ValueError, "act: batch_s picks 4 rows of the data on the replicas, but w gives 5",
+    ),
+    "batch_s for too few": (
+        lambda: mean()(resident(), batch_s=[[0], [1]]), ValueError, "batch_s has 2 selections, but there are 4 replicas",
+    ),
+    "batch_s out of range": (
+        lambda: mean()(resident(), batch_s=[-1, 2]), IndexError, "batch_s holds the index 2, but x on replica 1 has 2 rows",
+    ),
+    "batch_s too long": (lambda: mean()(resident(), batch_s=3), IndexError, "batch_s=3 .* but x on replica 1 has 2"),
+    "batch_s empty": (lambda: mean()(resident(), batch_s=[[], [], [], []]), ValueError, "batch_s selects no rows on any"),
+    "batch_s of floats": (lambda: mean()(resident(), batch_s=[0.5]), TypeError, "loss: batch_s has dtype float64"),
+    "batch_s a short mask": (
+        lambda: mean()(resident(), batch_s=np.ones(3, bool)), ValueError, "batch_s is a mask of length 3, but x on replica 1 has 2",
+    ),
+    "batch_s of a variable out of range": (
+        rows_read_by(lambda w: synk.function(lambda: w.value.sum(), name="f")(batch_s=[[3], [0], [0], [0]])),
+        IndexError, "f: batch_s holds the index 3, but held on replica 0 has 3 rows",
+    ),
+    "batch_s updates held rows": (
+        rows_read_by(lambda w: synk.function(lambda: setattr(w, "value", w.value), name="f")(batch_s=[0])),
+        ValueError, "f: held holds rows, so it cannot be updated .* batch_s",
+    ),
+    "batch_s beside other data": (
+        rows_read_by(lambda w: synk.function(lambda x: (x * w.value).sum(), name="f")(resident(8), batch_s=[0])),
+        ValueError, r"f: held holds \[3, 2, 2, 2\] rows .* gives them \[2, 2, 2, 2\]",
+    ),
+    "batch_s under jit": (lambda: jax.jit(lambda: mean()(resident(), batch_s=[0]))(), ValueError, "loss: batch_s .* Use batch"),
+    # Data.
+    **{
+        f"{what} of {place} data": (lambda place=place, batch=batch: mean()(data(place), batch=batch), error, match)
+        for place in ("host", "scatter", "broadcast")
+        for what, batch, error, match in (
+            ("index", [0, 9], IndexError, "loss: batch holds the index 9, but x has 9 rows. .* from -9 to 8"),
+            ("negative index", [-10], IndexError, "index -10, but x has 9 rows"),
+            ("number", 10, IndexError, "batch=10 .* but x has 9"),
+            ("mask", np.ones(8, bool), ValueError, "mask of length 8, but x has 9 rows"),
+            ("float index", np.zeros(2), TypeError, "batch has dtype float64"),
+            ("empty batch", [], ValueError, "selects no rows"),
+        )
+    },
+    "data in no place": (lambda: synk.data(X, place="device", name="x"), ValueError, "x: place is 'device'; use 'host', 'scatter'"),
+    "data to no place": (lambda: synk.data(X, name="x").to("device"), ValueError, "x.to: place is 'device'; use 'host'"),
+    "data of a tree": (lambda: synk.data({"a": X}, name="x"), TypeError, r"x: .* is a dict; give one array; .* jax.tree.map"),
+    "data of a number": (lambda: synk.data(3.0, name="x"), TypeError, "x: its value is a float; give one array"),
+    "data of a scalar": (lambda: synk.data(np.float32(3), name="x"), ValueError, "x: its value is a scalar and has no rows"),
+    "data of strings": (lambda: synk.data(["a"], name="x"), TypeError, "x: its value has dtype <U1"),
+    "data of keys": (lambda: synk.data(jax.random.split(jax.random.key(0)), name="x"), TypeError, "x: .*PRNG keys; give .*key_data"),
+    "data of a masked array": (lambda: synk.data(np.ma.array(X), name="x"), TypeError, "x: .* masked array.*filled"),
+    "data of a tracer": (lambda: jax.jit(lambda x: synk.data(x, name="x"))(X), synk.SynkError, "x: its value"),
+    "data of too many rows": (
+        lambda: mean()(synk.data(np.broadcast_to(np.float32(0), (2**31,)), place="broadcast", name="x"), batch=4),
+        ValueError, "x: devices hold at most 2147483647 rows; .*place=\"host\"",
+    ),
+    "data of other columns": (
+        lambda: synk.data(X, name="x").set_value(X[:, :1]), ValueError, r"x.set_value: the new rows have shape \(1,\), .* \(2,\)",
+    ),
+    "length too long": (lambda: synk.data(X, name="x").set_length(10), ValueError, "x.set_length: .* of 9 rows, .* not 10"),
+    "length negative": (lambda: synk.data(X, name="x").set_length(-1), ValueError, "x.set_length: .* not -1"),
+    "half a length": (lambda: synk.data(X, name="x").set_length(1.5), TypeError, "x.set_length: rows is 1.5; give an integer"),
+    "length of freed data": (lambda: freed().set_length(1), synk.SynkError, "x: it was freed.* x.set_value"),
+    "freed data read": (lambda: freed()[0], synk.SynkError, "x: it was freed.* x.set_value"),
+    "freed data broadcast": (lambda: sum_with_w()(X, freed()), synk.SynkError, "x: it was freed.* x.set_value"),
+    "data differs in rows": (
+        lambda: synk.function(act)(data("scatter"), resident(8)), ValueError, "act: argument w has 8 rows, but x has 9",
+    ),
+    # Iterating.
+    "iterate without rows": (
+        lambda: synk.function(act, ["broadcast"] * 2).iterate(X, X, batches=[1]),
+        ValueError, "act.iterate: batches pick rows .* none",
+    ),
+    "iterate over minibatch data alone": (
+        lambda: mean().iterate(synk.data(X, minibatch=True), batches=[1]), ValueError, "loss.iterate: batches pick rows",
+    ),
+    "iterate over no batches": (lambda: mean().iterate(X, batches=4), TypeError, "loss.iterate: batches is 4; give an iterable"),
+    "iterate over other rows": (lambda: synk.function(act).iterate(X, X[:5], batches=[1]), ValueError, "w has 5 rows, but x has 9"),
+    "prefetch negative": (lambda: mean().iterate(X, batches=[1], prefetch=-1), ValueError, "loss.iterate: prefetch is -1; .* >= 0"),
+    "prefetch of half": (lambda: mean().iterate(X, batches=[1], prefetch=1.5), TypeError, "loss.iterate: prefetch is 1.5"),
+    "iterate in no slices": (lambda: mean().iterate(X, batches=[1], num_slices=0), ValueError, "loss: num_slices is 0"),
+    "iterate out of range": (lambda: next(mean().iterate(X, batches=[[9]])), IndexError, "loss: .* index 9, but x has 9"),
+    "iterate under jit": (
+        lambda: jax.jit(lambda x: next(mean().iterate(x, batches=[1])))(X), synk.SynkError, "loss.iterate: it runs when called",
+    ),
+    "prefetch size": (lambda: synk.prefetch([X], size=-1), ValueError, "synk.prefetch: size is -1; give an integer >= 0"),
+    "prefetch of other rows": (
+        lambda: next(synk.prefetch([(X, X[:5])])), ValueError, r"synk.prefetch: batch\[1\] has 5 rows, batch\[0\] has 9",
+    ),
     # Slices.
     "no slices": (lambda: mean()(X, num_slices=0), ValueError, "loss: num_slices is 0; give an integer >= 1"),
     "half a slice": (lambda: mean()(X, num_slices=1.5), TypeError, "loss: num_slices is 1.5"),
@@ -344,6 +456,12 @@ def test_message(case):
     after = files[len(files) - files[::-1].index(__file__) :]
     assert [file.startswith(HERE) for file in after] in ([], [True])
     assert len(str(caught.value)) < 600
+
+
+def test_freed_data_in_a_call():
+    """The same message as when it is read."""
+    with pytest.raises(synk.SynkError, match=r"x: it was freed.* x\.set_value"):
+        mean()(freed())
 
 
 def test_a_users_own_error_arrives_as_it_is():

@@ -1,0 +1,423 @@
+"""Iterate and prefetch: the results of plain calls, in order, while a thread works ahead that always ends."""
+
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+from .helpers import assert_same, group_of, numbers
+
+X = numbers(11)
+PLACES = ("raw", "host", "scatter", "broadcast")
+BATCHES = [[3, 1, 0, 9], slice(4), [10, -1, 5], None, X[:, 0] > 0, 4, np.array([7])]
+
+in_every_place = pytest.mark.parametrize("place", PLACES)
+of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
+rows = synk.function(lambda x: x, reduce="concat", name="rows")
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "synk-prefetch"]
+
+
+def wait_for(condition, seconds=10.0):
+    """Has it come about within so many seconds?"""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+@pytest.fixture(autouse=True)
+def on_two_replicas():
+    """Of which no test leaves a thread behind."""
+    with group_of("devices", 2):
+        yield
+    assert wait_for(lambda: not threads())
+
+
+def at(place, x, **options):
+    """An argument: the array itself, or as data."""
+    return x if place == "raw" else synk.data(x, place=place, **options)
+
+
+def plain(x, batches=BATCHES):
+    return [x[:batch] if isinstance(batch, int) else x if batch is None else x[batch] for batch in batches]
+
+
+def ones(count=6):
+    return (np.ones((4, 2), np.float32) for _ in range(count))
+
+
+def endless():
+    while True:
+        yield slice(4)
+
+
+# What comes.
+
+
+@of_every_size
+@in_every_place
+def test_results_in_order(place, size):
+    """One for each batch of any form, even and uneven, as calls give them."""
+    assert_same(list(rows.iterate(at(place, X), batches=BATCHES, prefetch=size)), plain(X))
+
+
+@pytest.mark.parametrize(("size", "slices"), [(0, 1), (3, 1), (3, 2)])
+def test_several_inputs(size, slices):
+    """Of every place together, minibatch rows and a broadcast number among them."""
+    f = synk.function(lambda w, *xs: jnp.stack(xs, 1) * w, {"w": "broadcast"}, reduce="concat")
+    xs = [numbers(11, seed=i) for i in range(5)]
+    batches = [[3, 1, 0, 9, 9], slice(9, 4, -1)]
+    more = synk.data(xs[4][:5], minibatch=True)
+    given = [at(place, x) for place, x in zip(PLACES, xs, strict=False)]
+    got = list(f.iterate(2.0, *given, more, batches=batches, prefetch=size, num_slices=slices))
+    want = [np.stack([*(x[batch] for x in xs[:4]), xs[4][:5]], 1) * np.float32(2) for batch in batches]
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("place", ["raw", "host", "scatter", "broadcast"])
+def test_keys_go_with_their_rows(place):
+    """Typed keys are picked once, whatever they go with."""
+    keys, batch = jax.random.split(jax.random.key(0), 11), np.random.default_rng(0).permutation(11)
+    f = synk.function(lambda keys, x: (keys, x), reduce="concat")
+    ((got, x),) = f.iterate(keys, at(place, X), batches=[batch])
+    assert_same((jax.random.key_data(got), x), (jax.random.key_data(keys[batch]), X[batch]))
+
+
+@of_every_size
+@in_every_place
+@pytest.mark.parametrize("kind", [int, bool])
+def test_batches_in_one_array(kind, place, size):
+    """Batches may be written into the same memory one after another: each is taken as it was when it came."""
+    wanted = [[3, 1, 0, 9], [0, 1, 5, 2], [9, 8, 7, 6], [4, 4, 10, -1]]
+    memory = np.zeros(4 if kind is int else 11, kind)
+
+    def batches():
+        for batch in wanted:
+            memory[:] = batch if kind is int else np.isin(np.arange(11), batch[:3])
+            yield memory
+
+    want = [X[batch] if kind is int else X[sorted({*batch[:3]})] for batch in wanted]
+    assert_same(list(rows.iterate(at(place, X), batches=batches(), prefetch=size)), want)
+
+
+@pytest.mark.parametrize("place", ["scatter", "broadcast"])
+def test_batches_in_one_list(place):
+    """Lists may be used again like arrays."""
+    memory = [0, 0]
+
+    def batches():
+        for i in range(6):
+            memory[:] = i, i + 1
+            yield memory
+
+    got = list(rows.iterate(at(place, X), batches=batches()))
+    assert_same(got, [X[i : i + 2] for i in range(6)])
+
+
+def test_output_subset():
+    """As in a call."""
+    f = synk.function(lambda x: (x.sum(), x, x.max()), outputs=("sum", "concat", "max"))
+    assert_same(list(f.iterate(X, batches=[[2, 1]], output_subset=[2, 1])), [(X[[2, 1]].max(), X[[2, 1]])])
+
+
+def test_length():
+    """As many as there are batches, so that a progress bar shows; none where batches do not say."""
+    tqdm = pytest.importorskip("tqdm")
+    batches = synk.minibatches(11, 4, epochs=2)
+    results = rows.iterate(X, batches=batches)
+    with tqdm.tqdm(results, disable=True) as bar:
+        assert (len(results), bar.total, len(list(bar))) == (6, 6, 6)
+    with pytest.raises(TypeError, match="len"):
+        len(rows.iterate(X, batches=iter(batches)))
+
+
+def test_statistics_count_every_call():
+    """Calls and rows, as they run."""
+    f = synk.function(lambda x: x.sum(0))
+    list(f.iterate(X, batches=[slice(4), [1, 2, 3]]))
+    assert (f.stats.calls, f.stats.rows) == (2, 7)
+
+
+def trained(loop, place):
+    """The weights and losses of a training run."""
+    w = synk.shared(np.zeros(2, np.float32), name="w")
+
+    @synk.function(outputs=("mean", "mean"))
+    def step(x):
+        return jax.value_and_grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w.value)
+
+    @step.then
+    def step(loss, gradient):
+        w.value = w.value - 0.01 * gradient
+        return loss
+
+    losses = loop(step, at(place, X / 8), synk.minibatches(11, 4, epochs=3))
+    return [np.asarray(loss) for loss in losses], np.asarray(w.value)
+
+
+@pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
+def test_training_is_that_of_plain_calls(place):
+    """Bit for bit: each call sees the variables as the call before left them."""
+    got = trained(lambda step, x, batches: list(step.iterate(x, batches=batches)), place)
+    assert_same(got, trained(lambda step, x, batches: [step(x, batch=batch) for batch in batches], place))
+
+
+# Errors.
+
+
+@of_every_size
+@in_every_place
+def test_an_error_comes_at_its_own_batch(place, size):
+    """Results before it all come, nothing after it."""
+    results = rows.iterate(at(place, X), batches=[*BATCHES[:3], [0, 11], slice(4)], prefetch=size)
+    assert_same([next(results) for _ in range(3)], plain(X, BATCHES[:3]))
+    with pytest.raises(IndexError, match=r"rows: batch holds the index 11, but x has 11 rows"):
+        next(results)
+    assert list(results) == []
+
+
+@of_every_size
+def test_an_error_of_the_batches_comes_as_it_is(size):
+    """After the results of those that came before it."""
+
+    def batches():
+        yield slice(4)
+        raise OSError("the disk is gone")
+
+    results = rows.iterate(X, batches=batches(), prefetch=size)
+    assert_same(next(results), X[:4])
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(results)
+
+
+# The thread.
+
+
+def by_break(results):
+    for _ in results:
+        break
+
+
+def by_an_error(results):
+    with pytest.raises(ZeroDivisionError):
+        for _ in results:
+            1 / 0
+
+
+def by_close(results):
+    next(results)
+    results.close()
+    assert list(results) == []
+
+
+def by_with(results):
+    with results as each:
+        next(each)
+    assert list(results) == []
+
+
+def by_an_interrupt(results):
+    with pytest.raises(KeyboardInterrupt):
+        for _ in results:
+            signal.raise_signal(signal.SIGINT)
+
+
+LEAVING = [by_break, by_an_error, by_close, by_with, by_an_interrupt]
+
+
+@pytest.mark.parametrize("leave", LEAVING)
+@pytest.mark.parametrize("make", [lambda: rows.iterate(X, batches=endless()), lambda: synk.prefetch(ones(1000))])
+def test_leaving_stops_the_thread(make, leave):
+    """Within a tenth of a second."""
+    leave(make())
+    assert wait_for(lambda: not threads(), 0.1)
+
+
+def test_an_interrupt_while_waiting():
+    """Ctrl-C reaches a loop that waits for a slow source."""
+    slow = threading.Event()
+
+    def batches():
+        yield slice(4)
+        slow.wait()
+
+    results = rows.iterate(X, batches=batches())
+    next(results)
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            next(results)
+    finally:
+        timer.join()
+        slow.set()
+    assert wait_for(lambda: not threads(), 0.1)
+    assert list(results) == []
+
+
+def test_close_reaches_a_reader_that_waits():
+    """What another thread waits for ends."""
+    slow = threading.Event()
+
+    def batches():
+        yield slice(4)
+        slow.wait()
+
+    results = rows.iterate(X, batches=batches())
+    next(results)
+    reader = threading.Thread(target=lambda: list(results), daemon=True)
+    reader.start()
+    time.sleep(0.05)
+    results.close()
+    slow.set()
+    reader.join(0.5)
+    assert not reader.is_alive()
+
+
+def test_what_never_begins_has_no_thread():
+    """It starts with the first result."""
+    results = rows.iterate(X, batches=endless())
+    assert not threads()
+    results.close()
+
+
+@of_every_size
+@pytest.mark.parametrize("place", ["host", "broadcast"])
+def test_it_works_ahead(place, size):
+    """Of the result in hand by as many batches as asked for, and by no more."""
+    asked = []
+
+    def batches():
+        for i in range(8):
+            asked.append(i)
+            yield [i, i + 1]
+
+    results = rows.iterate(at(place, X), batches=batches(), prefetch=size)
+    for i, result in enumerate(results):
+        assert_same(result, X[[i, i + 1]])
+        assert wait_for(lambda i=i: len(asked) == min(i + 1 + size, 8))
+        time.sleep(0.002)
+        assert len(asked) <= i + 1 + size
+
+
+def test_rows_are_picked_ahead():
+    """Not only batches are asked for: their rows are read before the result in hand is left."""
+
+    class Noted:
+        shape, dtype, reads = X.shape, X.dtype, 0
+
+        def __getitem__(self, index):
+            Noted.reads += 1
+            return X[index]
+
+    results = rows.iterate(Noted(), batches=[[i, i + 1] for i in range(6)], prefetch=2)
+    next(results)
+    assert wait_for(lambda: Noted.reads == 3 * 2)  # by each replica
+    results.close()
+
+
+# Any iterator.
+
+
+@of_every_size
+@pytest.mark.parametrize("count", [4, 5])
+def test_prefetch_of_trees(size, count):
+    """Trees come as trees, with what is no array of rows as it was; rows lie on the replicas where they divide."""
+    key = jax.random.key(0)
+    trees = [
+        {"x": numbers(count, seed=i), "y": (np.arange(count, dtype=np.uint8), i, None), "k": key} for i in range(3)
+    ]
+    got = list(synk.prefetch(iter(trees), size))
+    assert all(tree.pop("k") is key for tree in [*got, *trees])
+    assert_same(got, trees)
+    assert isinstance(got[0]["x"], jax.Array if count == 4 else np.ndarray)
+    if count == 4:
+        assert got[0]["x"].sharding == synk.group().stacked
+
+
+@of_every_size
+def test_transform_runs_ahead(size):
+    """On the thread, where there is one, and its results are what comes."""
+    seen = set()
+
+    def transform(tree):
+        seen.add(threading.current_thread())
+        return {"x": tree * 2}
+
+    got = list(synk.prefetch(ones(3), size, transform))
+    assert_same(got, [{"x": np.full((4, 2), 2, np.float32)}] * 3)
+    assert len(seen) == 1 and (threading.main_thread() in seen) == (size == 0)
+
+
+WRONG = {
+    "other rows": ({"x": X, "y": [X[:5]]}, ValueError, r"batch\['y'\]\[0\] has 5 rows, batch\['x'\] has 11"),
+    "no rows": ({"x": X[:0]}, ValueError, r"batch\['x'\] has 0 rows"),
+    "a string": ({"x": "a"}, TypeError, r"batch\['x'\] is a str; give arrays and numbers"),
+    "objects": ([np.array([None])], TypeError, r"batch\[0\] has dtype object"),
+}
+
+
+@of_every_size
+@pytest.mark.parametrize("case", WRONG)
+def test_prefetch_checks_each_tree(case, size):
+    """An error names the leaf, comes at its own batch and ends the iteration."""
+    tree, error, match = WRONG[case]
+    trees = synk.prefetch(iter([{"x": X}, tree, {"x": X}]), size)
+    assert_same(next(trees), {"x": X})
+    with pytest.raises(error, match=r"synk\.prefetch: " + match):
+        next(trees)
+    assert list(trees) == []
+
+
+@of_every_size
+def test_an_error_of_a_transform_comes_as_it_is(size):
+    """At the batch that it was given."""
+    trees = synk.prefetch(iter([1, 0]), size, lambda number: np.ones((2, 2 // number), np.float32))
+    assert_same(next(trees), np.ones((2, 2), np.float32))
+    with pytest.raises(ZeroDivisionError):
+        next(trees)
+
+
+def closing(noted):
+    try:
+        yield from ones()
+    finally:
+        noted.append("closed")
+
+
+@of_every_size
+def test_leaving_closes_a_generator(size):
+    """A loop that is left lets go of it."""
+    noted = []
+    for _ in synk.prefetch(closing(noted), size):
+        break
+    assert wait_for(lambda: noted == ["closed"])
+
+
+@of_every_size
+def test_close_closes_a_generator(size):
+    """So does close, though the iterator itself still has a name."""
+    noted = []
+    with synk.prefetch(closing(noted), size) as trees:
+        next(trees)
+    assert wait_for(lambda: noted == ["closed"], 0.1)
+
+
+@of_every_size
+def test_64_bits_ahead(size):
+    """The thread sees the setting of the loop that started it."""
+    x = numbers(4).astype(np.float64) + 1e-12
+    with jax.enable_x64(True):
+        assert_same(list(synk.prefetch([x], size)), [x])
+        assert_same(list(rows.iterate(x, batches=[[3, 0]], prefetch=size)), [x[[3, 0]]])
+    assert_same(list(synk.prefetch([x], size)), [x.astype(np.float32)])

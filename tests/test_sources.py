@@ -1,0 +1,302 @@
+"""Sources: whatever holds the rows, in whatever layout and dtype, they arrive exactly, and no file is read whole."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import synk
+
+from .helpers import assert_same, group_of, numbers
+
+PLACES = ("raw", "host", "scatter", "broadcast")
+BATCHES = {"all": None, "slice": slice(2, 6), "backwards": slice(7, 3, -1), "indexes": [5, 0, 5, -1]}
+
+in_every_place = pytest.mark.parametrize("place", PLACES)
+rows = synk.function(lambda x: x, reduce="concat", name="rows")
+
+
+@pytest.fixture(autouse=True)
+def on_two_replicas():
+    with group_of("devices", 2):
+        yield
+
+
+def at(place, x, **options):
+    """An argument: the array itself, or as data."""
+    return x if place == "raw" else synk.data(x, place=place, **options)
+
+
+def unaligned(x):
+    """The same numbers one byte off any alignment."""
+    memory = np.empty(x.nbytes + 1, np.uint8)
+    view = memory[1:].view(x.dtype).reshape(x.shape)
+    view[...] = x
+    return view
+
+
+def frozen(x):
+    x = x.copy()
+    x.flags.writeable = False
+    return x
+
+
+class OnlyArray:
+    """What can be made an array, and nothing else."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __array__(self, dtype=None, copy=None):
+        return self.x
+
+
+def saved(x, path):
+    np.save(path / "x.npy", x)
+    return np.load(path / "x.npy", mmap_mode="r")
+
+
+def mapped(x, path):
+    array = np.memmap(path / "x", x.dtype, "w+", shape=x.shape)
+    array[:] = x
+    return array
+
+
+LAYOUTS = {
+    "every second row": lambda x, path: np.repeat(x, 2, 0)[::2],
+    "every second column": lambda x, path: np.repeat(x, 2, 1)[:, ::2],
+    "reversed": lambda x, path: x[::-1].copy()[::-1],
+    "Fortran order": lambda x, path: np.asfortranarray(x),
+    "one row many times": lambda x, path: np.broadcast_to(x[:1], x.shape),
+    "unaligned": lambda x, path: unaligned(x),
+    "read-only": lambda x, path: frozen(x),
+    "saved": saved,
+    "memory-mapped": mapped,
+    "big-endian": lambda x, path: x.astype(">f4"),
+    "only __array__": lambda x, path: OnlyArray(x),
+    "of jax": lambda x, path: jnp.asarray(x),
+}
+
+
+@in_every_place
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(tmp_path, layout, place):
+    """However its numbers lie in memory or on disk."""
+    x = LAYOUTS[layout](numbers(8), tmp_path)
+    want = np.asarray(x).astype(np.float32)
+    given = at(place, x)
+    for batch in BATCHES.values():
+        assert_same(rows(given, batch=batch), want if batch is None else want[batch])
+
+
+@in_every_place
+@pytest.mark.parametrize("shape", [(8,), (8, 0), (8, 1, 3), (8, 2, 0, 2)], ids=str)
+def test_shapes_of_rows(shape, place):
+    """Rows of any shape, of no size too."""
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    given = at(place, x)
+    for batch in (None, [5, 0, 5, -1]):
+        assert_same(rows(given, batch=batch), x if batch is None else x[batch])
+
+
+def bits(dtype):
+    """Eight rows whose bits are any."""
+    random = np.random.default_rng(0).integers(0, 256, (8, 4, np.dtype(dtype).itemsize), np.uint8)
+    return (random % 2).astype(bool)[..., 0] if dtype is bool else random.view(dtype)[..., 0]
+
+
+@in_every_place
+@pytest.mark.parametrize("dtype", [bool, np.uint8, ml_dtypes.bfloat16])
+def test_dtypes_stay(dtype, place):
+    """What JAX has is seen as it is inside the function, to the last bit; uint8 images stay uint8."""
+    x = bits(dtype)
+    given = at(place, x)
+    for batch in (None, [5, 0, 5, -1]):
+        assert_same(rows(given, batch=batch), x if batch is None else x[batch])
+
+
+@in_every_place
+@pytest.mark.parametrize("dtype", [np.float64, ">i8", ">f2"], ids=str)
+def test_dtypes_narrow_as_in_jax(dtype, place):
+    """64 bits become 32, in the machine's order."""
+    x = (numbers(8) * 4).astype(dtype)
+    want = np.asarray(jnp.asarray(x.astype(x.dtype.newbyteorder("="))))
+    assert_same(rows(at(place, x), batch=[5, 0, 5, -1]), want[[5, 0, 5, -1]])
+
+
+@pytest.mark.parametrize("place", ["raw", "host", "scatter", "broadcast"])
+def test_64_bits_stay_where_they_are_enabled(place):
+    """Each call sees what its own setting says, of data that was read under another too."""
+    x = numbers(8).astype(np.float64) + 1e-12
+    given = at(place, x)
+    for is_x64, dtype in [(True, np.float64), (False, np.float32), (True, np.float64)]:
+        with jax.enable_x64(is_x64):
+            assert_same(rows(given), x.astype(dtype))
+
+
+CONVERSIONS = [
+    (np.uint8, np.float32),
+    (np.float32, np.int8),
+    (np.float64, ml_dtypes.bfloat16),
+    (ml_dtypes.bfloat16, np.float32),
+    (np.int32, bool),
+]
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize(("held", "seen"), CONVERSIONS)
+def test_dtype_of_data(held, seen, place):
+    """`dtype=` converts rows as NumPy does when they are read, from old and from new arrays; serial sees the same."""
+    x = np.abs(numbers(8) * 4).astype(held)
+    data = synk.data(x, place=place, dtype=seen)
+    assert data.dtype == seen
+    for batch in (None, [5, 0, 5, -1]):
+        want = (x if batch is None else x[batch]).astype(seen)
+        assert_same((rows(data, batch=batch), rows.serial(data, batch=batch)), (want, want))
+    data.set_value(x[::-1])
+    assert_same(rows(data), x[::-1].astype(seen))
+
+
+@pytest.mark.parametrize("place", ["host", "scatter"])
+def test_dtype_of_data_as_a_broadcast_argument(place):
+    """It is seen as its dtype there too."""
+    whole = synk.function(lambda w: w, ["broadcast"], reduce="first")
+    data = synk.data(numbers(8).astype(np.int32), place=place, dtype=np.float32)
+    assert (whole(data).dtype, whole.serial(data).dtype) == (np.float32, np.float32)
+
+
+def test_dtype_of_resident_data_as_a_broadcast_argument():
+    """Serially it is what it is in a call."""
+    whole = synk.function(lambda w: w, ["broadcast"], reduce="first")
+    data = synk.data(numbers(8).astype(np.int32), place="broadcast", dtype=np.float32)
+    assert (whole(data).dtype, whole.serial(data).dtype) == (np.float32, np.float32)
+
+
+# Files.
+
+
+class Recorder:
+    """Rows read by position, as files give them: slices and ascending indexes; notes how many rows each read gave."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype, self.reads = x, x.shape, x.dtype, []
+
+    def __getitem__(self, index):
+        if isinstance(index, np.ndarray):
+            assert index.ndim == 1 and (np.diff(index) > 0).all()
+        else:
+            assert isinstance(index, slice) and index.step in (None, 1)
+        self.reads.append(len(self.x[index]))
+        return self.x[index]
+
+
+READS = {
+    "first": (6, 6),
+    "slice": (slice(400, 404), 4),
+    "consecutive": (np.arange(400, 404), 4),
+    "spread": ([900, 3, 500, 901], 4),
+    "duplicate": ([900, 3, 900, 900], 3),
+    "close": ([405, 400, 402, 404], 6),
+    "backwards": (slice(404, 400, -1), 4),
+    "every tenth": (slice(0, 80, 10), 8),
+}
+
+
+@pytest.mark.parametrize("place", ["raw", "host"])
+@pytest.mark.parametrize("form", READS)
+def test_a_file_is_not_read_whole(form, place):
+    """No more than twice the rows picked are read, each replica's by one read; the same serially."""
+    batch, most = READS[form]
+    source = Recorder(numbers(1000))
+    want = source.x[:6] if form == "first" else source.x[batch]
+    given = at(place, source)
+    assert_same(rows(given, batch=batch), want)
+    assert len(source.reads) == 2 and sum(source.reads) <= most
+    source.reads.clear()
+    assert_same(rows.serial(given, batch=batch), want)
+    assert len(source.reads) == 1 and sum(source.reads) <= most
+
+
+def test_a_file_of_many_bytes():
+    """Where several threads copy, a read is still one a replica."""
+    source = Recorder(np.arange(1 << 20, dtype=np.float32).reshape(-1, 64))
+    index = np.random.default_rng(0).permutation(len(source.x))[:8192]
+    assert_same(rows(source, batch=index), source.x[index])
+    assert len(source.reads) == 2
+
+
+@pytest.mark.parametrize("place", ["scatter", "broadcast"])
+def test_a_file_is_read_once(place):
+    """Where its rows are resident."""
+    source = Recorder(numbers(8))
+    data = synk.data(source, place=place)
+    assert_same((rows(data), rows(data, batch=[5, 0, 5, -1])), (source.x, source.x[[5, 0, 5, -1]]))
+    assert sum(source.reads) == 8
+
+
+def test_an_error_of_a_file_arrives():
+    """As it is; the next call is none the worse."""
+    source = Recorder(numbers(8))
+    x, source.x = source.x, None
+    with pytest.raises(TypeError, match="not subscriptable"):
+        rows(source, batch=[5, 0, 5, -1])
+    source.x = x
+    assert_same(rows(source, batch=[5, 0, 5, -1]), x[[5, 0, 5, -1]])
+
+
+def hdf5(x, path):
+    file = pytest.importorskip("h5py").File(path / "x.h5", "w")
+    return file.create_dataset("x", data=x, chunks=(3, *x.shape[1:]))
+
+
+def zarr(x, path):
+    module = pytest.importorskip("zarr")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own
+        array = module.create_array(str(path / "x.zarr"), shape=x.shape, chunks=(3, *x.shape[1:]), dtype=x.dtype)
+    array[:] = x
+    return array
+
+
+FILES = {"h5py": hdf5, "zarr": zarr}
+
+
+@in_every_place
+@pytest.mark.parametrize("shape", [(8,), (8, 2), (8, 2, 3)], ids=str)
+@pytest.mark.parametrize("kind", FILES)
+def test_files(tmp_path, kind, shape, place):
+    """Rows of any shape by every kind of batch, as they are and as data."""
+    x = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    given = at(place, FILES[kind](x, tmp_path))
+    for batch in (*BATCHES.values(), np.arange(8) % 2 == 0):
+        want = x if batch is None else x[batch]
+        assert_same((rows(given, batch=batch), rows.serial(given, batch=batch)), (want, want))
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_files_are_written(tmp_path, kind):
+    """A write goes to the file and is seen in every place; so is a length."""
+    x = numbers(8)
+    file = FILES[kind](x, tmp_path)
+    data = synk.data(file)
+    for i, place in enumerate(PLACES[1:]):
+        rows(data.to(place))
+        data[i + 2], x[i + 2] = 7, 7
+        assert_same((rows(data), np.asarray(file[:]), data[:]), (x, x, x))
+    data.set_length(4)
+    assert_same((rows(data), data[-2:]), (x[:4], x[2:4]))
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_files_as_broadcast_arguments_and_under_jit(tmp_path, kind):
+    """Every replica sees all rows; a traced call picks them."""
+    x = numbers(8)
+    file = FILES[kind](x, tmp_path)
+    whole = synk.function(lambda w: w, ["broadcast"], reduce="first")
+    assert_same((whole(file), whole(synk.data(file))), (x, x))
+    index = np.array([5, 0, 5, 7])
+    assert_same(jax.jit(lambda index: rows(synk.data(file), batch=index))(index), x[index])
+    assert_same(jax.jit(lambda: rows(file, batch=index))(), x[index])
