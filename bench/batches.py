@@ -78,13 +78,13 @@ def host_ways(x, replicas, batch):
     run = mapped(mesh, lambda rows: lax.psum(corner(rows), "replica"), P("replica"))
     rows = batch // replicas
     ring = [[aligned((rows, *x.shape[1:]), x.dtype) for _ in range(replicas)] for _ in range(2)]
-    threads = ThreadPoolExecutor(os.cpu_count())
+    cores = os.cpu_count() or 1
+    threads = ThreadPoolExecutor(cores)
     turn = 0
 
     def whole(part):
-        return jax.make_array_from_callback(
-            (batch, *x.shape[1:]), cut, lambda index: part[(index[0].start or 0) // rows]
-        )
+        shape = (batch, *x.shape[1:])
+        return jax.make_array_from_callback(shape, cut, lambda index: part[(index[0].start or 0) // rows])
 
     def fancy(i):
         return run(jax.device_put(x[i], cut))
@@ -99,14 +99,12 @@ def host_ways(x, replicas, batch):
     def threaded(i):
         nonlocal turn
         turn = 1 - turn
-        half = max(1, rows // -(-os.cpu_count() // replicas))
-        jobs = [
-            threads.submit(
-                np.take, x, i[rank * rows + at : rank * rows + min(at + half, rows)], 0, part[at : at + half], "clip"
-            )
-            for rank, part in enumerate(ring[turn])
-            for at in range(0, rows, half)
-        ]
+        some = max(1, rows // -(-cores // replicas))
+        jobs = []
+        for rank, part in enumerate(ring[turn]):
+            mine = i[rank * rows : (rank + 1) * rows]
+            for at in range(0, rows, some):
+                jobs.append(threads.submit(np.take, x, mine[at : at + some], 0, part[at : at + some], "clip"))
         for job in jobs:
             job.result()
         return run(whole(ring[turn]))
@@ -136,16 +134,15 @@ def peers(x, batch, rounds):
         import torch
 
         tensor = torch.from_numpy(x)
-        order = torch.from_numpy(np.concatenate([i for i, _ in zip(picks(len(x), batch), range(rounds), strict=False)]))
-        found["torch index_select"] = (
-            timed(lambda: [tensor.index_select(0, part) for part in order.split(batch)]) / rounds
-        )
+        index = picks(len(x), batch)
+        order = torch.from_numpy(np.concatenate([next(index) for _ in range(rounds)]))
+        chosen = order.split(batch)
+        found["torch index_select"] = timed(lambda: [tensor.index_select(0, part) for part in chosen]) / rounds
         sampler = torch.utils.data.BatchSampler(order.tolist(), batch, drop_last=False)
         fetch = torch.utils.data.DataLoader(_Rows(tensor), sampler=sampler, batch_size=None)
         found["torch DataLoader, batched"] = timed(lambda: list(map(len, fetch))) / rounds
-        usual = torch.utils.data.DataLoader(
-            torch.utils.data.TensorDataset(tensor), batch_size=batch, sampler=order.tolist()
-        )
+        rows = torch.utils.data.TensorDataset(tensor)
+        usual = torch.utils.data.DataLoader(rows, batch_size=batch, sampler=order.tolist())
         found["torch DataLoader"] = timed(lambda: [len(rows) for (rows,) in usual]) / rounds
     except ImportError:
         print("torch is not installed")

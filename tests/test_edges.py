@@ -190,10 +190,10 @@ def test_what_tells_ranks_apart_makes_a_variable_unequal(four, how):
     f = synk.function(jnp.sum)
 
     @f.then
-    def f(total):
+    def after(total):
         w.value = w.value + ways[how]()
 
-    f(X)
+    after(X)
     with pytest.raises(synk.DivergedError):
         w.value
 
@@ -205,8 +205,8 @@ def test_what_is_combined_inside_stays_equal(four, op):
     f = synk.function(jnp.sum)
 
     @f.then
-    def f(total):
+    def after(total):
         w.value = synk.all_reduce(total, op) + synk.all_gather(total[None]).sum()
 
-    f(X)
+    after(X)
     assert np.isfinite(w.value)
