@@ -35,7 +35,8 @@ def serial(
         outcome = _outcome(f, current.span(0, 1), _one_device(current, batch_s), args, kwargs, batch, batch_s, 1)
         for variable, new in outcome.updates.items() if update else ():
             if new.lengths is None:
-                variable.commit(_engine.stack_copies(current, [leaf[0] for leaf in new.leaves]))
+                one = [leaf[0] for leaf in new.leaves] if new.lies == "stacked" else new.leaves
+                variable.commit_copies(current, one)
             else:
                 rows = [np.asarray(leaf)[0] for leaf in new.leaves]
                 parts = _recut(rows, variable.lengths or ())
@@ -138,13 +139,13 @@ def _one_device(current: Group, batch_s: Any) -> Callable[[Shared], View]:
             if variable.lengths is not None:
                 rows, count = _all_rows(variable, batch_s)
                 stacked = [jax.device_put(leaf[None], one.stacked) for leaf in rows]
-                views[variable] = View(stacked, (count,), True)
+                views[variable] = View(stacked, "stacked", (count,), True)
             elif not variable.is_equal:
                 raise DivergedError(variable.divergence())
             else:
-                views[variable] = View(
-                    [_engine.restrict(current, 0, 1, leaf, "stacked") for leaf in leaves], None, True
-                )
+                lies = variable.lies
+                first = [_engine.restrict(current, 0, 1, leaf, lies) for leaf in leaves]
+                views[variable] = View(first, lies, None, True)
         return views[variable]
 
     return view
@@ -167,10 +168,10 @@ def _simulated(current: Group, parallel: Group, batch_s: Any) -> Callable[[Share
 
     def view(variable: Shared) -> View:
         if variable not in views:
-            leaves = variable.bind(current)
+            leaves = variable.stacked(current)
             if variable.lengths is None:
-                stacked = _engine.stack_copies(parallel, [leaf[0] for leaf in leaves])
-                views[variable] = View(stacked, None, variable.is_equal)
+                stacked = _engine.copies(parallel, [leaf[0] for leaf in leaves], "stacked")
+                views[variable] = View(stacked, "stacked", None, variable.is_equal)
             else:
                 rows, count = _all_rows(variable, batch_s)
                 lengths = tuple(part.rows for part in cut(count, parallel.size))
@@ -178,7 +179,7 @@ def _simulated(current: Group, parallel: Group, batch_s: Any) -> Callable[[Share
                 stacked = [
                     _engine.stack_parts(parallel, [part[i] for part in parts], max(lengths)) for i in range(len(leaves))
                 ]
-                views[variable] = View(stacked, lengths, False)
+                views[variable] = View(stacked, "stacked", lengths, False)
         return views[variable]
 
     return view
@@ -266,11 +267,11 @@ def _differing_updates(one: Outcome, many: Outcome, close: _Close, size: int) ->
     for variable, new in many.updates.items():
         want = one.updates[variable]
         for path, a, b in zip(variable.paths, want.leaves, new.leaves, strict=True):
-            whole, each = np.asarray(a)[0], np.asarray(b)
+            whole, each = np.asarray(a)[0] if want.lies == "stacked" else np.asarray(a), np.asarray(b)
             if new.lengths is not None:
                 got = [np.concatenate([each[r, :n] for r, n in enumerate(new.lengths)])]
             else:
-                got = [each[rank] for rank in range(size)]
+                got = [each[rank] for rank in range(size)] if new.lies == "stacked" else [each]
             wrong = [rank for rank, value in enumerate(got) if not close(whole, value)]
             if wrong:
                 is_local = many.built.needs[variable] is None

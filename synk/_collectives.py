@@ -80,9 +80,12 @@ def broadcast(variables: Variables, value: PyTree = None) -> None:
                 variable.place_copies(new, call="broadcast")
             return
         for variable in each:
-            leaves = _engine.from_rank(variable.home, variable.bind(variable.home), 0, "stacked")
+            leaves = variable.bind(variable.home)
+            if variable.lies == "everywhere":
+                continue
+            leaves = _engine.from_rank(variable.home, leaves, 0, "stacked")
             rows = None if variable.lengths is None else variable.lengths[0]
-            variable.commit(leaves if rows is None else _cut_rows(variable.home, leaves, rows))
+            variable.commit(leaves if rows is None else _cut_rows(variable.home, leaves, rows), "stacked")
 
 
 def _cut_rows(home: Group, leaves: list[jax.Array], rows: int) -> list[jax.Array]:
@@ -195,7 +198,7 @@ def all_gather(variables: Any) -> Any:
         return treedef.unflatten([as_keys(g, key_of(a)) for g, a in zip(gathered, arrays, strict=True)])
     with _flight.LOCK:
         for variable in each_of(variables, "all_gather"):
-            variable.commit(_gathered(variable, "all_gather", 0, "stacked"))
+            variable.commit(_gathered(variable, "all_gather", 0, variable.lies), variable.lies)
     return None
 
 
@@ -210,7 +213,7 @@ def _gathered(variable: Shared, call: str, nd_up: int, lies: _engine.Lies) -> li
         tall = max(lengths)
         keep = tuple(int(i) for rank, n in enumerate(lengths) for i in rank * tall + np.arange(n))
     n = len(leaves)
-    return _engine.once(home, _gather_body(nd_up, keep), _engine.lie("stacked", n), _engine.lie(lies, n), leaves)
+    return _engine.once(home, _gather_body(nd_up, keep), _engine.lie(variable.lies, n), _engine.lie(lies, n), leaves)
 
 
 @lru_cache(maxsize=256)
@@ -263,7 +266,7 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
             return _like(variables, [v.unflatten(leaves) for v, leaves in zip(each, combined, strict=True)])
         for variable, leaves in zip(each, combined, strict=True):
             n = len(leaves)
-            held = variable.bind(variable.home)
+            held = variable.stacked(variable.home)
             mixed = _engine.once(
                 variable.home,
                 _on_first,
@@ -272,7 +275,7 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
                 [*leaves, *held],
             )
             alone = variable.home.size == 1
-            variable.commit(mixed, variable.lengths, equal=alone, culprit="synk.reduce")
+            variable.commit(mixed, "stacked", variable.lengths, equal=alone, culprit="synk.reduce")
     return None
 
 
@@ -315,7 +318,7 @@ def all_reduce(variables: Any, op: Op = "mean", weights: Sequence[float] | None 
     with _flight.LOCK:
         combined = [_combined(v, "all_reduce", op, weights, True) for v in each]
         for variable, leaves in zip(each, combined, strict=True):
-            variable.commit(_engine.stack_copies(variable.home, leaves))
+            variable.commit_copies(variable.home, leaves)
     return None
 
 
@@ -386,7 +389,7 @@ def _combined(variable: Shared, call: str, op: Op, weights: Any, keeps_dtype: bo
             )
     n = len(leaves)
     body = _reduce_body(name, _shares(weights, name, home.size, call))
-    return _engine.once(home, body, _engine.lie("stacked", n), _engine.lie("everywhere", n), leaves)
+    return _engine.once(home, body, _engine.lie(variable.lies, n), _engine.lie("everywhere", n), leaves)
 
 
 @entry

@@ -160,21 +160,25 @@ def everywhere(group: Group, leaf: Any) -> jax.Array:
     return jax.device_put(np.array(leaf, leaf.dtype.newbyteorder("=")), group.everywhere)
 
 
-def stack_copies(group: Group, leaves: Sequence[Any]) -> list[jax.Array]:
+def copies(group: Group, leaves: Sequence[Any], lies: Lies) -> list[jax.Array]:
     """Give every replica a copy of each leaf. NumPy leaves must be synk's own, since their memory may be shared."""
-    placed = [jax.device_put(leaf, group.everywhere) for leaf in leaves]
-    n = len(placed)
-    return once(group, _same, lie("everywhere", n), lie("stacked", n), placed)
+    return laid(group, [jax.device_put(leaf, group.everywhere) for leaf in leaves], "everywhere", lies)
 
 
-def unstack(group: Group, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copy stacked leaves whose entries are equal into ones that lie everywhere; nothing is communicated."""
-    return once(group, _same, lie("stacked", len(leaves)), lie("everywhere", len(leaves)), leaves)
+def laid(group: Group, leaves: Sequence[jax.Array], lies: Lies, to: Lies) -> list[jax.Array]:
+    """Copy leaves that lie so into ones that lie otherwise; nothing is communicated.
+
+    What goes from stacked to everywhere has equal entries.
+    """
+    return once(group, _same, lie(lies, len(leaves)), lie(to, len(leaves)), leaves)
 
 
-def host_entry(group: Group, array: jax.Array, rank: int, rows: int | None) -> np.ndarray:
-    """One replica's entry of a stacked array in host memory, cut to so many rows; a view on CPU."""
-    entry = np.asarray(array)[rank, ...] if group.is_simulated else np.asarray(shards(group, array)[rank])[0, ...]
+def host_entry(group: Group, array: jax.Array, lies: Lies, rank: int, rows: int | None) -> np.ndarray:
+    """One replica's entry of an array in host memory, cut to so many rows; a view on CPU."""
+    if lies == "everywhere":
+        entry = np.asarray(array if group.is_simulated else shards(group, array)[rank])
+    else:
+        entry = np.asarray(array)[rank, ...] if group.is_simulated else np.asarray(shards(group, array)[rank])[0, ...]
     return entry if rows is None else entry[:rows]
 
 

@@ -38,7 +38,8 @@ def check_replicas(*variables: Shared) -> None:
             return
         home = each[0].home
         leaves = [leaf for variable in each for leaf in variable.bind(home)]
-        prints = _engine.once(home, _fingerprints, _engine.lie("stacked", len(leaves)), ["everywhere"], leaves)
+        lies: list[_engine.Lies] = [variable.lies for variable in each for _ in variable.paths]
+        prints = _engine.once(home, _fingerprints, lies, ["everywhere"], leaves)
     table = np.asarray(prints[0])
     names = [f"{variable.name}{path}" for variable in each for path in variable.paths]
     for i, name in enumerate(names):

@@ -6,7 +6,7 @@ results are *merged* slice by slice, and one *combine* program with `then`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -84,6 +84,21 @@ class Signature:
     def leaves(self, variable: Shared) -> list[jax.Array]:
         """The stacked leaves of a variable."""
         return variable.bind(self.group) if self.view is None else self.view(variable).leaves
+
+    def lies(self, variable: Shared) -> Lies:
+        """How its leaves lie."""
+        return variable.lies if self.view is None else self.view(variable).lies
+
+    def settle(self, needs: Mapping[Shared, Sequence[Shared] | None]) -> None:
+        """Give each replica a value of its own of the variables that a call may make differ: those that need some that
+        differ already, or (None) that it updates on each replica from its own rows."""
+        before = -1
+        apart = {v for v, needed in needs.items() if needed is None}
+        while self.view is None and self.group.size > 1 and len(apart) > before:
+            before = len(apart)
+            for variable in apart:
+                variable.stack(self.group)
+            apart |= {v for v, needed in needs.items() if any(u.lies == "stacked" for u in needed or ())}
 
     def is_equal(self, variable: Shared) -> bool:
         """Do all replicas hold one value of it?"""
@@ -211,6 +226,7 @@ class Signature:
         then = self.then(outputs, self.shapes(combine, traced.shapes[: len(outputs.leaves)]))
         variables = tuple(dict.fromkeys((*traced.variables, *(then.variables if then else ()))))
         needs = dependencies(traced, then, rows is None)
+        self.settle(needs)
         updates = tuple(needs)
         result = self.result(outputs, then)
         picked = result.picked
@@ -245,7 +261,7 @@ class Signature:
         return jax.make_jaxpr(combine, axis_env=axes, return_shape=True)(rank, *values)[1]
 
     def _lie(self, variables: Sequence[Shared]) -> list[Lies]:
-        return lie("stacked", sum(count(v) for v in variables))
+        return [self.lies(variable) for variable in variables for _ in range(count(variable))]
 
     def _inputs_lie(self) -> list[Lies]:
         """Of what brings rows: those of each argument, and what picks a variable's."""
@@ -364,6 +380,7 @@ class Signature:
 
         then = self.then(outputs, self.shapes(combine, shapes)) if self.task.then else None
         needs = dependencies(traced, then, False)
+        self.settle(needs)
         updates = tuple(needs)
         variables = tuple(dict.fromkeys((*(then.variables if then else ()), *(v for v, _ in traced.writes))))
         result = self.result(outputs, then)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _engine, _flight
-from ._engine import Piece
+from ._engine import Lies, Piece
 from ._inputs import Inputs, Window, gathered, local_pick, send
 from ._ops import Leaf
 from ._outputs import Outputs
@@ -39,6 +39,7 @@ class Update(NamedTuple):
     """A variable's new leaves, and whether all replicas have the same."""
 
     leaves: list[jax.Array]
+    lies: Lies
     lengths: tuple[int, ...] | None
     is_equal: bool
 
@@ -220,7 +221,7 @@ def _outcome(signature: Signature, ready: Prepared, results: Sequence[jax.Array]
         new, at = values[at : at + count(variable)], at + count(variable)
         needs = built.needs[variable]
         is_equal = needs is not None and all([signature.is_equal(other) for other in needs])
-        updates[variable] = Update(new, signature.lengths(variable), is_equal)
+        updates[variable] = Update(new, signature.lies(variable), signature.lengths(variable), is_equal)
     return Outcome(leaves, built, updates)
 
 
@@ -292,6 +293,7 @@ class _Maps:
         self.leaves = reindexed(outputs.leaves, [i for i in range(len(outputs.leaves)) if i not in self.own])
         self.merge, self.gather = split_kinds(self.leaves)
         self.changes = signature.changes(self.traced)
+        signature.settle(dict.fromkeys(v for v, _ in self.traced.writes))
         self.merged: list[jax.Array] = []
         self.firsts: list[jax.Array] = []
         # Of each gathered leaf: arrays, and how many of their entries each rank gives.
@@ -358,7 +360,11 @@ class _Maps:
             placed.append(local_pick(group, sig.local, window))
         sig.task.stats.sending += perf_counter() - time
         arguments = [
-            *(_engine.restrict(sig.group, *span, leaf, "stacked") for leaf in _state(sig, traced.variables)),
+            *(
+                _engine.restrict(sig.group, *span, leaf, sig.lies(v))
+                for v in traced.variables
+                for leaf in sig.leaves(v)
+            ),
             *placed,
             *(_engine.restrict(sig.group, *span, leaf, "everywhere") for leaf in self.call.broadcast),
             _engine.constant(group, "stacked", tuple(range(*span)), "int32"),

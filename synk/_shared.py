@@ -12,6 +12,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from . import _engine, _flight, _trace
+from ._engine import Lies
 from ._errors import DivergedError, SharedLostError, SynkError, entry
 from ._group import Group, PyTree, group
 from ._leaves import conform, own, refuse_traced, struct
@@ -48,6 +49,7 @@ class Shared:
         self._shapes = tuple(struct(leaf) for leaf in self._pending)
         self._group: Group | None = None
         self._leaves: list[jax.Array] = []
+        self._lies: Lies = "everywhere"  # or stacked, from when replicas may hold different values
         self._lengths: tuple[int, ...] | None = None
         self._is_equal = True
         self._culprit = ""
@@ -199,7 +201,7 @@ class Shared:
         """Place the value on first use, in the group that it then lives in."""
         if self._pending is not None:
             self._group = current
-            self._leaves = _engine.stack_copies(current, self._pending)
+            self._leaves = _engine.copies(current, self._pending, self._lies)
             self._pending = None
         if self._group is not current:
             raise SynkError(
@@ -208,7 +210,7 @@ class Shared:
             )
 
     def bind(self, current: Group) -> list[jax.Array]:
-        """Return its leaves in this group, one entry a replica on axis 0."""
+        """Return its leaves in this group, which lie as `lies` says."""
         self.place(current)
         if self._lost is not None:
             name, cause = self._lost
@@ -218,14 +220,40 @@ class Shared:
             ) from cause
         return self._leaves
 
+    def stacked(self, current: Group) -> list[jax.Array]:
+        """Its leaves, one entry a replica on axis 0; copies, where they lie everywhere."""
+        leaves = self.bind(current)
+        return leaves if self._lies == "stacked" else _engine.laid(current, leaves, "everywhere", "stacked")
+
+    def stack(self, current: Group) -> None:
+        """Let each replica have a value of its own from now on."""
+        if self._lies != "stacked":
+            if self._pending is None:
+                self._leaves = self.stacked(current)
+            self._lies = "stacked"
+            self._refresh()
+
     def commit(
-        self, leaves: list[jax.Array], lengths: tuple[int, ...] | None = None, equal: bool = True, culprit: str = ""
+        self,
+        leaves: list[jax.Array],
+        lies: Lies,
+        lengths: tuple[int, ...] | None = None,
+        equal: bool = True,
+        culprit: str = "",
     ) -> None:
-        """Take new leaves, stacked as `bind` gives them, of any rows."""
+        """Take new leaves, which lie so, of any rows."""
         self.advance(leaves, equal, culprit)
-        self._lengths = lengths
-        self._shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        self._lies, self._lengths = lies, lengths
+        axes = 1 if lies == "stacked" else 0
+        self._shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype) for leaf in leaves)
         self._refresh()
+
+    def commit_copies(self, current: Group, leaves: Sequence[Any]) -> None:
+        """Give every replica a copy of new leaves, of any rows."""
+        placed = _engine.copies(current, leaves, self._lies)
+        with _flight.uninterrupted():
+            self._group, self._pending = current, None
+            self.commit(placed, self._lies)
 
     def advance(self, leaves: list[jax.Array], equal: bool, culprit: str) -> None:
         """Take new leaves of the same shapes and lengths."""
@@ -248,7 +276,7 @@ class Shared:
     def _refresh(self) -> None:
         """Give equal trees, shapes and lengths equal numbers: cheap keys for compiled programs."""
         shapes = tuple((s.shape, s.dtype) for s in self._shapes)
-        spec = (self._treedef, shapes, tuple(map(str, self._keys)), self._lengths)
+        spec = (self._treedef, shapes, tuple(map(str, self._keys)), self._lengths, self._lies)
         self.spec = _specs.setdefault(spec, len(_specs))
 
     @property
@@ -260,6 +288,11 @@ class Shared:
     def lengths(self) -> tuple[int, ...] | None:
         """Rows on each replica, where the variable holds rows."""
         return self._lengths
+
+    @property
+    def lies(self) -> Lies:
+        """How its leaves lie: everywhere as long as nothing has made replicas differ, then stacked."""
+        return self._lies
 
     @property
     def is_equal(self) -> bool:
@@ -288,7 +321,7 @@ class Shared:
         self.bind(home)
         if not self.is_equal:
             raise DivergedError(self.divergence())
-        return self.unflatten(self.read(lambda leaves: _engine.unstack(home, leaves)))
+        return self.unflatten(self.read(lambda leaves: _engine.laid(home, leaves, self._lies, "everywhere")))
 
     def read(self, copy: Callable[[list[jax.Array]], list[Any]]) -> list[Any]:
         """Copy the leaves and wait: a program that died shows here, and the old value, if it is back, is read."""
@@ -323,11 +356,13 @@ class Shared:
         rows = None if self._lengths is None else self._lengths[rank]
 
         def view(leaves: list[jax.Array]) -> list[Any]:
-            return [_engine.host_entry(home, leaf, rank, rows) for leaf in leaves]
+            return [_engine.host_entry(home, leaf, self._lies, rank, rows) for leaf in leaves]
 
         def copies(leaves: list[jax.Array]) -> list[Any]:
             if _trace.is_traced():  # around this line: a program with ranks of its own would mix with it
                 return [jnp.array(leaf) for leaf in view(leaves)]
+            if self._lies == "everywhere":
+                return list(_engine.laid(home, leaves, "everywhere", "everywhere"))
             everywhere = _engine.from_rank(home, leaves, rank, "everywhere")
             return [leaf if rows is None else leaf[:rows] for leaf in everywhere]
 
@@ -346,10 +381,7 @@ class Shared:
         current = self.home
         leaves = self.conform(new, self.describe(), call, any_rows or self._lengths is not None)
         held = leaves if borrow else [own(leaf, self.name, borrow=False) for leaf in leaves]
-        stacked = _engine.stack_copies(current, held)
-        with _flight.uninterrupted():
-            self._group, self._pending = current, None
-            self.commit(stacked, equal=True)
+        self.commit_copies(current, held)
 
     def set_rank(self, rank: int, new: PyTree) -> None:
         """Give one replica `new`; the others keep theirs."""
@@ -366,11 +398,10 @@ class Shared:
             held[rank] = leaves
             self.place_rows(held)
         else:
-            stacked = [
-                _engine.replace_entry(current, old, leaf, rank) for old, leaf in zip(self._leaves, leaves, strict=True)
-            ]
+            held = zip(self.stacked(current), leaves, strict=True)
+            stacked = [_engine.replace_entry(current, old, leaf, rank) for old, leaf in held]
             with _flight.uninterrupted():
-                self.commit(stacked, equal=current.size == 1, culprit=f"set_value(rank={rank})")
+                self.commit(stacked, "stacked", equal=current.size == 1, culprit=f"set_value(rank={rank})")
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -386,7 +417,7 @@ class Shared:
     def _of_rank_data(self, rank: int) -> list[Any]:
         assert self._group is not None
         rows = self.rows_of(rank)
-        return [_engine.host_entry(self._group, leaf, rank, rows) for leaf in self._leaves]
+        return [_engine.host_entry(self._group, leaf, self._lies, rank, rows) for leaf in self._leaves]
 
     def place_rows(self, parts: Sequence[Sequence[Any]]) -> None:
         """Give each replica its own rows: `parts[rank]` holds its leaves."""
@@ -398,7 +429,7 @@ class Shared:
         ]
         with _flight.uninterrupted():
             self._group, self._pending = current, None
-            self.commit(stacked, lengths=lengths, equal=False)
+            self.commit(stacked, "stacked", lengths, equal=False)
 
 
 @entry

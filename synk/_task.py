@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from ._engine import Program
+from ._engine import Lies, Program
 from ._group import PyTree
 from ._ops import Leaf
 from ._outputs import Outputs, Result
@@ -51,6 +51,7 @@ class View(NamedTuple):
     """A shared variable as one call finds it."""
 
     leaves: list[jax.Array]
+    lies: Lies
     lengths: tuple[int, ...] | None
     is_equal: bool
 
