@@ -149,6 +149,8 @@ def _input(
         return Input(array, selection, Feed("everywhere", how, len(leaf)), shape, dtype)
     if is_local or (selection.indexes is None and selection.rows == len(leaf)):
         return Input(array, selection, Feed("stacked", how if is_local else "window", array.shape[1]), shape, dtype)
+    if current.size == 1:  # who has all rows
+        return Input(array, selection, Feed("stacked", how, array.shape[1]), shape, dtype)
     tall = -(-selection.rows // current.size)
     return Input(array, selection, Feed("stacked", "window", tall), shape, dtype, exchanged=len(leaf))
 
@@ -206,15 +208,14 @@ def send(group: Group, each: Sequence[Input], window: Window) -> list[jax.Array]
             continue
         key = (feed.lies, feed.how, id(selection))
         if key not in picks:
-            picks[key] = _pick(part, feed, selection, window)
+            has_all = feed.lies == "everywhere" or (group.size == 1 and window.local is None)
+            picks[key] = _pick(part, feed, selection, window) if has_all else local_pick(part, feed.how, window)
         values += [_engine.restrict(group, window.start, window.stop, source, feed.lies), picks[key]]  # type: ignore[arg-type]  # resident
     return values
 
 
 def _pick(part: Group, feed: Feed, selection: Selection, window: Window) -> jax.Array:
-    """What picks a launch's rows on each replica."""
-    if feed.lies == "stacked":
-        return local_pick(part, feed.how, window)
+    """What picks a launch's rows among all."""
     if feed.how == "window":
         return put(part, np.array([selection.start + begin for begin in window.begins], np.int32))
     index = [selection.positions(begin, begin + window.rows) for begin in window.begins]
