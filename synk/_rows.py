@@ -122,7 +122,11 @@ def _found(index: np.ndarray) -> Selection:
 def select_local(batch_s: Any, held: Sequence[int], function: str, name: str) -> Local:
     """Check a `batch_s` against the rows that replicas hold: one selection for all, or one for each."""
     each = [batch_s] * len(held)
-    if _is_one_each(batch_s):
+    if not _is_one_each(batch_s):
+        if len(set(held)) == 1:  # so is what it picks
+            one = select(batch_s, held[0], function, f"{name} on each replica", "batch_s")
+            return Local(tuple(held), (one,) * len(held), (one.rows,) * len(held))
+    else:
         each = list(batch_s)
         if len(each) != len(held):
             raise ValueError(
