@@ -247,7 +247,7 @@ ERRORS = {
     ),
     "batch_s of a variable out of range": (
         rows_read_by(lambda w: synk.function(lambda: w.value.sum(), name="f")(batch_s=[[3], [0], [0], [0]])),
-        IndexError, "f: batch_s holds the index 3, but held on each replica has 3 rows",
+        IndexError, "f: batch_s holds the index 3, but held on replica 0 has 3 rows",
     ),
     "batch_s updates held rows": (
         rows_read_by(lambda w: synk.function(lambda: setattr(w, "value", w.value), name="f")(batch_s=[0])),
