@@ -24,7 +24,7 @@ from ._group import AXIS, Group, PyTree
 from ._ops import Gathered, Leaf
 from ._outputs import Outputs, Result, pack_outputs, pack_result, pick
 from ._rows import How
-from ._shared import Shared
+from ._shared import Shared, named_in
 from ._task import (
     Built,
     State,
@@ -70,9 +70,10 @@ class Signature:
 
     # Traces.
 
-    def _expected(self) -> tuple[Shared, ...]:
-        """Variables that earlier traces found; none where asking for one that is not read could raise."""
-        return tuple(self.known) if self.view is None else ()
+    def _expected(self, fn: Any) -> tuple[Shared, ...]:
+        """Variables that earlier traces found or `fn` names, so that one trace is enough; none where asking for one
+        that is not read could raise."""
+        return tuple(dict.fromkeys((*self.known, *named_in(fn)))) if self.view is None else ()
 
     def lengths(self, variable: Shared) -> tuple[int, ...] | None:
         """Rows that a variable holds on each replica; it is placed, if need be, outside any trace under way."""
@@ -117,7 +118,7 @@ class Signature:
                 name=self.task.name,
                 size=self.group.size,
                 describe=lambda v: v.describe(rows if self.lengths(v) is not None else None),
-                known=self._expected(),
+                known=self._expected(self.task.fn),
                 pack=partial(pack_outputs, self.task.ops, self.task.name, rows, self.is_sliced, self.task.is_raw),
                 slices=2 if self.is_sliced else 1,
                 communicates=communicates,
@@ -176,7 +177,7 @@ class Signature:
             name=f"{self.task.name}.then",
             size=self.group.size,
             describe=self._describe_whole,
-            known=tuple(v for v in self._expected() if len(set(self.lengths(v) or ())) <= 1),
+            known=tuple(v for v in self._expected(self.task.then) if len(set(self.lengths(v) or ())) <= 1),
             pack=pack_result,
             is_then=True,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -479,3 +481,21 @@ def _in_a_line(error: Exception) -> str:
     """What an error of JAX's says: its first line, or the last where the first announces a traceback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1 if "Traceback" in lines[0] else 0].strip()[:200]
+
+
+def named_in(fn: Any, depth: int = 2) -> Iterator[Shared]:
+    """The variables that a function names, or functions that it names: a guess at what it reads."""
+    fn = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return
+    names = (*code.co_names, *(name for const in code.co_consts for name in getattr(const, "co_names", ())))
+    values = [fn.__globals__.get(name) for name in names]
+    for cell in fn.__closure__ or ():
+        with contextlib.suppress(ValueError):  # it is empty yet
+            values.append(cell.cell_contents)
+    for value in values:
+        if isinstance(value, Shared):
+            yield value
+        elif depth and inspect.isfunction(value):
+            yield from named_in(value, depth - 1)

@@ -139,3 +139,29 @@ def test_programs_serve_every_split():
         f(np.ones(32, np.float32), batch=length)
     assert f.stats.compilations <= 24
     assert float(w.value) == sum(lengths)
+
+
+half = synk.shared(np.float32(0.5))
+
+
+def test_a_function_that_names_its_variables_is_traced_once():
+    """Those of its globals, its closure and the functions that it names; what it does not read is not its own."""
+    w, other, traces = synk.shared(np.float32(1)), synk.shared(np.float32(5)), []
+
+    def loss(x):
+        return (w.value * half.value * x).sum()
+
+    @synk.function
+    def step(x):
+        traces.append("step")
+        return loss(x) if traces else other.value
+
+    @step.then
+    def step(total):
+        traces.append("then")
+        w.value = w.value + total
+
+    for _ in range(2):
+        step(np.ones(8, np.float32))
+    assert float(w.value) == 25
+    assert (traces, step.shared) == (["step", "then"], (w, half))
