@@ -134,7 +134,7 @@ def test_results_of_prefetch(size):
 
 
 def test_memory_is_used_again(monkeypatch):
-    """Fifty calls take the memory of those few that are under way."""
+    """Fifty calls, each awaited, take the memory of the few before them."""
     x, batches = distinct()
     places, take = [], _staging._take
 
@@ -145,9 +145,9 @@ def test_memory_is_used_again(monkeypatch):
 
     monkeypatch.setattr(_staging, "_take", noted)
     for batch in [*batches, *batches, *batches[:2]]:
-        total(x, batch=batch)
+        jax.block_until_ready(total(x, batch=batch))
     assert len(places) >= 50
-    assert len(set(places)) <= 24
+    assert len(set(places)) <= 12
 
 
 def test_memory_is_aligned_and_ones_own():
