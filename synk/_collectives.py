@@ -80,12 +80,10 @@ def broadcast(variables: Variables, value: PyTree = None) -> None:
                 variable.place_copies(new, call="broadcast")
             return
         for variable in each:
-            leaves = variable.bind(variable.home)
-            if variable.lies == "everywhere":
-                continue
-            leaves = _engine.from_rank(variable.home, leaves, 0, "stacked")
+            lies = variable.lies
+            leaves = _engine.from_rank(variable.home, variable.stacked(variable.home), 0, lies)
             rows = None if variable.lengths is None else variable.lengths[0]
-            variable.commit(leaves if rows is None else _cut_rows(variable.home, leaves, rows), "stacked")
+            variable.commit(leaves if rows is None else _cut_rows(variable.home, leaves, rows), lies)
 
 
 def _cut_rows(home: Group, leaves: list[jax.Array], rows: int) -> list[jax.Array]:

@@ -43,6 +43,7 @@ class Data:
 
     def __init__(self, value: Any, place: Place, minibatch: bool, dtype: Any, name: str, key: Any = None) -> None:
         self.name = name
+        self.version = 0  # counts changes
         self.key = key  # the PRNG implementation, where it holds raw data of typed keys
         self.is_minibatch = minibatch
         self._place: Place = place
@@ -106,8 +107,8 @@ class Data:
             source.of[index] = rows
         else:
             source[: self._length][index] = rows
-        written = _rows_at(index, self._length)
-        self._stale = written if self._stale is None else _joined(self._stale, written)
+        self.version += 1
+        self._mark(_rows_at(index, self._length))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype) if copy else np.asarray(self[:], dtype)
@@ -229,25 +230,36 @@ class Data:
             raise ValueError(
                 f'{self.name}: devices hold at most {2**31 - 1} rows; this one has more. Use place="host".'
             )
-        if self._copy is None or self._group is not group or self._copy.dtype != narrow(self._dtype):
-            self._copy = None  # the old one goes first
-            self._copy = self._send(group, None)
-        elif self._stale is not None:
-            self._copy = self._send(group, self._copy)
-        self._group, self._stale = group, None
+        stale, self._stale = self._stale, None  # what is written from here on is sent next time
+        try:
+            if self._copy is None or self._group is not group or self._copy.dtype != narrow(self._dtype):
+                self._copy = None  # the old one goes first
+                self._copy = self._send(group, None, None)
+            elif stale is not None:
+                self._copy = self._send(group, self._copy, stale)
+        except BaseException:
+            self._mark(stale)
+            raise
+        self._group = group
         return self._copy
+
+    def _mark(self, written: Part | None) -> None:
+        """Note rows that devices do not have yet."""
+        if written is not None:
+            self._stale = written if self._stale is None else _joined(self._stale, written)
 
     def _drop(self) -> None:
         with _flight.LOCK:
             self._copy = self._group = self._stale = None
+            self.version += 1
 
-    def _send(self, group: Group, old: jax.Array | None) -> jax.Array:
+    def _send(self, group: Group, old: jax.Array | None, written: Part | None) -> jax.Array:
         """Bring rows to the devices: all, or where there is an old copy, those that are stale."""
         dtype = narrow(self._dtype)
         source = self.source
         if isinstance(source, jax.Array):
             source = np.asarray(source)
-        stale = Part(0, self._length) if old is None or self._stale is None else self._stale
+        stale = Part(0, self._length) if old is None or written is None else written
         if self._place == "scatter":
             return self._send_parts(group, source, dtype, old, stale)
         size = min(1 << (stale.rows - 1).bit_length(), self._length)  # few sizes: each is a program
@@ -320,7 +332,8 @@ def _joined(one: Part, other: Part) -> Part:
 def _checked(value: Any, name: str) -> Source:
     """What a `Data` may hold: one array with rows."""
     if isinstance(value, Data):
-        value = value.source
+        is_whole = len(value) == len(value.source) and value.dtype == value.source.dtype
+        value = value.source if is_whole else value[:]
     refuse_traced(value, f"{name}: its value")
     if isinstance(value, list):
         try:
@@ -358,7 +371,7 @@ def data(
 
     Args:
       value: an array of shape (rows, ...), held without a copy: NumPy's, memory-mapped, of jax, or any that gives rows
-        by position (h5py, zarr), which is read in parts.
+        by position (h5py, zarr), which is read in parts. Inside `jax.jit` it is a constant, as any such array is.
       place: where the rows live. "host": in memory or on disk, picked by threads and sent as needed. "scatter": on the
         replicas, each its part; `batch_s` picks from it without communication. "broadcast": every replica holds all.
         Rows move when a function first reads them.

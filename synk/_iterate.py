@@ -39,9 +39,12 @@ def iterate(
     if not picked:
         raise ValueError(f"{f.name}.iterate: batches pick rows of scattered inputs, but this call has none.")
 
-    def ahead(batch: Any) -> tuple[list[Any], Any, float]:
+    followed = [source for source in sources if isinstance(source, Data)]
+
+    def ahead(batch: Any) -> tuple[list[Any], Any, list[int], Any, float]:
         """Pick the rows of what is on the host; what is resident is picked from where it is."""
         time = perf_counter()
+        versions = [source.version for source in followed]
         rows = common_rows(f.name, names, sources, picked)
         selection = select(batch, rows or 0, f.name, names[picked[0]])
         given = list(leaves)
@@ -56,11 +59,14 @@ def iterate(
             elif keys[i] is not None:
                 there = as_keys(there, keys[i])
             given[layout.scattered[i]] = there
-        kept = deepcopy(batch) if resident else None  # whoever made it may use it again for the next one
-        return given, kept, perf_counter() - time
+        kept = deepcopy(batch) if followed else None  # whoever made it may use it again for the next one
+        return given, kept if resident else None, versions, kept, perf_counter() - time
 
-    def arrive(item: tuple[list[Any], Any, float]) -> PyTree:
-        given, batch, seconds = item
+    def arrive(item: tuple[list[Any], Any, list[int], Any, float]) -> PyTree:
+        given, batch, versions, kept, seconds = item
+        if versions != [source.version for source in followed]:  # written since: pick again
+            given, batch, _, _, more = ahead(kept)
+            seconds += more
         f.stats.sending += seconds
         return f.launch(given, layout, batch, None, slices, subset)
 

@@ -121,7 +121,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
     def _get(self) -> Any:
         if self._size == 0:
             self._own = iter(self._source) if self._own is None else self._own
-            return self._ahead(next(self._own))
+            return _safely(self._ahead, next(self._own))
         if self._line is None:
             self._start()
         assert self._line is not None
@@ -143,7 +143,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
     def close(self) -> None:
         """Stop the thread; nothing more comes."""
         self._is_done = True
-        self._source, self._own = (), None  # a generator closes
+        self._source, self._own = (), None  # a generator closes, and arguments are let go of
+        self._ahead = self._arrive = _nothing
         if self._line is not None:
             self._line.close()
 
@@ -160,6 +161,19 @@ class Prefetch(Iterator[R], Generic[T, R]):
             self.close()
 
 
+def _nothing(item: Any) -> Any:
+    """What is closed does no more."""
+    raise StopIteration
+
+
+def _safely(ahead: Callable[[T], Any], value: T) -> Any:
+    """The end of another iterator inside is an error, and not the end of this one."""
+    try:
+        return ahead(value)
+    except StopIteration as error:
+        raise RuntimeError("StopIteration in what works ahead of the loop: an iterator in it has ended.") from error
+
+
 def _work(line: _Line, source: Iterable[T], ahead: Callable[[T], Any], is_x64: bool) -> None:
     """Fill the line until the source or the reader ends."""
     try:
@@ -167,7 +181,7 @@ def _work(line: _Line, source: Iterable[T], ahead: Callable[[T], Any], is_x64: b
             each = iter(source)
             while line.has_room():
                 value = next(each, _END)
-                line.put(_Item(_END if value is _END else ahead(value)))  # type: ignore[arg-type]  # not the end
+                line.put(_Item(_END if value is _END else _safely(ahead, value)))  # type: ignore[arg-type]  # not the end
                 if value is _END:
                     return
     except BaseException as error:
@@ -219,7 +233,7 @@ def _placed(current: Group, tree: PyTree) -> PyTree:
             continue
         source = as_source(leaf, f"synk.prefetch: batch{name}", "give arrays and numbers")
         if source.ndim == 0 or not isinstance(source.dtype, np.dtype):  # typed keys stay where they are
-            placed.append(leaf)
+            placed.append(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf)  # who made it may use it again
             continue
         if rows is None:
             rows, first = source.shape[0], name
@@ -245,4 +259,4 @@ def sent(current: Group, source: Source, selection: Selection, dtype: np.dtype, 
     if host is not None:
         return gather_rows(host, selection, dtype)
     with _flight.LOCK:
-        return source[selection.positions(0, selection.rows)]  # type: ignore[index]  # an array on devices
+        return source[selection.positions(0, selection.rows)].astype(dtype)  # type: ignore[index]  # on devices

@@ -101,6 +101,17 @@ class Signature:
                 variable.stack(self.group)
             apart |= {v for v, needed in needs.items() if any(u.lies == "stacked" for u in needed or ())}
 
+    def compiled(self, key: Any, build: Callable[[], Any]) -> Any:
+        """Build once for each way that the variables lie; what is built may change it."""
+        found = self.cache.get((key, self._layouts()))
+        if found is None:
+            found = build()
+            self.cache[key, self._layouts()] = found
+        return found
+
+    def _layouts(self) -> tuple[Lies, ...]:
+        return tuple([variable.lies for variable in self.known]) if self.view is None else ()
+
     def is_equal(self, variable: Shared) -> bool:
         """Do all replicas hold one value of it?"""
         return variable.is_equal if self.view is None else self.view(variable).is_equal

@@ -198,11 +198,12 @@ def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
         values.append(local_pick(group, signature.local, window))
     signature.task.stats.sending += perf_counter() - time
     values += call.broadcast
-    built = signature.cache.get(("plain", rows))
-    if built is None:
+
+    def build() -> Built:
         check_lengths(signature, signature.traced(rows, True), the_plan)
-        built = signature.plain(rows, lambda variables: [*_state(signature, variables), *values])
-        signature.cache["plain", rows] = built
+        return signature.plain(rows, lambda variables: [*_state(signature, variables), *values])
+
+    built = signature.compiled(("plain", rows), build)
     return Prepared(built, values, None)
 
 
@@ -260,7 +261,7 @@ def _in_waves(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
 
     key = ("combine", maps.traced.outputs, tuple((v.shape, v.dtype) for v in values), tuple(counts))
     values += call.broadcast
-    built = signature.cached(key, build)
+    built = signature.compiled(key, build)
     return Prepared(built, values, maps.firsts_of(built))
 
 
@@ -372,7 +373,7 @@ class _Maps:
             _engine.constant(group, "stacked", tuple(offsets), "int32"),
         ]
         key = ("map", span, launch.rows, self.plan.is_even)
-        program = sig.cached(key, lambda: sig.mapped(span, traced, launch.rows, arguments))
+        program = sig.compiled(key, lambda: sig.mapped(span, traced, launch.rows, arguments))
         return list(program(arguments, _ignore))
 
     def _weights(self, span: tuple[int, int], wave: Sequence[Part], meant: range) -> jax.Array:

@@ -224,16 +224,18 @@ class Shared:
 
     def stacked(self, current: Group) -> list[jax.Array]:
         """Its leaves, one entry a replica on axis 0; copies, where they lie everywhere."""
-        leaves = self.bind(current)
-        return leaves if self._lies == "stacked" else _engine.laid(current, leaves, "everywhere", "stacked")
+        if self._lies == "stacked":
+            return self.bind(current)
+        self.bind(current)
+        return self.read(lambda leaves: _engine.laid(current, leaves, "everywhere", "stacked"))
 
     def stack(self, current: Group) -> None:
         """Let each replica have a value of its own from now on."""
         if self._lies != "stacked":
-            if self._pending is None:
-                self._leaves = self.stacked(current)
-            self._lies = "stacked"
-            self._refresh()
+            leaves = self._leaves if self._pending is not None else self.stacked(current)
+            with _flight.uninterrupted():
+                self._leaves, self._lies = leaves, "stacked"
+                self._refresh()
 
     def commit(
         self,
@@ -244,11 +246,12 @@ class Shared:
         culprit: str = "",
     ) -> None:
         """Take new leaves, which lie so, of any rows."""
-        self.advance(leaves, equal, culprit)
-        self._lies, self._lengths = lies, lengths
         axes = 1 if lies == "stacked" else 0
-        self._shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype) for leaf in leaves)
-        self._refresh()
+        shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype) for leaf in leaves)
+        with _flight.uninterrupted():
+            self.advance(leaves, equal, culprit)
+            self._lies, self._lengths, self._shapes = lies, lengths, shapes
+            self._refresh()
 
     def commit_copies(self, current: Group, leaves: Sequence[Any]) -> None:
         """Give every replica a copy of new leaves, of any rows."""
@@ -336,6 +339,7 @@ class Shared:
                 if self._leaves is leaves and self._lost is None:
                     self.lose("a function", error)
             else:
+                self._dead.clear()  # whatever came before has ended
                 return jax.block_until_ready(copy(leaves))
 
     def divergence(self) -> str:

@@ -253,14 +253,17 @@ def trace(
     )
 
 
-# What gives replicas different values of what was equal on all.
+# What gives replicas different values of what was equal on all. A host's answers need not be the same for each.
 _BY_RANK = ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
+_BY_HOST = ("io_callback",)
 
 
 def _tells_ranks_apart(jaxpr: Any) -> bool:
     """Does it use the replicas' axis in a way whose result depends on the rank?"""
     for equation in jaxpr.eqns:
         params = equation.params
+        if equation.primitive.name in _BY_HOST:
+            return True
         if AXIS in str(params.get("axis_name", params.get("axes", ""))) and (
             equation.primitive.name in _BY_RANK or params.get("axis_index_groups") is not None
         ):

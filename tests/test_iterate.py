@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -421,3 +422,33 @@ def test_64_bits_ahead(size):
         assert_same(list(synk.prefetch([x], size)), [x])
         assert_same(list(rows.iterate(x, batches=[[3, 0]], prefetch=size)), [x[[3, 0]]])
     assert_same(list(synk.prefetch([x], size)), [x.astype(np.float32)])
+
+
+@pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
+def test_a_write_is_seen_by_the_next_result(place):
+    """Rows that were picked ahead are picked again where their data was written since."""
+    data = at(place, np.arange(8, dtype=np.float32))
+    total, got = synk.function(jnp.sum), []
+    for result in total.iterate(data, batches=[slice(0, 8)] * 4):
+        got.append(float(result))
+        data[...] = 1
+    assert got == [28, 8, 8, 8]
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_an_iterator_that_ends_inside_is_an_error(size):
+    """`transform` may not end the loop in silence."""
+    few = iter([1])
+    trees = synk.prefetch([np.zeros(4)] * 3, size, transform=lambda tree: tree + next(few))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(trees)
+
+
+def test_arguments_are_let_go_of():
+    """An iterator that has ended keeps nothing alive."""
+    x = np.zeros((8, 2), np.float32)
+    kept = weakref.ref(x)
+    results = synk.function(jnp.sum).iterate(x, batches=[slice(0, 8)])
+    list(results)
+    del x
+    assert wait_for(lambda: kept() is None)

@@ -1,0 +1,198 @@
+"""Collectives: shared variables across replicas, by synk beside `jax.lax` by hand.
+
+    python bench/collectives.py [--replicas 2,4,8] [--sizes 1e3,1e5,1e7,1e8] [--rounds 100] [--peers] [--json OUT]
+
+Claim: a collective costs what the same program written by hand costs, and half a millisecond at most. Interleaved in
+one run; medians. An elementwise `x + 1` over the same arrays is the floor. `size` is what each replica holds
+(all_reduce, broadcast) or all of them together (scatter, gather), and GB/s are of that size. `--peers` adds torch's
+gloo, where installed: two processes of one thread each, in a run of their own.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import socket
+from statistics import median
+from time import perf_counter
+
+import jax
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--replicas", default="2,4,8")
+    parser.add_argument("--sizes", default="1e3,1e5,1e7,1e8", help="bytes")
+    parser.add_argument("--rounds", type=int, default=100, help="for small arrays; fewer for large ones, 3 at least")
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    counts = [int(n) for n in options.replicas.split(",")]
+    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+        jax.config.update("jax_num_cpu_devices", max(counts))
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import synk
+
+
+class Hand:
+    """Arrays and programs on a mesh, by hand."""
+
+    def __init__(self, replicas):
+        self.mesh = Mesh(np.array(jax.devices()[:replicas]), ("replica",), axis_types=(AxisType.Auto,))
+        self.cut, self.everywhere = NamedSharding(self.mesh, P("replica")), NamedSharding(self.mesh, P())
+
+    def program(self, body, out):
+        """One over arrays that are cut."""
+        return jax.jit(jax.shard_map(body, mesh=self.mesh, in_specs=P("replica"), out_specs=out, check_vma=False))
+
+    def put(self, value, sharding):
+        """A copy on the devices, which shares no memory with `value`: neither does synk's."""
+        return jax.device_put(value, sharding, may_alias=False)
+
+
+def own_copies(value):
+    """A variable of which each replica holds a value of its own."""
+    variable = synk.shared(value)
+    synk.set_value(0, variable, value)
+    return variable
+
+
+def ways(operation, replicas, size):
+    """By synk, by hand and the floor: functions that start one and return what to wait for."""
+    group, hand = synk.init(replicas), Hand(replicas)
+    numbers = int(size) // 4 // replicas * replicas
+    value = np.full(numbers, 0, np.float32)  # which sums leave as they are
+    is_whole = operation in ("scatter", "gather")
+    x = hand.put(value if is_whole else np.full((replicas, numbers), 0, np.float32), hand.cut)
+    plus = hand.program(lambda x: x + 1, P("replica"))
+    found = {"x + 1": lambda: plus(x)}
+    if operation == "scatter":
+        held = synk.shared(value[:1])
+
+        def by_synk():
+            synk.scatter(held, value)
+            return held.bind(group)
+
+        return {"synk": by_synk, "by hand": lambda: hand.put(value, hand.cut), **found}
+    if operation == "gather":
+        held = synk.shared(value[:1])
+        synk.scatter(held, value)
+        gather = hand.program(lambda x: lax.all_gather(x, "replica", tiled=True), P())
+        return {"synk": lambda: synk.gather(held, nd_up=0), "by hand": lambda: gather(x), **found}
+
+    held = own_copies(value)
+    if operation == "all_reduce":
+        total = hand.program(lambda x: lax.psum(x[0], "replica"), P())
+
+        def by_synk():
+            synk.all_reduce(held, "sum")
+            return held.bind(group)
+
+    elif operation == "broadcast":
+
+        def first(x):
+            mine = lax.axis_index("replica") == 0
+            return lax.psum(jnp.where(mine, x[0], 0), "replica")
+
+        total = hand.program(first, P())
+
+        def by_synk():
+            synk.broadcast(held)
+            return held.bind(group)
+
+    else:
+
+        def by_synk():
+            synk.broadcast(held, value)
+            return held.bind(group)
+
+        return {"synk": by_synk, "by hand": lambda: hand.put(value, hand.everywhere), **found}
+    return {"synk": by_synk, "by hand": lambda: total(x), **found}
+
+
+OPERATIONS = ("all_reduce", "broadcast", "broadcast, host value", "scatter", "gather")
+
+
+def measure(found, rounds):
+    """Median seconds of each way, in turn; each waited for, so that few programs are ever under way."""
+    times = {name: [] for name in found}
+    for turn in range(rounds + 2):
+        for name, way in found.items():
+            start = perf_counter()
+            jax.block_until_ready(way())
+            if turn > 1:
+                times[name].append(perf_counter() - start)
+    return {name: median(each) for name, each in times.items()}
+
+
+def rounds_of(size):
+    return max(3, min(options.rounds, int(options.rounds * 1e6 / size)))
+
+
+def gloo(rank, port, cases, results):
+    """One of two processes of torch's gloo."""
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for size, rounds in cases:
+        x = torch.zeros(int(size) // 4)
+        times = []
+        for turn in range(rounds + 2):
+            distributed.barrier()
+            start = perf_counter()
+            distributed.all_reduce(x)
+            if turn > 1:
+                times.append(perf_counter() - start)
+        if rank == 0:
+            results.put((size, median(times)))
+    distributed.destroy_process_group()
+
+
+def by_gloo(sizes):
+    try:
+        from torch.multiprocessing.spawn import spawn
+    except ImportError:
+        print("torch is not installed")
+        return []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    spawn(gloo, (port, [(size, rounds_of(size)) for size in sizes], results), nprocs=2)
+    return [results.get() for _ in sizes]
+
+
+def main():
+    kind, sizes = jax.devices()[0].device_kind, [float(size) for size in options.sizes.split(",")]
+    print(f"jax {jax.__version__}, {kind} x {len(jax.devices())}, {os.cpu_count()} cores; medians, ms (GB/s)")
+    print(f"{'operation':22} {'replicas':>8} {'bytes':>6} {'synk':>16} {'by hand':>16} {'x + 1':>16}  synk / by hand")
+    results = []
+    for operation in OPERATIONS:
+        for replicas in counts:
+            for size in sizes:
+                times = measure(ways(operation, replicas, size), rounds_of(size))
+                rates = {name: size / seconds / 1e9 for name, seconds in times.items()}
+                cells = " ".join(f"{1e3 * times[name]:8.2f} ({rates[name]:5.2f})" for name in times)
+                ratio, over = times["synk"] / times["by hand"], 1e6 * (times["synk"] - times["by hand"])
+                print(f"{operation:22} {replicas:8} {size:6.0e} {cells}  {ratio:.2f} ({over:+.0f} us)", flush=True)
+                case = {"operation": operation, "replicas": replicas, "bytes": size, "ratio": ratio, "over_us": over}
+                results.append({**case, "seconds": times, "GB/s": rates})
+    peers = []
+    for size, seconds in by_gloo(sizes) if options.peers else []:
+        print(f"{'all_reduce, gloo':22} {2:8} {size:6.0e} {1e3 * seconds:8.2f} ({size / seconds / 1e9:5.2f})")
+        peers.append({"peer": "torch gloo, 2 processes", "bytes": size, "seconds": seconds})
+    if options.json:
+        about = {"bench": "collectives", "jax": jax.__version__, "device": kind, "cores": os.cpu_count()}
+        with open(options.json, "w") as file:
+            json.dump({**about, "results": results, "peers": peers}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
