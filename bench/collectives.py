@@ -2,10 +2,11 @@
 
     python bench/collectives.py [--replicas 2,4,8] [--sizes 1e3,1e5,1e7,1e8] [--rounds 100] [--peers] [--json OUT]
 
-Claim: a collective costs what the same program written by hand costs, and half a millisecond at most. Interleaved in
-one run; medians. An elementwise `x + 1` over the same arrays is the floor. `size` is what each replica holds
-(all_reduce, broadcast) or all of them together (scatter, gather), and GB/s are of that size. `--peers` adds torch's
-gloo, where installed: two processes of one thread each, in a run of their own.
+Claim: gather, and broadcast of what a replica holds, cost what the same program written by hand costs; all_reduce and
+new values from the host cost another copy. Interleaved in one run; medians. An elementwise `x + 1` over the same arrays
+is the floor. `size` is what each replica holds (all_reduce, broadcast) or all of them together (scatter, gather), and
+GB/s are of that size. `--peers` adds torch's gloo, where installed: two processes of one thread each, in a run of their
+own.
 """
 
 import argparse
@@ -51,8 +52,8 @@ class Hand:
         return jax.jit(jax.shard_map(body, mesh=self.mesh, in_specs=P("replica"), out_specs=out, check_vma=False))
 
     def put(self, value, sharding):
-        """A copy on the devices, which shares no memory with `value`: neither does synk's."""
-        return jax.device_put(value, sharding, may_alias=False)
+        """On the devices, in memory that is not the user's, as synk's is not. Replicas on CPUs may share it."""
+        return jax.device_put(value.copy(), sharding)
 
 
 def own_copies(value):

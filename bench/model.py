@@ -27,7 +27,7 @@ MXNET = "https://github.com/NVIDIA/DeepLearningExamples/blob/master/MxNet/Classi
 TENSORFLOW = "https://www.tensorflow.org/performance/benchmarks"  # its DGX-1 table, 2017
 SYNKHRONOS = "https://arxiv.org/abs/1710.04162"  # abstract; it gives no step times
 
-# NCCL's own cost model, src/graph/tuning.cc of v2.9: ring, "Simple" protocol: 8.4 us once, 3.4 us a step by NVLink, 9.6
+# NCCL's cost model, src/graph/tuning.cc at 01afd20a: ring, "Simple" protocol: 8.4 us once, 3.4 us a step by NVLink, 9.6
 # us by the network; A100 gets at most 235 of 300 GB/s by NVLink, and that fraction is assumed for the others too.
 START, NVLINK_LATENCY, INFINIBAND_LATENCY, NVLINK_FRACTION = 8.4e-6, 3.4e-6, 9.6e-6, 235 / 300
 INFINIBAND_FRACTION = 0.85  # assumed

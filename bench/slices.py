@@ -202,7 +202,7 @@ def peaks():
     for kind in MODELS:
         for replicas in counts:
             for step, _ in made(replicas, kind).values():
-                found.append(median([growth(step) for _ in range(6)][1:]))
+                found.append(median([growth(step) for _ in range(4)][1:]))
     return found
 
 

@@ -259,7 +259,7 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
     """
     each = each_of(variables, "reduce")
     with _flight.LOCK:
-        combined = [_combined(v, "reduce", op, None, in_place) for v in each]
+        combined = [_combined(v, "reduce", op, None, in_place, "everywhere") for v in each]
         if not in_place:
             return _like(variables, [v.unflatten(leaves) for v, leaves in zip(each, combined, strict=True)])
         for variable, leaves in zip(each, combined, strict=True):
@@ -314,9 +314,9 @@ def all_reduce(variables: Any, op: Op = "mean", weights: Sequence[float] | None 
         return _reduce_traced(variables, _elementwise(op, "all_reduce"), weights, current.size)
     each = each_of(variables, "all_reduce")
     with _flight.LOCK:
-        combined = [_combined(v, "all_reduce", op, weights, True) for v in each]
+        combined = [_combined(v, "all_reduce", op, weights, True, v.lies) for v in each]
         for variable, leaves in zip(each, combined, strict=True):
-            variable.commit_copies(variable.home, leaves)
+            variable.commit(leaves, variable.lies)
     return None
 
 
@@ -372,7 +372,9 @@ def _shares(weights: Sequence[float] | None, op: str, size: int, call: str) -> t
     return tuple(weight / sum(given) for weight in given)
 
 
-def _combined(variable: Shared, call: str, op: Op, weights: Any, keeps_dtype: bool) -> list[jax.Array]:
+def _combined(
+    variable: Shared, call: str, op: Op, weights: Any, keeps_dtype: bool, lies: _engine.Lies
+) -> list[jax.Array]:
     name = _elementwise(op, call)
     home = variable.home
     leaves = variable.bind(home)
@@ -387,7 +389,7 @@ def _combined(variable: Shared, call: str, op: Op, weights: Any, keeps_dtype: bo
             )
     n = len(leaves)
     body = _reduce_body(name, _shares(weights, name, home.size, call))
-    return _engine.once(home, body, _engine.lie(variable.lies, n), _engine.lie("everywhere", n), leaves)
+    return _engine.once(home, body, _engine.lie(variable.lies, n), _engine.lie(lies, n), leaves)
 
 
 @entry
