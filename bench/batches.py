@@ -131,7 +131,7 @@ def peers(x, batch, rounds):
     """Seconds a batch of data loaders, which stop at host memory."""
     found = {}
     try:
-        import torch
+        import torch  # type: ignore[import]  # if installed
 
         tensor = torch.from_numpy(x)
         index = picks(len(x), batch)
@@ -147,7 +147,7 @@ def peers(x, batch, rounds):
     except ImportError:
         print("torch is not installed")
     try:
-        import grain
+        import grain  # type: ignore[import]  # if installed
 
         few = max(1, rounds // 5)
         loader = grain.MapDataset.source(_Rows(x)).shuffle(seed=0)[: batch * few].batch(batch)

@@ -137,8 +137,8 @@ def rounds_of(size):
 
 def gloo(rank, port, cases, results):
     """One of two processes of torch's gloo."""
-    import torch
-    from torch import distributed
+    import torch  # type: ignore[import]  # if installed
+    from torch import distributed  # type: ignore[import]
 
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
@@ -158,7 +158,7 @@ def gloo(rank, port, cases, results):
 
 def by_gloo(sizes):
     try:
-        from torch.multiprocessing.spawn import spawn
+        from torch.multiprocessing.spawn import spawn  # type: ignore[import]
     except ImportError:
         print("torch is not installed")
         return []
