@@ -94,8 +94,8 @@ def images(rows, image, seed=0):
 class Way:
     """One way to run the step: `step(x, y)` gives the loss; `compiled` is its program."""
 
-    def __init__(self, put, step, compiled, release=None):
-        self.put, self.step, self.compiled, self.function = put, step, compiled, release
+    def __init__(self, put, step, compiled, function=None):
+        self.put, self.step, self.compiled, self.function = put, step, compiled, function
 
 
 def by_synk(training, replicas, x, y, num_slices=1):
@@ -132,9 +132,9 @@ def by_shard_map(training, replicas, x, y):
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=(P(), P("replica"), P("replica")), out_specs=(P(), P()), check_vma=False
     )
-    return _carried(
-        jax.jit(mapped, donate_argnums=0), training, NamedSharding(mesh, P()), NamedSharding(mesh, P("replica")), x, y
-    )
+    everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("replica"))
+    put = partial(_put, cut)
+    return _carried(jax.jit(mapped, donate_argnums=0), _of_its_own(training, everywhere), put, x, y)
 
 
 def by_jit(training, replicas, x, y):
@@ -149,7 +149,7 @@ def by_jit(training, replicas, x, y):
         return (params, stats, momentum), loss
 
     jitted = jax.jit(body, donate_argnums=0, in_shardings=(everywhere, cut, cut), out_shardings=everywhere)
-    return _carried(jitted, training, everywhere, cut, x, y)
+    return _carried(jitted, _of_its_own(training, everywhere), partial(_put, cut), x, y)
 
 
 def by_pmap(training, replicas, x, y):
@@ -169,14 +169,7 @@ def by_pmap(training, replicas, x, y):
         return jax.device_put([a.reshape(replicas, len(a) // replicas, *a.shape[1:]) for a in (x, y)], cut)
 
     state = jax.tree.map(lambda a: jax.device_put(np.broadcast_to(a, (replicas, *np.shape(a))), cut), training.state())
-    compiled = mapped.lower(state, *put(x, y)).compile()
-
-    def step(x, y):
-        nonlocal state
-        state, loss = compiled(state, x, y)
-        return loss
-
-    return Way(put, step, compiled)
+    return _carried(mapped, state, put, x, y)
 
 
 def by_serial_jit(training, replicas, x, y):
@@ -193,13 +186,17 @@ WAYS = {
 }
 
 
-def _carried(jitted, training, everywhere, cut, x, y):
+def _of_its_own(training, everywhere):
+    """A state that may be donated."""
+    return jax.tree.map(jnp.copy, jax.device_put(training.state(), everywhere))
+
+
+def _put(cut, x, y):
+    return jax.device_put((x, y), cut)
+
+
+def _carried(jitted, state, put, x, y):
     """A step by hand that carries its state from call to call."""
-    state = jax.tree.map(jnp.copy, jax.device_put(training.state(), everywhere))  # of its own, to be donated
-
-    def put(x, y):
-        return jax.device_put((x, y), cut)
-
     compiled = jitted.lower(state, *put(x, y)).compile()
 
     def step(x, y):

@@ -210,7 +210,7 @@ def send(group: Group, each: Sequence[Input], window: Window) -> list[jax.Array]
         if key not in picks:
             has_all = feed.lies == "everywhere" or (group.size == 1 and window.local is None)
             picks[key] = _pick(part, feed, selection, window) if has_all else local_pick(part, feed.how, window)
-        values += [_engine.restrict(group, window.start, window.stop, source, feed.lies), picks[key]]  # type: ignore[arg-type]  # resident
+        values += [_engine.restrict(group, window.start, window.stop, source, feed.lies), picks[key]]  # type: ignore[arg-type]  # a resident one is an array
     return values
 
 
