@@ -9,6 +9,7 @@ they travel in one buffer. Interleaved in one run; medians.
 import argparse
 import json
 import os
+import random
 from statistics import median
 from time import perf_counter
 
@@ -116,8 +117,10 @@ def measure(replicas, leaves, size, rounds):
     for step in steps.values():
         for _ in range(3):
             jax.block_until_ready(step())
+    order, shuffle = list(steps.items()), random.Random(0).shuffle
     for _ in range(rounds):
-        for name, step in steps.items():
+        shuffle(order)  # who runs after whom matters as much as what it runs
+        for name, step in order:
             begin = perf_counter()
             value = step()
             start[name].append(perf_counter() - begin)

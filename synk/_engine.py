@@ -111,11 +111,11 @@ class Program:
             self.compiled = _jit(group, body, ins, outs, engine, tuple(donate)).lower(*args).compile()
         self.is_bounded = group.is_bounded
 
-    def __call__(self, args: Sequence[jax.Array], failed: Callable[[Exception], None]) -> Sequence[jax.Array]:
+    def __call__(self, args: Sequence[jax.Array], failed: Callable[[Exception], None]) -> list[jax.Array]:
         """Start the program; `failed` is told should it die later."""
         _flight.admit(self.is_bounded)
-        *results, token = self.compiled(*args)
-        _flight.launched(token, failed)
+        results = list(self.compiled(*args))
+        _flight.launched(results.pop(), failed)
         return results
 
 
@@ -136,8 +136,8 @@ def once(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], ar
     """Run a small program of synk's own; JAX caches what is compiled by `body`, so give one that lasts."""
     with _flight.LOCK:
         _flight.admit(group.is_bounded)
-        *results, token = _jitted(group, body, tuple(ins), tuple(outs))(*args)
-        _flight.launched(token, lambda error: None)
+        results = list(_jitted(group, body, tuple(ins), tuple(outs))(*args))
+        _flight.launched(results.pop(), lambda error: None)
         return results
 
 

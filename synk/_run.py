@@ -142,7 +142,7 @@ def prepare(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
 def finish(signature: Signature, ready: Prepared, commit: bool) -> Outcome:
     """Start the program that ends a call and, where asked, commit its updates: all or none, Ctrl-C included."""
     built = ready.built
-    arguments = [*_state(signature, built.variables), *ready.values]
+    arguments = _state(signature, built.variables, ready.values)
     if not commit or not built.updates:
         return _outcome(signature, ready, built.program(arguments, _ignore))
     for variable in built.updates:
@@ -179,10 +179,12 @@ def _ignore(error: Exception) -> None:
     """A program that updates nothing dies: whoever reads its results is told."""
 
 
-def _state(signature: Signature, variables: Sequence[Shared]) -> list[jax.Array]:
+def _state(signature: Signature, variables: Sequence[Shared], values: Sequence[jax.Array]) -> list[jax.Array]:
+    """The leaves of variables, and the values that follow them."""
     state: list[jax.Array] = []
     for variable in variables:
         state += signature.leaves(variable)
+    state += values
     return state
 
 
@@ -201,15 +203,15 @@ def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
 
     def build() -> Built:
         check_lengths(signature, signature.traced(rows, True), the_plan)
-        return signature.plain(rows, lambda variables: [*_state(signature, variables), *values])
+        return signature.plain(rows, lambda variables: _state(signature, variables, values))
 
     built = signature.compiled(("plain", rows), build)
     return Prepared(built, values, None)
 
 
-def _outcome(signature: Signature, ready: Prepared, results: Sequence[jax.Array]) -> Outcome:
+def _outcome(signature: Signature, ready: Prepared, values: list[jax.Array]) -> Outcome:
     """Sort what the last program returned; the first replica's own come from it, or from an earlier one."""
-    built, values = ready.built, list(results)
+    built = ready.built
     for j, place_ in enumerate(built.firsts):
         if ready.firsts is None:
             values[place_] = _engine.of_first(signature.group, values[place_])
@@ -257,7 +259,7 @@ def _in_waves(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
         stacked = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in [*maps.merged[: len(maps.merge)], *arrays]]
         whole = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in [*keeps, totals]]
         shapes = [*stacked, *whole]
-        return signature.combined(maps.traced, shapes, counts, lambda vs: [*_state(signature, vs), *values])
+        return signature.combined(maps.traced, shapes, counts, lambda vs: _state(signature, vs, values))
 
     key = ("combine", maps.traced.outputs, tuple((v.shape, v.dtype) for v in values), tuple(counts))
     values += call.broadcast
