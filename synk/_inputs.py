@@ -17,7 +17,7 @@ from ._exchange import exchange
 from ._feed import Feed
 from ._group import Group, group
 from ._rows import Local, Selection, how_picked, place, put, select, select_local, taken_together
-from ._sources import Source, narrow
+from ._sources import Source, is_in_memory, narrow
 
 
 class Input(NamedTuple):
@@ -144,12 +144,16 @@ def _input(
     # Its own parts are what minibatch data of a call with other parts must not give.
     if leaf.place == "host" or home is not None or (leaf.place == "scatter" and is_uneven and not is_local):
         return Input(leaf.source, selection, Feed(), shape, dtype)
+    is_all = selection.indexes is None and selection.rows == len(leaf)
+    is_global = leaf.place == "scatter" and current.size > 1 and not (is_local or is_all)
+    if is_global and current.platform == "cpu" and is_in_memory(leaf.source):
+        return Input(leaf.source, selection, Feed(), shape, dtype)  # which these devices' rows lie in, too
     array = leaf.resident(current)
     if leaf.place == "broadcast":
         return Input(array, selection, Feed("everywhere", how, len(leaf)), shape, dtype)
-    if is_local or (selection.indexes is None and selection.rows == len(leaf)):
+    if is_local or is_all:
         return Input(array, selection, Feed("stacked", how if is_local else "window", array.shape[1]), shape, dtype)
-    if current.size == 1:  # who has all rows
+    if not is_global:  # one replica has all rows
         return Input(array, selection, Feed("stacked", how, array.shape[1]), shape, dtype)
     tall = -(-selection.rows // current.size)
     return Input(array, selection, Feed("stacked", "window", tall), shape, dtype, exchanged=len(leaf))

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from mmap import mmap
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -59,6 +60,14 @@ def as_source(value: Any, what: str, advice: str) -> Source:
     if not is_number(value.dtype):
         raise TypeError(f"{what} has dtype {value.dtype}; give numbers or booleans.")
     return value
+
+
+def is_in_memory(source: Source) -> bool:
+    """Is it NumPy's, and not read from a file as it is looked at?"""
+    base: Any = source
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return isinstance(source, np.ndarray) and not isinstance(base, mmap)
 
 
 def is_number(dtype: np.dtype) -> bool:

@@ -1,6 +1,7 @@
 """What several test files need: groups, the oracle's split of rows, and strategies that draw calls."""
 
 import functools
+import mmap
 
 import jax
 import numpy as np
@@ -41,6 +42,13 @@ def numbers(rows, columns=2, seed=0):
     count = rows * columns
     order = np.random.default_rng([seed, rows]).permutation(count)
     return ((order - count // 2) / 4).reshape(rows, columns).astype(np.float32)
+
+
+def mapped(x):
+    """A copy as of a file that is mapped: no memory to take rows from as they are wanted."""
+    copy = np.frombuffer(mmap.mmap(-1, max(x.nbytes, 1)), np.uint8)[: x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
 
 
 def rows_for(n):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import synk
 from synk import _engine, _flight
 
-from .helpers import assert_same, calls, chosen, few, group_of, numbers
+from .helpers import assert_same, calls, chosen, few, group_of, mapped, numbers
 
 PLACES = ("host", "scatter", "broadcast")
 X = numbers(11)
@@ -47,7 +47,7 @@ def test_rows_are_numpys(kind, n, data):
     one, other = data.draw(st.sampled_from(PLACES)), data.draw(st.sampled_from(PLACES))
     x, y = numbers(count), numbers(count, 1, seed=1)[:, 0]
     with group_of(kind, n):
-        args = synk.data(x, place=one), synk.data(y, place=other)
+        args = synk.data(mapped(x), place=one), synk.data(y, place=other)
         got, serial = pairs(*args, batch=batch, num_slices=slices), pairs.serial(*args, batch=batch)
     want = chosen(x, batch), chosen(y, batch)
     assert_same(got, want)
@@ -380,7 +380,7 @@ def test_what_is_freed_is_freed_on_devices(four, place):
     """As many buffers live as before the data was sent."""
 
     def used():
-        data = synk.data(X, place=place)
+        data = synk.data(mapped(X), place=place)
         rows(data, batch=[1, 2, 3, 4])
         _flight.drain()
         return data

@@ -10,7 +10,7 @@ import pytest
 import synk
 from synk import _engine, _exchange
 
-from .helpers import assert_same, group_of, numbers
+from .helpers import assert_same, group_of, mapped, numbers
 
 built = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -38,13 +38,15 @@ MANY = {
 @pytest.mark.parametrize("owners", OWNERS)
 def test_whoever_owns_the_rows(four, owners):
     """They come in order."""
-    assert_same(rows(synk.data(numbers(40), place="scatter"), batch=OWNERS[owners]), numbers(40)[OWNERS[owners]])
+    assert_same(
+        rows(synk.data(mapped(numbers(40)), place="scatter"), batch=OWNERS[owners]), numbers(40)[OWNERS[owners]]
+    )
 
 
 @pytest.mark.parametrize("owners", MANY)
 def test_more_rows_than_a_round_brings(four, owners):
     """Rounds follow until each replica has its own, however uneven the owners."""
-    assert_same(rows(synk.data(numbers(40), place="scatter"), batch=MANY[owners]), numbers(40)[MANY[owners]])
+    assert_same(rows(synk.data(mapped(numbers(40)), place="scatter"), batch=MANY[owners]), numbers(40)[MANY[owners]])
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def test_fewer_rows_than_replicas(kind, n, count, wanted):
     """Replicas may hold no row, or want none."""
     index = np.random.default_rng(count).integers(-count, count, wanted)
     with group_of(kind, n):
-        assert_same(rows(synk.data(numbers(count), place="scatter"), batch=index), numbers(count)[index])
+        assert_same(rows(synk.data(mapped(numbers(count)), place="scatter"), batch=index), numbers(count)[index])
 
 
 DTYPES = [bool, np.int8, np.uint16, np.float16, ml_dtypes.bfloat16, np.float32, ml_dtypes.float8_e5m2, np.complex64]
@@ -94,7 +96,9 @@ def test_bits_are_as_they_were(kind, dtype):
 def test_ranks_are_promoted_by_hand():
     """A user may have JAX refuse to do it."""
     with group_of("devices", 4), jax.numpy_rank_promotion("raise"):
-        assert_same(rows(synk.data(numbers(37), place="scatter"), batch=[5, 3, 36, 0]), numbers(37)[[5, 3, 36, 0]])
+        assert_same(
+            rows(synk.data(mapped(numbers(37)), place="scatter"), batch=[5, 3, 36, 0]), numbers(37)[[5, 3, 36, 0]]
+        )
 
 
 FEEDS = ("host", "scatter", "broadcast")
@@ -104,7 +108,7 @@ FEEDS = ("host", "scatter", "broadcast")
 def test_a_new_batch_compiles_nothing(four, place):
     """Indexes are data: other rows of as many, whoever owns them, find every program there."""
     f = synk.function(lambda x: x.sum(0))
-    data = synk.data(numbers(40), place=place)
+    data = synk.data(mapped(numbers(40)), place=place)
     forms = [*OWNERS.values(), *(index.astype(np.uint8) for index in OWNERS.values()), np.arange(40) > 31, [-1] * 8]
     f(data, batch=forms[0]), f(data, batch=slice(8))
     before = len(built), f.stats.compilations
@@ -117,7 +121,7 @@ def test_a_new_batch_compiles_nothing(four, place):
 def test_a_new_uneven_batch_compiles_nothing(four):
     """Nor where parts differ in rows."""
     f = synk.function(lambda x: x.sum(0))
-    data = [synk.data(numbers(40), place=place) for place in FEEDS]
+    data = [synk.data(mapped(numbers(40)), place=place) for place in FEEDS]
     batches = [np.random.default_rng(seed).integers(0, 40, 7) for seed in range(4)] + [np.arange(7) + 20]
     [f(x, batch=batches[0]) for x in data]
     before = len(built), f.stats.compilations
@@ -129,7 +133,7 @@ def test_a_new_uneven_batch_compiles_nothing(four):
 def test_a_new_batch_s_compiles_nothing(four):
     """Rows that replicas pick of their own are data too."""
     f = synk.function(lambda x: x.sum(0))
-    data = synk.data(numbers(40), place="scatter")
+    data = synk.data(mapped(numbers(40)), place="scatter")
     f(data, batch_s=[0, 1, 2]), f(data, batch_s=slice(3))
     before = len(built), f.stats.compilations
     for batch_s in (
@@ -146,7 +150,7 @@ def test_a_new_batch_s_compiles_nothing(four):
 def test_a_write_compiles_nothing(four):
     """Sending what was written needs a program a size at most."""
     f = synk.function(lambda x: x.sum(0))
-    data = [synk.data(numbers(40), place=place) for place in FEEDS]
+    data = [synk.data(mapped(numbers(40)), place=place) for place in FEEDS]
 
     def written(index):
         for x in data:
@@ -184,5 +188,5 @@ def test_the_function_itself_communicates_no_rows():
             ("scatter", {"batch_s": [0, 1]}),
             ("broadcast", {"batch": [9, 0, 3, 5]}),
         ]:
-            text = f.compile(synk.data(numbers(40), place=place), **picks).as_text()
+            text = f.compile(synk.data(mapped(numbers(40)), place=place), **picks).as_text()
             assert COLLECTIVE.findall(text) == ["all-reduce"]
