@@ -13,13 +13,14 @@ from ._collectives import (
     set_value,
 )
 from ._data import Data, data
-from ._errors import DivergedError, LawError, SharedLostError, SynkError
+from ._errors import DisagreementError, DivergedError, LawError, PeerError, SharedLostError, SynkError
 from ._fingerprint import check_replicas
 from ._function import Function, function
 from ._group import Group, close, group, init, simulate
 from ._minibatches import minibatches
 from ._ops import Weighted
 from ._prefetch import prefetch
+from ._processes import preempted
 from ._random import row_keys
 from ._shared import Shared, shared
 from ._synkhronos import build_inputs, distribute, fork
@@ -30,10 +31,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Data",
+    "DisagreementError",
     "DivergedError",
     "Function",
     "Group",
     "LawError",
+    "PeerError",
     "Shared",
     "SharedLostError",
     "Stats",
@@ -56,6 +59,7 @@ __all__ = [
     "group",
     "init",
     "minibatches",
+    "preempted",
     "prefetch",
     "rank",
     "reduce",

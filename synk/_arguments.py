@@ -61,7 +61,7 @@ class Scalars:
         if key not in self._placed:
             if len(self._placed) > 256:
                 self._placed.clear()
-            self._placed[key] = jax.device_put(jax.numpy.asarray(leaf), group.everywhere)
+            self._placed[key] = _engine.sent(group, jax.numpy.asarray(leaf), "everywhere")
         return self._placed[key]
 
 

@@ -32,7 +32,7 @@ def serial(
     """Run once on one device, over all rows."""
     with _flight.LOCK:
         current = group()
-        outcome = _outcome(f, current.span(0, 1), _one_device(current, batch_s), args, kwargs, batch, batch_s, 1)
+        outcome = _outcome(f, _one(current), _one_device(current, batch_s), args, kwargs, batch, batch_s, 1)
         for variable, new in outcome.updates.items() if update else ():
             if new.lengths is None:
                 one = [leaf[0] for leaf in new.leaves] if new.lies == "stacked" else new.leaves
@@ -42,7 +42,7 @@ def serial(
                 parts = _recut(rows, variable.lengths or ())
                 variable.place_rows(parts)
         # Everywhere, as a call's results are: what lies on one device cannot meet those in one jnp operation.
-        leaves = [jax.device_put(leaf, current.everywhere) for leaf in outcome.leaves]
+        leaves = [_engine.sent(current, leaf, "everywhere") for leaf in outcome.leaves]
     return f.finish(outcome._replace(leaves=leaves))
 
 
@@ -68,11 +68,11 @@ def check(
             _compare_outputs(f.mapping(), parallel, view, current, args, kwargs, batch, batch_s, num_slices, close)
         )
         if f.has_then or not found:
-            one = _outcome(f, current.span(0, 1), _one_device(current, batch_s), args, kwargs, batch, batch_s, 1)
+            one = _outcome(f, _one(current), _one_device(current, batch_s), args, kwargs, batch, batch_s, 1)
             many = _outcome(f, parallel, view, args, kwargs, batch, batch_s, num_slices)
             if f.has_then:
                 found += _differing_results(one, many, close)
-            found += _differing_updates(one, many, close, parallel.size)
+            found += _differing_updates(one, many, close, parallel)
     if found:
         lines = "\n  ".join(dict.fromkeys(found))
         raise LawError(
@@ -113,6 +113,10 @@ def _outcome(
 ) -> Outcome:  # fmt: skip
     """Run without committing or donating anything."""
     home = None if view is None else group()  # whose data has other parts than the view's variables
+    if home is not None and view is not None and home.spans:  # replicas give each other rows now, and not in a trace
+        for variable in dict.fromkeys((*f.shared, *f.variables_named())):
+            if variable.lengths is not None:
+                view(variable)
     call, signature = f.bind(on, args, kwargs, batch, batch_s, num_slices > 1, None, view, donate=False, home=home)
     try:
         outcome = finish(signature, prepare(signature, call, plan(signature, call, num_slices)), commit=False)
@@ -128,6 +132,11 @@ def _outcome(
 # Shared variables, as seen by other groups than their own.
 
 
+def _one(current: Group) -> Group:
+    """One device, of this process: the first."""
+    return current.span(current.mine.start, current.mine.start + 1)
+
+
 def _one_device(current: Group, batch_s: Any) -> Callable[[Shared], View]:
     """Variables for one replica: the value that all share, or the rows picked of all, in rank order."""
     views: dict[Shared, View] = {}
@@ -135,7 +144,7 @@ def _one_device(current: Group, batch_s: Any) -> Callable[[Shared], View]:
     def view(variable: Shared) -> View:
         if variable not in views:
             leaves = variable.bind(current)
-            one = current.span(0, 1)
+            one = _one(current)
             if variable.lengths is not None:
                 rows, count = _all_rows(variable, batch_s)
                 stacked = [jax.device_put(leaf[None], one.stacked) for leaf in rows]
@@ -144,7 +153,8 @@ def _one_device(current: Group, batch_s: Any) -> Callable[[Shared], View]:
                 raise DivergedError(variable.divergence())
             else:
                 lies = variable.lies
-                first = [_engine.restrict(current, 0, 1, leaf, lies) for leaf in leaves]
+                mine = current.mine.start
+                first = [_engine.restrict(current, mine, mine + 1, leaf, lies) for leaf in leaves]
                 views[variable] = View(first, lies, None, True)
         return views[variable]
 
@@ -200,7 +210,7 @@ def _compare_outputs(
     """Combined outputs, before any then; each that differs, with the ops that would have matched."""
     run = (args, kwargs, batch, batch_s)
     many = _outcome(f, parallel, view, *run, num_slices)
-    one = _outcome(f, current.span(0, 1), _one_device(current, run[3]), *run, 1)
+    one = _outcome(f, _one(current), _one_device(current, run[3]), *run, 1)
     leaves = [many.outputs.leaves[i] for i in many.outputs.keep]
     lawful = [leaf.kind in ("sum", "fold", "rows") for leaf in leaves]
     differing = [
@@ -263,15 +273,16 @@ def _differing_results(one: Outcome, many: Outcome, close: _Close) -> Iterator[s
             yield f"result{jax.tree_util.keystr(path)} of then: {_off(a, b)}."
 
 
-def _differing_updates(one: Outcome, many: Outcome, close: _Close, size: int) -> Iterator[str]:
+def _differing_updates(one: Outcome, many: Outcome, close: _Close, parallel: Group) -> Iterator[str]:
     for variable, new in many.updates.items():
         want = one.updates[variable]
         for path, a, b in zip(variable.paths, want.leaves, new.leaves, strict=True):
-            whole, each = np.asarray(a)[0] if want.lies == "stacked" else np.asarray(a), np.asarray(b)
+            whole = np.asarray(a)[0] if want.lies == "stacked" else np.asarray(a)
+            ranks = range(parallel.size if new.lies == "stacked" else 1)
+            lengths = new.lengths or [None] * parallel.size
+            got = [_engine.host_entry(parallel, b, new.lies, rank, lengths[rank]) for rank in ranks]
             if new.lengths is not None:
-                got = [np.concatenate([each[r, :n] for r, n in enumerate(new.lengths)])]
-            else:
-                got = [each[rank] for rank in range(size)] if new.lies == "stacked" else [each]
+                got = [np.concatenate(got)]
             wrong = [rank for rank, value in enumerate(got) if not close(whole, value)]
             if wrong:
                 is_local = many.built.needs[variable] is None

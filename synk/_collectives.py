@@ -87,7 +87,7 @@ def broadcast(variables: Variables, value: PyTree = None) -> None:
 
 
 def _cut_rows(home: Group, leaves: list[jax.Array], rows: int) -> list[jax.Array]:
-    return [jax.device_put(leaf[:, :rows], home.stacked) for leaf in leaves]
+    return [_engine.sent(home, leaf[:, :rows], "stacked") for leaf in leaves]
 
 
 @entry

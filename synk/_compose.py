@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from . import _ops
-from ._engine import Lies, lie, sharding, spmd
+from ._engine import Lies, lie, sent, spmd
 from ._errors import SynkError
 from ._group import AXIS, Group, PyTree, group
 from ._ops import Gathered
@@ -58,7 +58,7 @@ def _placed(current: Group, array: jax.Array, lie: Lies) -> jax.Array:
     """What one device holds cannot enter a program over several; a traced value has no place yet."""
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return array
-    return jax.device_put(array, sharding(current, lie))
+    return sent(current, array, "everywhere" if lie == "everywhere" else "stacked")
 
 
 def _block_index(rows: int | None, size: int) -> np.ndarray | None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from . import _flight, _sources, _trace
-from ._engine import lie, once, shards
+from ._engine import lie, once, sent, shards
 from ._errors import SynkError, entry
 from ._group import Group
 from ._leaves import refuse_traced
@@ -271,7 +271,7 @@ class Data:
             first = min(stale.start, self._length - size)
             buffer = fresh((size, *self._row_shape), dtype)
             _sources.copy([Rows(buffer, source, None, first)])
-            rows, start = (jax.device_put(each, group.everywhere) for each in (buffer, np.array([first], np.int32)))
+            rows, start = (sent(group, each, "everywhere") for each in (buffer, np.array([first], np.int32)))
             return once(group, _with_rows, lie("everywhere", 3), lie("everywhere", 1), [old, rows, start])[0]
         buffer = fresh(self.shape, dtype)
         _sources.copy([Rows(buffer, source, None, 0)])
@@ -283,7 +283,7 @@ class Data:
     ) -> jax.Array:
         parts = self.parts(group)
         tall = parts[0].rows
-        ranks = [r for r, part in enumerate(parts) if old is None or _overlap(part, stale) or group.is_simulated]
+        ranks = [r for r in group.mine if old is None or _overlap(parts[r], stale) or group.is_simulated]
         whole = fresh((len(ranks), tall, *self._row_shape), dtype)
         copies: list[Rows] = []
         for buffer, part in zip(whole, (parts[rank] for rank in ranks), strict=True):
@@ -293,9 +293,9 @@ class Data:
         shape = (group.size, tall, *self._row_shape)
         if group.is_simulated:
             return jax.make_array_from_callback(shape, group.stacked, lambda index: whole)
-        placed = dict(enumerate(shards(group, old))) if old is not None else {}
+        placed = dict(zip(group.mine, shards(group, old), strict=True)) if old is not None else {}
         placed |= {r: jax.device_put(buffer[None], group.devices[r]) for r, buffer in zip(ranks, whole, strict=True)}
-        arrays = [placed[rank] for rank in range(group.size)]
+        arrays = [placed[rank] for rank in group.mine]
         return jax.make_array_from_single_device_arrays(shape, group.stacked, arrays)
 
 

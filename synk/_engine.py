@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from . import _flight
+from . import _agree, _flight, _processes
 from ._group import AXIS, Group
 
 Lies: TypeAlias = Literal["stacked", "rows", "everywhere"]
@@ -106,14 +106,22 @@ class Program:
         *,
         donate: Sequence[int] = (),
         engine: str = "shard_map",
+        name: str = "",
     ) -> None:
         with jax.disable_jit(False):  # there is no program without
-            self.compiled = _jit(group, body, ins, outs, engine, tuple(donate)).lower(*args).compile()
-        self.is_bounded = group.is_bounded
+            lowered = _jit(group, body, ins, outs, engine, tuple(donate)).lower(*args)
+            self.name = f"{name}({_shapes(args)})" if group.spans else name
+            if group.spans:
+                _agree.compare(self.name, lowered.as_text())
+            self.compiled = lowered.compile()
+        self.group = group
 
     def __call__(self, args: Sequence[jax.Array], failed: Callable[[Exception], None]) -> list[jax.Array]:
         """Start the program; `failed` is told should it die later."""
-        _flight.admit(self.is_bounded)
+        _flight.admit(self.group.is_bounded)
+        _processes.alive()
+        if self.group.spans:
+            _agree.launching(self.name)
         results = list(self.compiled(*args))
         _flight.launched(results.pop(), failed)
         return results
@@ -136,9 +144,32 @@ def once(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], ar
     """Run a small program of synk's own; JAX caches what is compiled by `body`, so give one that lasts."""
     with _flight.LOCK:
         _flight.admit(group.is_bounded)
+        _processes.alive()
+        if group.spans:
+            _launching(group, body, ins, outs, args)
         results = list(_jitted(group, body, tuple(ins), tuple(outs))(*args))
         _flight.launched(results.pop(), lambda error: None)
         return results
+
+
+_agreed: set[Any] = set()
+
+
+def _launching(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], args: Sequence[Any]) -> None:
+    """Agree, once for each kind of arguments, that all processes are about to run this."""
+    shapes = tuple((a.shape, a.dtype) for a in args)
+    what = f"{body.__module__.rsplit('.', 1)[-1].strip('_')}.{body.__qualname__.split('.')[0].strip('_')}"
+    what = f"{what}({_shapes(args)})"
+    if (group, body, tuple(ins), tuple(outs), shapes) not in _agreed:
+        _agree.compare(what, _jitted(group, body, tuple(ins), tuple(outs)).lower(*args).as_text())
+        _agreed.add((group, body, tuple(ins), tuple(outs), shapes))
+    _agree.launching(what)
+
+
+def _shapes(args: Sequence[Any]) -> str:
+    """Shapes and dtypes of arguments, for messages."""
+    shapes = [f"{a.dtype.name}{list(a.shape)}" for a in args[-6:]]
+    return ", ".join([f"{len(args) - 6} more", *shapes] if len(args) > 6 else shapes)
 
 
 @lru_cache(maxsize=1024)
@@ -154,15 +185,36 @@ def _same(*values: jax.Array) -> Sequence[jax.Array]:
 def everywhere(group: Group, leaf: Any) -> jax.Array:
     """Put a value on every replica; memory of the user's NumPy arrays is not shared."""
     if isinstance(leaf, jax.Array):
-        if leaf.sharding == group.everywhere:
-            return leaf
-        return jax.device_put(leaf, group.everywhere)
-    return jax.device_put(np.array(leaf, leaf.dtype.newbyteorder("=")), group.everywhere)
+        return leaf if leaf.sharding == group.everywhere else sent(group, leaf, "everywhere")
+    return sent(group, np.array(leaf, leaf.dtype.newbyteorder("=")), "everywhere")
+
+
+def sent(group: Group, value: Any, lies: Lies) -> jax.Array:
+    """A value as an array of the group's that lies so: `jax.device_put`, over processes too.
+
+    There it would compare the value of all processes each time. NumPy's memory may be shared.
+    """
+    where = sharding(group, lies)
+    if not group.spans:
+        return jax.device_put(value, where)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
+        return once(group, _same, [_lies_as(group, value)], [lies], [value])[0]
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, where, host.__getitem__)
+
+
+def _lies_as(group: Group, value: jax.Array) -> Lies:
+    if value.sharding.is_equivalent_to(group.stacked, value.ndim):
+        return "stacked"
+    raise ValueError(
+        f"an argument lies over several processes as {value.sharding}, which is not how {group} cuts rows. Give "
+        f"NumPy arrays, or results of synk's functions."
+    )
 
 
 def copies(group: Group, leaves: Sequence[Any], lies: Lies) -> list[jax.Array]:
     """Give every replica a copy of each leaf. NumPy leaves must be synk's own, since their memory may be shared."""
-    return laid(group, [jax.device_put(leaf, group.everywhere) for leaf in leaves], "everywhere", lies)
+    return laid(group, [sent(group, leaf, "everywhere") for leaf in leaves], "everywhere", lies)
 
 
 def laid(group: Group, leaves: Sequence[jax.Array], lies: Lies, to: Lies) -> list[jax.Array]:
@@ -174,9 +226,14 @@ def laid(group: Group, leaves: Sequence[jax.Array], lies: Lies, to: Lies) -> lis
 
 
 def host_entry(group: Group, array: jax.Array, lies: Lies, rank: int, rows: int | None) -> np.ndarray:
-    """One replica's entry of an array in host memory, cut to so many rows; a view on CPU."""
+    """One replica's entry of an array in host memory, cut to so many rows; a view on CPU.
+
+    Over processes all of them ask for it together.
+    """
+    if group.spans and lies == "stacked":
+        array, lies = from_rank(group, [array], rank, "everywhere")[0], "everywhere"
     if lies == "everywhere":
-        entry = np.asarray(array if group.is_simulated else shards(group, array)[rank])
+        entry = np.asarray(array if group.is_simulated or group.spans else shards(group, array)[rank])
     else:
         entry = np.asarray(array)[rank, ...] if group.is_simulated else np.asarray(shards(group, array)[rank])[0, ...]
     return entry if rows is None else entry[:rows]
@@ -226,7 +283,8 @@ def replace_entry(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Ar
     if group.is_simulated:
         return array.at[rank].set(new)
     parts = list(shards(group, array))
-    parts[rank] = jax.device_put(np.array(new)[None], group.devices[rank])
+    if rank in group.mine:
+        parts[rank - group.mine.start] = jax.device_put(np.array(new)[None], group.devices[rank])
     return jax.make_array_from_single_device_arrays(array.shape, group.stacked, parts)
 
 
@@ -242,20 +300,29 @@ def stack_parts(group: Group, parts: Sequence[Any], rows: int) -> jax.Array:
 
     if group.is_simulated:
         return jax.device_put(np.concatenate([padded(part) for part in parts]), group.stacked)
-    placed = [jax.device_put(padded(part), device) for part, device in zip(parts, group.devices, strict=True)]
+    placed = [jax.device_put(padded(parts[rank]), group.devices[rank]) for rank in group.mine]
     return jax.make_array_from_single_device_arrays(shape, group.stacked, placed)
 
 
 def restrict(group: Group, start: int, stop: int, array: jax.Array, lies: Lies) -> jax.Array:
-    """An array of the group as one of ranks `start` to `stop` alone; nothing is copied on real devices."""
+    """An array of the group as one of ranks `start` to `stop` alone; nothing is copied on real devices.
+
+    Over processes these are ranks of this one.
+    """
     part = group.span(start, stop)
     if part is group:
         return array
     if group.is_simulated:
         return array if lies == "everywhere" else jax.device_put(array[start:stop], part.stacked)
-    kept = shards(group, array)[start:stop]
+    kept = _here(group, array, start, stop)
     shape = array.shape if lies == "everywhere" else (stop - start, *array.shape[1:])
     return jax.make_array_from_single_device_arrays(shape, sharding(part, lies), kept)
+
+
+def _here(group: Group, array: jax.Array, start: int, stop: int) -> list[jax.Array]:
+    """The single-device arrays of ranks `start` to `stop` that belong to this process."""
+    first = group.mine.start
+    return shards(group, array)[max(start - first, 0) : max(stop - first, 0)]
 
 
 class Piece(NamedTuple):
@@ -268,7 +335,10 @@ class Piece(NamedTuple):
 
 
 def assemble(group: Group, pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Join pieces, in rank order, into one stacked array of the group with entries of `shape`."""
+    """Join pieces, in rank order, into one stacked array of the group with entries of `shape`.
+
+    Over processes pieces with an array are of this one's ranks; each process gives its own.
+    """
     everyone = (0, group.size)
     if len(pieces) == 1 and pieces[0].span == everyone and pieces[0].array is not None:
         return pieces[0].array
@@ -281,22 +351,23 @@ def assemble(group: Group, pieces: Sequence[Piece], shape: tuple[int, ...], dtyp
     placed: list[jax.Array] = []
     for start, stop, span, array in pieces:
         if array is None:
-            placed += [jax.device_put(np.zeros((1, *shape), dtype), device) for device in group.devices[start:stop]]
+            missing = [rank for rank in range(start, stop) if rank in group.mine]
+            placed += [jax.device_put(np.zeros((1, *shape), dtype), group.devices[rank]) for rank in missing]
         else:
-            placed += shards(group.span(*span), array)[start - span[0] : stop - span[0]]
+            placed += _here(group.span(*span), array, start - span[0], stop - span[0])
     return jax.make_array_from_single_device_arrays((group.size, *shape), group.stacked, placed)
 
 
 @lru_cache(maxsize=4096)
 def constant(group: Group, lies: Lies, values: tuple[Any, ...], dtype: str) -> jax.Array:
     """A small array of numbers, placed once."""
-    return jax.device_put(np.array(values, dtype), sharding(group, lies))
+    return sent(group, np.array(values, dtype), lies)
 
 
 def shards(group: Group, array: jax.Array) -> list[jax.Array]:
-    """The single-device arrays behind a global one, in rank order."""
+    """The single-device arrays behind a global one, in rank order; those of this process."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
-    return [by_device[device] for device in group.devices]
+    return [by_device[group.devices[rank]] for rank in group.mine]
 
 
 def of_first(group: Group, array: jax.Array) -> jax.Array:

@@ -70,6 +70,27 @@ class SharedLostError(SynkError):
     """
 
 
+class PeerError(SynkError):
+    """Raised where another process of the group has failed or is gone.
+
+    The group cannot go on: end this process, and start all again from the last checkpoint (`python -m synk launch
+    --restarts` does).
+
+    Example:
+      >>> issubclass(PeerError, SynkError)
+      True
+    """
+
+
+class DisagreementError(SynkError):
+    """Raised in every process of a group where they are about to run different programs.
+
+    Example:
+      >>> issubclass(DisagreementError, SynkError)
+      True
+    """
+
+
 def entry(fn: Callable[P, R]) -> Callable[P, R]:
     """Wrap a public call, so that an error of synk's own shows the user's line and this one frame."""
 

@@ -24,7 +24,7 @@ from ._prefetch import Prefetch
 from ._program import Signature
 from ._rows import How, how_picked
 from ._run import Call, Outcome, Prepared, finish, plan, prepare
-from ._shared import Shared
+from ._shared import Shared, named_in
 from ._task import Built, Stats, Task, View
 from ._trace import as_keys
 
@@ -293,6 +293,10 @@ class Function:
             stats.selecting += selected - start
             stats.dispatching += perf_counter() - begun
         return self.finish(outcome)
+
+    def variables_named(self) -> list[Shared]:
+        """Shared variables that the functions' own lines name."""
+        return [variable for fn in (self.fn, self._then) if fn is not None for variable in named_in(fn)]
 
     @property
     def has_then(self) -> bool:

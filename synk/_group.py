@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from . import _flight
+from . import _flight, _processes
 from ._errors import entry
 
 PyTree: TypeAlias = Any
@@ -58,6 +58,18 @@ class Group:
         return self.devices[0].platform
 
     @cached_property
+    def mine(self) -> range:
+        """The ranks whose devices belong to this process: all, unless the group spans several."""
+        here = jax.process_index()
+        ranks = [rank for rank, device in enumerate(self.devices) if device.process_index == here]
+        return range(ranks[0], ranks[-1] + 1) if ranks else range(0)
+
+    @cached_property
+    def spans(self) -> bool:
+        """Does it span several processes?"""
+        return len(self.mine) < self.size
+
+    @cached_property
     def stacked(self) -> NamedSharding:
         """How an array with one entry a replica lies: axis 0 over the replicas."""
         return NamedSharding(self.mesh, P() if self.is_simulated else P(AXIS))
@@ -92,7 +104,8 @@ class Group:
     def __repr__(self) -> str:
         ids = ", ".join(str(device.id) for device in dict.fromkeys(self.devices))
         kind = "simulated replicas on" if self.is_simulated else "replicas on"
-        return f"Group({self.size} {kind} {self.platform}:{ids})"
+        where = f" of {len({device.process_index for device in self.devices})} processes" if self.spans else ""
+        return f"Group({self.size} {kind} {self.platform}:{ids}{where})"
 
     def __enter__(self) -> Group:
         global _current
@@ -116,20 +129,47 @@ _replaced: dict[Group, Group | None] = {}
 
 
 @entry
-def init(devices: int | Sequence[Device] | None = None) -> Group:
+def init(
+    devices: int | Sequence[Device] | None = None,
+    *,
+    distributed: bool = False,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    watchdog: float | None = None,
+    exit_hook: bool = True,
+    heartbeat: int = _processes.HEARTBEAT,
+    shutdown: int = _processes.SHUTDOWN,
+    start: int = _processes.START,
+) -> Group:
     """Make a group of devices and make it the current one.
 
     On a machine with CPUs only, before JAX has started its backend, `init(n)` makes n virtual CPU devices (the
     option `jax_num_cpu_devices`).
 
+    With `distributed=True` the group spans all processes of the program, each of which makes this call, first of all:
+    it is `jax.distributed.initialize` with shorter time-outs. A launcher is found by JAX (SLURM, Open MPI, MPICH,
+    Kubernetes), else the next three arguments, or `SYNK_COORDINATOR`, `SYNK_NUM_PROCESSES` and `SYNK_PROCESS_ID` in the
+    environment (which `python -m synk launch` sets), say who is who. Where the runtime has been started already, as
+    Ray does, it is used as it is.
+
     Args:
       devices: None for all of `jax.devices()`; an int n for the first n; or a sequence of distinct devices.
+      distributed: whether other processes take part.
+      coordinator: "host:port" of process 0.
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+      watchdog: seconds without a call to synk after which this process prints the stacks of its threads and ends.
+      exit_hook: whether an uncaught error ends this process at once, so that the others need not wait for it.
+      heartbeat: seconds without a sign of life after which a process counts as dead.
+      shutdown: seconds to wait for the others at the end.
+      start: seconds to wait for them at the start.
 
     Returns:
       The group, to be used in `with` or left as it is.
 
     Raises:
-      ValueError: fewer devices exist than were asked for, or one is named twice.
+      ValueError: fewer devices exist than were asked for, one is named twice, or no launcher is found.
       TypeError: `devices` is none of these.
 
     Example:
@@ -138,10 +178,16 @@ def init(devices: int | Sequence[Device] | None = None) -> Group:
       ...     group.size
       1
     """
+    if distributed:
+        _processes.start(coordinator, num_processes, process_id, watchdog, exit_hook, heartbeat, shutdown, start)
+    elif (coordinator, num_processes, process_id) != (None, None, None):
+        raise ValueError("synk.init: coordinator, num_processes and process_id go with distributed=True.")
+    else:
+        _processes.watch(watchdog)
     if devices is None:
         return _use(_build(tuple(jax.devices())))
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
-        return _use(_build(_first(int(devices))))
+        return _use(_build(_first(int(devices), distributed)))
     if isinstance(devices, str) or not isinstance(devices, Sequence):
         raise TypeError(f"synk.init: devices is {devices!r}; give None, a number or a list of jax.Devices.")
     chosen = tuple(devices)
@@ -176,7 +222,7 @@ def simulate(n: int) -> Group:
       5.0
     """
     _check_count("synk.simulate", n)
-    return _use(_build((jax.devices()[0],) * int(n), is_simulated=True))
+    return _use(_build((jax.local_devices()[0],) * int(n), is_simulated=True))
 
 
 @entry
@@ -220,13 +266,21 @@ def _use(new: Group) -> Group:
 def _build(devices: tuple[Device, ...], is_simulated: bool = False) -> Group:
     on = devices[:1] if is_simulated else devices
     # Auto: newer JAX makes Explicit axes by default, which change what jnp functions accept.
-    return Group(devices, Mesh(np.array(on), (AXIS,), axis_types=(AxisType.Auto,)), is_simulated)
+    new = Group(devices, Mesh(np.array(on), (AXIS,), axis_types=(AxisType.Auto,)), is_simulated)
+    here = jax.process_index()
+    if not new.mine or any(device.process_index != here for device in devices[new.mine.start : new.mine.stop]):
+        raise ValueError(
+            f"synk.init: of the devices {devices}, those of one process must stand together, and each process that "
+            f"runs this needs one; this is process {here}."
+        )
+    return new
 
 
-def _first(n: int) -> tuple[Device, ...]:
+def _first(n: int, is_distributed: bool = False) -> tuple[Device, ...]:
     """The first n devices; made, where they are virtual CPU devices that JAX has not counted yet."""
     _check_count("synk.init", n)
-    _ask_for_cpu_devices(n)
+    if not is_distributed:
+        _ask_for_cpu_devices(n)
     have = jax.devices()
     if len(have) < n and have[0].platform == "cpu":
         raise ValueError(

@@ -217,8 +217,10 @@ class Signature:
         return Result(treedef, tuple(keys[i] for i in picked), tuple(picked))
 
     def own(self, outputs: Outputs) -> list[int]:
-        """Output leaves that are the first replica's own: no `then` follows, which would need them everywhere."""
-        return [i for i, leaf in enumerate(outputs.leaves) if leaf.kind == "first" and self.task.then is None]
+        """Output leaves that are the first replica's own: neither `then` nor another process needs them."""
+        if self.task.then is not None or self.group.spans:
+            return []
+        return [i for i, leaf in enumerate(outputs.leaves) if leaf.kind == "first"]
 
     # The plain program: every replica has as many rows.
 
@@ -299,7 +301,10 @@ class Signature:
         self.task.stats.compilations += 1
         owners = [v for v in variables for _ in range(count(v))]
         old = [i for i, v in enumerate(owners) if v in updates] if self.donate else []
-        return Program(group or self.group, body, ins, outs, arguments, donate=[*old, *donate], engine=self.task.engine)
+        group = group or self.group
+        return Program(
+            group, body, ins, outs, arguments, donate=[*old, *donate], engine=self.task.engine, name=self.task.name
+        )
 
     # Map, merge and combine: replicas or slices differ.
 

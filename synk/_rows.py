@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from . import _sources
-from ._engine import sharding
+from ._engine import sent, sharding
 from ._group import Group
 from ._sources import Reader, Rows, Source
 from ._staging import aligned, aligned_parts
@@ -184,7 +184,7 @@ def place(
     if isinstance(source, jax.Array):
         is_all = selection.indexes is None and len(source) == selection.rows == rows * group.size
         if is_all and source.dtype == dtype:
-            return source if source.sharding == group.stacked else jax.device_put(source, group.stacked)
+            return source if source.sharding == group.stacked else sent(group, source, "stacked")
         host = on_host(group, source)
         if host is None:
             return _place_on_device(group, source, selection, starts, rows, dtype)
@@ -195,13 +195,14 @@ def place(
         parts = [whole[rank * rows : (rank + 1) * rows] for rank in range(group.size)]
     else:
         whole = None
-        parts = aligned_parts(group.size, (rows, *shape[1:]), dtype)
+        parts = aligned_parts(len(group.mine), (rows, *shape[1:]), dtype)
+        starts = [starts[rank] for rank in group.mine]
     _sources.copy([selection.into(part, source, start) for part, start in zip(parts, starts, strict=True)])
     if whole is not None and is_argument:
         return whole
 
     def part_at(index: Any) -> np.ndarray:
-        return whole if whole is not None else parts[(index[0].start or 0) // rows]
+        return whole if whole is not None else parts[(index[0].start or 0) // rows - group.mine.start]
 
     return jax.make_array_from_callback(shape, sharding(group, "rows"), part_at)
 
@@ -210,7 +211,8 @@ def on_host(group: Group, source: Source) -> np.ndarray | Reader | None:
     """A source as what threads can copy from; None where that would bring it from a device."""
     if not isinstance(source, jax.Array):
         return source
-    return np.asarray(source) if group.platform == "cpu" and source.is_fully_addressable else None  # a view
+    is_here = source.is_fully_addressable or source.is_fully_replicated
+    return np.asarray(source) if is_here and (group.platform == "cpu" or group.spans) else None  # a view, on CPU
 
 
 def gather_rows(source: np.ndarray | Reader, selection: Selection, dtype: np.dtype) -> np.ndarray:
@@ -233,7 +235,7 @@ def _place_on_device(
     """Pick rows where they are, and send each replica its own."""
     index = np.concatenate([selection.positions(start, start + rows) for start in starts])
     picked = _take(source, index.astype(np.int32)).astype(dtype)
-    return jax.device_put(picked, group.stacked)
+    return sent(group, picked, "stacked")
 
 
 @jax.jit

@@ -273,7 +273,7 @@ class Launch(NamedTuple):
     start: int
     stop: int
     rows: int
-    span: tuple[int, int]
+    span: tuple[int, int] | None  # None where other processes run it
 
 
 class _Maps:
@@ -315,16 +315,16 @@ class _Maps:
     def run(self, wave: Sequence[Part]) -> None:
         """Start the programs of one wave."""
         launches = self._launches(wave)
-        results = [self._launch(launch, wave) for launch in launches]
-        if not self.firsts:
+        results = [None if launch.span is None else self._launch(launch, launch.span, wave) for launch in launches]
+        if self.own and not self.firsts and launches[0].span and results[0]:
             first = self.signature.group.span(*launches[0].span)
             self.firsts = [_engine.of_first(first, array) for array in results[0][: len(self.own)]]
-        shared = [result[len(self.own) :] for result in results]
+        shared = [result and result[len(self.own) :] for result in results]
         n = len(self.leaves)
         for j, i in enumerate(self.gather):
-            self._gather(self.entries[j], self.leaves[i], launches, [values[i] for values in shared])
+            self._gather(self.entries[j], self.leaves[i], launches, [values and values[i] for values in shared])
         places = [*self.merge, *range(n, n + len(self.changes))]
-        new = [self._assembled(launches, [values[i] for values in shared]) for i in places]
+        new = [self._assembled(launches, [values and values[i] for values in shared]) for i in places]
         self.merged = self._merged(new, wave) if self.merged else new
 
     def _merged(self, new: list[jax.Array], wave: Sequence[Part]) -> list[jax.Array]:
@@ -347,10 +347,23 @@ class _Maps:
         if (self.traced.has_effects and not self.plan.is_even) or len(splits) < SMALL_SPLITS:
             splits.add(tuple(found))
         alone = tuple(found) in splits
+        if alone and self.signature.group.spans and found[0][:2] != self.everyone:
+            return self._launches_here(found)
         return [Launch(start, stop, rows, (start, stop) if alone else self.everyone) for start, stop, rows in found]
 
-    def _launch(self, launch: Launch, wave: Sequence[Part]) -> list[jax.Array]:
-        sig, span, traced = self.signature, launch.span, self.traces[launch.rows]
+    def _launches_here(self, found: Sequence[tuple[int, int, int]]) -> list[Launch]:
+        """Of a wave over several processes, what this one runs: something, so that it knows what comes out."""
+        mine = self.signature.group.mine
+        launches: list[Launch] = []
+        for start, stop, rows in found:
+            first, last = max(start, mine.start), min(stop, mine.stop)
+            launches.append(Launch(start, stop, rows, (first, last) if first < last else None))
+        if all(launch.span is None for launch in launches):
+            launches.append(Launch(mine.start, mine.start, found[-1][2], (mine.start, mine.stop)))
+        return launches
+
+    def _launch(self, launch: Launch, span: tuple[int, int], wave: Sequence[Part]) -> list[jax.Array]:
+        sig, traced = self.signature, self.traces[launch.rows]
         group = sig.group.span(*span)
         meant = range(launch.start, launch.stop)
         offsets = [wave[rank].start if rank in meant else 0 for rank in range(*span)]
@@ -383,30 +396,44 @@ class _Maps:
         values = tuple(wave[rank].rows / self.total if rank in meant else 0.0 for rank in range(*span))
         return _engine.constant(self.signature.group.span(*span), "stacked", values, jnp.result_type(float).name)
 
-    def _assembled(self, launches: Sequence[Launch], arrays: Sequence[jax.Array]) -> jax.Array:
-        """One array of all ranks; those without rows have zeros, or what a filler gave."""
+    def _assembled(
+        self, launches: Sequence[Launch], arrays: Sequence[jax.Array | None], rows: int | None = None
+    ) -> jax.Array:
+        """One array of all ranks; those without rows have zeros, or what a filler gave.
+
+        `rows`: of an entry, where the launches alone do not tell.
+        """
+        like = next(array for array in arrays if array is not None)
+        if len(launches) == 1 and launches[0].span == self.everyone:
+            return like
         pieces: list[Piece] = []
         for launch, array in zip(launches, arrays, strict=True):
-            pieces += [self._gap(pieces, launch.start), Piece(launch.start, launch.stop, launch.span, array)]
+            if launch.span is not None and launch.start < launch.stop:
+                start, stop = max(launch.start, launch.span[0]), min(launch.stop, launch.span[1])
+                pieces += [self._gap(pieces, start), Piece(start, stop, launch.span, array)]
         pieces = [piece for piece in [*pieces, self._gap(pieces, self.everyone[1])] if piece.start < piece.stop]
-        if len(launches) == 1 and launches[0].span == self.everyone:
-            return arrays[0]
-        return _engine.assemble(self.signature.group, pieces, arrays[0].shape[1:], arrays[0].dtype)
+        shape = like.shape[1:] if rows is None else (rows, *like.shape[2:])
+        return _engine.assemble(self.signature.group, pieces, shape, like.dtype)
 
     def _gap(self, pieces: Sequence[Piece], stop: int) -> Piece:
         start = pieces[-1].stop if pieces else 0
         return Piece(start, stop, (start, stop), None)
 
-    def _gather(self, entries: list[Any], leaf: Leaf, launches: Sequence[Launch], arrays: Sequence[jax.Array]) -> None:
+    def _gather(
+        self, entries: list[Any], leaf: Leaf, launches: Sequence[Launch], arrays: Sequence[jax.Array | None]
+    ) -> None:
         ranks = range(*self.everyone)
         if leaf.kind == "parts":  # of equal shapes, so the launches of a wave are one array
             given = {rank for launch in launches for rank in range(launch.start, launch.stop)}
             entries.append((self._assembled(launches, arrays), [int(rank in given) for rank in ranks]))
             return
+        like = next(array for array in arrays if array is not None)
         for launch, array in zip(launches, arrays, strict=True):
             meant = range(launch.start, launch.stop)
-            rows = [launch.rows if rank in meant else 0 for rank in ranks]
-            entries.append((self._assembled([launch], [array]), rows))
+            if meant:
+                rows = [launch.rows if rank in meant else 0 for rank in ranks]
+                there = [launch._replace(span=None)] if array is None else [launch]
+                entries.append((self._assembled(there, [like if array is None else array], launch.rows), rows))
 
     def keep(self, entries: Sequence[tuple[jax.Array, list[int]]]) -> jax.Array:
         """Which entries to keep of those gathered, rank by rank and slice by slice."""
@@ -416,7 +443,7 @@ class _Maps:
             for rank in range(*self.everyone)
             for (_, rows), offset in zip(entries, offsets, strict=False)
         ]
-        return jax.device_put(np.concatenate(index).astype(np.int32), self.signature.group.everywhere)
+        return _engine.sent(self.signature.group, np.concatenate(index).astype(np.int32), "everywhere")
 
     def firsts_of(self, built: Built) -> list[jax.Array]:
         """The first replica's own outputs that the result has, in its order."""

@@ -1,0 +1,172 @@
+"""Agree: processes compare what they are about to run, before it runs, and learn why one of them is gone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import threading
+from collections.abc import Callable
+from time import monotonic, sleep
+
+import jax
+
+from . import _store
+from ._errors import DisagreementError, PeerError, SynkError
+
+PATIENCE = 1.0  # seconds between looks at what keeps another process
+
+# What JAX and its communication say when the other side is gone.
+_GONE = re.compile(
+    r"gloo|nccl|closed by peer|connection (reset|refused|closed)|heartbeat|coordination serv|unavailable", re.IGNORECASE
+)
+
+_number = 0  # of the program launched last, the same in all processes
+_asked = 0  # agreements before the next one
+_last = ""
+_ended: SynkError | None = None
+
+
+def launching(what: str) -> None:
+    """Count one more program of a group that spans processes; `SYNK_CHECK=1` compares each."""
+    global _number, _asked, _last
+    if _ended is not None:
+        raise _ended
+    if os.environ.get("SYNK_CHECK", "0") not in ("", "0"):
+        compare(what, what)
+    _number, _asked, _last = _number + 1, 0, what
+
+
+def compare(what: str, text: str) -> None:
+    """Wait until every process is about to run this; DisagreementError where one is not.
+
+    Args:
+      what: what messages say of it.
+      text: all that must be equal.
+    """
+    global _asked
+    me, count = jax.process_index(), jax.process_count()
+    _asked += 1
+    key = f"synk/agree/{_number + 1}.{_asked}"
+    # Numbers this long are addresses in one process's memory.
+    digest = hashlib.sha256(re.sub(r"\d{9,}", "#", text).encode()).hexdigest()[:16]
+    _store.put(f"{key}/{me}", f"{digest} {what}")
+    said = {other: _said(key, other, what) for other in range(count)}
+    if len(set(said.values())) > 1:
+        by_text: dict[str, list[int]] = {}
+        for other, value in said.items():
+            by_text.setdefault(value, []).append(other)
+        is_told = len({value.split(" ", 1)[1] for value in by_text}) > 1
+        sides = "; ".join(
+            f"process {', '.join(map(str, who))}: {value.split(' ', 1)[1]}{'' if is_told else f' [{value[:8]}]'}"
+            for value, who in by_text.items()
+        )
+        more = "" if is_told else " Their programs differ in what they compute (constants, operations)."
+        _disagree(
+            f"processes are about to run different programs. {sides}.{more} "
+            f"Every process must make the same calls, of equal shapes, in the same order."
+        )
+    if _asked == 1 and _number > 1:
+        _store.drop(f"synk/agree/{_number - 1}.1/{me}")
+
+
+def _said(key: str, other: int, what: str) -> str:
+    """What another process is about to run, once it says so."""
+    while True:
+        value = _store.wait(f"{key}/{other}", PATIENCE)
+        if value is not None:
+            return value
+        _raise_if_gone()
+        at = _store.look(f"synk/at/{other}")
+        if at is not None and int(at.split(" ", 1)[0]) > _number and _store.look(f"{key}/{other}") is None:
+            _disagree(
+                f"processes run different programs. process {jax.process_index()}: {what}; process {other} has gone "
+                f"on with: {at.split(' ', 1)[1]}. Every process must make the same calls, of equal shapes, in the same "
+                f"order."
+            )
+
+
+def _disagree(message: str) -> None:
+    global _ended
+    _store.put("synk/disagreed", message)
+    _ended = DisagreementError(message)
+    raise _ended
+
+
+def _raise_if_gone() -> None:
+    error = _why_gone()
+    if error is not None:
+        raise error
+
+
+def _why_gone(reason: str = "") -> SynkError | None:
+    """What other processes have said of their end."""
+    global _ended
+    me = str(jax.process_index())
+    try:
+        message = _store.look("synk/disagreed")
+        if message is not None:
+            _ended = DisagreementError(message)
+            return _ended
+        failed = {who: why for who, why in _store.under("synk/failed/").items() if who != me}
+    except Exception:  # the store lives in process 0
+        failed = {"0": "it is gone"}
+    if failed:
+        told = "; ".join(f"process {who}: {why}" for who, why in sorted(failed.items()))
+        _ended = PeerError(f"another process of the group has failed. {told}. {_ADVICE}")
+        return _ended
+    return None
+
+
+_ADVICE = "This group cannot go on: start all its processes again, from the last checkpoint."
+
+
+def as_peer_error(error: BaseException) -> SynkError | None:
+    """An error of the communication between processes as synk's; None where it is another, or there is one process."""
+    global _ended
+    if isinstance(error, PeerError | DisagreementError):
+        return error
+    if not _store.is_running() or jax.process_count() == 1 or not _GONE.search(str(error)):
+        return None
+    for _ in range(10):  # who fails says why just before it goes
+        told = _why_gone()
+        if told is not None:
+            return told
+        sleep(0.05)
+    first = str(error).strip().splitlines()[0][:200]
+    _ended = PeerError(f"another process of the group is gone ({first}). {_ADVICE}")
+    return _ended
+
+
+def has_ended() -> bool:
+    """Has the group come to an end, as far as this process knows?"""
+    return _ended is not None
+
+
+def say_failed(why: str) -> None:
+    """Tell the others why this process goes."""
+    try:
+        _store.put(f"synk/failed/{jax.process_index()}", why[:300])
+    except Exception:  # nobody is there to be told
+        pass
+
+
+def publish(stop: threading.Event, every: float = 0.5) -> Callable[[], None]:
+    """What a thread does: let the others see how far this process is."""
+
+    def run() -> None:
+        said = -1
+        while not stop.wait(every):
+            if _number != said:
+                said = _number
+                try:
+                    _store.put(f"synk/at/{jax.process_index()}", f"{said} {_last}")
+                except Exception:
+                    return
+
+    return run
+
+
+def progress() -> tuple[int, float]:
+    """How many programs were launched, and now."""
+    return _number, monotonic()

@@ -1,0 +1,196 @@
+"""Processes: one program in several, on JAX's own distributed runtime; and how a process leaves without hanging."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from . import _agree, _store
+from ._errors import SynkError, entry
+
+HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
+SHUTDOWN = 30  # seconds to wait for the others at the end
+START = 120  # seconds to wait for them at the start
+_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
+
+_watched: float | None = None
+_armed = 0.0
+_has_hook = False
+_terminated = False
+_handles_term = False
+
+
+def start(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    watchdog: float | None,
+    exit_hook: bool,
+    heartbeat: int,
+    shutdown: int,
+    start: int,
+) -> None:
+    """Join the other processes; where JAX's runtime has been started already, only what synk adds to it."""
+    if not _store.is_running():
+        coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
+        num_processes = _number(num_processes, "num_processes")
+        process_id = _number(process_id, "process_id")
+        given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+        missing = [name for name, value in given.items() if value is None]
+        if 0 < len(missing) < len(given):
+            raise ValueError(
+                f"synk.init: {', '.join(name for name in given if name not in missing)} given without "
+                f"{' and '.join(missing)}. Give all three (or SYNK_COORDINATOR, SYNK_NUM_PROCESSES, SYNK_PROCESS_ID), "
+                f"or none where a launcher is found."
+            )
+        bind = None
+        if coordinator is not None and coordinator.startswith(_LOOPBACK) and not os.environ.get(_BIND):
+            bind = coordinator  # nobody on the network needs to reach it
+        try:
+            jax.distributed.initialize(
+                coordinator,
+                num_processes,
+                process_id,
+                initialization_timeout=start,
+                heartbeat_timeout_seconds=heartbeat,
+                shutdown_timeout_seconds=shutdown,
+                coordinator_bind_address=bind,
+            )
+        except ValueError as error:
+            if missing:
+                raise ValueError(
+                    f"synk.init(distributed=True): no launcher was found ({error}). Give coordinator='host:port', "
+                    f"num_processes and process_id, or start with `python -m synk launch`."
+                ) from error
+            raise
+    _attend(exit_hook)
+    watch(watchdog)
+
+
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+
+
+def _number(value: Any, name: str) -> int | None:
+    """An argument, or what the environment says of it."""
+    if value is None:
+        text = os.environ.get(f"SYNK_{name.upper()}")
+        if text is None:
+            return None
+        if not text.isdigit():
+            raise ValueError(f"synk.init: SYNK_{name.upper()} is {text!r}; set it to an integer >= 0.")
+        return int(text)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"synk.init: {name} is {value!r}; give an integer.")
+    return value
+
+
+def _attend(exit_hook: bool) -> None:
+    global _has_hook
+    if _has_hook or jax.process_count() == 1:
+        return
+    _has_hook = True
+    stop = threading.Event()
+    threading.Thread(target=_agree.publish(stop), name="synk-progress", daemon=True).start()
+    atexit.register(_leave, stop, exit_hook)  # runs before the runtime's own, which waits for all others
+    if exit_hook:
+        before = sys.excepthook
+
+        def die(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            """A process that failed would wait for the others, and they for it: end at once."""
+            gone = _agree.as_peer_error(error)
+            if gone is None:
+                _agree.say_failed(f"{kind.__name__}: {error}")
+            before(kind, error, traceback)
+            if gone is not None and gone is not error:
+                print(f"synk.{type(gone).__name__}: {gone}", file=sys.stderr)
+            _exit(1)
+
+        sys.excepthook = die
+
+
+def _leave(stop: threading.Event, exit_hook: bool) -> None:
+    stop.set()
+    faulthandler.cancel_dump_traceback_later()
+    if not exit_hook:
+        return
+    if _agree.has_ended():
+        _exit(1)
+    _agree.say_failed("it has ended its program")
+
+
+def _exit(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except Exception:  # closed, or a broken pipe
+            pass
+    os._exit(code)
+
+
+def watch(seconds: float | None) -> None:
+    """End this process, with the stacks of all its threads, once nothing has run for so many seconds."""
+    global _watched, _armed
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0):
+        raise ValueError(f"synk.init: watchdog is {seconds!r}; give seconds > 0, or None.")
+    if seconds is None:
+        return
+    _watched, _armed = float(seconds), 0.0
+    alive()
+
+
+def alive() -> None:
+    """Something runs: the watchdog starts to count again."""
+    global _armed
+    if _watched is not None:
+        now = monotonic()
+        if now - _armed > min(1.0, _watched / 10):
+            _armed = now
+            faulthandler.dump_traceback_later(_watched, exit=True, file=sys.__stderr__)
+
+
+@entry
+def preempted(step: int) -> bool:
+    """Has this machine, or that of any process of the group, been told to stop (SIGTERM)?
+
+    True on every process at the same step, some steps after the signal: save, and leave. Call it once a step, in every
+    process, from the main thread.
+
+    Args:
+      step: the number of this step; larger with each call, and the same in all processes.
+
+    Returns:
+      Whether to stop now.
+
+    Raises:
+      SynkError: the preemption service of JAX is off.
+
+    Example:
+      >>> import synk
+      >>> synk.preempted(1)
+      False
+    """
+    global _handles_term
+    if _store.is_running():
+        try:
+            return multihost_utils.reached_preemption_sync_point(step)
+        except RuntimeError as error:
+            raise SynkError(f"synk.preempted: {error} Leave jax_enable_preemption_service on.") from error
+    if not _handles_term and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _note)
+        _handles_term = True
+    return _terminated
+
+
+def _note(number: int, frame: Any) -> None:
+    global _terminated
+    _terminated = True
