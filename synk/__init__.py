@@ -1,5 +1,6 @@
 """Data parallelism for plain JAX functions: write the serial program, run it on every device."""
 
+from ._checkpoint import load, save
 from ._collectives import (
     all_gather,
     all_reduce,
@@ -58,12 +59,14 @@ __all__ = [
     "get_value",
     "group",
     "init",
+    "load",
     "minibatches",
     "preempted",
     "prefetch",
     "rank",
     "reduce",
     "row_keys",
+    "save",
     "scatter",
     "set_value",
     "shared",

@@ -22,6 +22,7 @@ _GONE = re.compile(
 )
 
 _number = 0  # of the program launched last, the same in all processes
+_acts = 0  # that process 0 has done for all
 _asked = 0  # agreements before the next one
 _last = ""
 _ended: SynkError | None = None
@@ -68,6 +69,32 @@ def compare(what: str, text: str) -> None:
         )
     if _asked == 1 and _number > 1:
         _store.drop(f"synk/agree/{_number - 1}.1/{me}")
+
+
+def from_first(act: Callable[[], str], what: str) -> str:
+    """What process 0 alone does, and every process learns of: its result, or its error."""
+    global _acts
+    _acts += 1
+    key = f"synk/act/{_acts}"
+    if jax.process_index() == 0:
+        try:
+            result = act()
+        except Exception as error:
+            _store.put(key, f"!{type(error).__name__}: {error}")
+            raise
+        _store.put(key, f"={result}")
+        return result
+    said = None
+    while said is None:
+        said = _store.wait(key, PATIENCE)
+        if said is None:
+            _raise_if_gone()
+    if said[0] == "!":
+        kind, message = said[1:].split(": ", 1)
+        if kind == "FileNotFoundError":
+            raise FileNotFoundError(message)
+        raise OSError(f"{what}: process 0 failed: {said[1:]}")
+    return said[1:]
 
 
 def _said(key: str, other: int, what: str) -> str:

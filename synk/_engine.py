@@ -232,10 +232,16 @@ def host_entry(group: Group, array: jax.Array, lies: Lies, rank: int, rows: int 
     """
     if group.spans and lies == "stacked":
         array, lies = from_rank(group, [array], rank, "everywhere")[0], "everywhere"
-    if lies == "everywhere":
-        entry = np.asarray(array if group.is_simulated or group.spans else shards(group, array)[rank])
+    return own_entry(group, array, lies, group.mine.start if group.spans else rank, rows)
+
+
+def own_entry(group: Group, array: jax.Array, lies: Lies, rank: int, rows: int | None = None) -> np.ndarray:
+    """The same of a replica of this process."""
+    if group.is_simulated:
+        entry = np.asarray(array) if lies == "everywhere" else np.asarray(array)[rank, ...]
     else:
-        entry = np.asarray(array)[rank, ...] if group.is_simulated else np.asarray(shards(group, array)[rank])[0, ...]
+        entry = np.asarray(shards(group, array)[rank - group.mine.start])
+        entry = entry if lies == "everywhere" else entry[0, ...]
     return entry if rows is None else entry[:rows]
 
 
@@ -288,14 +294,14 @@ def replace_entry(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Ar
     return jax.make_array_from_single_device_arrays(array.shape, group.stacked, parts)
 
 
-def stack_parts(group: Group, parts: Sequence[Any], rows: int) -> jax.Array:
-    """Stack one array a replica, each padded to `rows` rows."""
-    shape = (group.size, rows, *parts[0].shape[1:])
+def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Array:
+    """Stack one array a replica, each padded to `rows` rows (None: they have one shape)."""
+    shape = (group.size, *parts[0].shape) if rows is None else (group.size, rows, *parts[0].shape[1:])
 
     def padded(part: Any) -> np.ndarray:
         host = np.asarray(part)
         full = np.zeros((1, *shape[1:]), host.dtype)
-        full[0, : len(host)] = host
+        full[0, ... if rows is None else slice(len(host))] = host
         return full
 
     if group.is_simulated:

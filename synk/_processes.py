@@ -155,7 +155,7 @@ def alive() -> None:
         now = monotonic()
         if now - _armed > min(1.0, _watched / 10):
             _armed = now
-            faulthandler.dump_traceback_later(_watched, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(_watched, exit=True, file=sys.__stderr__ or 2)
 
 
 @entry

@@ -319,12 +319,16 @@ class _Maps:
         if self.own and not self.firsts and launches[0].span and results[0]:
             first = self.signature.group.span(*launches[0].span)
             self.firsts = [_engine.of_first(first, array) for array in results[0][: len(self.own)]]
-        shared = [result and result[len(self.own) :] for result in results]
+        shared = [None if result is None else result[len(self.own) :] for result in results]
+
+        def each(i: int) -> list[jax.Array | None]:
+            return [None if values is None else values[i] for values in shared]
+
         n = len(self.leaves)
         for j, i in enumerate(self.gather):
-            self._gather(self.entries[j], self.leaves[i], launches, [values and values[i] for values in shared])
+            self._gather(self.entries[j], self.leaves[i], launches, each(i))
         places = [*self.merge, *range(n, n + len(self.changes))]
-        new = [self._assembled(launches, [values and values[i] for values in shared]) for i in places]
+        new = [self._assembled(launches, each(i)) for i in places]
         self.merged = self._merged(new, wave) if self.merged else new
 
     def _merged(self, new: list[jax.Array], wave: Sequence[Part]) -> list[jax.Array]:

@@ -425,6 +425,13 @@ class Shared:
         rows = self.rows_of(rank)
         return [_engine.host_entry(self._group, leaf, self._lies, rank, rows) for leaf in self._leaves]
 
+    def take(self, leaves: list[jax.Array], lengths: Sequence[int] | None, is_equal: bool, culprit: str) -> None:
+        """Take leaves that lie in their places, whatever was there before."""
+        with _flight.uninterrupted():
+            self._group, self._pending = self.home, None
+            lies = self._lies if is_equal else "stacked"
+            self.commit(leaves, lies, None if lengths is None else tuple(lengths), is_equal, culprit)
+
     def place_rows(self, parts: Sequence[Sequence[Any]]) -> None:
         """Give each replica its own rows: `parts[rank]` holds its leaves."""
         current = self.home

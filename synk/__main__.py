@@ -1,0 +1,136 @@
+"""`python -m synk launch`: one program in several processes of this machine, for development and tests."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from time import monotonic, sleep
+from typing import NamedTuple
+
+GRACE = 3.0  # seconds for the others to say why they end, once one has failed
+
+
+class Ended(NamedTuple):
+    """How one process ended."""
+
+    rank: int
+    code: int
+    seconds: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code of the gang."""
+    parser = argparse.ArgumentParser("python -m synk", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    launch = commands.add_parser("launch", help="start a program in n processes on this machine")
+    launch.add_argument("-n", "--processes", type=int, default=2, help="how many processes (2)")
+    launch.add_argument("--devices-per-process", type=int, metavar="K", help="CPU devices of each")
+    launch.add_argument("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
+    launch.add_argument("--logs", type=Path, metavar="FOLDER", help="where each rank's output is kept")
+    launch.add_argument("script")
+    launch.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    if options.processes < 1 or options.restarts < 0:
+        parser.error("-n is at least 1, --restarts at least 0")
+    logs = options.logs or Path(mkdtemp(prefix="synk-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    print(f"synk: {options.processes} processes, logs in {logs}", flush=True)
+    for attempt in range(options.restarts + 1):
+        code = run(options, attempt, logs)
+        if code == 0 or code == -signal.SIGINT:
+            break
+        if attempt < options.restarts:
+            print(f"synk: starting all again ({attempt + 1} of {options.restarts})", flush=True)
+    return code if code >= 0 else 128 - code
+
+
+def run(options: argparse.Namespace, attempt: int, logs: Path) -> int:
+    """One attempt of the gang: 0, or the code of the first process that failed."""
+    gang: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
+    port = _free_port()
+    try:
+        for rank in range(options.processes):
+            environment = os.environ | {
+                "SYNK_COORDINATOR": f"127.0.0.1:{port}",
+                "SYNK_NUM_PROCESSES": str(options.processes),
+                "SYNK_PROCESS_ID": str(rank),
+                "SYNK_ATTEMPT": str(attempt),
+                "PYTHONUNBUFFERED": "1",
+            }
+            if options.devices_per_process:
+                environment["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_process)
+            process = subprocess.Popen(
+                [sys.executable, options.script, *options.arguments],
+                env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            )  # fmt: skip
+            gang.append(process)
+            reader = threading.Thread(target=_copy, args=(process, rank, logs / f"rank-{rank}.{attempt}.log"))
+            reader.start()
+            readers.append(reader)
+        first = _watch(gang)
+    except KeyboardInterrupt:
+        first = Ended(-1, -signal.SIGINT, 0.0)
+    finally:
+        for process in gang:
+            if process.poll() is None:
+                process.kill()
+        for process in gang:
+            process.wait()
+        for reader in readers:
+            reader.join(5)
+    if first is None:
+        return 0
+    if first.rank >= 0:
+        how = f"was ended by {signal.Signals(-first.code).name}" if first.code < 0 else f"exited with {first.code}"
+        print(f"synk: process {first.rank} failed first: it {how} after {first.seconds:.1f} s", flush=True)
+    return first.code
+
+
+def _watch(gang: Sequence[subprocess.Popen[str]]) -> Ended | None:
+    """Wait for all to succeed, or for the first failure and those that follow from it."""
+    start = monotonic()
+    failed: list[Ended] = []
+    until = float("inf")
+    while any(process.poll() is None for process in gang) and monotonic() < until:
+        known = {ended.rank for ended in failed}
+        for rank, process in enumerate(gang):
+            if process.poll() and rank not in known:
+                failed.append(Ended(rank, process.returncode, monotonic() - start))
+        if failed and until == float("inf"):
+            until = monotonic() + GRACE
+        sleep(0.02)
+    for rank, process in enumerate(gang):
+        if process.poll() and rank not in {ended.rank for ended in failed}:
+            failed.append(Ended(rank, process.returncode or 0, monotonic() - start))
+    # The runtime aborts those whose peer is gone, and one that polls is seen a little late: blame what is no abort.
+    return min(failed, key=lambda ended: (ended.code == -signal.SIGABRT, ended.seconds), default=None)
+
+
+def _copy(process: subprocess.Popen[str], rank: int, log: Path) -> None:
+    """Every line to the log, and to the console with its rank."""
+    assert process.stdout is not None
+    with open(log, "w") as file:
+        for line in process.stdout:
+            file.write(line)
+            file.flush()
+            sys.stdout.write(f"[{rank}] {line}")
+            sys.stdout.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
