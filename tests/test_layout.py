@@ -9,19 +9,23 @@ from types import ModuleType
 import pytest
 
 import synk
+import synk.train
 
 PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 ORDER = """
-    _errors _flight _group _split _staging _sources _ops _trace _leaves _engine _rows _shared _data _outputs _bind
-    _arguments _feed _exchange _inputs _prefetch _collectives _fingerprint _task _program _run _compose _check _iterate _function
-    _minibatches _random _synkhronos __init__
+    _errors _flight _store _agree _processes _group _split _staging _sources _ops _trace _leaves _engine _rows _shared _data _outputs _bind
+    _arguments _feed _exchange _inputs _prefetch _collectives _checkpoint _fingerprint _task _program _run _compose _check _iterate _function
+    _minibatches _random _synkhronos __init__ train
 """.split()
 MODULES = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.glob("*.py")}
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name) for module in (synk, synk.train) for name in module.__all__
+}
 MEMBERS = {
     f"{name}.{member}": value
-    for name in synk.__all__
-    if inspect.isclass(getattr(synk, name))
-    for member, value in vars(getattr(synk, name)).items()
+    for name, public in PUBLIC.items()
+    if inspect.isclass(public)
+    for member, value in vars(public).items()
     if not member.startswith("_") and inspect.isfunction(value)
 }
 
@@ -74,10 +78,10 @@ def test_public_names():
     assert {getattr(synk, name).__module__ for name in synk.__all__} == {"synk"}
 
 
-@pytest.mark.parametrize("name", synk.__all__)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_have_an_example(name):
     """Every public name is documented, with an example; pytest runs it as a doctest."""
-    assert "Example:\n" in (inspect.getdoc(getattr(synk, name)) or "")
+    assert "Example:\n" in (inspect.getdoc(PUBLIC[name]) or "")
 
 
 @pytest.mark.parametrize("name", MEMBERS)

@@ -1,0 +1,490 @@
+"""Training steps: the serial optax loop is the oracle; for local steps, one loop a replica and their weighted mean."""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+
+import synk
+import synk.train
+
+from .helpers import assert_close, group_of, numbers, parts_of
+
+START = {"w": np.array([0.5, -1.0], np.float32), "b": np.float32(0.25)}
+W, B = np.array([1.0, 0.5], np.float32), 0.1
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    """Adam of optax multiplies floats with integers."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def devices():
+    """Four replicas on four devices."""
+    with group_of("devices", 4):
+        yield
+
+
+def mean_loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
+
+
+def rows_of(n, seed=0):
+    x = numbers(n, seed=seed) / 16
+    return x, np.tanh(x @ W + B).astype(np.float32)
+
+
+def masked_loss(params, x, y):
+    """Only rows with a positive first column count; a part may have none."""
+    mask = (x[:, 0] > 0).astype(jnp.float32)
+    off = (jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2
+    return synk.Weighted((off * mask).sum() / mask.sum(), mask.sum())
+
+
+def plain(loss):
+    """Its value, whether weighted or not."""
+
+    def value(*args):
+        out = loss(*args)
+        return out.value if isinstance(out, synk.Weighted) else out
+
+    return value
+
+
+def serial(loss, tx, batches, params=START):
+    """The loop without synk: losses, parameters and optimizer state."""
+    params = jax.tree.map(jnp.asarray, params)
+    opt_state, losses = tx.init(params), []
+    for batch in batches:
+        value, params, opt_state = one_step(loss, tx, params, opt_state, batch)
+        losses.append(value)
+    return losses, params, opt_state
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def one_step(loss, tx, params, opt_state, batch):
+    value, grads = jax.value_and_grad(plain(loss))(params, *batch)
+    updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, value=value)
+    return value, optax.apply_updates(params, updates), opt_state
+
+
+def trained(step, batches, **options):
+    """The same of a synk step."""
+    return [step(*batch, **options) for batch in batches], step.params.value, step.opt_state.value
+
+
+# Synchronous steps.
+
+
+@pytest.mark.parametrize(("loss", "slices"), [(mean_loss, 1), (mean_loss, 3), (masked_loss, 2)])
+def test_step_is_the_serial_loop(four, loss, slices):
+    """Losses, parameters and Adam's state; for rows that divide, that do not, and fewer than replicas."""
+    batches, tx = [rows_of(n, seed=1) for n in (8, 7, 3)], optax.adam(0.1)
+    step = synk.train.step(loss, START, tx)
+    assert_close(trained(step, batches, num_slices=slices), serial(loss, tx, batches))
+    step.check(*rows_of(9), num_slices=slices)
+
+
+def test_a_part_without_weight_counts_for_nothing(four):
+    """Its own mean is 0 / 0, and so are its gradients; with no weight at all the loss is NaN, as serially."""
+    x, y = rows_of(8)
+    x[:, 0] = -1
+    x[5, 0] = 1
+    step = synk.train.step(masked_loss, START, optax.sgd(0.1))
+    assert_close(trained(step, [(x, y)])[:2], serial(masked_loss, optax.sgd(0.1), [(x, y)])[:2])
+    assert np.isnan(synk.train.step(masked_loss, START, optax.sgd(0.1))(x[:5], y[:5]))
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+def test_clipping_is_of_the_combined_gradient(devices, rows):
+    """Not of each replica's own, whose norms are larger."""
+    batches = [rows_of(rows)] * 2
+    norm = np.linalg.norm(np.hstack(jax.tree.leaves(jax.grad(mean_loss)(START, *batches[0]))))
+    tx = optax.sgd(0.5, momentum=0.9)
+    step = synk.train.step(mean_loss, START, tx, clip=float(norm) / 3)
+    want = serial(mean_loss, optax.chain(optax.clip_by_global_norm(float(norm) / 3), tx), batches)
+    assert_close(trained(step, batches)[:2], want[:2])
+    loose = synk.train.step(mean_loss, START, tx, clip=float(norm) * 9)
+    assert_close(trained(loose, batches), serial(mean_loss, tx, batches))
+
+
+def with_aux(params, x, y):
+    scores = jnp.tanh(x @ params["w"] + params["b"])
+    off = {"largest": jnp.abs(scores - y).max(), "scores": scores, "count": len(x)}
+    return jnp.mean((scores - y) ** 2), (off, synk.Weighted(scores.mean(), float(len(x))))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_aux_outputs_combine_by_their_ops(devices, slices):
+    """Beside the loss, in any tree; they go out from the parameters before the step."""
+    x, y = rows_of(7)
+    ops = ({"largest": "max", "scores": "concat", "count": "sum"}, "mean")
+    step = synk.train.step(with_aux, START, optax.sgd(0.1), aux=ops)
+    loss, (off, mean) = step(x, y, num_slices=slices)
+    value, (want, weighted) = with_aux(START, x, y)
+    assert_close((loss, off, mean), (value, want, weighted.value))
+
+
+def test_inputs_batch_and_iterate(devices):
+    """What is broadcast goes whole to each replica; batches pick rows; results come in order."""
+
+    def loss(params, x, y, *, scale):
+        return mean_loss(params, x, y) * scale
+
+    x, y = rows_of(21)
+    batches = list(synk.minibatches(21, 8, epochs=2))
+    want = serial(functools.partial(loss, scale=2.0), optax.sgd(0.1), [(x[i], y[i]) for i in batches])
+    step = synk.train.step(loss, START, optax.sgd(0.1), inputs=["x", "y"])
+    one = step(x, y, scale=2.0, batch=batches[0])
+    results = step.iterate(x, y, scale=2.0, batches=batches[1:])
+    assert len(results) == 5
+    assert_close(([one, *results], step.params.value), want[:2])
+    assert step.function.stats.calls == 6
+
+
+def test_strict_promotion(devices):
+    """Nothing of synk's own mixes dtypes."""
+    with jax.numpy_dtype_promotion("strict"):
+        synk.train.step(masked_loss, START, optax.sgd(0.1), clip=1.0)(*rows_of(7), num_slices=2)
+        for slices in (1, 2):
+            synk.train.local_steps(masked_loss, START, optax.sgd(0.1), every=1)(*rows_of(7), num_slices=slices)
+
+
+def test_a_bound_keyword_is_a_constant(devices):
+    """A partial's array is neither scattered nor broadcast."""
+    loss = functools.partial(lambda params, x, y, weights: mean_loss(params, x * weights, y), weights=W[None])
+    step = synk.train.step(loss, START, optax.sgd(0.1), name="scaled")
+    assert_close(step(*rows_of(7)), loss(START, *rows_of(7)))
+
+
+def test_variables_are_taken_and_shared(devices):
+    """Parameters may be a shared variable already; the optimizer's state starts from its value."""
+    params = synk.shared(START, name="mine")
+    step = synk.train.step(mean_loss, params, optax.adam(0.1))
+    step(*rows_of(7))
+    assert step.params is params and step.opt_state.value[0].count == 1 and step.state is None
+    assert {*step.function.shared} == {params, step.opt_state}
+
+
+def test_the_optimizer_sees_the_combined_loss(devices):
+    """Optimizers that ask for `value` get it."""
+    batches = [rows_of(7)] * 6
+    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0, factor=0.5))
+    assert_close(trained(synk.train.step(mean_loss, START, tx), batches), serial(mean_loss, tx, batches))
+
+
+def test_one_trace(devices):
+    """The loss is traced once a shape, also at the first call."""
+    traces = []
+
+    def loss(params, x, y):
+        traces.append(x.shape)
+        return mean_loss(params, x, y)
+
+    step = synk.train.step(loss, START, optax.adam(0.1))
+    for _ in range(3):
+        step(*rows_of(8))
+    assert traces == [(2, 2)]
+
+
+# Model state.
+
+
+class Net(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(3)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5, axis_name=self.axis_name)(x)
+        return nn.Dense(1)(x)[:, 0]
+
+
+def batch_norm(axis_name=None):
+    """A network with BatchNorm: its loss, parameters and running averages."""
+    net = Net(axis_name)
+    start = net.init(jax.random.key(0), numbers(2), train=True)
+
+    def loss(params, stats, x, y, net=net):
+        out, new = net.apply({"params": params, "batch_stats": stats}, x, train=True, mutable=["batch_stats"])
+        return jnp.mean((out - y) ** 2), new["batch_stats"]
+
+    return loss, start["params"], start["batch_stats"]
+
+
+def mean_by(weights, trees):
+    return jax.tree.map(lambda *leaves: np.average(leaves, 0, weights), *trees)
+
+
+def serial_norm(loss, params, stats, batches, parts=1):
+    """One step a batch, gradients and running averages weighted by the rows of each part."""
+    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    for x, y in batches:
+        each = [(p, q) for p, q in zip(np.array_split(x, parts), np.array_split(y, parts), strict=True) if len(p)]
+        grads, news = [], []
+        for p, q in each:
+            (_, new), grad = gradient(params, stats, p, q)
+            grads.append(grad), news.append(new)
+        grad, stats = (mean_by([len(p) for p, _ in each], trees) for trees in (grads, news))
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grad)
+    return params, stats
+
+
+def test_batch_norm_is_normalised_per_replica(devices):
+    """Running averages are combined weighted by rows; that this is not the serial step, check says."""
+    loss, params, stats = batch_norm()
+    batches = [rows_of(n, seed) for seed, n in enumerate((7,))]
+    step = synk.train.step(lambda p, s, x, y: loss(p, s, x, y), params, optax.sgd(0.1), state=stats, name="norm")
+    with pytest.raises(synk.LawError, match=r"state.*BatchNorm_0"):
+        step.check(*batches[0])
+    for batch in batches:
+        step(*batch)
+    want = serial_norm(loss, params, stats, batches, parts=4)
+    assert_close((step.params.value, step.state.value), want, rtol=1e-4)
+
+
+def test_batch_norm_over_the_whole_batch(four):
+    """With the axis named it is the serial step, for equal parts; others raise."""
+    loss, params, stats = batch_norm("replica")
+    alone, _, _ = batch_norm()
+    batches = [rows_of(n, seed) for seed, n in enumerate((8, 12))]
+    step = synk.train.step(lambda p, s, x, y: loss(p, s, x, y), params, optax.sgd(0.1), state=stats, name="norm")
+    for batch in batches:
+        step(*batch)
+    assert_close((step.params.value, step.state.value), serial_norm(alone, params, stats, batches), rtol=1e-4)
+    with pytest.raises(ValueError, match=r"norm: it communicates inside.*as many rows"):
+        step(*rows_of(7))
+
+
+def counting(params, state, x, y):
+    return mean_loss(params, x, y), {"calls": state["calls"] + 1, "mean": x.mean(0)}, x.max()
+
+
+def test_state_holds_counts_too(devices):
+    """Integers take the largest, floats the mean by rows; aux outputs follow the state."""
+    x, y = rows_of(7)
+    state = {"calls": np.int32(5), "mean": np.zeros(2, np.float32)}
+    step = synk.train.step(counting, START, optax.sgd(0.1), state=state, aux="max")
+    loss, largest = step(x, y, num_slices=2)
+    assert_close((loss, largest), (mean_loss(START, x, y), x.max()))
+    assert_close(step.state.value, {"calls": np.int32(6), "mean": x.mean(0)})
+
+
+# Local steps.
+
+
+def local_oracle(loss, tx, batches, every, replicas=4, start=START, optimizer_state=True):
+    """A loop a replica; the mean of their parameters, weighted by the rows trained on since the last one."""
+    copies = [[start, tx.init(start)] for _ in range(replicas)]
+    weights = np.zeros(replicas)
+    for i, batch in enumerate(batches):
+        for r, part in enumerate(zip(*[parts_of(each, replicas) for each in batch], strict=True)):
+            if not part[0]:
+                continue
+            rows = [each[0] for each in part]
+            out = loss(start, *rows)
+            weight = float(out.weight) if isinstance(out, synk.Weighted) else len(rows[0])
+            if weight:
+                _, *copies[r] = one_step(loss, tx, *copies[r], rows)
+                weights[r] += weight
+        if (i + 1) % every == 0 or i + 1 == len(batches):
+            mean = functools.partial(jax.tree.map, lambda *leaves: weighted_mean(leaves, weights))
+            params = mean(*[params for params, _ in copies])
+            opt_state = mean(*[opt_state for _, opt_state in copies])
+            copies = [[params, opt_state if optimizer_state else own] for _, own in copies]
+            weights[:] = 0
+    return copies
+
+
+def weighted_mean(leaves, weights):
+    is_float = np.asarray(leaves[0]).dtype.kind == "f"
+    return np.average(leaves, 0, weights).astype(np.float32) if is_float else np.max(leaves, 0)
+
+
+@pytest.mark.parametrize(("loss", "slices"), [(mean_loss, 1), (masked_loss, 1), (masked_loss, 2)])
+def test_averaging_each_step_is_the_synchronous_step(four, loss, slices):
+    """With plain SGD, to rounding; for rows that do not divide, fewer than replicas, and weights."""
+    batches = [rows_of(n, seed=1) for n in (8, 7, 3)]
+    step = synk.train.local_steps(loss, START, optax.sgd(0.3), every=1)
+    want = serial(loss, optax.sgd(0.3), batches)
+    assert_close(([step(*b, num_slices=slices) for b in batches], step.params.value), want[:2])
+
+
+@pytest.mark.parametrize(
+    ("tx", "slices"), [(optax.sgd(0.2, momentum=0.9), 1), (optax.adam(0.1), 2)], ids=["momentum", "adam, slices"]
+)
+def test_replicas_train_on_their_own(devices, tx, slices):
+    """Every third step parameters and optimizer state are averaged by rows, counts kept; and once more at the end."""
+    batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3, 7, 8))]
+    with synk.train.local_steps(mean_loss, START, tx, every=3) as step:
+        for batch in batches:
+            step(*batch, num_slices=slices)
+    want, opt_state = local_oracle(mean_loss, tx, batches, 3)[0]
+    assert_close((step.params.value, step.opt_state.value), (want, opt_state), rtol=1e-4)
+    assert step.steps == 5
+
+
+def test_optimizer_state_may_stay_each_replicas_own(devices):
+    """Then only the parameters are averaged."""
+    batches, tx = [rows_of(n, seed) for seed, n in enumerate((8, 7, 8))], optax.sgd(0.2, momentum=0.9)
+    step = synk.train.local_steps(mean_loss, START, tx, every=2, optimizer_state=False)
+    for batch in batches:
+        step(*batch)
+    step.finish()
+    want = local_oracle(mean_loss, tx, batches, 2, optimizer_state=False)
+    assert_close(step.params.value, want[0][0])
+    for rank in range(4):
+        assert_close(step.opt_state.get_value(rank), want[rank][1])
+    with pytest.raises(synk.DivergedError, match="opt_state"):
+        step.opt_state.value
+
+
+def test_iterate_averages_the_last_round(devices):
+    """The results come one by one, with their number; at the end the parameters are one value."""
+    x, y = rows_of(34)
+    batches = list(synk.minibatches(34, 8))
+    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=3)
+    steps = step.iterate(x, y, batches=batches, prefetch=4)
+    assert len(steps) == 5 and len(list(steps)) == 5
+    want = local_oracle(mean_loss, optax.sgd(0.1), [(x[i], y[i]) for i in batches], 3)
+    assert_close(step.params.value, want[0][0])
+
+
+def test_before_the_average_replicas_differ(devices):
+    """Reading says so; finish averages once, and an error on the way out does not."""
+    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=9)
+    with pytest.raises(KeyError), step:
+        step(*rows_of(7))
+        raise KeyError
+    with pytest.raises(synk.DivergedError, match="params: its replicas hold different values, since mean_loss"):
+        step.params.value
+    step.finish()
+    before = step.params.value
+    step.finish()
+    assert_close(step.params.value, before)
+
+
+def test_scores_are_reported_after_averaging(devices):
+    """How many steps, and the mean loss of all rows since the last report."""
+    reports = []
+    batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3))]
+    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=2, report=lambda *r: reports.append(r))
+    losses = [float(step(*batch)) for batch in batches]
+    step.finish()
+    assert [steps for steps, _ in reports] == [2, 3]
+    assert_close([score for _, score in reports], [np.average(losses[:2], weights=[8, 7]), losses[2]])
+
+
+def test_a_replica_without_rows_keeps_its_values(devices):
+    """Three rows on four replicas: the last one's copy is as it was, and has no part in the average."""
+    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=2)
+    step(*rows_of(3))
+    assert_close(step.params.get_value(3), jax.tree.map(jnp.asarray, START))
+    step(*rows_of(3))
+    assert_close(step.params.value, local_oracle(mean_loss, optax.sgd(0.1), [rows_of(3)] * 2, 2)[0][0])
+
+
+def test_where_all_is_masked_nothing_is_trained(devices):
+    """The loss is NaN; parameters stay."""
+    x, y = rows_of(7)
+    step = synk.train.local_steps(masked_loss, START, optax.sgd(0.1), every=1)
+    assert np.isnan(step(-np.abs(x), y))
+    assert_close(step.params.value, jax.tree.map(jnp.asarray, START))
+
+
+def test_model_state_is_averaged_with_the_parameters(devices):
+    """BatchNorm's statistics, each replica's own between averages; aux outputs too."""
+    loss, params, stats = batch_norm()
+
+    def fn(params, stats, x, y):
+        value, new = loss(params, stats, x, y)
+        return value, new, x.max()
+
+    x, y = rows_of(7)
+    step = synk.train.local_steps(fn, params, optax.sgd(0.1), every=1, state=stats, aux="max")
+    _, largest = step(x, y)
+    assert_close(largest, x.max())
+    want = serial_norm(loss, params, stats, [(x, y)], parts=4)
+    assert_close((step.params.value, step.state.value), want, rtol=1e-4)
+
+
+def test_local_rows_of_resident_data(devices):
+    """`batch_s` picks each replica's own; weights are the rows that each took."""
+    x, y = rows_of(20)
+    there = [synk.data(each, place="scatter") for each in (x, y)]
+    picks = [[0, 1, 2], [4], [0, 3], [1, 2]]
+    rows = np.concatenate([5 * r + np.array(pick) for r, pick in enumerate(picks)])
+    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.3), every=1)
+    step(*there, batch_s=picks)
+    assert_close(step.params.value, serial(mean_loss, optax.sgd(0.3), [(x[rows], y[rows])])[1])
+
+
+def test_half_precision(devices):
+    """Gradients of slices add up in float32."""
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), START)
+
+    def loss(params, x, y):
+        return mean_loss(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), x, y)
+
+    step = synk.train.local_steps(loss, params, optax.sgd(0.5), every=1)
+    step(*rows_of(9), num_slices=2)
+    want = serial(loss, optax.sgd(0.5), [rows_of(9)], params)[1]
+    assert_close(jax.tree.map(lambda v: v.astype(jnp.float32), step.params.value),
+                 jax.tree.map(lambda v: v.astype(jnp.float32), want), rtol=2e-2)  # fmt: skip
+
+
+# Errors.
+
+
+def stepping(loss, **options):
+    return lambda: synk.train.step(loss, START, optax.sgd(0.1), **options)(*rows_of(4))
+
+
+def local(**options):
+    return lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1), **options)(*rows_of(4))
+
+
+WRONG = {
+    "no loss": (lambda: synk.train.step(3, START, optax.sgd(0.1)), TypeError, "train.step: loss is 3; give a function"),
+    "no optimizer": (lambda: synk.train.step(mean_loss, START, 0.1), TypeError, r"optimizer is 0.1; .*optax.sgd\(0.1\)"),
+    "clip": (stepping(mean_loss, clip=0), ValueError, "clip is 0; give the largest global norm"),
+    "no parameters": (stepping(lambda: 0.0, name="f"), TypeError, r"the loss f\(\) must take the parameters first"),
+    "no state": (stepping(lambda p, *x: 0.0, state=1.0, name="f"), TypeError, "the parameters and the state first"),
+    "a loss a row": (stepping(lambda p, x, y: x[:, 0]), TypeError, r"returned a loss of float32\[1\]; return the mean"),
+    "an integer": (stepping(lambda p, x, y: x.shape[0]), TypeError, r"a loss of int32\[\]; .*one floating number"),
+    "aux unannounced": (stepping(with_aux), TypeError, "with_aux: it returned 2 values; .*return the loss alone"),
+    "aux missing": (stepping(mean_loss, aux="sum"), TypeError, "one .*; .*return the loss and aux outputs, as a tuple"),
+    "aux op": (stepping(with_aux, aux="average"), ValueError, 'mean_loss|with_aux: op "?\'?average.*"mean"'),
+    "aux tree": (stepping(with_aux, aux=("sum",)), ValueError, "with_aux: outputs=.* is no prefix"),
+    "state's tree": (
+        stepping(lambda p, s, x, y: (x.mean(), {"a": s}), state=1.0, name="f"), ValueError, "new value of state",
+    ),
+    "every 0": (local(every=0), ValueError, "every is 0; average after so many steps, >= 1"),
+    "every half": (local(every=0.5), TypeError, "every is 0.5; give an integer"),
+    "no rows": (local(inputs=["broadcast", "broadcast"]), ValueError, "mean_loss: averages are weighted by rows"),
+    "slices": (lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(4), num_slices=0),
+               ValueError, "num_slices is 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_messages(case):
+    """Each says which call, what was given, and what to do."""
+    call, error, text = WRONG[case]
+    with group_of("devices", 4), pytest.raises(error, match=text):
+        call()
+
+
+def test_without_optax(monkeypatch):
+    """Importing needs none; using it says how to get it."""
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(ImportError, match=r"synk.train: it needs optax.*synk-jax\[examples\]"):
+        synk.train.step(mean_loss, START, None)
