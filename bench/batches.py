@@ -8,9 +8,7 @@ what one with resident data costs. Interleaved in one run; medians. `--peers` ad
 """
 
 import argparse
-import json
 import os
-import platform
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,6 +16,7 @@ from statistics import median
 from time import perf_counter
 
 import jax
+from record import about, canvas, cpu_devices, heading, save
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -30,8 +29,7 @@ if __name__ == "__main__":
     parser.add_argument("--peers", action="store_true")
     options = parser.parse_args()
     counts = [int(n) for n in options.replicas.split(",")]
-    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-        jax.config.update("jax_num_cpu_devices", max(counts))
+    cpu_devices(max(counts))
 
 import jax.numpy as jnp
 import numpy as np
@@ -338,8 +336,8 @@ def measure(ways, index, rounds, is_call=False):
 
 
 def main():
-    results = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
-    results |= {"machine": platform.machine(), "cases": []}
+    results = about("batches") | {"rows": options.rows, "rounds": options.rounds, "cases": []}
+    print(heading(results))
 
     def note(case, kind, batch, replicas, size, times):
         rates = {name: size / seconds / 1e9 for name, seconds in times.items()} if size else {}
@@ -379,20 +377,14 @@ def main():
     for replicas in counts:
         times = measure(call_ways(replicas), picks(1024, 64), 40 * options.rounds, is_call=True)
         note("call", "float32", 64, replicas, 0, times)
-    if options.json:
-        os.makedirs(os.path.dirname(options.json) or ".", exist_ok=True)
-        with open(options.json, "w") as file:
-            json.dump(results, file, indent=1)
+    save(options.json, results)
     if options.plot:
         plot(results, options.plot)
 
 
 def plot(results, path):
     """GB/s by method, a panel a case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = canvas()
 
     names = ["host", "broadcast", "local", "exchange"]
     figure, axes = plt.subplots(1, len(names), figsize=(16, 4.5), sharey=False)

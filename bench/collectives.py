@@ -10,14 +10,13 @@ own.
 """
 
 import argparse
-import json
 import multiprocessing
-import os
-import socket
 from statistics import median
 from time import perf_counter
 
 import jax
+from record import about, cpu_devices, heading, save
+from turns import free_port
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -28,8 +27,7 @@ if __name__ == "__main__":
     parser.add_argument("--json")
     options = parser.parse_args()
     counts = [int(n) for n in options.replicas.split(",")]
-    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-        jax.config.update("jax_num_cpu_devices", max(counts))
+    cpu_devices(max(counts))
 
 import jax.numpy as jnp
 import numpy as np
@@ -162,17 +160,15 @@ def by_gloo(sizes):
     except ImportError:
         print("torch is not installed")
         return []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     results = multiprocessing.get_context("spawn").SimpleQueue()
     spawn(gloo, (port, [(size, rounds_of(size)) for size in sizes], results), nprocs=2)
     return [results.get() for _ in sizes]
 
 
 def main():
-    kind, sizes = jax.devices()[0].device_kind, [float(size) for size in options.sizes.split(",")]
-    print(f"jax {jax.__version__}, {kind} x {len(jax.devices())}, {os.cpu_count()} cores; medians, ms (GB/s)")
+    found, sizes = about("collectives"), [float(size) for size in options.sizes.split(",")]
+    print(f"{heading(found)}; medians, ms (GB/s)")
     print(f"{'operation':22} {'replicas':>8} {'bytes':>6} {'synk':>16} {'by hand':>16} {'x + 1':>16}  synk / by hand")
     results = []
     for operation in OPERATIONS:
@@ -189,10 +185,7 @@ def main():
     for size, seconds in by_gloo(sizes) if options.peers else []:
         print(f"{'all_reduce, gloo':22} {2:8} {size:6.0e} {1e3 * seconds:8.2f} ({size / seconds / 1e9:5.2f})")
         peers.append({"peer": "torch gloo, 2 processes", "bytes": size, "seconds": seconds})
-    if options.json:
-        about = {"bench": "collectives", "jax": jax.__version__, "device": kind, "cores": os.cpu_count()}
-        with open(options.json, "w") as file:
-            json.dump({**about, "results": results, "peers": peers}, file, indent=1)
+    save(options.json, found | {"results": results, "peers": peers})
 
 
 if __name__ == "__main__":

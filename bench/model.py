@@ -110,14 +110,14 @@ def predict(machine, n, step_ms, talk, overlap):
 
 
 def compiled_talk():
-    """The collectives of ResNet-50 by synk, compiled for 8 virtual CPU devices; tiny rows, as bytes do not depend."""
+    """The collectives of ResNet-50 by synk, compiled for 8 virtual CPU devices."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    from resnet import WAYS, Training, collectives, images
+    from resnet import talk_of
 
-    return collectives(WAYS["synk"](Training(32), 8, *images(8, 32)).compiled)
+    return talk_of(8)
 
 
 def measured(path):
@@ -183,10 +183,9 @@ def main(options):
 
 
 def plot(results, path):
-    import matplotlib
+    from record import canvas
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = canvas()
 
     for name, result in results.items():
         for overlap, style in ((False, "-"), (True, ":")):

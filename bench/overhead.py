@@ -1,19 +1,19 @@
 """Overhead: a training step by synk beside the same step written by hand.
 
     python bench/overhead.py [--replicas 1,2,4] [--leaves 10,160,480] [--rounds 60] [--json OUT]
+                             [--plot OUT.png]
 
 Claim: a call costs at most 60 us of Python over the best hand-written step, and many small leaves cost less, since
 they travel in one buffer. Interleaved in one run; medians.
 """
 
 import argparse
-import json
-import os
 import random
 from statistics import median
 from time import perf_counter
 
 import jax
+from record import about, canvas, cpu_devices, heading, save
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -22,10 +22,10 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--size", type=int, default=256, help="numbers in a leaf; 256 are 1 KB")
     parser.add_argument("--json")
+    parser.add_argument("--plot")
     options = parser.parse_args()
     counts = [int(n) for n in options.replicas.split(",")]
-    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-        jax.config.update("jax_num_cpu_devices", max(counts))
+    cpu_devices(max(counts))
 
 import jax.numpy as jnp
 import numpy as np
@@ -130,10 +130,8 @@ def measure(replicas, leaves, size, rounds):
 
 
 def main():
-    kind = jax.devices()[0].device_kind
-    print(
-        f"jax {jax.__version__}, {kind} x {len(jax.devices())}, {os.cpu_count()} cores; medians of {options.rounds}, us"
-    )
+    found = about("overhead") | {"leaf_bytes": 4 * options.size, "rounds": options.rounds}
+    print(f"{heading(found)}; medians of {options.rounds}, us")
     print(f"{'replicas':>8} {'leaves':>6} " + " ".join(f"{name:>18}" for name in WAYS) + "   synk / best by hand")
     results = []
     for replicas in counts:
@@ -145,11 +143,23 @@ def main():
             print(f"{replicas:8} {leaves:6} {cells}   {ratio:.2f} ({over:+.0f} us)", flush=True)
             us = {name: {"step": whole * 1e6, "start": start * 1e6} for name, (whole, start) in times.items()}
             results.append({"replicas": replicas, "leaves": leaves, "ratio": ratio, "over_us": over, "us": us})
-    if options.json:
-        with open(options.json, "w") as file:
-            about = {"bench": "overhead", "jax": jax.__version__, "device": kind, "cores": os.cpu_count()}
-            sizes = {"leaf_bytes": 4 * options.size, "rounds": options.rounds}
-            json.dump({**about, **sizes, "results": results}, file, indent=1)
+    save(options.json, found | {"results": results})
+    if options.plot:
+        plot(results, options.plot)
+
+
+def plot(results, path):
+    """Microseconds a step, a panel a number of replicas."""
+    plt = canvas()
+    figure, axes = plt.subplots(1, len(counts), figsize=(4.5 * len(counts), 4), squeeze=False)
+    for axis, replicas in zip(axes[0], counts, strict=True):
+        cases = [case for case in results if case["replicas"] == replicas]
+        for name in WAYS:
+            axis.plot([c["leaves"] for c in cases], [c["us"][name]["step"] for c in cases], "-o", label=name)
+        axis.set_xscale("log"), axis.set_yscale("log"), axis.set_xlabel("leaves"), axis.set_ylabel("us a step")
+        axis.set_title(f"{replicas} replica(s)"), axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

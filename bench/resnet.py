@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from imagenet import BLOCKS, CLASSES, FEATURES, LR, MOMENTUM, images
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synk
 
-STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
-CLASSES = 1000
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 
 
@@ -42,14 +41,15 @@ class ResNet50(nn.Module):
     """25.6 million parameters, in float32; computes in `dtype`."""
 
     dtype: type = jnp.float32
+    blocks: tuple[int, ...] = BLOCKS
 
     @nn.compact
     def __call__(self, x):
         conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = partial(nn.BatchNorm, use_running_average=False, momentum=0.9, epsilon=1e-5, dtype=self.dtype)
+        norm = partial(nn.BatchNorm, use_running_average=False, momentum=MOMENTUM, epsilon=1e-5, dtype=self.dtype)
         x = nn.relu(norm()(conv(64, (7, 7), 2, padding=((3, 3), (3, 3)))(x)))
         x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
-        for stage, (features, blocks) in enumerate(STAGES):
+        for stage, (features, blocks) in enumerate(zip(FEATURES, self.blocks, strict=False)):
             for block in range(blocks):
                 x = Block(features, 2 if stage and not block else 1, conv, norm)(x)
         return nn.Dense(CLASSES, dtype=self.dtype)(x.mean((1, 2))).astype(jnp.float32)
@@ -58,8 +58,8 @@ class ResNet50(nn.Module):
 class Training:
     """A model, its optimizer and their first state."""
 
-    def __init__(self, image, dtype=jnp.float32):
-        self.model, self.tx, self.dtype = ResNet50(dtype), optax.sgd(0.1, momentum=0.9), dtype
+    def __init__(self, image, dtype=jnp.float32, blocks=BLOCKS):
+        self.model, self.tx, self.dtype = ResNet50(dtype, blocks), optax.sgd(LR, momentum=MOMENTUM), dtype
         start = jax.jit(self.model.init)(jax.random.key(0), jnp.zeros((1, image, image, 3), dtype))
         self.params, self.stats = jax.device_get((start["params"], start["batch_stats"]))
         self.momentum = jax.device_get(self.tx.init(self.params))
@@ -85,12 +85,6 @@ class Training:
         return self.params, self.stats, self.momentum
 
 
-def images(rows, image, seed=0):
-    """ImageNet-shaped noise: uint8 pixels and labels."""
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 256, (rows, image, image, 3), np.uint8), rng.integers(0, CLASSES, rows).astype(np.int32)
-
-
 class Way:
     """One way to run the step: `step(x, y)` gives the loss; `compiled` is its program."""
 
@@ -113,9 +107,7 @@ def by_synk(training, replicas, x, y, num_slices=1):
         stats.value = averages
         return loss
 
-    def put(x, y):
-        return jax.device_put((x, y), group.stacked)
-
+    put = partial(_put, group.stacked)
     call = partial(step, num_slices=num_slices) if num_slices > 1 else step
     return Way(put, call, step.compile(*put(x, y), num_slices=num_slices), step)
 
@@ -181,8 +173,8 @@ WAYS = {
     "synk": by_synk,
     "jit(shard_map)": by_shard_map,
     "pmap": by_pmap,
-    "jit, NamedSharding": by_jit,
-    "jit, one device": by_serial_jit,
+    "jit(NamedSharding)": by_jit,
+    "serial jit": by_serial_jit,
 }
 
 
@@ -191,8 +183,9 @@ def _of_its_own(training, everywhere):
     return jax.tree.map(jnp.copy, jax.device_put(training.state(), everywhere))
 
 
-def _put(cut, x, y):
-    return jax.device_put((x, y), cut)
+def _put(cut, *rows):
+    """On the devices; every process gives its own their part."""
+    return [jax.make_array_from_callback(a.shape, cut, a.__getitem__) for a in rows]
 
 
 def _carried(jitted, state, put, x, y):
@@ -222,6 +215,22 @@ def collectives(compiled):
             size = sum(BYTES[dtype] * prod(int(d) for d in dims.split(",") if d) for dtype, dims in shapes)
             found.append((match[2], size))
     return found
+
+
+def talk_of(replicas, blocks=BLOCKS):
+    """The collectives of the step by synk compiled for so many replicas; tiny rows, as bytes do not depend on them."""
+    return collectives(by_synk(Training(32, blocks=blocks), replicas, *images(replicas, 32)).compiled)
+
+
+def gradient_bytes(training):
+    """What has to be reduced: as many bytes as the parameters have."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(training.params))
+
+
+def donated(compiled, training):
+    """How much of the state a program writes where it lay: 1 if it copies nothing."""
+    state = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(training.state()))
+    return compiled.memory_analysis().alias_size_in_bytes / state
 
 
 def peak_memory(compiled):

@@ -1,6 +1,7 @@
 """Slices: time and memory of a training step whose rows run in parts, by synk and by hand.
 
-    python bench/slices.py [--replicas 1,2] [--slices 1,2,4,8] [--rounds 9] [--json OUT] [--plot OUT.png]
+    python bench/slices.py [--replicas 1,2] [--slices 1,2,4,8] [--models CNN,MLP] [--rounds 9] [--json OUT]
+                           [--plot OUT.png]
 
 Claim: `num_slices=4` of a CNN takes at most 1.1 of the whole batch's time and at most 0.35 of its temporary memory. A
 LeNet-like CNN (512 images of 28 x 28) and a multilayer perceptron (2,048 rows of 784), SGD, rows resident; beside the
@@ -24,19 +25,21 @@ from time import perf_counter, sleep
 from typing import Any
 
 import jax
+from record import about, canvas, cpu_devices, heading, save
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replicas", default="1,2")
     parser.add_argument("--slices", default="1,2,4,8", help="the first is 1: all ratios are to it")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--models", default="CNN,MLP")
+    parser.add_argument("--divide", type=int, default=1, help="rows by so much, for a trial")
     parser.add_argument("--peaks", action="store_true", help="print peak memory alone; a run calls itself with this")
     parser.add_argument("--json")
     parser.add_argument("--plot")
     options = parser.parse_args()
-    counts = [int(n) for n in options.replicas.split(",")]
-    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-        jax.config.update("jax_num_cpu_devices", max(counts))
+    counts, kinds = [int(n) for n in options.replicas.split(",")], options.models.split(",")
+    cpu_devices(max(counts))
 
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +175,7 @@ def temporary(compiled):
 def made(replicas, kind):
     """Every way, for every number of slices: its step and temporary memory."""
     model, shape = MODELS[kind]
+    shape = (shape[0] // options.divide, *shape[1:])
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal(shape, np.float32), rng.integers(0, 10, shape[0]).astype(np.int32)
     start = jax.device_get(model.init(jax.random.key(0), x[:1]))
@@ -199,7 +203,7 @@ def measure(replicas, kind) -> list[dict[str, Any]]:
 def peaks():
     """Bytes by which each step makes this process grow, in the order of the results."""
     found = []
-    for kind in MODELS:
+    for kind in kinds:
         for replicas in counts:
             for step, _ in made(replicas, kind).values():
                 found.append(median([growth(step) for _ in range(4)][1:]))
@@ -225,7 +229,8 @@ def peaks_apart():
     if sys.platform != "linux" or jax.default_backend() != "cpu":
         return None
     malloc = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, __file__, "--peaks", "--replicas", options.replicas, "--slices", options.slices]
+    same = {name: str(getattr(options, name)) for name in ("replicas", "slices", "models", "divide")}
+    command = [sys.executable, __file__, "--peaks", *(f"--{name}={value}" for name, value in same.items())]
     return json.loads(subprocess.run(command, env={**os.environ, **malloc}, check=True, stdout=subprocess.PIPE).stdout)
 
 
@@ -233,9 +238,9 @@ def main():
     if options.peaks:
         print(json.dumps(peaks()))
         return
-    kind = jax.devices()[0].device_kind
-    print(f"jax {jax.__version__}, {kind} x {len(jax.devices())}, {os.cpu_count()} cores; medians of {options.rounds}")
-    results = [case for model in MODELS for replicas in counts for case in measure(replicas, model)]
+    found = about("slices") | {"rounds": options.rounds}
+    print(f"{heading(found)}; medians of {options.rounds}")
+    results = [case for model in kinds for replicas in counts for case in measure(replicas, model)]
     grown = peaks_apart() or [None] * len(results)
     print("model replicas way     slices       ms  MB temp  MB peak   of the whole batch by hand: time, temp")
     for case, peak in zip(results, grown, strict=True):
@@ -248,23 +253,17 @@ def main():
             f"{case['temporary'] / 1e6:8.1f} {'-' if peak is None else f'{peak / 1e6:.1f}':>8}   "
             f"{case['time ratio']:.2f}, {case['temporary ratio']:.2f}"
         )
-    if options.json:
-        about = {"bench": "slices", "jax": jax.__version__, "device": kind, "cores": os.cpu_count()}
-        with open(options.json, "w") as file:
-            json.dump({**about, "results": results}, file, indent=1)
+    save(options.json, found | {"results": results})
     if options.plot:
         plot(results, options.plot)
 
 
 def plot(results, path):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = canvas()
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     for axis, key in zip(axes, ("time ratio", "temporary ratio"), strict=True):
-        for model in MODELS:
+        for model in kinds:
             for way, style in (("synk", "-o"), ("by hand", ":x")):
                 cases = [c for c in results if (c["model"], c["way"], c["replicas"]) == (model, way, counts[-1])]
                 axis.plot([c["slices"] for c in cases], [c[key] for c in cases], style, label=f"{model}, {way}")

@@ -1,0 +1,61 @@
+"""What every result says of itself: what ran, where, when, and how busy the machine was."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import jax
+
+BEFORE = os.getloadavg() if hasattr(os, "getloadavg") else ()
+
+
+def cpu_devices(n):
+    """Ask for so many virtual CPU devices; before anything else of JAX."""
+    if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+        jax.config.update("jax_num_cpu_devices", n)
+
+
+def about(bench):
+    """What ran, where and when; the load averages (1, 5 and 15 minutes) are from before it began."""
+    return {
+        "bench": bench,
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "load before": BEFORE,
+    }
+
+
+def heading(found):
+    """One line of it, to print."""
+    load = ", ".join(f"{one:.1f}" for one in found["load before"])
+    return (
+        f"jax {found['jax']}, {found['device']} x {found['devices']}, {found['cores']} cores, "
+        f"Python {found['python']}; {found['date']}, load before {load}"
+    )
+
+
+def save(path, found):
+    """Write a result as JSON, if a path was given."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def canvas():
+    """matplotlib.pyplot, drawing into files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
