@@ -15,6 +15,7 @@ from tempfile import mkdtemp
 from time import monotonic, sleep
 from typing import NamedTuple
 
+STUCK = 124  # the code of a process that had to be ended, as of the command `timeout`
 GRACE = 3.0  # seconds for the others to say why they end, once one has failed
 
 
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = options.logs or Path(mkdtemp(prefix="synk-"))
     logs.mkdir(parents=True, exist_ok=True)
     print(f"synk: {options.processes} processes, logs in {logs}", flush=True)
+    code = 0
     for attempt in range(options.restarts + 1):
         code = run(options, attempt, logs)
         if code == 0 or code == -signal.SIGINT:
@@ -91,6 +93,7 @@ def run(options: argparse.Namespace, attempt: int, logs: Path) -> int:
         return 0
     if first.rank >= 0:
         how = f"was ended by {signal.Signals(-first.code).name}" if first.code < 0 else f"exited with {first.code}"
+        how = "was stuck" if first.code == STUCK else how
         print(f"synk: process {first.rank} failed first: it {how} after {first.seconds:.1f} s", flush=True)
     return first.code
 
@@ -108,10 +111,10 @@ def _watch(gang: Sequence[subprocess.Popen[str]]) -> Ended | None:
         if failed and until == float("inf"):
             until = monotonic() + GRACE
         sleep(0.02)
-    for rank, process in enumerate(gang):
-        if process.poll() and rank not in {ended.rank for ended in failed}:
-            failed.append(Ended(rank, process.returncode or 0, monotonic() - start))
-    # The runtime aborts those whose peer is gone, and one that polls is seen a little late: blame what is no abort.
+    stuck = [rank for rank, process in enumerate(gang) if process.poll() is None]
+    if stuck and all(ended.code == -signal.SIGABRT for ended in failed):  # for want of its heartbeat
+        return Ended(stuck[0], STUCK, failed[0].seconds)
+    # The runtime aborts those whose peer is gone, and an end is seen a little late: blame what is no abort.
     return min(failed, key=lambda ended: (ended.code == -signal.SIGABRT, ended.seconds), default=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -114,10 +115,28 @@ def _said(key: str, other: int, what: str) -> str:
 
 
 def _disagree(message: str) -> None:
-    global _ended
     _store.put("synk/disagreed", message)
-    _ended = DisagreementError(message)
-    raise _ended
+    raise _end(DisagreementError(message))
+
+
+def _end(error: SynkError) -> SynkError:
+    """Note that the group has come to its end, and that this process knows."""
+    global _ended
+    if _ended is None:
+        _ended = error
+        with contextlib.suppress(Exception):  # the store may be gone as well
+            _store.put(f"synk/told/{jax.process_index()}", "")
+    return _ended
+
+
+def await_told(seconds: float) -> None:
+    """Process 0 takes the store, and with it all others, along: let them learn first why."""
+    until = monotonic() + seconds
+    with contextlib.suppress(Exception):
+        while jax.process_index() == 0 and monotonic() < until:
+            if len(_store.under("synk/told/")) == jax.process_count():
+                return
+            sleep(0.05)
 
 
 def _raise_if_gone() -> None:
@@ -126,22 +145,19 @@ def _raise_if_gone() -> None:
         raise error
 
 
-def _why_gone(reason: str = "") -> SynkError | None:
+def _why_gone() -> SynkError | None:
     """What other processes have said of their end."""
-    global _ended
     me = str(jax.process_index())
     try:
         message = _store.look("synk/disagreed")
         if message is not None:
-            _ended = DisagreementError(message)
-            return _ended
+            return _end(DisagreementError(message))
         failed = {who: why for who, why in _store.under("synk/failed/").items() if who != me}
     except Exception:  # the store lives in process 0
         failed = {"0": "it is gone"}
     if failed:
         told = "; ".join(f"process {who}: {why}" for who, why in sorted(failed.items()))
-        _ended = PeerError(f"another process of the group has failed. {told}. {_ADVICE}")
-        return _ended
+        return _end(PeerError(f"another process of the group has failed. {told}. {_ADVICE}"))
     return None
 
 
@@ -150,7 +166,6 @@ _ADVICE = "This group cannot go on: start all its processes again, from the last
 
 def as_peer_error(error: BaseException) -> SynkError | None:
     """An error of the communication between processes as synk's; None where it is another, or there is one process."""
-    global _ended
     if isinstance(error, PeerError | DisagreementError):
         return error
     if not _store.is_running() or jax.process_count() == 1 or not _GONE.search(str(error)):
@@ -161,8 +176,7 @@ def as_peer_error(error: BaseException) -> SynkError | None:
             return told
         sleep(0.05)
     first = str(error).strip().splitlines()[0][:200]
-    _ended = PeerError(f"another process of the group is gone ({first}). {_ADVICE}")
-    return _ended
+    return _end(PeerError(f"another process of the group is gone ({first}). {_ADVICE}"))
 
 
 def has_ended() -> bool:
@@ -172,10 +186,8 @@ def has_ended() -> bool:
 
 def say_failed(why: str) -> None:
     """Tell the others why this process goes."""
-    try:
+    with contextlib.suppress(Exception):  # nobody may be there to be told
         _store.put(f"synk/failed/{jax.process_index()}", why[:300])
-    except Exception:  # nobody is there to be told
-        pass
 
 
 def publish(stop: threading.Event, every: float = 0.5) -> Callable[[], None]:
@@ -192,8 +204,3 @@ def publish(stop: threading.Event, every: float = 0.5) -> Callable[[], None]:
                     return
 
     return run
-
-
-def progress() -> tuple[int, float]:
-    """How many programs were launched, and now."""
-    return _number, monotonic()

@@ -121,8 +121,9 @@ class Program:
         _flight.admit(self.group.is_bounded)
         _processes.alive()
         if self.group.spans:
-            _agree.launching(self.name)
-        results = list(self.compiled(*args))
+            results = _over_processes(self.name, lambda: list(self.compiled(*args)))
+        else:
+            results = list(self.compiled(*args))
         _flight.launched(results.pop(), failed)
         return results
 
@@ -145,9 +146,11 @@ def once(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], ar
     with _flight.LOCK:
         _flight.admit(group.is_bounded)
         _processes.alive()
+        run = _jitted(group, body, tuple(ins), tuple(outs))
         if group.spans:
-            _launching(group, body, ins, outs, args)
-        results = list(_jitted(group, body, tuple(ins), tuple(outs))(*args))
+            results = _over_processes(_agreed_on(group, body, ins, outs, args), lambda: list(run(*args)))
+        else:
+            results = list(run(*args))
         _flight.launched(results.pop(), lambda error: None)
         return results
 
@@ -155,15 +158,27 @@ def once(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], ar
 _agreed: set[Any] = set()
 
 
-def _launching(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], args: Sequence[Any]) -> None:
-    """Agree, once for each kind of arguments, that all processes are about to run this."""
+def _over_processes(what: str, run: Callable[[], list[jax.Array]]) -> list[jax.Array]:
+    """Start a program that all processes start; on CPU it may be there that another one is found gone."""
+    _agree.launching(what)
+    try:
+        return run()
+    except Exception as error:
+        gone = _agree.as_peer_error(error)
+        if gone is None or gone is error:
+            raise
+        raise gone from error
+
+
+def _agreed_on(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], args: Sequence[Any]) -> str:
+    """What it is called; agreed, once for each kind of arguments, with all processes that are about to run it."""
     shapes = tuple((a.shape, a.dtype) for a in args)
     what = f"{body.__module__.rsplit('.', 1)[-1].strip('_')}.{body.__qualname__.split('.')[0].strip('_')}"
     what = f"{what}({_shapes(args)})"
     if (group, body, tuple(ins), tuple(outs), shapes) not in _agreed:
         _agree.compare(what, _jitted(group, body, tuple(ins), tuple(outs)).lower(*args).as_text())
         _agreed.add((group, body, tuple(ins), tuple(outs), shapes))
-    _agree.launching(what)
+    return what
 
 
 def _shapes(args: Sequence[Any]) -> str:

@@ -113,6 +113,8 @@ def _attend(exit_hook: bool) -> None:
             before(kind, error, traceback)
             if gone is not None and gone is not error:
                 print(f"synk.{type(gone).__name__}: {gone}", file=sys.stderr)
+            if gone is not None:
+                _agree.await_told(1.0)
             _exit(1)
 
         sys.excepthook = die

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from . import _engine, _flight, _trace
+from . import _agree, _engine, _flight, _trace
 from ._engine import Lies
-from ._errors import DivergedError, SharedLostError, SynkError, entry
+from ._errors import DivergedError, PeerError, SharedLostError, SynkError, entry
 from ._group import Group, PyTree, group
 from ._leaves import conform, own, refuse_traced, struct
 from ._trace import Value, as_data, key_of
@@ -216,6 +216,8 @@ class Shared:
         self.place(current)
         if self._lost is not None:
             name, cause = self._lost
+            if isinstance(cause, PeerError):  # nothing that is set now would help
+                raise cause
             raise SharedLostError(
                 f"{self.name}: its value was donated to a program of {name} that died ({_in_a_line(cause)}). "
                 f"Set or load it again; donate=False in {name} keeps old values."
@@ -335,6 +337,9 @@ class Shared:
             try:
                 jax.block_until_ready(leaves)
             except Exception as error:
+                gone = _agree.as_peer_error(error)
+                if gone is not None:
+                    raise gone from error
                 _flight.drain()  # which notes whose program it was
                 if self._leaves is leaves and self._lost is None:
                     self.lose("a function", error)
