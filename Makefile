@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint clean
+.PHONY: demo test bench lint clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/mnist.py
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.bench
+	$(BIN)/python bench/run.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -3,12 +3,18 @@
 import json
 import os
 import platform
+import re
 import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import jax
+
+try:
+    from tqdm import tqdm
+except ImportError:  # a bar less
+    tqdm = None
 
 BEFORE = os.getloadavg() if hasattr(os, "getloadavg") else ()
 
@@ -42,6 +48,23 @@ def heading(found):
         f"jax {found['jax']}, {found['device']} x {found['devices']}, {found['cores']} cores, "
         f"Python {found['python']}; {found['date']}, load before {load}"
     )
+
+
+def say(text):
+    """Print, in one process of several."""
+    if jax.process_index() == 0:
+        (tqdm.write if tqdm else print)(text)
+
+
+def progress(items, what):
+    """The items, with a bar where tqdm is installed, in one process of several."""
+    return tqdm(items, what, leave=False, disable=jax.process_index() > 0) if tqdm else items
+
+
+def results_path(found):
+    """Where a result goes: bench/results/<date>-<device>.json."""
+    device = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
+    return Path(__file__).parent / "results" / f"{found['date'].split()[0]}-{device}.json"
 
 
 def save(path, found):

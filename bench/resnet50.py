@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 from imagenet import BLOCKS, flops, from_folder, images
-from record import about, canvas, cpu_devices, heading, save
+from record import about, canvas, cpu_devices, heading, progress, save, say
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -36,13 +36,13 @@ if __name__ == "__main__":
     parser.add_argument("--json")
     parser.add_argument("--plot")
     options = parser.parse_args()
-    cpu_devices(1 if options.distributed else 8)
+    if not options.distributed:
+        cpu_devices(8)
 
 import jax.numpy as jnp
 import numpy as np
 import peers
 from resnet import WAYS, Training, collectives, donated, gradient_bytes, peak_memory, talk_of
-from tqdm import tqdm
 
 import synk
 
@@ -61,7 +61,7 @@ def by_default():
         counts = [int(n) for n in options.replicas.split(",")]
     if options.distributed:
         counts = [jax.device_count()]
-        options.against = options.against and counts[0]
+        options.against, options.peers = options.against and counts[0], None
     if options.peers is not None:
         options.against = options.against or 1
     return [n for n in counts if n <= jax.device_count()], jnp.float32 if is_cpu else jnp.bfloat16
@@ -127,7 +127,7 @@ def measure(training, names, replicas):
         )
         run |= {name: peer.steps for name, peer in elsewhere.items()}
     times, watched = {name: [] for name in run}, {}
-    for turn in tqdm(range(ROUNDS + 1), f"{replicas} replica(s)", leave=False, disable=jax.process_index() > 0):
+    for turn in progress(range(ROUNDS + 1), f"{replicas} replica(s)"):
         for name, steps in run.items():
             found = steps(max(1, options.steps // ROUNDS) if turn else 2)
             times[name] += found if turn else []
@@ -206,12 +206,6 @@ def show(name, result, one):
         f"{result['replicas']:8} {name:34} {result['images/s']:10.1f} {middle:9.1f} {f'{low:.1f} to {high:.1f}':>18}"
         f" {speedup:8.2f} {speedup / result['replicas']:10.2f} {held}"
     )
-
-
-def say(text):
-    """Print, in one process of several."""
-    if jax.process_index() == 0:
-        tqdm.write(text)
 
 
 def main():

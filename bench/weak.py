@@ -46,13 +46,13 @@ def start(options, way, replicas):
 
 def measure(options):
     """Efficiency of each round and milliseconds of all steps, by way."""
-    running = {(way, n): start(options, way, n) for way in WAYS for n in (1, 2)}
-    times, rounds = {key: [] for key in running}, {way: [] for way in WAYS}
+    running = {(way, n): start(options, way, n) for way in options.ways for n in (1, 2)}
+    times, rounds = {key: [] for key in running}, {way: [] for way in options.ways}
     for _ in range(options.rounds):
         found = {key: process.steps(options.steps) for key, process in running.items()}
         for key, ms in found.items():
             times[key] += ms
-        for way in WAYS:
+        for way in rounds:
             rounds[way].append(median(found[way, 1]) / median(found[way, 2]))
     for process in running.values():
         process.close()
@@ -66,6 +66,7 @@ def main():
     parser.add_argument("--image", type=int, default=64)
     parser.add_argument("--batch-per-replica", type=int, default=8)
     parser.add_argument("--blocks", default=",".join(map(str, BLOCKS)), help="in each stage; fewer for a trial")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS))
     parser.add_argument("--json")
     parser.add_argument("--serve", choices=WAYS, help="be one of the processes; a run starts them with this")
     parser.add_argument("--replicas", type=int, help="goes with --serve")
@@ -77,10 +78,10 @@ def main():
         raise SystemExit("Weak scaling needs Linux and two cores.")
     times, rounds = measure(options)
     result = about("weak") | {k: v for k, v in vars(options).items() if k not in ("json", "serve", "replicas")}
-    result |= {"ms": {way: {n: times[way, n] for n in (1, 2)} for way in WAYS}, "rounds": rounds}
+    result |= {"ms": {way: {n: times[way, n] for n in (1, 2)} for way in rounds}, "rounds": rounds}
     result["efficiency"] = {way: median(found) for way, found in rounds.items()}
     print(heading(result))
-    for way in WAYS:
+    for way in rounds:
         one, two = (median(times[way, n]) for n in (1, 2))
         spread = f"{min(rounds[way]):.2f} to {max(rounds[way]):.2f}"
         print(f"{way:15} 1 core {one:.0f} ms, 2 cores {two:.0f} ms: {result['efficiency'][way]:.3f} ({spread})")
