@@ -18,6 +18,7 @@ from ._errors import DisagreementError, DivergedError, LawError, PeerError, Shar
 from ._fingerprint import check_replicas
 from ._function import Function, function
 from ._group import Group, close, group, init, simulate
+from ._local import local
 from ._minibatches import minibatches
 from ._ops import Weighted
 from ._prefetch import prefetch
@@ -60,6 +61,7 @@ __all__ = [
     "group",
     "init",
     "load",
+    "local",
     "minibatches",
     "preempted",
     "prefetch",

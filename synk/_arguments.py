@@ -12,6 +12,7 @@ from . import _engine
 from ._bind import Layout
 from ._data import Data
 from ._group import Group
+from ._local import Local
 from ._shared import Shared
 from ._sources import Source, as_source
 from ._trace import as_data, key_of, settings
@@ -29,6 +30,9 @@ def arrays(name: str, layout: Layout, leaves: Sequence[Any], places: Sequence[in
                 key, leaf = key_of(leaf), as_data(leaf)
         elif isinstance(leaf, Data):
             key = leaf.key
+        elif isinstance(leaf, Local):
+            if place in layout.broadcast:
+                raise TypeError(f"{name}: argument {layout.names[place]} is synk.local rows, but it is broadcast.")
         elif not isinstance(leaf, SCALARS):
             leaf = _as_array(leaf, f"{name}: argument {layout.names[place]}")
         arrays.append(leaf)

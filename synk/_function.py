@@ -18,6 +18,7 @@ from ._errors import SynkError, entry
 from ._feed import Feed
 from ._group import Group, PyTree, group
 from ._inputs import inputs, picked_from
+from ._local import Local
 from ._ops import Op
 from ._outputs import check_ops
 from ._prefetch import Prefetch
@@ -341,6 +342,8 @@ class Function:
         """Scattered and broadcast leaves as arrays of jax.numpy's, traced ones among them."""
         if batch_s is not None:
             raise ValueError(f"{self.name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
+        if any(isinstance(leaf, Local) for leaf in leaves):
+            raise ValueError(f"{self.name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
         sources, keys = arrays(self.name, layout, leaves, layout.scattered)
         sources = picked_from(self.name, layout.scattered_names, sources, batch)
         others, other_keys = arrays(self.name, layout, leaves, layout.broadcast)

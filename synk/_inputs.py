@@ -16,7 +16,8 @@ from ._data import Data
 from ._exchange import exchange
 from ._feed import Feed
 from ._group import Group, group
-from ._rows import Local, Selection, how_picked, place, put, select, select_local, taken_together
+from ._local import Local, lengths_of, rows_of_all
+from ._rows import LocalRows, Selection, gather_rows, how_picked, place, put, select, select_local, taken_together
 from ._sources import Source, is_in_memory, narrow
 
 
@@ -29,6 +30,7 @@ class Input(NamedTuple):
     shape: tuple[int, ...]  # of one row
     dtype: np.dtype
     exchanged: int | None = None  # where a global batch picks from scattered rows: how many there are
+    before: int = 0  # rows of the call that lie before the source's, in other processes
 
 
 class Inputs(NamedTuple):
@@ -36,8 +38,9 @@ class Inputs(NamedTuple):
 
     each: tuple[Input, ...]
     rows: int | None  # taken in all; None where nothing is scattered
-    local: Local | None  # where `batch_s` picks from scattered data
+    local: LocalRows | None  # where `batch_s` picks from scattered data
     is_exchanged: bool  # whether replicas have yet to give each other rows
+    is_local: bool = False  # whether each process brings rows of its own
 
 
 def inputs(
@@ -51,6 +54,8 @@ def inputs(
       current: the group that runs them.
       home: the group that scattered data lies in, where `current` is another one and takes all rows from the host.
     """
+    if any(isinstance(leaf, Local) for leaf in leaves):
+        return _local_inputs(name, names, leaves, batch, batch_s, current, home)
     minibatch = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Data) and leaf.is_minibatch]
     picked = [i for i in range(len(leaves)) if i not in minibatch]
     scattered = [i for i in picked if isinstance(leaves[i], Data) and leaves[i].place == "scatter"]
@@ -81,6 +86,37 @@ def inputs(
     return Inputs(tuple(each), taken, None if home else local, any([one.exchanged for one in each]))
 
 
+def _local_inputs(
+    name: str, names: Sequence[str], leaves: Sequence[Any], batch: Any, batch_s: Any, current: Group, home: Group | None
+) -> Inputs:
+    """Rows of this process: over several they meet those of the others where the call runs."""
+    if batch_s is not None:
+        raise ValueError(f"{name}: batch_s picks rows that live on the replicas; batch picks from synk.local rows.")
+    for leaf, argument in zip(leaves, names, strict=True):
+        if not isinstance(leaf, Local):
+            raise ValueError(
+                f"{name}: argument {argument} is the same in all processes, but others hold synk.local rows. Mark all "
+                f"scattered arguments of a call, or none."
+            )
+    spans = (home or current).spans
+    sources: list[Any] = [leaf.source for leaf in leaves]
+    rows = common_rows(name, names, sources, range(len(sources)), is_local=spans)
+    none = Selection(None, 0, 0)
+    selection = select(batch, rows, name, names[0]) if rows else none
+    if home is not None and spans:  # which takes all rows from here
+        sources = [rows_of_all(gather_rows(source, selection, source.dtype)) for source in sources]
+        selection = Selection(None, 0, len(sources[0]))
+    if home is not None or not spans:
+        each = [_input(source, selection, None, False, False, current, home) for source in sources]
+        return Inputs(tuple(each), selection.rows, None, False)
+    lengths = lengths_of(current, selection.rows)
+    if not any(lengths):
+        raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
+    before = sum(lengths[: current.mine.start])
+    each = [_input(s, selection, batch, False, False, current, None)._replace(before=before) for s in sources]
+    return Inputs(tuple(each), sum(lengths), LocalRows(lengths, (none,) * len(lengths), lengths), False, True)
+
+
 def _none_to_pick(is_local: bool, is_minibatch: bool) -> str:
     if is_local:
         return "batch_s has picked from all that this call has. Give one of the two."
@@ -89,7 +125,7 @@ def _none_to_pick(is_local: bool, is_minibatch: bool) -> str:
 
 def _taken(
     name: str, names: Sequence[str], leaves: Sequence[Any], selection: Selection | None, picked: Sequence[int],
-    local: Local | None, minibatch: Sequence[int],
+    local: LocalRows | None, minibatch: Sequence[int],
 ) -> int | None:  # fmt: skip
     """How many rows the call takes; all that picks or brings rows agrees."""
     rows = None if selection is None else selection.rows
@@ -109,8 +145,10 @@ def _taken(
     return brought if rows is None else rows
 
 
-def common_rows(name: str, names: Sequence[str], leaves: Sequence[Any], which: Sequence[int]) -> int | None:
-    """How many rows these arguments have, all the same; None where there are none."""
+def common_rows(
+    name: str, names: Sequence[str], leaves: Sequence[Any], which: Sequence[int], is_local: bool = False
+) -> int | None:
+    """How many rows these arguments have, all the same; None where there are none. Other processes may have some."""
     rows: int | None = None
     for i in which:
         leaf = leaves[i]
@@ -129,7 +167,7 @@ def common_rows(name: str, names: Sequence[str], leaves: Sequence[Any], which: S
                 f"{name}: argument {names[i]} has {count} rows, but {names[which[0]]} has {rows}. Scattered ones "
                 f'share their rows; pass this one as "broadcast" if it has none to share.'
             )
-    if rows == 0:
+    if rows == 0 and not is_local:
         raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows; a call needs at least one.")
     return rows
 
@@ -197,8 +235,9 @@ class Window(NamedTuple):
     rows: int
     begins: Sequence[int]  # where the rows of each begin among all that the call takes
     offsets: Sequence[int]  # and among its own
-    local: Local | None = None
+    local: LocalRows | None = None
     meant: range | None = None  # other ranks run on any rows
+    is_local: bool = False  # whether other processes have rows that this one has not
 
 
 def send(group: Group, each: Sequence[Input], window: Window) -> list[jax.Array]:
@@ -206,9 +245,12 @@ def send(group: Group, each: Sequence[Input], window: Window) -> list[jax.Array]
     part = group.span(window.start, window.stop)
     values: list[jax.Array] = []
     picks: dict[Any, jax.Array] = {}
-    for source, selection, feed, _, dtype, _ in each:
+    for source, selection, feed, shape, dtype, _, before in each:
         if feed.how == "given":
-            values.append(place(part, source, selection, window.begins, window.rows, dtype, True))
+            begins = [begin - before for begin in window.begins]
+            if before or window.is_local:
+                source, selection, begins = _filled(source, selection, begins, window.rows, shape)
+            values.append(place(part, source, selection, begins, window.rows, dtype, True))
             continue
         key = (feed.lies, feed.how, id(selection))
         if key not in picks:
@@ -216,6 +258,17 @@ def send(group: Group, each: Sequence[Input], window: Window) -> list[jax.Array]
             picks[key] = _pick(part, feed, selection, window) if has_all else local_pick(part, feed.how, window)
         values += [_engine.restrict(group, window.start, window.stop, source, feed.lies), picks[key]]  # type: ignore[arg-type]  # a resident one is an array
     return values
+
+
+def _filled(
+    source: Any, selection: Selection, begins: Sequence[int], rows: int, shape: tuple[int, ...]
+) -> tuple[Any, Selection, list[int]]:
+    """Where this process has fewer rows than a program takes, copies of what it has; nothing comes of them."""
+    if selection.rows >= rows:
+        return source, selection, [min(max(begin, 0), selection.rows - rows) for begin in begins]
+    some = gather_rows(source, selection, source.dtype) if selection.rows else np.zeros((1, *shape), source.dtype)
+    filled = some[np.arange(rows) % len(some)]
+    return filled, Selection(None, 0, rows), [0 for _ in begins]
 
 
 def _pick(part: Group, feed: Feed, selection: Selection, window: Window) -> jax.Array:

@@ -11,8 +11,9 @@ from ._arguments import arrays, check_slices
 from ._data import Data
 from ._group import PyTree, group
 from ._inputs import common_rows
+from ._local import Local
 from ._prefetch import Prefetch, sent
-from ._rows import select
+from ._rows import gather_rows, select
 from ._sources import narrow
 from ._trace import as_keys
 
@@ -53,6 +54,10 @@ def iterate(
                 continue
             leaf = sources[i]
             source = leaf.source if isinstance(leaf, Data) else leaf
+            if isinstance(leaf, Local):  # of which each process picks its own
+                mine = select(batch, leaf.shape[0], f.name, names[i])
+                given[layout.scattered[i]] = Local(gather_rows(leaf.source, mine, narrow(leaf.dtype)))
+                continue
             there = sent(current, source, selection, narrow(leaf.dtype), is_cut=slices == 1)
             if resident:  # to which the batch still applies
                 there = Data(there, "host", True, None, names[i], key=keys[i])

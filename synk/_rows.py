@@ -35,7 +35,7 @@ class Selection(NamedTuple):
         return Rows(buffer, source, self.indexes, at if self.indexes is not None else self.start + at)
 
 
-class Local(NamedTuple):
+class LocalRows(NamedTuple):
     """Which of the rows that it holds each replica takes."""
 
     held: tuple[int, ...]
@@ -119,13 +119,13 @@ def _found(index: np.ndarray) -> Selection:
     return Selection(index, 0, count)
 
 
-def select_local(batch_s: Any, held: Sequence[int], function: str, name: str) -> Local:
+def select_local(batch_s: Any, held: Sequence[int], function: str, name: str) -> LocalRows:
     """Check a `batch_s` against the rows that replicas hold: one selection for all, or one for each."""
     each = [batch_s] * len(held)
     if not _is_one_each(batch_s):
         if len(set(held)) == 1:  # so is what it picks
             one = select(batch_s, held[0], function, f"{name} on each replica", "batch_s")
-            return Local(tuple(held), (one,) * len(held), (one.rows,) * len(held))
+            return LocalRows(tuple(held), (one,) * len(held), (one.rows,) * len(held))
     else:
         each = list(batch_s)
         if len(each) != len(held):
@@ -140,7 +140,7 @@ def select_local(batch_s: Any, held: Sequence[int], function: str, name: str) ->
     lengths = tuple(selection.rows for selection in chosen)
     if not any(lengths):
         raise ValueError(f"{function}: batch_s selects no rows on any replica. A call needs at least one.")
-    return Local(tuple(held), chosen, lengths)
+    return LocalRows(tuple(held), chosen, lengths)
 
 
 def _is_one_each(batch_s: Any) -> bool:
@@ -160,7 +160,7 @@ def how_picked(batch: Any) -> How:
     return "window" if is_run else "take"
 
 
-def taken_together(local: Local) -> Selection:
+def taken_together(local: LocalRows) -> Selection:
     """The same rows of all replicas' rows one after another."""
     base = np.cumsum([0, *local.held])
     index = np.concatenate([s.positions(0, s.rows) + b for s, b in zip(local.chosen, base, strict=False)])

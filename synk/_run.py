@@ -16,7 +16,7 @@ from ._inputs import Inputs, Window, gathered, local_pick, send
 from ._ops import Leaf
 from ._outputs import Outputs
 from ._program import Signature
-from ._rows import Local, select_local
+from ._rows import LocalRows, select_local
 from ._shared import Shared
 from ._split import Part, cut, runs, waves
 from ._task import Built, count, reindexed, split_kinds
@@ -62,7 +62,7 @@ class Plan(NamedTuple):
 
     lengths: tuple[int, ...] | None  # rows of each replica; None where the call has no rows
     waves: list[list[Part]]
-    local: Local | None = None  # where batch_s picks these rows from more
+    local: LocalRows | None = None  # where batch_s picks these rows from more
 
     @property
     def is_even(self) -> bool:
@@ -93,7 +93,7 @@ def plan(signature: Signature, call: Call, slices: int) -> Plan:
     return _cut(lengths, slices, local) if lengths else Plan(None, [])
 
 
-def _cut(lengths: Sequence[int], slices: int, local: Local | None = None) -> Plan:
+def _cut(lengths: Sequence[int], slices: int, local: LocalRows | None = None) -> Plan:
     return Plan(tuple(lengths), waves(lengths, min(slices, max(lengths))), local)
 
 
@@ -105,7 +105,7 @@ def _held(signature: Signature, rows: int | None) -> Iterator[tuple[Shared, tupl
             yield variable, held
 
 
-def _local_of_variables(signature: Signature, call: Call) -> Local:
+def _local_of_variables(signature: Signature, call: Call) -> LocalRows:
     """What `batch_s` picks from the rows that variables hold; other inputs bring as many."""
     name, rows = signature.task.name, call.inputs.rows
     found = next(_held(signature, rows), None)
@@ -194,7 +194,8 @@ def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
     rows = lengths[0] if lengths else None
     time = perf_counter()
     ranks = range(group.size)
-    window = Window(0, group.size, rows or 0, [r * (rows or 0) for r in ranks], [0 for _ in ranks], the_plan.local)
+    begins = [r * (rows or 0) for r in ranks]
+    window = Window(0, group.size, rows or 0, begins, [0 for _ in ranks], the_plan.local)
     values = send(group, call.inputs.each, window)
     if signature.local is not None:
         values.append(local_pick(group, signature.local, window))
@@ -283,6 +284,7 @@ class _Maps:
         assert the_plan.lengths is not None
         self.signature, self.call, self.plan, self.lengths = signature, call, the_plan, the_plan.lengths
         self.everyone = (0, signature.group.size)
+        self.is_local = call.inputs.is_local  # whether only the process that holds rows can run on them
         self.total = sum(self.lengths)
         self.bases = [sum(self.lengths[:rank]) for rank in range(len(self.lengths))]
         sizes = sorted({part.rows for wave in the_plan.waves for part in wave if part.rows}, reverse=True)
@@ -350,7 +352,7 @@ class _Maps:
         # What prints or calls back must not see rows that are not there.
         if (self.traced.has_effects and not self.plan.is_even) or len(splits) < SMALL_SPLITS:
             splits.add(tuple(found))
-        alone = tuple(found) in splits
+        alone = tuple(found) in splits or self.is_local
         if alone and self.signature.group.spans and found[0][:2] != self.everyone:
             return self._launches_here(found)
         return [Launch(start, stop, rows, (start, stop) if alone else self.everyone) for start, stop, rows in found]
@@ -373,8 +375,9 @@ class _Maps:
         offsets = [wave[rank].start if rank in meant else 0 for rank in range(*span)]
         bases = [base + offset for base, offset in zip(self.bases[slice(*span)], offsets, strict=True)]
         time = perf_counter()
-        begins = [min(base, self.total - launch.rows) for base in bases]  # a filler is a copy of real rows
-        window = Window(*span, launch.rows, begins, offsets, self.plan.local, meant)
+        last = self.total - launch.rows
+        begins = bases if self.is_local else [min(base, last) for base in bases]  # a filler is a copy of real rows
+        window = Window(*span, launch.rows, begins, offsets, self.plan.local, meant, self.is_local)
         placed = send(sig.group, self.call.inputs.each, window)
         if sig.local is not None:
             placed.append(local_pick(group, sig.local, window))
