@@ -9,6 +9,15 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
+# How the last line begins; each asserts its own numbers, and most need the extra `examples`.
+LAST = {
+    "synkhronos_demos.py": "6 of 6 passed",
+    "mnist_cpu_data.py": "Test accuracy 9",
+    "mnist_gpu_data.py": "Test accuracy 9",
+    "mxnet_lenet.py": "Test accuracy 9",
+    "dl4j_parallel_wrapper.py": "Test accuracy 9",
+}
+
 
 def run(name, **environment):
     """What an example prints; it asserts its own numbers."""
@@ -39,6 +48,14 @@ def test_mnist():
     assert printed.splitlines()[-1].startswith("Test accuracy 9")
 
 
+@pytest.mark.parametrize("name", LAST)
+def test_after_other_systems(name):
+    """What one knew from another system works here: each prints the number that its docstring announces."""
+    for needed in ("mlxtend", "optax", "flax"):
+        pytest.importorskip(needed, reason="install the extra `examples`")
+    assert run(name).splitlines()[-1].startswith(LAST[name])
+
+
 def test_every_example_is_run():
     """None is forgotten here."""
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"mean.py", "mnist.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"mean.py", "mnist.py", *LAST}
