@@ -16,6 +16,7 @@ from ._collectives import (
 from ._data import Data, data
 from ._errors import DisagreementError, DivergedError, LawError, PeerError, SharedLostError, SynkError
 from ._fingerprint import check_replicas
+from ._flat import shared
 from ._function import Function, function
 from ._group import Group, close, group, init, simulate
 from ._local import local
@@ -24,7 +25,7 @@ from ._ops import Weighted
 from ._prefetch import prefetch
 from ._processes import preempted
 from ._random import row_keys
-from ._shared import Shared, shared
+from ._shared import Shared
 from ._synkhronos import build_inputs, distribute, fork
 from ._task import Stats
 from ._trace import rank, size

@@ -160,12 +160,12 @@ def _check_extra(extra: Any) -> None:
 def _arrays(variables: Mapping[str, Shared], about: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype; and what they are."""
     for name, variable in variables.items():
-        value, home = variable.describe(), variable.home
+        value, home = variable.seen, variable.home
         is_equal, lengths = variable.is_equal, variable.lengths
         about[name] = {
             "leaves": [
                 {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
-                for path, s, key in zip(variable.paths, value.shapes, value.keys, strict=True)
+                for path, s, key in zip(variable.seen_paths, value.shapes, value.keys, strict=True)
             ],
             "is_equal": is_equal,
             "lengths": lengths and list(lengths),
@@ -174,12 +174,12 @@ def _arrays(variables: Mapping[str, Shared], about: dict[str, Any]) -> Iterator[
         leaves = variable.read(list)
         for rank in range(1 if is_equal else home.size):
             rows = None if lengths is None else lengths[rank]
-            for i, leaf in enumerate(leaves):
-                # With is_equal any replica's will do, and every process has one of its own.
-                which = home.mine.start if is_equal else rank
-                read = _engine.own_entry if is_equal else _engine.host_entry
-                entry = read(home, leaf, variable.lies, which, rows)
-                yield f"{name}.{i}" if is_equal else f"{name}.{i}.{rank}", _storable(entry)
+            # Where all are equal any replica's will do, and every process has one of its own.
+            which = home.mine.start if is_equal else rank
+            read = _engine.own_entry if is_equal else _engine.host_entry
+            entries = [read(home, leaf, variable.lies, which, rows) for leaf in leaves]
+            for i, leaf in enumerate(variable.seen_leaves(entries)):
+                yield f"{name}.{i}" if is_equal else f"{name}.{i}.{rank}", _storable(leaf)
 
 
 def _storable(array: np.ndarray) -> np.ndarray:
@@ -252,17 +252,17 @@ def _chosen(folder: Path, step: int | None) -> str:
 
 def _compare(name: str, variable: Shared, kept: Any, where: Path) -> None:
     """Is what was kept such a value? ValueError names the first difference."""
-    value = variable.describe()
+    value = variable.seen
 
     def differ(what: str, there: Any, here: Any) -> ValueError:
         return ValueError(f"synk.load: {where}: {name}{what} was {there}, but {variable.name} has {here}.")
 
     paths = [leaf["path"] for leaf in kept["leaves"]]
-    for there, here in zip_longest(paths, variable.paths):
+    for there, here in zip_longest(paths, variable.seen_paths):
         if there != here:
             raise differ("'s tree", f"one with {there or 'nothing'}", f"{here or 'nothing'} there")
     has_rows = kept["lengths"] is not None or variable.lengths is not None
-    for path, shape, key, leaf in zip(variable.paths, value.shapes, value.keys, kept["leaves"], strict=True):
+    for path, shape, key, leaf in zip(variable.seen_paths, value.shapes, value.keys, kept["leaves"], strict=True):
         there, here = leaf["shape"], list(shape.shape)
         if there[has_rows:] != here[has_rows:] or len(there) != len(here):
             raise differ(f"{path}'s shape", there, here)
@@ -279,18 +279,17 @@ def _compare(name: str, variable: Shared, kept: Any, where: Path) -> None:
 
 def _placed(name: str, variable: Shared, kept: Any, arrays: Any) -> list[jax.Array]:
     home = variable.home
-    dtypes = [np.dtype(shape.dtype) for shape in variable.describe().shapes]
+    dtypes = [np.dtype(shape.dtype) for shape in variable.seen.shapes]
 
-    def stored(key: str, dtype: np.dtype) -> np.ndarray:
-        array = arrays[key]
-        return array if array.dtype == dtype else array.view(dtype)
+    def stored(rank: str = "") -> list[np.ndarray]:
+        found = [arrays[f"{name}.{i}{rank}"] for i in range(len(dtypes))]
+        return variable.kept_leaves([a if a.dtype == d else a.view(d) for a, d in zip(found, dtypes, strict=True)])
 
     if kept["is_equal"]:
-        leaves = [stored(f"{name}.{i}", dtype) for i, dtype in enumerate(dtypes)]
-        return _engine.copies(home, leaves, variable.lies)
+        return _engine.copies(home, stored(), variable.lies)
     lengths: Sequence[int] | None = kept["lengths"]
-    parts = [[stored(f"{name}.{i}.{rank}", d) for i, d in enumerate(dtypes)] for rank in range(home.size)]
+    parts = [stored(f".{rank}") for rank in range(home.size)]
     return [
         _engine.stack_parts(home, [part[i] for part in parts], max(lengths) if lengths else None)
-        for i in range(len(dtypes))
+        for i in range(len(parts[0]))
     ]

@@ -40,6 +40,15 @@ def each_of(variables: Any, call: str) -> list[Shared]:
     return list(several)
 
 
+def _refuse_flat(variables: Sequence[Shared], call: str) -> None:
+    for variable in variables:
+        if variable.is_flat:
+            raise ValueError(
+                f"synk.{call}: {variable.name} is flat, one buffer a dtype, so it cannot hold rows. Make it without "
+                f"flat=True."
+            )
+
+
 def _values(variables: Any, value: Any, call: str) -> list[Any]:
     """One value for each variable."""
     if isinstance(variables, Shared):
@@ -115,6 +124,7 @@ def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
       ([3, 2, 2], [3, 4])
     """
     each = each_of(variables, "scatter")
+    _refuse_flat(each, "scatter")
     with _flight.LOCK:
         for variable, new in zip(each, _values(variables, value, "scatter"), strict=True):
             variable.place_rows(_parts(variable, new, batch, variable.home.size, "scatter"))
@@ -157,6 +167,8 @@ def gather(variables: Variables, nd_up: int = 1) -> Any:
       [0, 1, 2]
     """
     each = each_of(variables, "gather")
+    if not nd_up:
+        _refuse_flat(each, "gather")
     if nd_up not in (0, 1):
         raise ValueError(f"synk.gather: nd_up={nd_up!r}; give 1 for a replica axis or 0 to concatenate rows.")
     with _flight.LOCK:
@@ -194,8 +206,10 @@ def all_gather(variables: Any) -> Any:
             raise ValueError("synk.all_gather: a scalar has no rows to gather; give it an axis, as by value[None].")
         gathered = [_ops.joined(g) for g in _ops.all_entries([as_data(array) for array in arrays])]
         return treedef.unflatten([as_keys(g, key_of(a)) for g, a in zip(gathered, arrays, strict=True)])
+    each = each_of(variables, "all_gather")
+    _refuse_flat(each, "all_gather")
     with _flight.LOCK:
-        for variable in each_of(variables, "all_gather"):
+        for variable in each:
             variable.commit(_gathered(variable, "all_gather", 0, variable.lies), variable.lies)
     return None
 
@@ -427,6 +441,8 @@ def set_value(rank: int, variables: Variables, value: PyTree, batch: Any = None)
       ([2, 3], [4, 0, 3])
     """
     each = each_of(variables, "set_value")
+    if batch is not None:
+        _refuse_flat(each, "set_value")
     with _flight.LOCK:
         for variable, new in zip(each, _values(variables, value, "set_value"), strict=True):
             if batch is not None:
@@ -480,4 +496,6 @@ def get_shapes(variables: Variables) -> Any:
 
 def _shapes(variable: Shared) -> list[Any]:
     lengths = variable.lengths or (None,) * variable.home.size
+    if variable.is_flat:
+        return [variable.seen.treedef.unflatten([s.shape for s in variable.seen.shapes]) for _ in lengths]
     return [variable.treedef.unflatten([s.shape for s in variable.describe(rows).shapes]) for rows in lengths]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from jax import lax
 from . import _engine, _flight
 from ._collectives import each_of
 from ._errors import DivergedError, entry
+from ._flat import cutter
 from ._group import AXIS
 from ._shared import Shared
 
@@ -39,9 +43,10 @@ def check_replicas(*variables: Shared) -> None:
         home = each[0].home
         leaves = [leaf for variable in each for leaf in variable.bind(home)]
         lies: list[_engine.Lies] = [variable.lies for variable in each for _ in variable.paths]
-        prints = _engine.once(home, _fingerprints, lies, ["everywhere"], leaves)
+        body = _fingerprints(tuple((len(variable.paths), variable.slots) for variable in each))
+        prints = _engine.once(home, body, lies, ["everywhere"], leaves)
     table = np.asarray(prints[0])
-    names = [f"{variable.name}{path}" for variable in each for path in variable.paths]
+    names = [f"{variable.name}{path}" for variable in each for path in variable.seen_paths]
     for i, name in enumerate(names):
         wrong = [rank for rank in range(home.size) if (table[rank, i] != table[0, i]).any()]
         if wrong:
@@ -51,9 +56,19 @@ def check_replicas(*variables: Shared) -> None:
             )
 
 
-def _fingerprints(*leaves: jax.Array) -> list[jax.Array]:
-    prints = [_fingerprint(leaf) for leaf in leaves]
-    return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
+@lru_cache(maxsize=256)
+def _fingerprints(variables: tuple[tuple[int, Any], ...]) -> _engine.Body:
+    """A program for variables of so many leaves each, or buffers to be cut."""
+
+    def body(*leaves: jax.Array) -> list[jax.Array]:
+        rest = list(leaves)
+        prints: list[jax.Array] = []
+        for count, slots in variables:
+            own, rest = rest[:count], rest[count:]
+            prints += [_fingerprint(leaf) for leaf in (own if slots is None else cutter(slots)(*own))]
+        return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
+
+    return body
 
 
 def _fingerprint(leaf: jax.Array) -> jax.Array:

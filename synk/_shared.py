@@ -25,11 +25,17 @@ _specs: dict[Any, int] = {}
 SLICES = ("mean", "max", "min", "last", "add")
 
 
+def new_name() -> str:
+    """A name for a variable that was given none."""
+    return next(_names)
+
+
 class Shared:
     """A shared variable: made by `synk.shared`, read and assigned through `value`.
 
     Attributes:
       name: what messages call it.
+      is_flat: whether it keeps one buffer a dtype behind its tree.
 
     Example:
       >>> import numpy as np, synk
@@ -39,8 +45,11 @@ class Shared:
       (Shared(w: float32[3]), [1.0, 1.0, 1.0])
     """
 
+    is_flat = False
+    slots: Any = None
+
     def __init__(self, value: PyTree, name: str | None, borrow: bool) -> None:
-        self.name = name or next(_names)
+        self.name = name or new_name()
         leaves, self._treedef = jax.tree_util.tree_flatten_with_path(value)
         self._paths = tuple(keystr(path) for path, _ in leaves)
         for path, leaf in leaves:
@@ -198,6 +207,24 @@ class Shared:
         if self._lengths is not None and rows is not None:
             shapes = tuple(jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for s in shapes)
         return Value(self._treedef, shapes, self._keys)
+
+    @property
+    def seen(self) -> Value:
+        """What the user sees of its value: tree, shapes and keys."""
+        return self.describe()
+
+    @property
+    def seen_paths(self) -> tuple[str, ...]:
+        """Of the leaves that the user sees."""
+        return self._paths
+
+    def seen_leaves(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves that the user sees, keys as raw data, from those that it keeps."""
+        return list(leaves)
+
+    def kept_leaves(self, leaves: Sequence[Any]) -> list[Any]:
+        """The reverse."""
+        return list(leaves)
 
     def place(self, current: Group) -> None:
         """Place the value on first use, in the group that it then lives in."""
@@ -448,39 +475,6 @@ class Shared:
         with _flight.uninterrupted():
             self._group, self._pending = current, None
             self.commit(stacked, "stacked", lengths, equal=False)
-
-
-@entry
-def shared(value: PyTree, name: str | None = None, *, borrow: bool = False) -> Shared:
-    """Make a shared variable: every replica starts with a copy of `value` and keeps its own between calls.
-
-    It is placed on the group of its first use; making one starts no device.
-
-    Args:
-      value: a pytree of arrays and numbers, per replica; float64 narrows as JAX does.
-      name: what messages call it.
-      borrow: whether memory may be shared with `value` where that saves a copy.
-
-    Returns:
-      The variable.
-
-    Raises:
-      TypeError: a leaf is no array.
-
-    Example:
-      >>> import jax.numpy as jnp, numpy as np, synk
-      >>> w = synk.shared(np.float32(1.0), name="w")
-      >>> @synk.function(reduce="mean")
-      ... def step(x):
-      ...     return jnp.mean(x * w.value)
-      >>> @step.then
-      ... def step(slope):
-      ...     w.value = w.value - 0.1 * slope
-      >>> step(np.array([1.0, 2.0, 3.0], np.float32))
-      >>> round(float(w.value), 3)
-      0.8
-    """
-    return Shared(value, name, borrow)
 
 
 def outside(variable: Shared, call: str) -> None:

@@ -62,7 +62,7 @@ class Frame:
         leaves = self.values.get(variable)
         if leaves is None:
             leaves = [jnp.zeros(s.shape, s.dtype) for s in value.shapes]
-        return value.treedef.unflatten(map(as_keys, leaves, value.keys))
+        return variable.unflatten(leaves)
 
     def write(self, variable: Shared, new: PyTree, slices: str | None) -> None:
         """Note a new value, which takes effect when the call ends."""
