@@ -33,7 +33,9 @@ def spmd(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], en
     """
     if group.is_simulated:
         return _by_vmap(group, body, ins, outs)
-    return (_by_pmap if engine == "pmap" else _by_shard_map)(group, body, ins, outs)
+    # Under jit in one of several processes jax.pmap knows this process's devices only, and maps over those.
+    is_pmap = engine == "pmap" and jax.process_count() == 1
+    return (_by_pmap if is_pmap else _by_shard_map)(group, body, ins, outs)
 
 
 def _by_shard_map(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies]) -> Body:

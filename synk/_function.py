@@ -581,7 +581,7 @@ def function(
         Left out, or None: `reduce` for all.
       reduce: the op for all outputs.
       then: runs on every replica on the combined outputs; see `Function.then`.
-      engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit.
+      engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
       donate: whether old values of shared variables that are updated may be overwritten in place.
       name: what messages call it; `fn`'s name.
 
