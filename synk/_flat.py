@@ -11,6 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.tree_util import keystr
 
 from . import _leaves
@@ -122,10 +123,13 @@ def cutter(slots: tuple[Slot, ...]) -> Callable[..., list[Any]]:
     """What cuts leaves from buffers; both may have axes in front."""
 
     def cut(*buffers: Any) -> list[Any]:
-        return [
-            buffers[at][..., start : start + prod(shape)].reshape((*buffers[at].shape[:-1], *shape))
-            for at, start, shape in slots
-        ]
+        leaves: list[Any] = []
+        for at, start, shape in slots:
+            buffer, stop = buffers[at], start + prod(shape)
+            is_host = isinstance(buffer, np.ndarray)
+            part = buffer[..., start:stop] if is_host else lax.slice_in_dim(buffer, start, stop, axis=-1)
+            leaves.append(part.reshape((*buffer.shape[:-1], *shape)))
+        return leaves
 
     return cut
 
