@@ -1,4 +1,4 @@
-"""Exact evaluation: 1,003 rows on 4 replicas, equal to scikit-learn on one process: prints `largest gap 0.00 %`.
+"""Exact evaluation: 1,003 rows on 4 replicas, equal to scikit-learn on one process: prints `largest gap 0.00%`.
 
 Accuracy, top-5 accuracy, confusion matrix, a loss weighted by tokens, and R2. Beside them, what is usual where rows do
 not divide: the mean of each batch's mean, and a last batch filled up with rows seen before. Both are off, by percents.

@@ -119,5 +119,5 @@ if __name__ == "__main__":
     for section in (updates, givens, borrow, output_subset):
         section()
     right = logistic_regression()
-    print(f"Final model: {right:.1%} right".replace("%", " %"))
+    print(f"Final model: {100 * right:.1f} % right")
     assert right == 1
