@@ -8,6 +8,7 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -25,7 +26,7 @@ def cpu_devices(n):
         jax.config.update("jax_num_cpu_devices", n)
 
 
-def about(bench):
+def about(bench) -> dict[str, Any]:
     """What ran, where and when; the load averages (1, 5 and 15 minutes) are from before it began."""
     return {
         "bench": bench,

@@ -129,7 +129,7 @@ def measure(training, names, replicas):
     times, watched = {name: [] for name in run}, {}
     for turn in progress(range(ROUNDS + 1), f"{replicas} replica(s)"):
         for name, steps in run.items():
-            found = steps(max(1, options.steps // ROUNDS) if turn else 2)
+            found = steps(max(1, options.steps // ROUNDS) if turn else 1)
             times[name] += found if turn else []
         if not turn:
             watched = state_of_affairs(ways)

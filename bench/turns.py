@@ -43,11 +43,12 @@ class Elsewhere:
         """Tell it to leave."""
         self.process.stdin.close()
         self.process.wait(60)
+        self.process.stdout.close()
 
 
 def serve(steps, **about):
     """The other end: `steps(n)` gives milliseconds."""
-    steps(2)
+    steps(2)  # the second one may compile again
     _say(about)
     for line in sys.stdin:
         _say(steps(int(line)))
