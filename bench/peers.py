@@ -14,6 +14,13 @@ from functools import partial
 from imagenet import BLOCKS, CLASSES, FEATURES, LR, MOMENTUM, from_folder, images
 from turns import Elsewhere, free_port, serve, serve_missing, timed
 
+
+def need_gpu(options, has, library):
+    """Where the others run on a GPU, so must this one: bfloat16 is for GPUs alone."""
+    if options.half and not has:
+        raise ModuleNotFoundError(f"no {library}", name=library)
+
+
 # torch
 
 
@@ -53,6 +60,7 @@ def torch_step(options, x, y, is_compiled=False, is_channels_last=False, wrap=No
     from torch.nn.functional import cross_entropy  # type: ignore[import]
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    need_gpu(options, device == "cuda", "torch with CUDA")
     torch.backends.cudnn.benchmark = True  # tries convolutions out, as XLA does
     order = torch.channels_last if is_channels_last else torch.contiguous_format
     model = torch_net(options.blocks).to(device, memory_format=order)
@@ -172,6 +180,7 @@ def serve_tensorflow(options):
     import tensorflow as tf  # type: ignore[import]  # if installed
 
     gpus = tf.config.list_physical_devices("GPU")
+    need_gpu(options, gpus, "TensorFlow with CUDA")
     if not gpus:
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * options.replicas)
