@@ -17,6 +17,7 @@ from . import _trace
 from ._arguments import check_slices
 from ._bind import Binder
 from ._errors import entry
+from ._flat import shared
 from ._function import Function, Inputs
 from ._group import PyTree
 from ._ops import Weighted, widened
@@ -42,7 +43,7 @@ class _Model:
 
     def __init__(
         self, call: str, loss: Callable[..., Any], params: PyTree, optimizer: Any, state: PyTree, inputs: Inputs,
-        aux: PyTree, clip: float | None, donate: bool, name: str | None,
+        aux: PyTree, clip: float | None, flat: bool, donate: bool, name: str | None,
     ) -> None:  # fmt: skip
         self.optax = _optax()
         if not callable(loss):
@@ -55,9 +56,9 @@ class _Model:
         self.loss, self.clip, self.donate, self.inputs = loss, clip, donate, inputs
         self.optimizer = self.optax.with_extra_args_support(optimizer)
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
-        self.params = params if isinstance(params, Shared) else Shared(params, "params", False)
-        self.opt_state = Shared(optimizer.init(self.params.value), "opt_state", False)
-        self.state = state if isinstance(state, Shared) or state is None else Shared(state, "state", False)
+        self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
+        self.opt_state = shared(optimizer.init(self.params.value), "opt_state", flat=flat)
+        self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
         self.signature = self._of_rows(call)
 
     def _of_rows(self, call: str) -> inspect.Signature:
@@ -125,7 +126,7 @@ def _optax() -> Any:
 
 def _ops(variable: Shared) -> list[str]:
     """How each leaf's values combine: floats by mean; counts, which are equal or behind, by the largest."""
-    like = variable.describe()
+    like = variable.seen
     return [
         "first" if key is not None else "mean" if jnp.issubdtype(shape.dtype, jnp.inexact) else "max"
         for shape, key in zip(like.shapes, like.keys, strict=True)
@@ -207,6 +208,7 @@ def step(
     inputs: Inputs = None,
     aux: PyTree = None,
     clip: float | None = None,
+    flat: bool = False,
     donate: bool = True,
     name: str | None = None,
 ) -> Step:
@@ -230,6 +232,7 @@ def step(
       inputs: how the parameters of `loss` after those are dealt out, as for `synk.function`; scattered if left out.
       aux: the op, or tree of ops, by which aux outputs combine; None where the loss has none.
       clip: the largest global norm of the combined gradient; a larger one is scaled down to it before the update.
+      flat: whether parameters and optimizer state keep one buffer a dtype, as `synk.shared(..., flat=True)`.
       donate: as for `synk.function`.
       name: what messages call it; the loss's name.
 
@@ -249,7 +252,7 @@ def step(
       >>> print(f"{step(x, 3 * x):.1f} {step.params.value['w']:.1f}")
       117.0 7.8
     """
-    model = _Model("synk.train.step", loss, params, optimizer, state, inputs, aux, clip, donate, name)
+    model = _Model("synk.train.step", loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
     held, opt_state, running = model.params, model.opt_state, model.state
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
@@ -268,7 +271,7 @@ def step(
             running.value = combined["state"]
         return (value, combined["aux"]) if model.has_aux else value
 
-    state_ops = () if running is None else running.treedef.unflatten(_ops(running))
+    state_ops = () if running is None else running.seen.treedef.unflatten(_ops(running))
     function = model.function(on_part, {"loss": "mean", "state": state_ops}, then)
     return Step(function, held, opt_state, running)
 
@@ -280,7 +283,7 @@ class LocalSteps:
     """Steps that each replica takes on its own, and their averages; made by `synk.train.local_steps`.
 
     At the end of `iterate`, or of a `with` block, what was trained since the last average is averaged too; else call
-    `finish`. Until then the replicas differ, and reading `params.value` raises `synk.DivergedError`.
+    `finish`, before saving too. Until then the replicas differ: reading `params.value` raises `synk.DivergedError`.
 
     Attributes:
       function: the `synk.Function` that takes one step on each replica.
@@ -426,7 +429,7 @@ class _Slices:
         model = self._model
         check_slices(num_slices, model.name)
         if num_slices > 1 and self._sums is None:
-            grads = model.params.treedef.unflatten(model.params.describe().shapes)
+            grads = model.params.seen.treedef.unflatten(model.params.seen.shapes)
             self._sums = _sums("slices", [np.float32(0), grads])
             fn = _ending(model, self._sums)
             self._end = Function(fn, None, None, "sum", None, "shard_map", model.donate, f"{model.name}.end")
@@ -521,7 +524,7 @@ def _averaging(name: str, kept: list[Shared], trained: Shared, donate: bool) -> 
 
     def take(combined: dict[str, Any]) -> jax.Array:
         for variable in kept:
-            variable.value = variable.treedef.unflatten([combined[op].pop(0) for op in _ops(variable)])
+            variable.value = variable.seen.treedef.unflatten([combined[op].pop(0) for op in _ops(variable)])
         trained.value = {"weight": jnp.float32(0), "values": [jnp.float32(0)]}
         return combined["loss"]
 
@@ -542,6 +545,7 @@ def local_steps(
     inputs: Inputs = None,
     aux: PyTree = None,
     clip: float | None = None,
+    flat: bool = False,
     donate: bool = True,
     name: str | None = None,
 ) -> LocalSteps:
@@ -564,6 +568,7 @@ def local_steps(
       inputs: as for `synk.train.step`.
       aux: as for `synk.train.step`.
       clip: the largest global norm of each replica's own gradient.
+      flat: as for `synk.train.step`.
       donate: as for `synk.function`.
       name: what messages call it; the loss's name.
 
@@ -589,5 +594,5 @@ def local_steps(
         raise TypeError(f"{call}: every is {every!r}; give an integer >= 1.")
     if every < 1:
         raise ValueError(f"{call}: every is {every}; average after so many steps, >= 1.")
-    model = _Model(call, loss, params, optimizer, state, inputs, aux, clip, donate, name)
+    model = _Model(call, loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
     return LocalSteps(model, int(every), optimizer_state, report)

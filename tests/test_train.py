@@ -174,6 +174,21 @@ def test_variables_are_taken_and_shared(devices):
     assert {*step.function.shared} == {params, step.opt_state}
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_flat_variables(devices, slices):
+    """One buffer a dtype behind parameters and optimizer state: the same steps, synchronous and local."""
+    batches, tx = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3))], optax.adam(0.1)
+    step = synk.train.step(mean_loss, START, tx, flat=True)
+    assert_close(trained(step, batches, num_slices=slices), serial(mean_loss, tx, batches))
+    assert step.params.is_flat and step.opt_state.is_flat
+    local = synk.train.local_steps(mean_loss, START, tx, every=2, flat=True)
+    for batch in batches:
+        local(*batch, num_slices=slices)
+    local.finish()
+    want = local_oracle(mean_loss, tx, batches, 2)[0]
+    assert_close([local.params.value, local.opt_state.value], want, rtol=1e-4)
+
+
 def test_the_optimizer_sees_the_combined_loss(devices):
     """Optimizers that ask for `value` get it."""
     batches = [rows_of(7)] * 6
