@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic, sleep
 
 import jax
@@ -134,9 +134,26 @@ def await_told(seconds: float) -> None:
     until = monotonic() + seconds
     with contextlib.suppress(Exception):
         while jax.process_index() == 0 and monotonic() < until:
-            if len(_store.under("synk/told/")) == jax.process_count():
+            if len({*_store.under("synk/told/"), *_store.under("synk/failed/")} - {"0"}) == jax.process_count() - 1:
                 return
             sleep(0.05)
+
+
+def await_ends(seconds: float) -> str | None:
+    """Wait until all processes have ended their programs; if one goes on with what needs this one, or has failed, what
+    it says."""
+    until = monotonic() + seconds
+    with contextlib.suppress(Exception):  # the store may be gone
+        _store.put(f"synk/ended/{jax.process_index()}", "it has ended its program")
+        while monotonic() < until and len(_store.under("synk/ended/")) < jax.process_count():
+            for other, at in _store.under("synk/at/").items():
+                number, what = at.split(" ", 1)
+                if int(number) > _number:
+                    return f"process {other} goes on with {what}"
+            for other, why in _store.under("synk/failed/").items():
+                return f"process {other} has failed: {why}"
+            sleep(0.02)
+    return None
 
 
 def _raise_if_gone() -> None:
@@ -152,13 +169,16 @@ def _why_gone() -> SynkError | None:
         message = _store.look("synk/disagreed")
         if message is not None:
             return _end(DisagreementError(message))
-        failed = {who: why for who, why in _store.under("synk/failed/").items() if who != me}
+        gone = _store.under("synk/ended/") | _store.under("synk/failed/")
+        failed = {who: why for who, why in gone.items() if who != me}
     except Exception:  # the store lives in process 0
         failed = {"0": "it is gone"}
-    if failed:
-        told = "; ".join(f"process {who}: {why}" for who, why in sorted(failed.items()))
-        return _end(PeerError(f"another process of the group has failed. {told}. {_ADVICE}"))
-    return None
+    return _end(_failed(failed)) if failed else None
+
+
+def _failed(whys: Mapping[str, str]) -> PeerError:
+    told = "; ".join(f"process {who}: {why}" for who, why in sorted(whys.items()))
+    return PeerError(f"another process of the group has failed. {told}. {_ADVICE}")
 
 
 _ADVICE = "This group cannot go on: start all its processes again, from the last checkpoint."
@@ -175,7 +195,7 @@ def as_peer_error(error: BaseException) -> SynkError | None:
         if told is not None:
             return told
         sleep(0.05)
-    first = str(error).strip().splitlines()[0][:200]
+    first = re.sub(r"(Error dispatching computation: )+", "", str(error).strip().splitlines()[0])[:200]
     return _end(PeerError(f"another process of the group is gone ({first}). {_ADVICE}"))
 
 
@@ -190,17 +210,32 @@ def say_failed(why: str) -> None:
         _store.put(f"synk/failed/{jax.process_index()}", why[:300])
 
 
-def publish(stop: threading.Event, every: float = 0.5) -> Callable[[], None]:
-    """What a thread does: let the others see how far this process is."""
+def attend(stop: threading.Event, leave: Callable[[SynkError], None], every: float = 0.5) -> Callable[[], None]:
+    """What a thread does: let the others see how far this process is, and leave when process 0 does.
+
+    A program under way with the others does not come back to say so.
+    """
 
     def run() -> None:
         said = -1
         while not stop.wait(every):
-            if _number != said:
-                said = _number
-                try:
+            try:
+                if _number != said:
+                    said = _number
                     _store.put(f"synk/at/{jax.process_index()}", f"{said} {_last}")
-                except Exception:
-                    return
+                error = _why_first_goes()
+            except Exception:  # the store is gone: the runtime ends this process
+                return
+            if error is not None and not stop.wait(every / 2) and not has_ended():
+                leave(_end(error))
 
     return run
+
+
+def _why_first_goes() -> SynkError | None:
+    if jax.process_index() == 0:
+        return None
+    message, why = _store.look("synk/disagreed"), _store.look("synk/failed/0")
+    if message is not None:
+        return DisagreementError(message)
+    return None if why is None else _failed({"0": why})

@@ -21,6 +21,7 @@ from ._errors import SynkError, entry
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
 SHUTDOWN = 30  # seconds to wait for the others at the end
 START = 120  # seconds to wait for them at the start
+TELL = 1.5  # seconds that process 0 gives the others to learn why it goes
 _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 _watched: float | None = None
@@ -73,7 +74,7 @@ def start(
                     f"num_processes and process_id, or start with `python -m synk launch`."
                 ) from error
             raise
-    _attend(exit_hook)
+    _attend(exit_hook, shutdown)
     watch(watchdog)
 
 
@@ -94,14 +95,20 @@ def _number(value: Any, name: str) -> int | None:
     return value
 
 
-def _attend(exit_hook: bool) -> None:
+def _attend(exit_hook: bool, shutdown: int) -> None:
     global _has_hook
     if _has_hook or jax.process_count() == 1:
         return
     _has_hook = True
     stop = threading.Event()
-    threading.Thread(target=_agree.publish(stop), name="synk-progress", daemon=True).start()
-    atexit.register(_leave, stop, exit_hook)  # runs before the runtime's own, which waits for all others
+
+    def leave(error: SynkError) -> None:
+        if exit_hook:
+            print(f"synk.{type(error).__name__}: {error}", file=sys.stderr)
+            _exit(1)
+
+    threading.Thread(target=_agree.attend(stop, leave), name="synk-progress", daemon=True).start()
+    atexit.register(_leave, stop, exit_hook, shutdown)  # runs before the runtime's own, which waits for all others
     if exit_hook:
         before = sys.excepthook
 
@@ -113,21 +120,26 @@ def _attend(exit_hook: bool) -> None:
             before(kind, error, traceback)
             if gone is not None and gone is not error:
                 print(f"synk.{type(gone).__name__}: {gone}", file=sys.stderr)
-            if gone is not None:
-                _agree.await_told(1.0)
+            _agree.await_told(TELL)
             _exit(1)
 
         sys.excepthook = die
 
 
-def _leave(stop: threading.Event, exit_hook: bool) -> None:
-    stop.set()
+def _leave(stop: threading.Event, exit_hook: bool, shutdown: int) -> None:
+    """At the end of the program: if the others go on without it, the runtime would wait for them, and they for it."""
     faulthandler.cancel_dump_traceback_later()
-    if not exit_hook:
-        return
-    if _agree.has_ended():
-        _exit(1)
-    _agree.say_failed("it has ended its program")
+    if exit_hook:
+        if _agree.has_ended():
+            _agree.await_told(TELL)
+            _exit(1)
+        others = _agree.await_ends(shutdown)
+        if others is not None:
+            _agree.say_failed("it has ended its program")
+            print(f"synk: this process has ended its program, but {others}.", file=sys.stderr)
+            _agree.await_told(TELL)
+            _exit(1)
+    stop.set()
 
 
 def _exit(code: int) -> None:
