@@ -1,13 +1,18 @@
 """Every example runs as its docstring says, in a process of its own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import synk
+import synk.train
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+TABLES = EXAMPLES.parent / "docs" / "coming_from.md"
 
 # How the last line begins; each asserts its own numbers, and most need the extra `examples`.
 LAST = {
@@ -63,3 +68,13 @@ def test_after_other_systems(name):
 def test_every_example_is_run():
     """None is forgotten here."""
     assert {path.name for path in EXAMPLES.glob("*.py")} == {"mean.py", "mnist.py", *LAST}
+
+
+@pytest.mark.skipif(not TABLES.is_file(), reason="the documentation is not in this copy")
+def test_tables_name_what_there_is():
+    """Each of synk's names in `docs/coming_from.md` exists, and each example."""
+    text = TABLES.read_text()
+    for name in set(re.findall(r"\bsynk\.(train\.)?(\w+)", text)) - {("", "train")}:
+        assert getattr(synk.train if name[0] else synk, name[1])
+    named = {path.split("/")[1] for path in re.findall(r"examples/\w+\.py", text)}
+    assert named == set(LAST)
