@@ -14,11 +14,11 @@ import numpy as np
 
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
 
-import ray
-import ray.train
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.v2.jax import JaxTrainer
-from ray.train.v2.jax.config import JaxConfig
+import ray  # type: ignore[import]  # the extra may be missing
+import ray.train  # type: ignore[import]
+from ray.train import FailureConfig, RunConfig, ScalingConfig  # type: ignore[import]
+from ray.train.v2.jax import JaxTrainer  # type: ignore[import]
+from ray.train.v2.jax.config import JaxConfig  # type: ignore[import]
 
 WORKERS, EPOCHS, BATCH, RATE, EVERY = 2, 3, 100, 0.1, 10
 KILLED_AT = 47  # of 120 steps
@@ -65,6 +65,7 @@ def train(config):
     if before is not None:
         with before.as_directory() as folder:
             done, _ = synk.load(folder, everything)
+
     def report(number, **metrics):
         """Tell Ray, with a checkpoint from the first worker."""
         with tempfile.TemporaryDirectory() as folder:

@@ -60,15 +60,15 @@ def save(
       ...     synk.load(folder, {"w": w}), w.value.tolist()
       ((7, {'epoch': 2}), [0.0, 1.0, 2.0])
     """
-    _check(variables, "save")
+    check_variables(variables, "save")
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise ValueError(f"synk.save: step is {step!r}; give an integer >= 0.")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"synk.save: keep is {keep!r}; give an integer >= 1, or None for all.")
     _check_extra(extra)
-    about: dict[str, Any] = {"format": FORMAT, "step": int(step), "extra": extra, "variables": {}}
     with _flight.LOCK, _trace.eager():
-        arrays = dict(_arrays(variables, about["variables"]))
+        about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": described(variables)}
+        arrays = dict(_arrays(variables))
         spans = group().spans
 
         def write() -> str:
@@ -108,7 +108,7 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
       ...         print(str(error).split(":")[0])
       synk.load
     """
-    _check(variables, "load")
+    check_variables(variables, "load")
     place = Path(folder)
     with _flight.LOCK, _trace.eager():
         spans = group().spans
@@ -126,12 +126,7 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
         if about["format"] != FORMAT:
             raise ValueError(f"synk.load: {place / found} has format {about['format']}; this synk reads {FORMAT}.")
         kept = about["variables"]
-        if set(kept) != set(variables):
-            missing, more = sorted(set(variables) - set(kept)), sorted(set(kept) - set(variables))
-            parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(more)} besides"] * bool(more)
-            raise ValueError(f"synk.load: {place / found} {' and '.join(parts)}. Give the variables that were saved.")
-        for name, variable in variables.items():
-            _compare(name, variable, kept[name], place / found)
+        compare(variables, kept, f"synk.load: {place / found}")
         with np.load(place / found / "arrays.npz") as arrays:
             ready = [(v, kept[name], _placed(name, v, kept[name], arrays)) for name, v in variables.items()]
         with _flight.uninterrupted():
@@ -140,7 +135,8 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
     return about["step"], about["extra"]
 
 
-def _check(variables: Any, call: str) -> None:
+def check_variables(variables: Any, call: str) -> None:
+    """Is it a mapping from name to shared variable?"""
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise TypeError(f'synk.{call}: variables is {variables!r}; give a mapping from name to variable: {{"w": w}}.')
     each_of(list(variables.values()), call)
@@ -157,20 +153,26 @@ def _check_extra(extra: Any) -> None:
         )
 
 
-def _arrays(variables: Mapping[str, Shared], about: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype; and what they are."""
-    for name, variable in variables.items():
-        value, home = variable.seen, variable.home
-        is_equal, lengths = variable.is_equal, variable.lengths
-        about[name] = {
+def described(variables: Mapping[str, Shared]) -> dict[str, Any]:
+    """What is to be known of each, as JSON has it."""
+    return {
+        name: {
             "leaves": [
                 {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
-                for path, s, key in zip(variable.seen_paths, value.shapes, value.keys, strict=True)
+                for path, s, key in zip(v.seen_paths, v.seen.shapes, v.seen.keys, strict=True)
             ],
-            "is_equal": is_equal,
-            "lengths": lengths and list(lengths),
-            "replicas": home.size,
+            "is_equal": v.is_equal,
+            "lengths": v.lengths and list(v.lengths),
+            "replicas": v.home.size,
         }
+        for name, v in variables.items()
+    }
+
+
+def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype."""
+    for name, variable in variables.items():
+        home, is_equal, lengths = variable.home, variable.is_equal, variable.lengths
         leaves = variable.read(list)
         for rank in range(1 if is_equal else home.size):
             rows = None if lengths is None else lengths[rank]
@@ -250,12 +252,21 @@ def _chosen(folder: Path, step: int | None) -> str:
     return found[step]
 
 
-def _compare(name: str, variable: Shared, kept: Any, where: Path) -> None:
-    """Is what was kept such a value? ValueError names the first difference."""
+def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str) -> None:
+    """Are these what was kept? ValueError names the first difference."""
+    if set(kept) != set(variables):
+        missing, more = sorted(set(variables) - set(kept)), sorted(set(kept) - set(variables))
+        parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(more)} besides"] * bool(more)
+        raise ValueError(f"{where} {' and '.join(parts)}. Give the variables that were saved.")
+    for name, variable in variables.items():
+        _compare(name, variable, kept[name], where)
+
+
+def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
     value = variable.seen
 
     def differ(what: str, there: Any, here: Any) -> ValueError:
-        return ValueError(f"synk.load: {where}: {name}{what} was {there}, but {variable.name} has {here}.")
+        return ValueError(f"{where}: {name}{what} was {there}, but {variable.name} has {here}.")
 
     paths = [leaf["path"] for leaf in kept["leaves"]]
     for there, here in zip_longest(paths, variable.seen_paths):
@@ -272,7 +283,7 @@ def _compare(name: str, variable: Shared, kept: Any, where: Path) -> None:
             raise differ(f"{path}'s PRNG keys", leaf["key"], key)
     if not kept["is_equal"] and kept["replicas"] != variable.home.size:
         raise ValueError(
-            f"synk.load: {where}: {name} differed on {kept['replicas']} replicas, but there are {variable.home.size} "
+            f"{where}: {name} differed on {kept['replicas']} replicas, but there are {variable.home.size} "
             f"now. Load into as many, or make it equal before it is saved."
         )
 

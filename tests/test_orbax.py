@@ -1,0 +1,75 @@
+"""Checkpoints by orbax: what comes back is what was there when it was saved."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+import synk.orbax
+
+from .helpers import assert_same, group_of
+
+ocp = pytest.importorskip("orbax.checkpoint", reason="install the extra `orbax`")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of orbax's own
+
+
+def values():
+    """A tree of several dtypes with a key, and rows."""
+    return {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "h": jnp.full(2, 0.1, jnp.bfloat16)}
+
+
+@pytest.fixture
+def manager(tmp_path):
+    """Saves in the background."""
+    with ocp.CheckpointManager(tmp_path, options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        yield manager
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_round_trip(manager, flat):
+    """Equal values come back into another number of replicas, too; functions may run on at once."""
+    with group_of("devices", 4):
+        w, k = synk.shared(values(), flat=flat), synk.shared(jax.random.key(3), name="k")
+        before = w.value
+        double = synk.function(lambda: None, then=lambda _: w.update(jax.tree.map(lambda v: v * 2, w.value)))
+        assert synk.orbax.save(manager, {"w": w, "k": k}, step=1, extra={"at": [2]})
+        double()
+        manager.wait_until_finished()
+        assert synk.orbax.load(manager, {"w": w, "k": k}) == (1, {"at": [2]})
+        assert_same(w.value, before)
+        double()
+    with group_of("simulated", 3):
+        w, k = synk.shared(jax.tree.map(lambda v: v * 0, values()), flat=flat), synk.shared(jax.random.key(0))
+        synk.orbax.load(manager, {"w": w, "k": k}, step=1)
+        assert_same(w.value, before)
+        assert_same(jax.random.key_data(k.value), jax.random.key_data(jax.random.key(3)))
+
+
+def test_what_differs(manager):
+    """Replicas' own values and rows come back into as many."""
+    with group_of("devices", 2):
+        rows, own = synk.shared(np.zeros((1, 2), np.float32), name="rows"), synk.shared(np.float32(0), name="own")
+        synk.scatter(rows, np.arange(10, dtype=np.float32).reshape(5, 2))
+        own.set_value(np.float32(7), rank=1)
+        synk.orbax.save(manager, {"rows": rows, "own": own}, step=3)
+        manager.wait_until_finished()
+        synk.broadcast(own, np.float32(1))
+        synk.broadcast(rows, np.zeros((1, 2), np.float32))
+        synk.orbax.load(manager, {"rows": rows, "own": own})
+        assert (synk.get_lengths(rows), float(own.get_value(0)), float(own.get_value(1))) == ([3, 2], 0, 7)
+        assert_same(synk.gather(rows, nd_up=0), np.arange(10, dtype=np.float32).reshape(5, 2))
+
+
+def test_messages(manager):
+    """As `synk.load` says them; nothing changes."""
+    with group_of("devices", 2):
+        w = synk.shared(np.zeros(3, np.float32), name="w")
+        with pytest.raises(FileNotFoundError, match="has none"):
+            synk.orbax.load(manager, {"w": w})
+        synk.orbax.save(manager, {"w": w}, step=1)
+        manager.wait_until_finished()
+        with pytest.raises(ValueError, match=r"shape was \[3\]"):
+            synk.orbax.load(manager, {"w": synk.shared(np.zeros(4, np.float32))})
+        with pytest.raises(ValueError, match="has no v and has w besides"):
+            synk.orbax.load(manager, {"v": w})
