@@ -16,10 +16,12 @@ import tempfile
 from pathlib import Path
 from time import monotonic
 
+from weak import described
+
 HERE = Path(__file__).parent
 SHORT = {
     "resnet50": "--replicas 1,2 --against 2 --steps 6 --peers",
-    "weak": "--rounds 4 --steps 2",
+    "weak": "--rounds 4 --patience 90",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 40",
     "packing": "--replicas 2 --sizes 16,64,128 --rounds 20",
     "batches": "--replicas 1,2 --rows 20000 --batches 512,4096 --rounds 7",
@@ -30,7 +32,7 @@ SHORT = {
 TRIAL = {
     "resnet50": "--replicas 1 --against 2 --steps 3 --blocks 1 --image 32 --batch-per-replica 4 "
     "--ways synk,jit(shard_map)",
-    "weak": "--rounds 1 --steps 1 --blocks 1 --image 32 --batch-per-replica 4 --ways synk",
+    "weak": "--rounds 1 --steps 1 --patience 0 --blocks 1 --image 32 --batch-per-replica 4 --ways synk",
     "overhead": "--replicas 1,2 --leaves 10 --rounds 5",
     "packing": "--replicas 2 --sizes 16 --rounds 3",
     "batches": "--replicas 1,2 --rows 400 --batches 32 --rounds 1",
@@ -82,9 +84,7 @@ def of_resnet50(found):
 
 def of_weak(found):
     for way, value in found["efficiency"].items():
-        spread = f"{min(found['rounds'][way]):.2f} to {max(found['rounds'][way]):.2f}"
-        shown = f"{value:.3f} ({spread}), of the quickest steps {found['of the quickest'][way]:.3f}"
-        yield f"weak scaling, 1 core to 2, {way}", shown, ">= 0.97" if way == "synk" else ""
+        yield f"weak scaling, 1 core to 2, {way}", described(value), ">= 0.97" if way == "synk" else ""
 
 
 def of_overhead(found):
