@@ -259,7 +259,8 @@ def plot(scaling, device):
     rates = [result["images/s"] for result in scaling.values()]
     plt.plot(counts, rates, marker="o", label="synk")
     plt.plot(counts, [rates[0] * n / counts[0] for n in counts], "--", color="gray", label="as many times one")
-    plt.xlabel("replicas"), plt.ylabel("images/s"), plt.title(f"ResNet-50 on {device}"), plt.ylim(0), plt.legend()
+    plt.xlabel("replicas"), plt.ylabel("images/s"), plt.xticks(counts), plt.ylim(0), plt.legend()
+    plt.title(f"ResNet-50 on {device}" + (": virtual devices share the cores" if device == "cpu" else ""))
     plt.savefig(options.plot, dpi=110)
 
 

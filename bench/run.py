@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from time import monotonic
 
+from record import results_path
 from weak import described
 
 HERE = Path(__file__).parent
@@ -166,7 +167,7 @@ def refresh(readme, text):
 
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", help="names of benchmarks, with commas between; the README stays as it is")
+    parser.add_argument("--only", help="names of benchmarks, with commas between; the others' results of the day stay")
     parser.add_argument("--trial", action="store_true")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument("--readme", type=Path, default=HERE / "README.md")
@@ -176,26 +177,27 @@ def main():
     options.results.mkdir(parents=True, exist_ok=True)
     start = monotonic()
     found = {name: result for name in names if (result := run(name, settings[name], options.results))}
-    print(f"\n{monotonic() - start:.0f} s in all\n\n{table(found)}")
-    if not found:
-        raise SystemExit("No benchmark ran.")
-    where = next((result for result in found.values() if "date" in result), None)
-    if where and not options.only:
-        path = options.results / results_name(where)
-        path.write_text(json.dumps(found, indent=1) + "\n")
-        about = (
-            f"{where['date'].split()[0]}; jax {where['jax']}, Python {where['python']}, {where['device']}, "
-            f"{where['cores']} cores, {where['machine']}. All of it: `{path.name}` in `bench/results/`."
-        )
-        refresh(options.readme, f"{about}\n\n{table(found)}")
+    print(f"\n{monotonic() - start:.0f} s in all")
+    write(found, options)
     if len(found) < len(names):
         raise SystemExit(f"Failed: {', '.join(name for name in names if name not in found)}")
 
 
-def results_name(found):
-    from record import results_path  # imports JAX, which starts nothing
-
-    return results_path(found).name
+def write(found, options):
+    """The result file and the table; what ran earlier this day and not again stays in both."""
+    where = next((result for result in found.values() if "date" in result), None)
+    if where is None:
+        return
+    path = options.results / results_path(where).name
+    if options.only and path.exists():
+        found = json.loads(path.read_text()) | found
+    found = {name: found[name] for name in SHORT if name in found}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    about = (
+        f"{where['date'].split()[0]}; jax {where['jax']}, Python {where['python']}, {where['device']}, "
+        f"{where['cores']} cores, {where['machine']}. All of it: `{path.name}` in `bench/results/`."
+    )
+    refresh(options.readme, f"{about}\n\n{table(found)}")
 
 
 if __name__ == "__main__":
