@@ -199,9 +199,9 @@ def as_peer_error(error: BaseException) -> SynkError | None:
     return _end(PeerError(f"another process of the group is gone ({first}). {_ADVICE}"))
 
 
-def has_ended() -> bool:
-    """Has the group come to an end, as far as this process knows?"""
-    return _ended is not None
+def ended() -> SynkError | None:
+    """Why the group has come to an end, as far as this process knows; None while it goes on."""
+    return _ended
 
 
 def say_failed(why: str) -> None:
@@ -226,7 +226,7 @@ def attend(stop: threading.Event, leave: Callable[[SynkError], None], every: flo
                 error = _why_first_goes()
             except Exception:  # the store is gone: the runtime ends this process
                 return
-            if error is not None and not stop.wait(every / 2) and not has_ended():
+            if error is not None and not stop.wait(every / 2) and _ended is None:
                 leave(_end(error))
 
     return run

@@ -16,11 +16,12 @@ import jax
 from jax.experimental import multihost_utils
 
 from . import _agree, _store
-from ._errors import SynkError, entry
+from ._errors import PeerError, SynkError, entry
 
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
 SHUTDOWN = 30  # seconds to wait for the others at the end
 START = 120  # seconds to wait for them at the start
+FOLLOWS = 75  # the exit code of a process that ends because another one has failed
 TELL = 1.5  # seconds that process 0 gives the others to learn why it goes
 _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
@@ -42,6 +43,7 @@ def start(
     start: int,
 ) -> None:
     """Join the other processes; where JAX's runtime has been started already, only what synk adds to it."""
+    _check_watchdog(watchdog)
     if not _store.is_running():
         coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
         num_processes = _number(num_processes, "num_processes")
@@ -53,6 +55,11 @@ def start(
                 f"synk.init: {', '.join(name for name in given if name not in missing)} given without "
                 f"{' and '.join(missing)}. Give all three (or SYNK_COORDINATOR, SYNK_NUM_PROCESSES, SYNK_PROCESS_ID), "
                 f"or none where a launcher is found."
+            )
+        if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
+            raise ValueError(
+                f"synk.init: process_id is {process_id}, but num_processes is {num_processes}; the ids are from 0 to "
+                f"{num_processes - 1}."
             )
         bind = None
         if coordinator is not None and coordinator.startswith(_LOOPBACK) and not os.environ.get(_BIND):
@@ -105,7 +112,7 @@ def _attend(exit_hook: bool, shutdown: int) -> None:
     def leave(error: SynkError) -> None:
         if exit_hook:
             print(f"synk.{type(error).__name__}: {error}", file=sys.stderr)
-            _exit(1)
+            _exit(_code(error))
 
     threading.Thread(target=_agree.attend(stop, leave), name="synk-progress", daemon=True).start()
     atexit.register(_leave, stop, exit_hook, shutdown)  # runs before the runtime's own, which waits for all others
@@ -121,7 +128,7 @@ def _attend(exit_hook: bool, shutdown: int) -> None:
             if gone is not None and gone is not error:
                 print(f"synk.{type(gone).__name__}: {gone}", file=sys.stderr)
             _agree.await_told(TELL)
-            _exit(1)
+            _exit(_code(gone))
 
         sys.excepthook = die
 
@@ -130,9 +137,9 @@ def _leave(stop: threading.Event, exit_hook: bool, shutdown: int) -> None:
     """At the end of the program: if the others go on without it, the runtime would wait for them, and they for it."""
     faulthandler.cancel_dump_traceback_later()
     if exit_hook:
-        if _agree.has_ended():
+        if _agree.ended() is not None:
             _agree.await_told(TELL)
-            _exit(1)
+            _exit(_code(_agree.ended()))
         others = _agree.await_ends(shutdown)
         if others is not None:
             _agree.say_failed("it has ended its program")
@@ -140,6 +147,10 @@ def _leave(stop: threading.Event, exit_hook: bool, shutdown: int) -> None:
             _agree.await_told(TELL)
             _exit(1)
     stop.set()
+
+
+def _code(error: SynkError | None) -> int:
+    return FOLLOWS if isinstance(error, PeerError) else 1
 
 
 def _exit(code: int) -> None:
@@ -154,12 +165,16 @@ def _exit(code: int) -> None:
 def watch(seconds: float | None) -> None:
     """End this process, with the stacks of all its threads, once nothing has run for so many seconds."""
     global _watched, _armed
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0):
-        raise ValueError(f"synk.init: watchdog is {seconds!r}; give seconds > 0, or None.")
+    _check_watchdog(seconds)
     if seconds is None:
         return
     _watched, _armed = float(seconds), 0.0
     alive()
+
+
+def _check_watchdog(seconds: Any) -> None:
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0):
+        raise ValueError(f"synk.init: watchdog is {seconds!r}; give seconds > 0, or None.")
 
 
 def alive() -> None:
