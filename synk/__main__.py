@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from time import monotonic, sleep
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ._processes import FOLLOWS
 
 STUCK = 124  # the code of a process that had to be ended, as of the command `timeout`
+_FOLLOW = (FOLLOWS, -signal.SIGABRT)  # codes of those whose peer is gone: synk's, and the runtime's
 GRACE = 3.0  # seconds for the others to say why they end, once one has failed
 
 
@@ -28,7 +31,7 @@ class Ended(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code of the gang."""
+    """Run the command line; the exit code of the gang. SIGTERM is passed on to all; a second one ends them."""
     parser = argparse.ArgumentParser("python -m synk", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     launch = commands.add_parser("launch", help="start a program in n processes on this machine")
@@ -44,21 +47,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = options.logs or Path(mkdtemp(prefix="synk-"))
     logs.mkdir(parents=True, exist_ok=True)
     print(f"synk: {options.processes} processes, logs in {logs}", flush=True)
-    code = 0
+    code, told = 0, list[int]()
     for attempt in range(options.restarts + 1):
-        code = run(options, attempt, logs)
-        if code == 0 or code == -signal.SIGINT:
+        code = run(options, attempt, logs, told)
+        if code == 0 or code == -signal.SIGINT or told:
             break
         if attempt < options.restarts:
             print(f"synk: starting all again ({attempt + 1} of {options.restarts})", flush=True)
     return code if code >= 0 else 128 - code
 
 
-def run(options: argparse.Namespace, attempt: int, logs: Path) -> int:
-    """One attempt of the gang: 0, or the code of the first process that failed."""
+def run(options: argparse.Namespace, attempt: int, logs: Path, told: list[int]) -> int:
+    """One attempt of the gang: 0, or the code of the first process that failed; `told` to stop it notes."""
     gang: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
     port = _free_port()
+
+    def stop(number: int, frame: Any) -> None:
+        told.append(number)
+        if len(told) > 1:
+            raise KeyboardInterrupt
+        for process in gang:
+            process.send_signal(number)  # which synk.preempted notes: they may save, and leave
+
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         for rank in range(options.processes):
             environment = os.environ | {
@@ -89,6 +101,7 @@ def run(options: argparse.Namespace, attempt: int, logs: Path) -> int:
             process.wait()
         for reader in readers:
             reader.join(5)
+        signal.signal(signal.SIGTERM, before)
     if first is None:
         return 0
     if first.rank >= 0:
@@ -103,19 +116,20 @@ def _watch(gang: Sequence[subprocess.Popen[str]]) -> Ended | None:
     start = monotonic()
     failed: list[Ended] = []
     until = float("inf")
-    while any(process.poll() is None for process in gang) and monotonic() < until:
+    while True:
+        codes = [process.poll() for process in gang]
         known = {ended.rank for ended in failed}
-        for rank, process in enumerate(gang):
-            if process.poll() and rank not in known:
-                failed.append(Ended(rank, process.returncode, monotonic() - start))
+        failed += [Ended(r, code, monotonic() - start) for r, code in enumerate(codes) if code and r not in known]
+        if None not in codes or monotonic() > until:
+            break
         if failed and until == float("inf"):
             until = monotonic() + GRACE
         sleep(0.02)
-    stuck = [rank for rank, process in enumerate(gang) if process.poll() is None]
-    if stuck and all(ended.code == -signal.SIGABRT for ended in failed):  # for want of its heartbeat
+    stuck = [rank for rank, code in enumerate(codes) if code is None]
+    if stuck and all(ended.code in _FOLLOW for ended in failed):  # for want of its heartbeat
         return Ended(stuck[0], STUCK, failed[0].seconds)
-    # The runtime aborts those whose peer is gone, and an end is seen a little late: blame what is no abort.
-    return min(failed, key=lambda ended: (ended.code == -signal.SIGABRT, ended.seconds), default=None)
+    # An end is seen a little late, and process 0 lets the others go first: blame none that follows another.
+    return min(failed, key=lambda ended: (ended.code in _FOLLOW, ended.seconds), default=None)
 
 
 def _copy(process: subprocess.Popen[str], rank: int, log: Path) -> None:
