@@ -110,12 +110,11 @@ class Program:
         engine: str = "shard_map",
         name: str = "",
     ) -> None:
-        with jax.disable_jit(False):  # there is no program without
-            lowered = _jit(group, body, ins, outs, engine, tuple(donate)).lower(*args)
-            self.name = f"{name}({_shapes(args)})" if group.spans else name
-            if group.spans:
-                _agree.compare(self.name, lowered.as_text())
-            self.compiled = lowered.compile()
+        lowered = _jit(group, body, ins, outs, engine, tuple(donate)).lower(*args)
+        self.name = f"{name}({_shapes(args)})" if group.spans else name
+        if group.spans:
+            _agree.compare(self.name, lowered.as_text())
+        self.compiled = lowered.compile()
         self.group = group
 
     def __call__(self, args: Sequence[jax.Array], failed: Callable[[Exception], None]) -> list[jax.Array]:

@@ -10,6 +10,8 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
+from ._context import is_disturbed, undisturbed
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -97,6 +99,9 @@ def entry(fn: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(fn)
     def synk_call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            if is_disturbed():
+                with undisturbed():
+                    return fn(*args, **kwargs)
             return fn(*args, **kwargs)
         except Exception as error:
             if _is_ours(error.__traceback__):

@@ -10,20 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.core
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 
 from . import _flight, _group
+from ._context import is_traced, trace_state
 from ._errors import SynkError, entry
 from ._group import AXIS, PyTree
 
 if TYPE_CHECKING:
     from ._shared import Shared
 
-# Public since JAX 0.10 in jax.extend.core, and before that in jax.core.
-_trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
-_EAGER = _trace_state()
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
 _context = jax.make_user_context(None)
 _local = threading.local()
@@ -50,7 +47,7 @@ class Frame:
     communicates: bool  # whether the replicas' axis is there
     values: dict[Shared, list[jax.Array]]
     describe: Callable[[Shared], Value]
-    state: Any = field(default_factory=_trace_state)
+    state: Any = field(default_factory=trace_state)
     reads: dict[Shared, None] = field(default_factory=dict)
     writes: dict[Shared, tuple[list[jax.Array], str | None]] = field(default_factory=dict)
     uses_rank: bool = False
@@ -66,7 +63,7 @@ class Frame:
 
     def write(self, variable: Shared, new: PyTree, slices: str | None) -> None:
         """Note a new value, which takes effect when the call ends."""
-        if _trace_state() != self.state:
+        if trace_state() != self.state:
             raise SynkError(
                 f"{self.name}: {variable.name} is assigned inside a jax transformation (jit, grad, scan, cond, vmap, "
                 f"...), from where the new value cannot leave. Return it from there and assign it outside, "
@@ -98,11 +95,6 @@ def settings() -> tuple[Any, ...]:
         config.jax_numpy_dtype_promotion,
         config.jax_default_prng_impl,
     )
-
-
-def is_traced() -> bool:
-    """Is a transformation of JAX's own under way around this line?"""
-    return _trace_state() != _EAGER
 
 
 @contextmanager
@@ -224,7 +216,9 @@ def trace(
                 out, seen["outputs"] = pack(fn(*rest))
         finally:
             _local.frame = before
-        seen["frame"] = current
+        # And no more of the frame: what is traced must not outlive its trace.
+        seen["reads"], seen["uses_rank"] = tuple(current.reads), current.uses_rank
+        seen["writes"] = tuple((variable, slices) for variable, (_, slices) in current.writes.items())
         written = [leaf for new, _ in current.writes.values() for leaf in new]
         seen["shapes"] = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*out, *written))
         return [*out, *written]
@@ -234,21 +228,20 @@ def trace(
         rank_shape = jax.ShapeDtypeStruct((), np.int32)
         axes = [(AXIS, size)] if communicates else None
         closed = jax.make_jaxpr(flat, axis_env=axes)(*shapes, *arguments, rank_shape)
-        current: Frame = seen["frame"]
-        used = tuple(current.reads)
+        used: tuple[Shared, ...] = seen["reads"]
         if set(used) <= set(variables):
             break
         variables = tuple(dict.fromkeys((*variables, *used)))
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
-    is_used = [variable in current.reads for variable in variables for _ in describe(variable).shapes]
+    is_used = [variable in used for variable in variables for _ in describe(variable).shapes]
     return Traced(
         run=_runner(closed, is_used, name),
-        variables=tuple(variable for variable in variables if variable in current.reads),
-        writes=tuple((variable, slices) for variable, (_, slices) in current.writes.items()),
+        variables=tuple(variable for variable in variables if variable in used),
+        writes=seen["writes"],
         outputs=seen["outputs"],
         shapes=seen["shapes"],
         reads=used,
-        uses_rank=current.uses_rank or _tells_ranks_apart(closed.jaxpr),
+        uses_rank=seen["uses_rank"] or _tells_ranks_apart(closed.jaxpr),
         has_effects=bool(closed.effects),
     )
 

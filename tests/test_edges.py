@@ -210,3 +210,31 @@ def test_what_is_combined_inside_stays_equal(four, op):
 
     after(X)
     assert np.isfinite(w.value)
+
+
+def step_and_collectives():
+    """A little of everything, uneven rows included."""
+    w = synk.shared(np.zeros(3, np.float32), name="w")
+    f = synk.function(lambda x: jnp.mean(x) + w.value.sum(), reduce="mean")
+    g = synk.function(lambda x: jnp.sum(x, 0), then=lambda total: w.update(w.value + total))
+    for rows in (8, 7, 2):
+        g(np.ones((rows, 3), np.float32))
+    synk.all_reduce(w)
+    return f(np.arange(7, dtype=np.float32)), w.value
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_another_mesh_is_set(four, kind):
+    """What the user's own arrays lie on is not synk's business."""
+    kind = getattr(jax.sharding.AxisType, kind)
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(kind,))):
+        mean, w = step_and_collectives()
+    assert (float(mean), w.tolist()) == (54.0, [17.0] * 3)
+
+
+@pytest.mark.parametrize("context", [jax.disable_jit, jax.checking_leaks, lambda: jax.debug_nans(True)])
+def test_under_debugging_options(four, context):
+    """They disturb no call, and no call disturbs them."""
+    with context():
+        mean, w = step_and_collectives()
+    assert (float(mean), w.tolist()) == (54.0, [17.0] * 3)
