@@ -1,0 +1,786 @@
+"""What the gangs of the tests run: `python gang_programs.py NAME ARGUMENTS...`, started as `gang.py` does."""
+
+import faulthandler
+import functools
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+import synk
+
+PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
+CASES, DISAGREEMENTS = {}, {}
+
+
+def join(**options):
+    """The group of all processes; in one process, of all its devices."""
+    if "SYNK_NUM_PROCESSES" in os.environ:
+        return synk.init(distributed=True, **PATIENCE | options)
+    return synk.init()
+
+
+def say(what, **more):
+    """One line for the test to read."""
+    print(f"=> {json.dumps({'what': what, 'time': time.time(), **more})}", flush=True)
+
+
+def said(output):
+    """The lines that `say` has printed, by a test; the launcher puts the rank before them."""
+    return [json.loads(line.split("=> ", 1)[1]) for line in output.splitlines() if "=> {" in line]
+
+
+# The law.
+
+
+def case(fn):
+    CASES[fn.__name__] = fn
+    return fn
+
+
+class Noted(dict):
+    """Values that gangs are compared by, bit for bit."""
+
+    def __call__(self, name, tree):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            array = np.asarray(leaf)
+            self[f"{name}{jax.tree_util.keystr(path)}"] = array.view(np.uint16) if array.itemsize == 2 else array
+
+
+def law(folder, *names):
+    """Every case; each reports by name, and what it notes is kept."""
+    group = join()
+    for name in names or CASES:
+        noted, start = Noted(), time.process_time()
+        try:
+            CASES[name](group, noted)
+        except BaseException:
+            say(name, error=traceback.format_exc()[-4000:])
+            if not isinstance(sys.exc_info()[1], AssertionError):
+                traceback.print_exc()
+        else:
+            say(name, seconds=round(time.process_time() - start, 2))
+        np.savez(Path(folder) / f"{name}.{jax.process_index()}.npz", **noted)
+    say("end")
+
+
+def numbers(rows, columns=2, seed=0):
+    """Distinct quarters, some negative, whose sums float32 holds exactly."""
+    count = rows * columns
+    order = np.random.default_rng([seed, rows]).permutation(count)
+    return ((order - count // 2) / 4).reshape(rows, columns).astype(np.float32)
+
+
+def normal(rows, columns=3, seed=0):
+    """Numbers whose sums depend on the order."""
+    return np.random.default_rng([seed, rows]).normal(size=(rows, columns)).astype(np.float32)
+
+
+def close(got, want, rtol=1e-5, atol=1e-5):
+    assert jax.tree.structure(got) == jax.tree.structure(want), (got, want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.shape(a) == np.shape(b), (np.shape(a), np.shape(b))
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol)
+
+
+def raises(kind, text, call):
+    """The same error in every process, and the group goes on."""
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), error
+        return
+    raise AssertionError(f"{kind.__name__} about {text!r} was not raised")
+
+
+OPS = {
+    "sum": "sum", "mean": "mean", "max": "max", "min": "min", "prod": "prod", "any": "any", "all": "all",
+    "concat": "concat", "gather": "gather", "weighted": "mean", "stack": "stack", "first": "first", "call": None,
+}  # fmt: skip
+
+
+def median(parts):
+    return jnp.median(parts, axis=0)
+
+
+@functools.partial(synk.function, outputs=OPS | {"call": median})
+def statistics(x):
+    weight = (x[:, 1] > 0).sum().astype(jnp.float32)
+    masked = jnp.where(x[:, 1] > 0, x[:, 0], 0).sum()
+    return {
+        "sum": x.sum(0), "mean": x.mean(0), "max": x.max(0), "min": x.min(), "prod": (1 + x / 64).prod(0),
+        "any": (x > 4).any(0), "all": (x > -4).all(0), "concat": x * 2, "gather": x[:, 0],
+        "weighted": synk.Weighted(masked / weight, weight), "stack": x.sum(0), "first": x[0], "call": x.max(),
+    }  # fmt: skip
+
+
+def by_numpy(x, parts):
+    positive = x[x[:, 1] > 0, 0]
+    return {
+        "sum": x.sum(0), "mean": x.mean(0), "max": x.max(0), "min": x.min(), "prod": (1 + x / 64).prod(0),
+        "any": (x > 4).any(0), "all": (x > -4).all(0), "concat": x * 2, "gather": x[:, 0],
+        "weighted": positive.mean() if len(positive) else np.nan, "stack": np.stack([p.sum(0) for p in parts]),
+        "first": x[0], "call": np.median([p.max() for p in parts]),
+    }  # fmt: skip
+
+
+@case
+def ops(group, noted):
+    """Every op, for rows that divide, do not, and are fewer than the replicas."""
+    n = group.size
+    for rows in sorted({n - 1, n, 2 * n + 1} - {0}):
+        x = numbers(rows)
+        close(statistics(x), by_numpy(x.astype(np.float64), [p for p in np.array_split(x, n) if len(p)]))
+
+
+@functools.partial(synk.function, outputs=("sum", "mean", "max", "concat"))
+def moments(x):
+    return jnp.sum(x * x, 0), jnp.mean(x, 0), jnp.max(x), x * 3
+
+
+def moments_by_numpy(x):
+    x = x.astype(np.float64)
+    return (x * x).sum(0), x.mean(0), x.max(), x * 3
+
+
+@case
+def bits(group, noted):
+    """Sums of numbers that rounding orders: the same in every process."""
+    n = group.size
+    for rows in (12 * n, 6 * n + 1, 3 * n - 1):
+        x = normal(rows)
+        noted(f"{rows}", got := moments(x))
+        close(got, moments_by_numpy(x))
+
+
+@case
+def slices(group, noted):
+    """Slices, of rows that divide and do not."""
+    n = group.size
+    for rows in (4 * n, 3 * n + 1):
+        x = normal(rows)
+        noted(f"{rows}", got := moments(x, num_slices=2))
+        close(got, moments_by_numpy(x))
+
+
+@case
+def batches(group, noted):
+    """Batches of every kind."""
+    n, x = group.size, normal(31)
+    rows = 2 * n
+    index = np.random.default_rng(0).integers(-31, 31, rows)
+    mask = np.random.default_rng(1).permutation(np.arange(31) < rows)
+    for batch in (rows, slice(3, 3 + rows), slice(3 + rows, 3, -1), slice(0, 2 * rows, 2), mask, index, index.tolist()):
+        close(moments(x, batch=batch), moments_by_numpy(x[:batch] if isinstance(batch, int) else x[batch]))
+    close(moments(x, batch=index[:-1]), moments_by_numpy(x[index[:-1]]))
+    raises(IndexError, "31", lambda: moments(x, batch=[3, 31]))
+    raises(ValueError, "batch", lambda: moments(x, batch=[]))
+
+
+@case
+def data(group, noted):
+    """`synk.data` in the three places, whole and picked, and after rows were written."""
+    n = group.size
+    x = normal(2 * n + 9)
+    index = np.random.default_rng(0).integers(-len(x), len(x), 2 * n)
+    for place in ("host", "scatter", "broadcast"):
+        held = synk.data(x.copy(), place=place)
+        close(moments(held), moments_by_numpy(x))
+        noted(place, got := moments(held, batch=index))
+        close(got, moments_by_numpy(x[index]))
+        held[2:4] = 7
+        other = x.copy()
+        other[2:4] = 7
+        close(moments(held, batch=index), moments_by_numpy(other[index]))
+
+
+@case
+def batch_s(group, noted):
+    """Rows picked on each replica: as many on each, and other numbers."""
+    n = group.size
+    x = normal(3 * n)
+    held, parts = synk.data(x, place="scatter"), np.array_split(x, n)
+    close(moments(held, batch_s=[2, 0]), moments_by_numpy(np.concatenate([p[[2, 0]] for p in parts])))
+    each = [[1, 2] if rank == n - 1 else [0] for rank in range(n)]
+    want = np.concatenate([p[e] for p, e in zip(parts, each, strict=True)])
+    close(moments(held, batch_s=each), moments_by_numpy(want))
+    close(moments.serial(held, batch_s=each), moments_by_numpy(want))
+
+
+def trainer(w):
+    """A step of linear regression that updates `w` in then."""
+
+    @synk.function(inputs=["x"], outputs=("mean", "mean"), name="train")
+    def train(x, lr):
+        def loss(w):
+            return jnp.mean((x[:, :2] @ w - x[:, 2]) ** 2)
+
+        return jax.value_and_grad(loss)(w.value)
+
+    @train.then
+    def train(value, grad, lr):
+        w.value = w.value - lr * grad
+        return value
+
+    return train
+
+
+@case
+def then(group, noted):
+    """A training step with rows that divide and do not; check, serial, iterate, prefetch, and equal replicas."""
+    w = synk.shared(np.zeros(2, np.float32), name="w")
+    size = 8 * group.size
+    train, x, oracle = trainer(w), normal(3 * size + 1), np.zeros(2)
+
+    def expect(rows):
+        nonlocal oracle
+        off = rows[:, :2].astype(np.float64) @ oracle - rows[:, 2]
+        oracle = oracle - 0.1 * 2 * off @ rows[:, :2] / len(rows)
+        return np.mean(off**2)
+
+    lr = np.float32(0.1)
+    for rows in (size, size + 1):
+        want = expect(x[:rows])
+        close(train.serial(x, lr, batch=rows), want, rtol=1e-4)
+        close(train(x, lr, batch=rows), want, rtol=1e-4)
+        close(w.value, oracle, rtol=1e-4)
+    train.check(x, lr, batch=size + 1)
+    close(w.value, oracle, rtol=1e-4)
+    picks = list(synk.minibatches(len(x), size, seed=1, drop_last=True))
+    losses = list(train.iterate(x, lr, batches=picks))
+    close([float(one) for one in losses], [expect(x[pick]) for pick in picks], rtol=1e-4)
+    for pick, (rows,) in zip(picks, synk.prefetch(((x[pick],) for pick in picks), size=2), strict=True):
+        close(train(rows, lr), expect(x[pick]), rtol=1e-3)
+    close(w.value, oracle, rtol=1e-3)
+    synk.check_replicas(w)
+    noted("w", w.value)
+
+
+@case
+def shared(group, noted):
+    """Variables that replicas update by themselves, that hold rows, and what reads them."""
+    n = group.size
+    own, rows = synk.shared(np.zeros(2, np.float32), name="own"), synk.shared(np.zeros((1, 2), np.float32), name="rows")
+    x = numbers(2 * n + 1)
+    count = synk.function(lambda x: own.update(own.value + x.sum(0), slices="add"), name="count")
+    count(x)
+    parts = np.array_split(x, n)
+    for rank in range(n):
+        close(own.get_value(rank), parts[rank].sum(0))
+        close(own.get_value(rank, borrow=True), parts[rank].sum(0))
+    if n > 1:
+        raises(synk.DivergedError, "own", lambda: own.value)
+        raises(synk.DivergedError, "own", lambda: synk.check_replicas(own))
+    count(x, num_slices=2)
+    close(own.get_value(n - 1), 2 * parts[-1].sum(0))
+    synk.scatter(rows, x)
+    assert synk.get_lengths(rows) == [len(part) for part in parts]
+    assert synk.get_shapes(rows) == [part.shape for part in parts]
+    total = synk.function(lambda: (rows.value.sum(0), rows.value), outputs=("sum", "concat"), name="total")
+    close(total(), (x.sum(0), x))
+    close(total.serial(), (x.sum(0), x))
+    total.check()
+    close(total(batch_s=[0]), (sum(p[0] for p in parts), np.stack([p[0] for p in parts])))
+    both = synk.function(lambda y: (rows.value * y).sum(0), name="both")
+    close(both(x), (x * x).sum(0))
+    if n > 1:
+        raises(ValueError, "rows", lambda: both(x[:1]))
+
+    @synk.function(inputs=[], name="double")
+    def double():
+        rows.value = rows.value * 2
+
+    double()
+    close(synk.gather(rows, nd_up=0), x * 2)
+
+
+@case
+def collectives(group, noted):
+    """Every collective, with equal and unequal lengths."""
+    n = group.size
+    x = normal(2 * n + 1, 2)
+    parts = np.array_split(x, n)
+    v = synk.shared(np.zeros((1, 2), np.float32), name="v")
+    synk.scatter(v, x)
+    close(synk.gather(v, nd_up=0), x)
+    close(synk.get_value(n - 1, v), parts[-1])
+    synk.set_value(n - 1, v, np.ones((4, 2), np.float32))
+    assert synk.get_lengths(v)[-1] == 4
+    if n > 1:
+        raises(ValueError, "rows", lambda: synk.gather(v))
+        raises(ValueError, "rows", lambda: synk.all_reduce(v))
+    synk.all_gather(v)
+    close(v.value, np.concatenate([*parts[:-1], np.ones((4, 2))]))
+    synk.scatter(v, x, batch=np.arange(2 * n)[::-1].copy())
+    close(synk.gather(v), x[: 2 * n][::-1].reshape(n, 2, 2))
+    synk.broadcast(v)
+    close(v.value, x[: 2 * n][::-1][:2])
+    synk.check_replicas(v)
+    for rank in range(n):
+        v.set_value(x[rank : rank + 2], rank=rank)
+    each = np.stack([x[rank : rank + 2] for rank in range(n)]).astype(np.float64)
+    for op, want in {"sum": each.sum(0), "mean": each.mean(0), "max": each.max(0), "min": each.min(0)}.items():
+        noted(op, got := synk.reduce(v, op, in_place=False))
+        close(got, want)
+    close(synk.gather(v), each)
+    synk.reduce(v, "sum")
+    close(v.get_value(0), each.sum(0))
+    if n > 1:
+        close(v.get_value(n - 1), each[-1])
+        raises(synk.DivergedError, "v", lambda: synk.check_replicas(v))
+    v.set_value(x[:2], rank=0)
+    weights = list(range(1, n + 1))
+    synk.all_reduce(v, "mean", weights=weights)
+    close(v.value, np.average(each, axis=0, weights=weights))
+    synk.broadcast(v, np.full((2, 2), 5, np.float32))
+    close(v.value, np.full((2, 2), 5))
+
+
+@case
+def inside(group, noted):
+    """Collectives on traced values, and which rank runs."""
+    n = group.size
+    x = numbers(2 * n)
+    centred = synk.function(lambda x: x - synk.all_reduce(x.mean(0), "mean"), reduce="concat", name="centred")
+    close(centred(x), x - x.mean(0))
+    joined = synk.function(lambda x: synk.all_gather(x), reduce="first", name="joined")
+    close(joined(x), x)
+    close(synk.function(lambda: synk.rank(), reduce="stack")(), np.arange(n))
+    if n > 1:
+        raises(ValueError, "communicates inside", lambda: centred(numbers(2 * n + 1)))
+
+
+def coarse(keys):
+    """Noise that costs no compilation: the keys' own numbers."""
+    return (jax.random.key_data(keys)[..., 1] >> 8).astype(jnp.float32)
+
+
+@case
+def keys(group, noted):
+    """Noise of row_keys is that of each row; typed keys are arguments and variables."""
+    n = group.size
+    rows = 2 * n + 1
+    x = np.zeros((rows, 2), np.float32)
+    noisy = synk.function(lambda x, k: x + coarse(k)[:, None], reduce="concat", name="noisy")
+    each = synk.row_keys(jax.random.key(0), rows)
+    want = np.repeat(np.asarray(coarse(each))[:, None], 2, 1)
+    noted("rows", got := noisy(x, each))
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(noisy(x[: 2 * n], each[: 2 * n]), want[: 2 * n])
+    same = synk.function(lambda x, k: x + coarse(k), inputs=["x"], reduce="concat", name="same")
+    np.testing.assert_array_equal(same(x, jax.random.key(1)), x + np.asarray(coarse(jax.random.key(1))))
+    k = synk.shared(jax.random.key(3), name="k")
+    draw = synk.function(lambda x: jnp.sum(x) + jax.random.uniform(k.value), reduce="mean", then=lambda u: advance(u))
+
+    def advance(u):
+        k.value = jax.random.split(k.value)[0]
+        return u
+
+    close(draw(x), jax.random.uniform(jax.random.key(3)))
+    assert jnp.array_equal(jax.random.key_data(k.value), jax.random.key_data(jax.random.split(jax.random.key(3))[0]))
+    synk.check_replicas(k)
+
+
+@case
+def halves(group, noted):
+    """16-bit floats combine in float32, and come back in their dtype."""
+    n = group.size
+    for dtype in (jnp.bfloat16, np.float16):
+        for rows in (4 * n, 2 * n + 1):
+            x = normal(rows).astype(dtype)
+            f = synk.function(lambda x: (x.sum(0), x.mean(0), x), outputs=("sum", "mean", "concat"), name="halves")
+            got = f(x)
+            assert all(one.dtype == dtype for one in got)
+            wide = x.astype(np.float64)
+            close(got[:2], (wide.sum(0), wide.mean(0)), rtol=2e-2, atol=5e-2)
+            np.testing.assert_array_equal(np.asarray(got[2]), x)
+            noted(f"{np.dtype(dtype).name} {rows}", got)
+
+
+@case
+def composed(group, noted):
+    """Under jit, grad and both, with rows that divide and do not."""
+    n = group.size
+    total = synk.function(lambda z: jnp.sum(z**2, 0), name="total")
+    x = normal(n + 1)
+    close(jax.jit(lambda x: total(x) * 2)(x), 2 * (x * x).sum(0))
+    close(whole(jax.grad(lambda x: total(x).sum())(x)), 2 * x)
+    x = normal(2 * n)
+    close(whole(jax.jit(jax.grad(lambda x: total(x).sum()))(x)), 2 * x)
+
+
+def whole(array):
+    """The rows of an array that JAX has left where they are, over all processes."""
+    return np.asarray(array) if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+
+
+@case
+def pmap(group, noted):
+    """The other engine gives the same bits."""
+    n = group.size
+    w = synk.shared(np.zeros(2, np.float32), name="w")
+
+    def mean(x):
+        return jnp.mean(x, 0), x * 2
+
+    one = synk.function(mean, outputs=("mean", "concat"), engine="shard_map")
+    other = synk.function(mean, outputs=("mean", "concat"), engine="pmap")
+    for rows in (2 * n, 2 * n + 1):
+        x = normal(rows)
+        noted(f"{rows}", got := other(x))
+        for a, b in zip(one(x), got, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    @synk.function(reduce="mean", engine="pmap")
+    def step(x):
+        return x.mean(0)
+
+    @step.then
+    def step(mean):
+        w.value = w.value + mean
+
+    x = normal(2 * n, 2)
+    step(x)
+    close(w.value, x.mean(0))
+    synk.check_replicas(w)
+
+
+@case
+def local(group, noted):
+    """Rows that each process alone holds: as many, other numbers, and none."""
+    me, count, n = jax.process_index(), jax.process_count(), group.size
+    here = n // count
+    w = synk.shared(np.zeros(2, np.float32), name="w")
+    train, lr = trainer(w), np.float32(0.1)
+    unequal = [5, 2, 1, 7][:count]
+    for given in ([2 * here] * count, unequal, [0, 3, 0, 5][:count] if count > 1 else [3], [1] + [0] * (count - 1)):
+        parts = [normal(rows, seed=i) for i, rows in enumerate(given)]
+        rows_of_all, mine = np.concatenate(parts), synk.local(parts[me])
+        close(moments(mine), moments_by_numpy(rows_of_all))
+        if given == unequal:
+            close(moments(mine, num_slices=2), moments_by_numpy(rows_of_all))
+            close(moments.serial(mine), moments_by_numpy(rows_of_all))
+            close(train(mine, lr), np.mean(rows_of_all[:, 2] ** 2))
+            train.check(mine, lr)
+    parts = [normal(8, seed=i) for i in range(count)]
+    picked = moments(synk.local(parts[me]), batch=list(range(me + 1)))
+    close(picked, moments_by_numpy(np.concatenate([part[: i + 1] for i, part in enumerate(parts)])))
+    for _ in train.iterate(synk.local(parts[me]), lr, batches=[list(range(here)), slice(2, 2 + here)]):
+        pass
+    synk.check_replicas(w)
+    noted("w", w.value if count > 1 else np.zeros(2))
+    raises(ValueError, "0 rows", lambda: moments(synk.local(normal(8)[:0])))
+    close(moments(synk.local(parts[me])), moments_by_numpy(np.concatenate(parts)))
+
+
+@case
+def arguments(group, noted):
+    """Trees, static and broadcast arguments, arrays that lie on devices already, results given back, and output_subset."""
+    n = group.size
+    x = normal(2 * n)
+
+    def fn(tree, scale, power):
+        return {"a": (tree["x"] * scale) ** power, "b": tree["y"].sum()}
+
+    f = synk.function(fn, inputs={"scale": "broadcast", "power": "static"}, outputs={"a": "concat", "b": "sum"})
+    y = np.arange(2 * n)
+    for given in (x, jnp.asarray(x)):
+        got = f({"x": given, "y": y}, 2.0, 2)
+        close(got, {"a": (x * 2) ** 2, "b": y.sum()}, rtol=1e-4)
+    again = f({"x": got["a"], "y": y}, jnp.float32(2), 1)
+    close(again["a"], 2 * (2 * x) ** 2, rtol=1e-4)
+    close(moments(again["a"], output_subset=[1]), (again["a"].mean(0),))
+    assert moments.compile(x) is not None
+    scattered = jax.make_array_from_callback(x.shape, group.stacked, x.__getitem__)  # as synk would cut it
+    close(moments(scattered), moments_by_numpy(x))
+    close(moments(jax.make_array_from_callback(x.shape, group.everywhere, x.__getitem__)), moments_by_numpy(x))
+
+
+@case
+def errors(group, noted):
+    """Errors of one call leave variables as they were, in every process, and the group goes on."""
+    n = group.size
+    w = synk.shared(np.zeros(2, np.float32), name="w")
+    train = trainer(w)
+    x = normal(4 * n)
+    train(x, np.float32(0.1))
+    before = np.asarray(w.value)
+    raises(ValueError, "rows", lambda: synk.function(lambda a, b: a.sum())(x, x[:-1]))
+    raises(TypeError, "dot_general", lambda: synk.function(lambda x: x @ w.value)(x))
+    raises(KeyError, "mine", lambda: synk.function(lambda x: {}["mine"])(x))
+    raises(ValueError, "tree", lambda: w.set_value({"a": before}))
+    np.testing.assert_array_equal(w.value, before)
+    train(x, np.float32(0.1))
+
+
+@case
+def groups(group, noted):
+    """Replicas simulated in each process, beside the group of all."""
+    x = normal(7)
+    total = synk.function(lambda x: x.sum(0), name="total")
+    with synk.simulate(3):
+        close(total(x), x.sum(0))
+    close(total(x), x.sum(0))
+    if jax.process_count() > 1:
+        assert f"of {jax.process_count()} processes" in repr(group)
+        assert [d.process_index for d in group.devices[group.mine.start : group.mine.stop]] == [
+            jax.process_index()
+        ] * len(group.mine)
+        raises(
+            ValueError,
+            "this is process",
+            lambda: synk.init([d for d in jax.devices() if d.process_index != jax.process_index()]),
+        )
+        assert synk.group() is group
+
+
+# Disagreement.
+
+
+def row_sums(name, scale=1.0, **options):
+    return synk.function(lambda x: x.sum(0) * jnp.asarray(scale, x.dtype), name=name, **options)
+
+
+def disagreement(fn):
+    DISAGREEMENTS[fn.__name__] = fn
+    return fn
+
+
+def disagree(what):
+    """Process 1 does something else than the others; each says what it is told."""
+    join()
+    is_odd = jax.process_index() == 1
+    f, g, x = row_sums("f"), row_sums("g", 100.0), np.ones((12, 3), np.float32)
+    try:
+        DISAGREEMENTS[what](is_odd, f, g, x)
+    except Exception as error:
+        say("raised", kind=type(error).__name__, message=str(error))
+        raise
+    say("unnoticed")
+
+
+@disagreement
+def op(is_odd, f, g, x):
+    row_sums("h", reduce="max" if is_odd else "sum")(x)
+
+
+@disagreement
+def order(is_odd, f, g, x):
+    for one in (f, g) if is_odd else (g, f):
+        one(x)
+
+
+@disagreement
+def known_order(is_odd, f, g, x):
+    f(x), g(x)
+    for one in (f, g) if is_odd else (g, f):
+        float(one(x)[0])
+
+
+@disagreement
+def dtype(is_odd, f, g, x):
+    f(x.astype(np.int32) if is_odd else x)
+
+
+@disagreement
+def rows(is_odd, f, g, x):
+    f(x[:6] if is_odd else x)
+
+
+@disagreement
+def uneven_rows(is_odd, f, g, x):
+    f(x[:11] if is_odd else x)
+
+
+@disagreement
+def known_rows(is_odd, f, g, x):
+    f(x), f(x[:6])
+    float(f(x[:6] if is_odd else x)[0])
+
+
+@disagreement
+def constant(is_odd, f, g, x):
+    row_sums("h", 2.0 if is_odd else 3.0)(x)
+
+
+@disagreement
+def shape_of_variable(is_odd, f, g, x):
+    w = synk.shared(np.zeros(3 + is_odd, np.float32), name="w")
+    np.asarray(w.value)
+
+
+@disagreement
+def collective(is_odd, f, g, x):
+    w = synk.shared(np.zeros(3, np.float32), name="w")
+    synk.all_reduce(w, "sum") if is_odd else synk.broadcast(w)
+
+
+@disagreement
+def new_beside_known(is_odd, f, g, x):
+    float(f(x)[0])
+    float(f(x)[0]) if is_odd else float(g(x)[0])
+
+
+@disagreement
+def fewer_calls(is_odd, f, g, x):
+    for _ in range(2 if is_odd else 3):
+        float(f(x)[0])
+    float(g(x)[0])
+
+
+@disagreement
+def local(is_odd, f, g, x):
+    f(x if is_odd else synk.local(x))
+
+
+@disagreement
+def error_of_one(is_odd, f, g, x):
+    f({}["missing"] if is_odd else x)
+
+
+@disagreement
+def save(is_odd, f, g, x):
+    w = synk.shared(np.zeros(3, np.float32), name="w")
+    float(f(x)[0])
+    if is_odd:
+        float(f(x)[0])
+    else:
+        synk.check_replicas(w)
+
+
+# Failure.
+
+
+def stepper(w):
+    @synk.function(inputs=["x"], reduce="mean", name="step")
+    def step(x):
+        return x.mean() * w.value
+
+    @step.then
+    def step(mean):
+        w.value = w.value + mean + 1
+        return mean
+
+    return step
+
+
+def fail(mode, who, **options):
+    """At step 20 one process fails as `mode` says; the others say what they see of it."""
+    if mode == "hang":
+        options["watchdog"] = 3
+    group = join(exit_hook=mode != "raise without hook", **options)
+    me, x = jax.process_index(), np.ones((2 * group.size, 3), np.float32)
+    w = synk.shared(np.zeros(3, np.float32), name="w")
+    step = stepper(w)
+    for i in range(100000):
+        if i == 20 and me == int(who):
+            say("fails")
+            fail_by(mode)
+            if mode == "leave":
+                break
+        try:
+            float(step(x)[0])
+        except Exception as error:
+            say("raised", kind=type(error).__name__, message=str(error))
+            raises(type(error), str(error)[:60], lambda: step(x))
+            raises(type(error), str(error)[:60], lambda: w.value)
+            raise
+        time.sleep(0.002)
+
+
+def fail_by(mode):
+    if mode == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if mode.startswith("raise"):
+        raise RuntimeError("a bug of the user's")
+    if mode == "exit":
+        sys.exit(3)
+    if mode == "hang":
+        hang_here()
+
+
+def hang_here():
+    time.sleep(1000)
+
+
+def preempt():
+    """Run until SIGTERM."""
+    group = join()
+    step = stepper(synk.shared(np.zeros(3, np.float32), name="w"))
+    x = np.ones((2 * group.size, 3), np.float32)
+    for i in range(100000):
+        float(step(x)[0])
+        if synk.preempted(i):
+            say("stops", step=i)
+            return
+        if i == 10:
+            say("goes")
+        time.sleep(0.002)
+
+
+def train(folder, *failures):
+    """A small training loop that saves every 5 steps; the attempts that `failures` name (as kill:1) end at step 12, 22..."""
+    group = join()
+    attempt, folder = int(os.environ.get("SYNK_ATTEMPT", 0)), Path(folder)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(101, 5)).astype(np.float32), rng.normal(size=101).astype(np.float32)
+    w, m = synk.shared(np.zeros(5, np.float32), name="w"), synk.shared(np.zeros(5, np.float32), name="m")
+    key = synk.shared(jax.random.key(0), name="key")
+
+    @synk.function(inputs=["x", "y"], reduce="mean")
+    def step(x, y):
+        return jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(w.value)
+
+    @step.then
+    def step(loss, grad):
+        new, noise = jax.random.split(key.value)
+        key.value = new
+        m.value = 0.9 * m.value + grad + 0.01 * jax.random.uniform(noise, (5,))
+        w.value = w.value - 0.05 * m.value
+        return loss
+
+    variables = {"w": w, "m": m, "key": key}
+    try:
+        done, extra = synk.load(folder, variables)
+        assert extra == {"at": done}
+    except FileNotFoundError:
+        done = 0
+    say("starts", step=done, attempt=attempt)
+    for pick in synk.minibatches(len(x), 16, epochs=10, start=done, seed=3):
+        if attempt < len(failures) and done == 12 + 10 * attempt:
+            mode, who = failures[attempt].split(":")
+            if jax.process_index() == int(who):
+                say("fails")
+                fail_by(mode)
+        step(x, y, batch=pick)
+        done += 1
+        if done % 5 == 0:
+            synk.save(folder, variables, step=done, extra={"at": done}, keep=2)
+    say(
+        "ends",
+        step=done,
+        w=np.asarray(w.value).tobytes().hex(),
+        m=np.asarray(m.value).tobytes().hex(),
+        rank=jax.process_index(),
+    )
+    assert group.size == 2
+
+
+def main():
+    """Run one of the programs of this module."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    globals()[sys.argv[1]](*sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()
