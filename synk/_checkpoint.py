@@ -181,17 +181,23 @@ def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]
             read = _engine.own_entry if is_equal else _engine.host_entry
             entries = [read(home, leaf, variable.lies, which, rows) for leaf in leaves]
             for i, leaf in enumerate(variable.seen_leaves(entries)):
-                yield f"{name}.{i}" if is_equal else f"{name}.{i}.{rank}", _storable(leaf)
+                yield _member(name, i, None if is_equal else rank), _storable(leaf)
+
+
+def _member(name: str, leaf: int, rank: int | None) -> str:
+    """What a leaf is called in the file; names may have dots themselves, so always with both numbers."""
+    return f"{name}.{leaf}.{'all' if rank is None else rank}"
 
 
 def _storable(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype.isbuiltin == 1 else np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+    # A copy is contiguous, as a view of its bytes needs; ascontiguousarray would give a scalar an axis.
+    return array if array.dtype.isbuiltin == 1 else array.copy("C").view(f"u{array.dtype.itemsize}")
 
 
 def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any, keep: int | None) -> None:
     """Into a folder of another name, which takes its own in one rename."""
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".saving-*"):  # by who died while saving
+    for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
         shutil.rmtree(left, ignore_errors=True)
     name = f"step-{step:08d}"
     new, final, old = folder / f".saving-{name}-{os.getpid()}", folder / name, folder / f"{name}~"
@@ -209,7 +215,7 @@ def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any
         raise
     if final.exists():  # saved again: until the new one is there, the old one counts
         if old.exists():
-            shutil.rmtree(old)
+            _remove(old)
         os.rename(final, old)
     os.rename(new, final)
     _folder_to_disk(folder)
@@ -217,7 +223,14 @@ def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any
     gone = steps[:-keep] if keep is not None else []
     for number, path in list(_found(folder)):
         if (number in gone and number != step) or path == old:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first: no half of a checkpoint is ever found."""
+    gone = path.with_name(f".gone-{path.name}")
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _to_disk(file: Any) -> None:
@@ -272,6 +285,8 @@ def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
     for there, here in zip_longest(paths, variable.seen_paths):
         if there != here:
             raise differ("'s tree", f"one with {there or 'nothing'}", f"{here or 'nothing'} there")
+    if kept["lengths"] is not None and variable.is_flat:
+        raise differ("", "rows", "one buffer a dtype (flat=True), which cannot hold rows")
     has_rows = kept["lengths"] is not None or variable.lengths is not None
     for path, shape, key, leaf in zip(variable.seen_paths, value.shapes, value.keys, kept["leaves"], strict=True):
         there, here = leaf["shape"], list(shape.shape)
@@ -292,14 +307,14 @@ def _placed(name: str, variable: Shared, kept: Any, arrays: Any) -> list[jax.Arr
     home = variable.home
     dtypes = [np.dtype(shape.dtype) for shape in variable.seen.shapes]
 
-    def stored(rank: str = "") -> list[np.ndarray]:
-        found = [arrays[f"{name}.{i}{rank}"] for i in range(len(dtypes))]
+    def stored(rank: int | None) -> list[np.ndarray]:
+        found = [arrays[_member(name, i, rank)] for i in range(len(dtypes))]
         return variable.kept_leaves([a if a.dtype == d else a.view(d) for a, d in zip(found, dtypes, strict=True)])
 
     if kept["is_equal"]:
-        return _engine.copies(home, stored(), variable.lies)
+        return _engine.copies(home, stored(None), variable.lies)
     lengths: Sequence[int] | None = kept["lengths"]
-    parts = [stored(f".{rank}") for rank in range(home.size)]
+    parts = [stored(rank) for rank in range(home.size)]
     return [
         _engine.stack_parts(home, [part[i] for part in parts], max(lengths) if lengths else None)
         for i in range(len(parts[0]))
