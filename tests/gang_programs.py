@@ -19,6 +19,7 @@ import synk
 
 PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
 CASES, DISAGREEMENTS = {}, {}
+FOLDER = Path()
 
 
 def join(**options):
@@ -57,7 +58,8 @@ class Noted(dict):
 
 def law(folder, *names):
     """Every case; each reports by name, and what it notes is kept."""
-    group = join()
+    global FOLDER
+    FOLDER, group = Path(folder), join()
     for name in names or CASES:
         noted, start = Noted(), time.process_time()
         try:
@@ -522,6 +524,37 @@ def errors(group, noted):
 
 
 @case
+def checkpoint(group, noted):
+    """Saved by process 0, read by all: equal, unequal and rows-holding variables; an error of its is everyone's."""
+    n = group.size
+    w = synk.shared({"a": np.float32(3), "b": jnp.arange(4, dtype=jnp.bfloat16)}, name="w")
+    k, own = synk.shared(jax.random.key(7), name="k"), synk.shared(np.zeros(2, np.int8), name="own")
+    rows = synk.shared(np.zeros((1, 2), np.float32), name="rows")
+    variables, x = {"w": w, "k": k, "own": own, "rows": rows}, numbers(2 * n + 1)
+    for rank in range(n):
+        own.set_value(np.full(2, rank + 1, np.int8), rank=rank)
+    synk.scatter(rows, x)
+    raises(FileNotFoundError, "has no checkpoint", lambda: synk.load(FOLDER / "saved", variables))
+    for step in range(3):
+        synk.save(FOLDER / "saved", variables, step=step, extra={"n": n}, keep=2)
+    w.value = {"a": np.float32(0), "b": jnp.zeros(4, jnp.bfloat16)}
+    k.value = jax.random.key(0)
+    synk.broadcast([own, rows], [np.zeros(2, np.int8), np.zeros((1, 2), np.float32)])
+    raises(ValueError, "has no v", lambda: synk.load(FOLDER / "saved", {"v": w}))
+    assert synk.load(FOLDER / "saved", variables) == (2, {"n": n})
+    close(w.value, {"a": np.float32(3), "b": np.arange(4)})
+    assert int(jax.random.key_data(k.value)[1]) == 7
+    close(synk.gather(rows, nd_up=0), x)
+    for rank in range(n):
+        close(own.get_value(rank), np.full(2, rank + 1))
+    raises(FileNotFoundError, "has no step 0; it has 1, 2", lambda: synk.load(FOLDER / "saved", variables, step=0))
+    if jax.process_index() == 0:
+        (FOLDER / "a file").write_text("")
+    raises(OSError, "a file", lambda: synk.save(FOLDER / "a file", {"w": w}, step=1))
+    synk.check_replicas(w, k)
+
+
+@case
 def groups(group, noted):
     """Replicas simulated in each process, beside the group of all."""
     x = normal(7)
@@ -637,13 +670,8 @@ def fewer_calls(is_odd, f, g, x):
 
 
 @disagreement
-def local(is_odd, f, g, x):
+def local_rows(is_odd, f, g, x):
     f(x if is_odd else synk.local(x))
-
-
-@disagreement
-def error_of_one(is_odd, f, g, x):
-    f({}["missing"] if is_odd else x)
 
 
 @disagreement

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,6 +22,7 @@ from synk._processes import FOLLOWS
 
 from . import gang
 from .gang_programs import CASES, DISAGREEMENTS, said
+from .helpers import group_of
 
 SPLITS = ("2x1", "2x2", "4x1")  # processes x devices
 COMPARED = ("bits", "slices", "data", "then", "collectives", "keys", "halves", "pmap")
@@ -104,7 +107,7 @@ SIDES = {
     "collective": ["process 0: ", "process 1: ", "(float32[3])"],
     "new_beside_known": ["process 0: g(float32[12, 3])", "process 1 has gone on with: f(float32[12, 3])"],
     "fewer_calls": ["process 1: g(float32[12, 3])", "process 0 has gone on with: f(float32[12, 3])"],
-    "local": ["process 0: ", "(int32[2])", "process 1: f(float32[12, 3])"],
+    "local_rows": ["process 0: ", "(int32[2])", "process 1: f(float32[12, 3])"],
     "save": ["process 0: ", "process 1 has gone on with: f(float32[12, 3])"],
 }
 
@@ -120,6 +123,20 @@ def test_disagreement(what):
         assert message.startswith("DisagreementError: processes "), message
         assert all(side in message for side in SIDES[what]), message
         assert told is not None or (rank == 1 and what in ("new_beside_known", "save"))
+
+
+@pytest.mark.parametrize("was", SPLITS)
+def test_checkpoints_of_gangs(was):
+    """What several processes have saved loads into as many replicas of one process, unequal values too."""
+    n = int(was[0]) * int(was[2])
+    with group_of("devices", n):
+        w = synk.shared({"a": np.float32(0), "b": np.zeros(4, jnp.bfloat16)})
+        k, own = synk.shared(jax.random.key(0)), synk.shared(np.zeros(2, np.int8))
+        rows = synk.shared(np.zeros((1, 2), np.float32))
+        kept = synk.load(Path(law(was)[0]) / "saved", {"w": w, "k": k, "own": own, "rows": rows})
+        assert kept == (2, {"n": n})
+        assert w.value["a"] == 3 and synk.get_lengths(rows) == [3, *[2] * (n - 1)]
+        assert [int(own.get_value(rank)[0]) for rank in range(n)] == list(range(1, n + 1))
 
 
 # Failure.
