@@ -222,7 +222,8 @@ def main():
         found = measure(training, ways_against() if n == options.against else ["synk"], n)
         against = found if n == options.against else against
         scaling |= {n: found["synk"]} if n in counts and "synk" in found else {}
-    talk = talk_of(8, options.blocks) if jax.local_device_count() >= 8 else []
+    is_alone = max(*counts, options.against, 1) == 1
+    talk = [] if is_alone or jax.local_device_count() < 8 else talk_of(8, options.blocks)
     result = about("resnet50") | {
         "gradients MB": gradients / 1e6,
         "GFLOP an image": flops(options.image, options.blocks) / 1e9,
