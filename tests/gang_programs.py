@@ -19,7 +19,6 @@ import synk
 
 PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
 CASES, DISAGREEMENTS = {}, {}
-FOLDER = Path()
 
 
 def join(**options):
@@ -48,7 +47,11 @@ def case(fn):
 
 
 class Noted(dict):
-    """Values that gangs are compared by, bit for bit."""
+    """Values that gangs are compared by, bit for bit; and the folder of the run."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = Path(folder)
 
     def __call__(self, name, tree):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -58,10 +61,9 @@ class Noted(dict):
 
 def law(folder, *names):
     """Every case; each reports by name, and what it notes is kept."""
-    global FOLDER
-    FOLDER, group = Path(folder), join()
+    group = join()
     for name in names or CASES:
-        noted, start = Noted(), time.process_time()
+        noted, start = Noted(folder), time.process_time()
         try:
             CASES[name](group, noted)
         except BaseException:
@@ -534,23 +536,25 @@ def checkpoint(group, noted):
     for rank in range(n):
         own.set_value(np.full(2, rank + 1, np.int8), rank=rank)
     synk.scatter(rows, x)
-    raises(FileNotFoundError, "has no checkpoint", lambda: synk.load(FOLDER / "saved", variables))
+    raises(FileNotFoundError, "has no checkpoint", lambda: synk.load(noted.folder / "saved", variables))
     for step in range(3):
-        synk.save(FOLDER / "saved", variables, step=step, extra={"n": n}, keep=2)
+        synk.save(noted.folder / "saved", variables, step=step, extra={"n": n}, keep=2)
     w.value = {"a": np.float32(0), "b": jnp.zeros(4, jnp.bfloat16)}
     k.value = jax.random.key(0)
     synk.broadcast([own, rows], [np.zeros(2, np.int8), np.zeros((1, 2), np.float32)])
-    raises(ValueError, "has no v", lambda: synk.load(FOLDER / "saved", {"v": w}))
-    assert synk.load(FOLDER / "saved", variables) == (2, {"n": n})
+    raises(ValueError, "has no v", lambda: synk.load(noted.folder / "saved", {"v": w}))
+    assert synk.load(noted.folder / "saved", variables) == (2, {"n": n})
     close(w.value, {"a": np.float32(3), "b": np.arange(4)})
     assert int(jax.random.key_data(k.value)[1]) == 7
     close(synk.gather(rows, nd_up=0), x)
     for rank in range(n):
         close(own.get_value(rank), np.full(2, rank + 1))
-    raises(FileNotFoundError, "has no step 0; it has 1, 2", lambda: synk.load(FOLDER / "saved", variables, step=0))
+    raises(
+        FileNotFoundError, "has no step 0; it has 1, 2", lambda: synk.load(noted.folder / "saved", variables, step=0)
+    )
     if jax.process_index() == 0:
-        (FOLDER / "a file").write_text("")
-    raises(OSError, "a file", lambda: synk.save(FOLDER / "a file", {"w": w}, step=1))
+        (noted.folder / "a file").write_text("")
+    raises(OSError, "a file", lambda: synk.save(noted.folder / "a file", {"w": w}, step=1))
     synk.check_replicas(w, k)
 
 
