@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ._processes import FOLLOWS
 
 STUCK = 124  # the code of a process that had to be ended, as of the command `timeout`
-_FOLLOW = (FOLLOWS, -signal.SIGABRT)  # codes of those whose peer is gone: synk's, and the runtime's
+ENDS = "JAX distributed service detected fatal errors"  # what the runtime says where it ends a process
 GRACE = 3.0  # seconds for the others to say why they end, once one has failed
 
 
@@ -61,6 +61,7 @@ def run(options: argparse.Namespace, attempt: int, logs: Path, told: list[int]) 
     """One attempt of the gang: 0, or the code of the first process that failed; `told` to stop it notes."""
     gang: list[subprocess.Popen[str]] = []
     readers: list[threading.Thread] = []
+    followers: set[int] = set()  # ended by the runtime, since another is gone
     port = _free_port()
 
     def stop(number: int, frame: Any) -> None:
@@ -87,12 +88,13 @@ def run(options: argparse.Namespace, attempt: int, logs: Path, told: list[int]) 
                 env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
             )  # fmt: skip
             gang.append(process)
-            reader = threading.Thread(target=_copy, args=(process, rank, logs / f"rank-{rank}.{attempt}.log"))
+            log = logs / f"rank-{rank}.{attempt}.log"
+            reader = threading.Thread(target=_copy, args=(process, rank, log, followers))
             reader.start()
             readers.append(reader)
-        first = _watch(gang)
+        failed, stuck = _watch(gang)
     except KeyboardInterrupt:
-        first = Ended(-1, -signal.SIGINT, 0.0)
+        failed, stuck = [Ended(-1, -signal.SIGINT, 0.0)], []
     finally:
         for process in gang:
             if process.poll() is None:
@@ -102,8 +104,9 @@ def run(options: argparse.Namespace, attempt: int, logs: Path, told: list[int]) 
         for reader in readers:
             reader.join(5)
         signal.signal(signal.SIGTERM, before)
-    if first is None:
+    if not failed:
         return 0
+    first = _first(failed, stuck, followers)
     if first.rank >= 0:
         how = f"was ended by {signal.Signals(-first.code).name}" if first.code < 0 else f"exited with {first.code}"
         how = "was stuck" if first.code == STUCK else how
@@ -111,8 +114,8 @@ def run(options: argparse.Namespace, attempt: int, logs: Path, told: list[int]) 
     return first.code
 
 
-def _watch(gang: Sequence[subprocess.Popen[str]]) -> Ended | None:
-    """Wait for all to succeed, or for the first failure and those that follow from it."""
+def _watch(gang: Sequence[subprocess.Popen[str]]) -> tuple[list[Ended], list[int]]:
+    """Wait for all to end, or for the first failure and those that follow from it: which failed, and which hang."""
     start = monotonic()
     failed: list[Ended] = []
     until = float("inf")
@@ -125,18 +128,24 @@ def _watch(gang: Sequence[subprocess.Popen[str]]) -> Ended | None:
         if failed and until == float("inf"):
             until = monotonic() + GRACE
         sleep(0.02)
-    stuck = [rank for rank, code in enumerate(codes) if code is None]
-    if stuck and all(ended.code in _FOLLOW for ended in failed):  # for want of its heartbeat
+    return failed, [rank for rank, code in enumerate(codes) if code is None]
+
+
+def _first(failed: Sequence[Ended], stuck: Sequence[int], followers: set[int]) -> Ended:
+    """Whom to blame. An end is seen a little late, and process 0 lets others go first: none that follows another."""
+    causes = [ended for ended in failed if ended.code != FOLLOWS and ended.rank not in followers]
+    if stuck and not causes:  # for want of its heartbeat the others were ended
         return Ended(stuck[0], STUCK, failed[0].seconds)
-    # An end is seen a little late, and process 0 lets the others go first: blame none that follows another.
-    return min(failed, key=lambda ended: (ended.code in _FOLLOW, ended.seconds), default=None)
+    return min(causes or failed, key=lambda ended: ended.seconds)
 
 
-def _copy(process: subprocess.Popen[str], rank: int, log: Path) -> None:
+def _copy(process: subprocess.Popen[str], rank: int, log: Path, followers: set[int]) -> None:
     """Every line to the log, and to the console with its rank."""
     assert process.stdout is not None
     with open(log, "w") as file:
         for line in process.stdout:
+            if ENDS in line:
+                followers.add(rank)
             file.write(line)
             file.flush()
             sys.stdout.write(f"[{rank}] {line}")

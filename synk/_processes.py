@@ -121,6 +121,7 @@ def _attend(exit_hook: bool, shutdown: int) -> None:
 
         def die(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
             """A process that failed would wait for the others, and they for it: end at once."""
+            faulthandler.cancel_dump_traceback_later()
             gone = _agree.as_peer_error(error)
             if gone is None:
                 _agree.say_failed(f"{kind.__name__}: {error}")
@@ -168,7 +169,9 @@ def watch(seconds: float | None) -> None:
     _check_watchdog(seconds)
     if seconds is None:
         return
-    _watched, _armed = float(seconds), 0.0
+    # Process 0 ends last: it takes the store along, and with it those that have yet to show their stacks.
+    is_first = _store.is_running() and jax.process_count() > 1 and jax.process_index() == 0
+    _watched, _armed = seconds + TELL * is_first, 0.0
     alive()
 
 
