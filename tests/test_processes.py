@@ -201,8 +201,8 @@ def test_the_others_say_why(failures, mode, who, text):
 
 def test_the_watchdog_shows_where(failures):
     """A process that is alive but stuck is ended with the stacks of its threads."""
-    assert "hang_here" in failures["hang", 1][1][0].output
-    assert all("most recent call first" in end.output for end, _ in failures["hang", 1].values())
+    shown = failures["hang", 1][1][0].output
+    assert "most recent call first" in shown and "hang_here" in shown
 
 
 def test_preemption():
