@@ -159,7 +159,7 @@ def moments_by_numpy(x):
 def bits(group, noted):
     """Sums of numbers that rounding orders: the same in every process."""
     n = group.size
-    for rows in (12 * n, 6 * n + 1, 3 * n - 1):
+    for rows in sorted({n - 1, 2 * n, 2 * n + 1} - {0}):  # shapes that other cases have compiled
         x = normal(rows)
         noted(f"{rows}", got := moments(x))
         close(got, moments_by_numpy(x))
@@ -169,7 +169,7 @@ def bits(group, noted):
 def slices(group, noted):
     """Slices, of rows that divide and do not."""
     n = group.size
-    for rows in (4 * n, 3 * n + 1):
+    for rows in (4 * n, 4 * n + 1):
         x = normal(rows)
         noted(f"{rows}", got := moments(x, num_slices=2))
         close(got, moments_by_numpy(x))
@@ -184,7 +184,8 @@ def batches(group, noted):
     mask = np.random.default_rng(1).permutation(np.arange(31) < rows)
     for batch in (rows, slice(3, 3 + rows), slice(3 + rows, 3, -1), slice(0, 2 * rows, 2), mask, index, index.tolist()):
         close(moments(x, batch=batch), moments_by_numpy(x[:batch] if isinstance(batch, int) else x[batch]))
-    close(moments(x, batch=index[:-1]), moments_by_numpy(x[index[:-1]]))
+    index = np.append(index, 5)
+    close(moments(x, batch=index), moments_by_numpy(x[index]))
     raises(IndexError, "31", lambda: moments(x, batch=[3, 31]))
     raises(ValueError, "batch", lambda: moments(x, batch=[]))
 
@@ -193,7 +194,7 @@ def batches(group, noted):
 def data(group, noted):
     """`synk.data` in the three places, whole and picked, and after rows were written."""
     n = group.size
-    x = normal(2 * n + 9)
+    x = normal(2 * n + 1)
     index = np.random.default_rng(0).integers(-len(x), len(x), 2 * n)
     for place in ("host", "scatter", "broadcast"):
         held = synk.data(x.copy(), place=place)
@@ -398,7 +399,7 @@ def halves(group, noted):
     """16-bit floats combine in float32, and come back in their dtype."""
     n = group.size
     for dtype in (jnp.bfloat16, np.float16):
-        for rows in (4 * n, 2 * n + 1):
+        for rows in (2 * n, 2 * n + 1):
             x = normal(rows).astype(dtype)
             f = synk.function(lambda x: (x.sum(0), x.mean(0), x), outputs=("sum", "mean", "concat"), name="halves")
             got = f(x)
@@ -464,8 +465,8 @@ def local(group, noted):
     here = n // count
     w = synk.shared(np.zeros(2, np.float32), name="w")
     train, lr = trainer(w), np.float32(0.1)
-    unequal = [5, 2, 1, 7][:count]
-    for given in ([2 * here] * count, unequal, [0, 3, 0, 5][:count] if count > 1 else [3], [1] + [0] * (count - 1)):
+    unequal = [5, 2, 1, 6][:count]
+    for given in ([2 * here] * count, unequal, [0, 2, 0, 5][:count] if count > 1 else [3], [1] + [0] * (count - 1)):
         parts = [normal(rows, seed=i) for i, rows in enumerate(given)]
         rows_of_all, mine = np.concatenate(parts), synk.local(parts[me])
         close(moments(mine), moments_by_numpy(rows_of_all))

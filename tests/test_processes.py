@@ -141,9 +141,9 @@ def test_checkpoints_of_gangs(was):
 
 # Failure.
 
-FAILURES = [
-    ("kill", 2), ("kill", 0), ("raise", 2), ("raise", 0), ("exit", 1), ("exit", 0), ("leave", 1), ("leave", 0),
-    ("hang", 1), ("raise without hook", 1), ("stop", 1), ("stop", 0),
+FAILURES = [  # those that wait for the heartbeat go first
+    ("stop", 1), ("stop", 0), ("raise without hook", 1), ("hang", 1), ("kill", 2), ("kill", 0), ("raise", 2),
+    ("raise", 0), ("exit", 1), ("exit", 0), ("leave", 1), ("leave", 0),
 ]  # fmt: skip
 
 
@@ -160,8 +160,8 @@ def failed(mode, who):
 
 @pytest.fixture(scope="module")
 def failures():
-    """All of them, two at a time: most of their seconds they wait."""
-    with ThreadPoolExecutor(2) as pool:
+    """All of them, three at a time: many of their seconds they wait."""
+    with ThreadPoolExecutor(3) as pool:
         found = {case: pool.submit(failed, *case) for case in FAILURES}
     return {case: result.result() for case, result in found.items()}
 
