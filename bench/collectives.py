@@ -2,11 +2,10 @@
 
     python bench/collectives.py [--replicas 2,4,8] [--sizes 1e3,1e5,1e7,1e8] [--rounds 100] [--peers] [--json OUT]
 
-Claim: gather, and broadcast of what a replica holds, cost what the same program written by hand costs; all_reduce and
-new values from the host cost another copy. Interleaved in one run; medians. An elementwise `x + 1` over the same arrays
-is the floor. `size` is what each replica holds (all_reduce, broadcast) or all of them together (scatter, gather), and
-GB/s are of that size. `--peers` adds torch's gloo, where installed: two processes of one thread each, in a run of their
-own.
+Claim: gather, all_reduce, and broadcast of what a replica holds, cost what the same program written by hand costs; new
+values from the host cost another copy. Interleaved in one run; medians. An elementwise `x + 1` over the same arrays is
+the floor. `size` is what each replica holds (all_reduce, broadcast) or all of them together (scatter, gather), and GB/s
+are of that size. `--peers` adds torch's gloo, where installed: two processes of one thread each, in a run of their own.
 """
 
 import argparse

@@ -151,8 +151,9 @@ def table(found):
         lines += [f"| {figure} | {value} | {wanted} | {name} |" for figure, value, wanted in ROWS[name](result)]
     lines.append("")
     for name, result in found.items():
-        where = f", load before {result['load before'][0]:.1f}" if "load before" in result else ""
-        lines.append(f"- {name}: `{result['command']}`, {result['took']:.0f} s{where}")
+        took = f", {result['took']:.0f} s" if "took" in result else ""
+        load = f", load before {result['load before'][0]:.1f}" if "load before" in result else ""
+        lines.append(f"- {name}: `{result['command']}`{took}{load}")
     return "\n".join(lines)
 
 
