@@ -27,7 +27,7 @@ TRAIN, EPOCHS, SEED = 4000, 3, 0
 def load_data():
     x, y = mnist_data()
     order = np.random.default_rng(SEED).permutation(len(x))
-    x, y = (x[order] / 255).astype(np.float32).reshape(-1, 28, 28, 1), y[order].astype(np.int32)
+    x, y = (x[order] / 80 - 0.4).astype(np.float32).reshape(-1, 28, 28, 1), y[order].astype(np.int32)
     return (x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:])
 
 
@@ -40,9 +40,9 @@ def initial_params():
 def lenet(x, params):
     for w, b in params[:2]:
         x = lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-        x = lax.reduce_window(jax.nn.relu(x + b), 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
+        x = lax.reduce_window(jnp.tanh(x + b), 0.0, lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
     (w3, b3), (w4, b4) = params[2:]
-    return jax.nn.relu(x.reshape(len(x), -1) @ w3 + b3) @ w4 + b4
+    return jnp.tanh(x.reshape(len(x), -1) @ w3 + b3) @ w4 + b4
 
 
 def loss(params, x, y):
@@ -70,7 +70,7 @@ def train(replicas, batch_size, lr):
             start = time.time()
             for _ in train_batch.iterate(*train_data, lr, batches=synk.minibatches(TRAIN, batch_size, seed=epoch)):
                 pass
-            accuracy = float(valid_batch(*test_data, num_slices=2))
+            accuracy = float(valid_batch(*test_data, num_slices=replicas))
             print(f"{replicas} replica(s), epoch {epoch}: {time.time() - start:.1f} s, test accuracy {accuracy:.1%}")
         return accuracy
 
@@ -81,4 +81,4 @@ if __name__ == "__main__":
     # 16 16 15 15 on four replicas, and the last batch of an epoch has 32.
     reached = {replicas: train(replicas, batch_size=62, lr=0.1) for replicas in (4, 2, 1)}
     print("Test accuracy", ", ".join(f"{each:.1%} on {replicas}" for replicas, each in reached.items()))
-    assert min(reached.values()) >= 0.9 and max(reached.values()) - min(reached.values()) < 0.01
+    assert min(reached.values()) >= 0.9 and max(reached.values()) - min(reached.values()) < 0.005

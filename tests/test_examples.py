@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import synk
@@ -27,13 +28,17 @@ LAST = {
     "evaluate_exactly.py": "largest gap 0.00%",
 }
 
+# XNNPACK in jaxlib 0.8 multiplies by the matrix that lay at an address before, where a donated one is written anew;
+# drop when we require a later one.
+OLD = {"XLA_FLAGS": "--xla_cpu_use_xnnpack=false"} if jax.__version_info__ < (0, 9) else {}
+
 
 def run(name, **environment):
     """What an example prints; it asserts its own numbers."""
     plain = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     done = subprocess.run(
         [sys.executable, EXAMPLES / name],
-        env=plain | {"JAX_PLATFORMS": "cpu"} | environment,
+        env=plain | {"JAX_PLATFORMS": "cpu"} | OLD | environment,
         capture_output=True,
         text=True,
         timeout=300,
@@ -66,8 +71,9 @@ def test_after_other_systems(name):
 
 
 def test_every_example_is_run():
-    """None is forgotten here."""
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"mean.py", "mnist.py", *LAST}
+    """None is forgotten: each is named by a test."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in tests] == []
 
 
 @pytest.mark.skipif(not TABLES.is_file(), reason="the documentation is not in this copy")
