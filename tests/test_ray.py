@@ -9,12 +9,14 @@ import pytest
 
 pytest.importorskip("ray", reason="install the extra `ray`, on Python 3.11")
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "ray_train.py"
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def test_a_worker_is_killed():
     """The second attempt goes on from a checkpoint of the first."""
     plain = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
-    done = subprocess.run([sys.executable, EXAMPLE], env=plain, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "ray_train.py"], env=plain, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "Went on from step " in done.stdout.splitlines()[-1]
