@@ -31,7 +31,7 @@ def torch_net(blocks):
     def conv(inputs, features, size, stride=1):
         return nn.Conv2d(inputs, features, size, stride, size // 2, bias=False)
 
-    class Block(nn.Module):
+    class Block(nn.Module):  # type: ignore[misc]  # unknown where torch is not installed
         def __init__(self, inputs, features, stride, is_first):
             super().__init__()
             last = nn.BatchNorm2d(4 * features)

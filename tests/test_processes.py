@@ -112,11 +112,26 @@ SIDES = {
 }
 
 
+@cache
+def beside():
+    """What waits more than it works, three at a time: the run that is started again, and all disagreements."""
+    pool = ThreadPoolExecutor(3)
+    folder = Path(mkdtemp(prefix="restarts-"))
+    found = pool.submit(restarted_run, folder), {what: pool.submit(disagreed, what) for what in DISAGREEMENTS}
+    pool.shutdown(wait=False)
+    return found
+
+
+def disagreed(what):
+    """How both processes end."""
+    environment = {"SYNK_CHECK": "1"} if what.startswith("known") else {}
+    return gang.run("disagree", what, deadline=90, **environment)
+
+
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_disagreement(what):
     """Every process raises DisagreementError (or, in a program that cannot end, prints it) with both sides, and leaves."""
-    environment = {"SYNK_CHECK": "1"} if what.startswith("known") else {}
-    for rank, end in enumerate(gang.run("disagree", what, deadline=60, **environment)):
+    for rank, end in enumerate(beside()[1][what].result()):
         assert end.code == 1, end.output
         told = next((line for line in said(end.output) if line["what"] == "raised"), None)
         message = end.output.rsplit("synk.", 1)[1] if told is None else f"{told['kind']}: {told['message']}"
@@ -221,10 +236,14 @@ ATTEMPTS = [("kill", 1, "was ended by SIGKILL"), ("kill", 0, "was ended by SIGKI
             ("raise", 0, "exited with 1"), ("stop", 1, "was stuck")]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def restarted(tmp_path_factory):
-    """One run that fails in a new way at each attempt, as (its end, seconds from each failure to the next start)."""
-    folder = tmp_path_factory.mktemp("restarts")
+@pytest.fixture
+def restarted():
+    """One run that fails in a new way at each attempt."""
+    return beside()[0].result()
+
+
+def restarted_run(folder):
+    """How its launcher ends."""
     failures = [f"{mode}:{who}" for mode, who, _ in ATTEMPTS]
     options = ["--restarts", len(failures)]
     with gang.Gang("train", folder / "saved", *failures, folder=folder / "logs", launch=options) as two:
