@@ -214,18 +214,16 @@ def sent(group: Group, value: Any, lies: Lies) -> jax.Array:
     if not group.spans:
         return jax.device_put(value, where)
     if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
-        return once(group, _same, [_lies_as(group, value)], [lies], [value])[0]
+        what = f"an argument ({_shapes([value])}) brought where it belongs"
+        with _flight.LOCK:  # awaited, so it needs not be counted among those in flight
+            return _over_processes(what, lambda: [jax.block_until_ready(_moved(where)(value))])[0]
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, where, host.__getitem__)
 
 
-def _lies_as(group: Group, value: jax.Array) -> Lies:
-    if value.sharding.is_equivalent_to(group.stacked, value.ndim):
-        return "stacked"
-    raise ValueError(
-        f"an argument lies over several processes as {value.sharding}, which is not how {group} cuts rows. Give "
-        f"NumPy arrays, or results of synk's functions."
-    )
+@lru_cache(maxsize=256)
+def _moved(where: jax.sharding.NamedSharding) -> Any:
+    return jax.jit(lambda value: value, out_shardings=where)
 
 
 def copies(group: Group, leaves: Sequence[Any], lies: Lies) -> list[jax.Array]:

@@ -34,8 +34,6 @@ class Slot(NamedTuple):
 class Flat(Shared):
     """A shared variable whose leaves are cut from one buffer a dtype."""
 
-    is_flat = True
-
     def __init__(self, value: PyTree, name: str | None) -> None:
         name = name or new_name()
         leaves, treedef = jax.tree_util.tree_flatten_with_path(value)

@@ -247,9 +247,10 @@ def send(group: Group, each: Sequence[Input], window: Window) -> list[jax.Array]
     picks: dict[Any, jax.Array] = {}
     for source, selection, feed, shape, dtype, _, before in each:
         if feed.how == "given":
-            begins = [begin - before for begin in window.begins]
+            begins = window.begins
             if before or window.is_local:
-                source, selection, begins = _filled(source, selection, begins, window.rows, shape)
+                here = [begin - before for begin in begins]
+                source, selection, begins = _filled(source, selection, here, window.rows, shape)
             values.append(place(part, source, selection, begins, window.rows, dtype, True))
             continue
         key = (feed.lies, feed.how, id(selection))

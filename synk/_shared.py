@@ -35,7 +35,6 @@ class Shared:
 
     Attributes:
       name: what messages call it.
-      is_flat: whether it keeps one buffer a dtype behind its tree.
 
     Example:
       >>> import numpy as np, synk
@@ -45,8 +44,7 @@ class Shared:
       (Shared(w: float32[3]), [1.0, 1.0, 1.0])
     """
 
-    is_flat = False
-    slots: Any = None
+    slots: Any = None  # where leaves lie in buffers, of a flat one
 
     def __init__(self, value: PyTree, name: str | None, borrow: bool) -> None:
         self.name = name or new_name()
@@ -207,6 +205,11 @@ class Shared:
         if self._lengths is not None and rows is not None:
             shapes = tuple(jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for s in shapes)
         return Value(self._treedef, shapes, self._keys)
+
+    @property
+    def is_flat(self) -> bool:
+        """Does it keep one buffer a dtype behind its tree?"""
+        return self.slots is not None
 
     @property
     def seen(self) -> Value:

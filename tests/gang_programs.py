@@ -510,6 +510,18 @@ def arguments(group, noted):
 
 
 @case
+def moved(group, noted):
+    """Arrays of one's own that lie over all processes are scattered and broadcast as what they hold."""
+    x = numbers(4 * group.size)
+    by_rows = jax.make_array_from_callback(x.shape, group.stacked, x.__getitem__)
+    by_columns = jax.sharding.NamedSharding(group.mesh, jax.sharding.PartitionSpec(None, "replica"))
+    by_columns = jax.make_array_from_callback((2, len(x)), by_columns, x.T.__getitem__)
+    f = synk.function(lambda rows, p: (rows * 2, p.sum(0)), inputs={"p": "broadcast"}, outputs=("concat", "mean"))
+    close(f(by_rows, by_rows), (x * 2, x.sum(0)))
+    close(f(by_rows, by_columns), (x * 2, x.T.sum(0)))
+
+
+@case
 def errors(group, noted):
     """Errors of one call leave variables as they were, in every process, and the group goes on."""
     n = group.size
