@@ -1,17 +1,20 @@
 """Weak scaling: one replica on one core against two replicas, with twice the rows, on two cores.
 
-    python bench/weak.py [--rounds 5] [--steps 2] [--patience 120] [--image 64] [--batch-per-replica 8] [--json OUT]
+    python bench/weak.py [--rounds 8] [--steps 2] [--patience 120] [--image 64] [--batch-per-replica 8] [--json OUT]
 
 Claim: two cores train on at least 1.94 times as many images a second as one (an efficiency of 0.97), by synk as by
-hand. Each of the four runs is a process of its own, pinned by `taskset` (Linux), with as many threads as it has cores.
-They take turns, alone; the efficiency is the median over the rounds of one replica's step over two replicas'. A round
-in which other processes took over 3 % of the cores is disturbed: it does not count where there are others, and until
-there are enough, more are run, for at most `--patience` seconds.
+hand, or as many as the cores can: what they can is measured as two processes of one replica, one on each core, that run
+at the same time and share nothing. Each run is a process of its own, pinned by `taskset` (Linux), with as many threads
+as it has cores. They take turns, alone; the efficiency is the median over the rounds of one replica's step over two
+replicas' (of the slower process where two run). A round in which other processes took over 3 % of the cores is
+disturbed: it does not count where there are others, and until there are enough, more are run, for at most `--patience`
+seconds.
 """
 
 import argparse
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from time import monotonic
 
@@ -20,6 +23,7 @@ from record import about, cpu_devices, heading, save
 from turns import Elsewhere, serve, timed
 
 WAYS = ("synk", "jit(shard_map)")
+APART = "two that share nothing"
 DISTURBED = 0.03
 
 
@@ -37,9 +41,10 @@ def serve_way(options):
     serve(timed(lambda: jax.block_until_ready(way.step(*placed))), cores=len(os.sched_getaffinity(0)))
 
 
-def start(options, way, replicas):
-    """A process with as many cores as replicas."""
-    pinned = ["taskset", "-c", ",".join(map(str, sorted(os.sched_getaffinity(0))[:replicas]))]
+def start(options, way, replicas, first=0):
+    """A process with as many cores as replicas, from the first on."""
+    cores = sorted(os.sched_getaffinity(0))[first : first + replicas]
+    pinned = ["taskset", "-c", ",".join(map(str, cores))]
     settings = ["--image", options.image, "--batch-per-replica", options.batch_per_replica, "--blocks", options.blocks]
     command = [*pinned, sys.executable, __file__, "--serve", way, "--replicas", replicas, *settings]
     found = Elsewhere(command, JAX_PLATFORMS="cpu")
@@ -72,17 +77,26 @@ def ticks(pid):
 
 def measure(options):
     """Rounds of each way: milliseconds on one core and on two, and what others took meanwhile."""
-    running = {(way, n): start(options, way, n) for way in options.ways for n in (1, 2)}
-    others = Others([os.getpid(), *(process.process.pid for process in running.values())])
-    rounds, end = {way: [] for way in options.ways}, monotonic() + options.patience
+    running = {(way, n): [start(options, way, n)] for way in options.ways for n in (1, 2)}
+    lone = running[options.ways[0], 1]
+    running |= {(APART, 1): lone, (APART, 2): [*lone, start(options, options.ways[0], 1, first=1)]}
+    each = {process for together in running.values() for process in together}
+    others = Others([os.getpid(), *(process.process.pid for process in each)])
+    rounds, end = {way: [] for way in (*options.ways, APART)}, monotonic() + options.patience
     while not all(enough(found, options.rounds, end) for found in rounds.values()):
         for way, found in rounds.items():
             others.look()
-            one, two = (running[way, n].steps(options.steps) for n in (1, 2))
+            one, two = (steps(running[way, n], options.steps) for n in (1, 2))
             found.append({"ms": [one, two], "efficiency": median(one) / median(two), "others": others.look()})
-    for process in running.values():
+    for process in each:
         process.close()
     return rounds
+
+
+def steps(together, n):
+    """Milliseconds of n steps of processes that run at the same time: of the slower one."""
+    with ThreadPoolExecutor(len(together)) as pool:
+        return [max(times) for times in zip(*pool.map(lambda process: process.steps(n), together), strict=True)]
 
 
 def enough(found, wanted, end):
@@ -96,7 +110,7 @@ def quiet(found):
 
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2, help="a round")
     parser.add_argument("--patience", type=float, default=120, help="seconds to wait for quiet rounds")
     parser.add_argument("--image", type=int, default=64)
@@ -118,7 +132,7 @@ def main():
     print(heading(result))
     for way, found in result["efficiency"].items():
         one, two = found["ms"]
-        print(f"{way:15} 1 core {one:.0f} ms, 2 cores {two:.0f} ms: {described(found)}")
+        print(f"{way:22} 1 core {one:.0f} ms, 2 cores {two:.0f} ms: {described(found)}")
     save(options.json, result)
 
 
