@@ -216,6 +216,13 @@ class Data:
         return self._source
 
     @property
+    def form(self) -> Any:
+        """What a call's program and the way of its rows depend on; None where it goes a way of its own."""
+        if self._source is None or self.is_minibatch or self.key is not None:
+            return None
+        return self._place, self._length, self._row_shape, self._dtype
+
+    @property
     def row_shape(self) -> tuple[int, ...]:
         """The shape of one row."""
         return self._row_shape

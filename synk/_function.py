@@ -23,10 +23,12 @@ from ._ops import Op
 from ._outputs import check_ops
 from ._prefetch import Prefetch
 from ._program import Signature
+from ._route import Arguments, Route, form, route
+from ._route import prepare as prepare_short
 from ._rows import How, how_picked
-from ._run import Call, Outcome, Prepared, finish, plan, prepare
+from ._run import Call, Outcome, finish, plan, prepare
 from ._shared import Shared, named_in
-from ._task import Built, Stats, Task, View
+from ._task import Stats, Task, View
 from ._trace import as_keys
 
 ENGINES = ("shard_map", "pmap")
@@ -74,7 +76,7 @@ class Function:
         self._splits: set[Any] = set()
         self._signatures: dict[Any, Signature] = {}
         self._scalars = Scalars()
-        self._routes: dict[Any, tuple[Signature, Built, int]] = {}
+        self._routes: dict[Any, Route] = {}
         self._mappings: dict[bool, Function] = {}
         self.composed: dict[Any, Any] = {}
         functools.update_wrapper(self, fn, updated=())
@@ -242,57 +244,36 @@ class Function:
                 f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
             )
 
-    def _route_key(self, current: Group, layout: Layout, leaves: Sequence[Any]) -> Any:
-        """What a call of arrays that lie in their places runs by; None where something must be brought there."""
-        try:
-            shapes = [(leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) for leaf in leaves]
-        except AttributeError:  # NumPy, numbers and the like
-            return None
-        return current, layout, _trace.settings(), tuple(shapes), self._specs()
-
-    def _note_route(
-        self, current: Group, layout: Layout, leaves: Sequence[Any], signature: Signature, built: Built, rows: int
-    ) -> None:
-        """Where all arguments lie in their places, the next such call needs no more than the program."""
-        places = [(i, current.stacked) for i in layout.scattered] + [(i, current.everywhere) for i in layout.broadcast]
-        is_key = any(key is not None for key in signature.keys)
-        if not is_key and all(leaves[i].sharding == sharding for i, sharding in places):
-            self._routes[self._route_key(current, layout, leaves)] = (signature, built, rows)
-
     # What follows serves calls, serial, check and compile.
 
     def launch(
         self, leaves: Sequence[Any], layout: Layout, batch: Any, batch_s: Any, num_slices: int, subset: Any
     ) -> PyTree:
         """Start one call."""
-        start = perf_counter()
-        is_whole = batch is None and batch_s is None and num_slices == 1 and subset is None
+        start, given, stats = perf_counter(), Arguments(layout, leaves, batch, batch_s), self.stats
         with _flight.LOCK:
-            current = group()
-            key = self._route_key(current, layout, leaves) if is_whole else None
-            route = None if key is None else self._routes.get(key)
-            stats = self.stats
-            if route is not None:
-                signature, built, rows = route
+            current, sending = group(), stats.sending
+            key = form(current, given, self._specs()) if num_slices == 1 and subset is None else None
+            way = None if key is None else self._routes.get(key)
+            ready = None if way is None else prepare_short(way, given, self._scalars)
+            begun, sent = perf_counter(), stats.sending
+            if way is not None and ready is not None:
+                signature, rows = way.signature, way.rows
                 signature.view = None
-                ready = Prepared(built, [leaves[i] for i in (*layout.scattered, *layout.broadcast)], None)
-                selected = begun = perf_counter()
             else:
                 call, signature = self._bind(current, layout, leaves, batch, batch_s, num_slices > 1, subset, None)
                 the_plan = plan(signature, call, num_slices)
-                selected = perf_counter()
-                sending = stats.sending
+                begun, sent = perf_counter(), stats.sending
                 ready = prepare(signature, call, the_plan)
-                begun = selected + stats.sending - sending
                 self.remember(signature)
                 rows = sum(the_plan.lengths or ())
-                if key is not None and the_plan.is_plain:
-                    self._note_route(current, layout, leaves, signature, ready.built, rows)
+                if key is not None and (way := route(signature, ready.built, call, the_plan, given)):
+                    self._routes[form(current, given, self._specs())] = way
             outcome = finish(signature, ready, commit=True)
             stats.calls += 1
             stats.rows += rows
-            stats.selecting += selected - start
-            stats.dispatching += perf_counter() - begun
+            stats.selecting += begun - start - (sent - sending)
+            stats.dispatching += perf_counter() - begun - (stats.sending - sent)
         return self.finish(outcome)
 
     def variables_named(self) -> list[Shared]:

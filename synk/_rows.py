@@ -63,9 +63,9 @@ def select(batch: Any, rows: int, function: str, name: str, option: str = "batch
                     f"{function}: {option} is a mask of length {len(index)}, but {name} has {rows} rows. "
                     f"Give one entry a row."
                 )
-            found = _found(np.flatnonzero(index))
+            found = selected(np.flatnonzero(index))
         else:
-            found = _found(_in_range(index, rows, function, name, option))
+            found = selected(_in_range(index, rows, function, name, option))
     if found.rows == 0 and not is_part:
         shown = f"{option}={batch}" if isinstance(batch, slice | int) else f"the {option}"
         raise ValueError(f"{function}: {shown} selects no rows. A call needs at least one.")
@@ -100,7 +100,7 @@ def _in_range(index: np.ndarray, rows: int, function: str, name: str, option: st
     if index.size == 0:
         return index.astype(np.int64)
     wide = index.astype(np.int64, copy=False)
-    if index.dtype != np.uint64 and np.maximum.reduce(wide.view(np.uint64)) < rows:  # negative ones are huge there
+    if index.dtype != np.uint64 and are_below(wide, rows):
         return wide
     if not (-rows <= int(index.min()) and int(index.max()) < rows):
         wrong = next(int(i) for i in index if not -rows <= int(i) < rows)
@@ -111,7 +111,13 @@ def _in_range(index: np.ndarray, rows: int, function: str, name: str, option: st
     return np.where(wide < 0, wide + rows, wide)
 
 
-def _found(index: np.ndarray) -> Selection:
+def are_below(index: np.ndarray, rows: int) -> bool:
+    """Are these signed integers, at least one, all from 0 on and less than `rows`? One pass over them."""
+    wide = index.astype(np.int64, copy=False)
+    return bool(np.maximum.reduce(wide.view(np.uint64), axis=None) < rows)  # negative ones are huge there
+
+
+def selected(index: np.ndarray) -> Selection:
     """A selection of these rows; consecutive ones need no index."""
     count = len(index)
     if count and index[-1] - index[0] == count - 1 and (count == 1 or (np.diff(index) == 1).all()):
@@ -164,7 +170,7 @@ def taken_together(local: LocalRows) -> Selection:
     """The same rows of all replicas' rows one after another."""
     base = np.cumsum([0, *local.held])
     index = np.concatenate([s.positions(0, s.rows) + b for s, b in zip(local.chosen, base, strict=False)])
-    return _found(index)
+    return selected(index)
 
 
 def place(
