@@ -60,8 +60,8 @@ def _pick_form(batch: Any) -> Any:
 
 
 def _form(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding
+    if isinstance(leaf, jax.Array):  # keys, which are not of NumPy's dtypes, become raw data on the long way
+        return (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) if isinstance(leaf.dtype, np.dtype) else None
     if type(leaf) is np.ndarray:
         return leaf.shape, leaf.dtype
     if type(leaf) is Data:
@@ -72,7 +72,7 @@ def _form(leaf: Any) -> Any:
 def route(signature: Signature, built: Built, call: Call, the_plan: Plan, given: Arguments) -> Route | None:
     """The way of calls like this one, if it is a short one."""
     group, local, lengths = signature.group, the_plan.local, the_plan.lengths
-    if not the_plan.is_plain or any(key is not None for key in signature.keys):
+    if not the_plan.is_plain:
         return None
     sources = [given.leaves[i] for i in given.layout.scattered]
     for leaf, one in zip(sources, call.inputs.each, strict=True):

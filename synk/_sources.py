@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
-SHARED = 1 << 23  # bytes that are worth more than one thread: fewer are there before another one has woken up
+SHARED = 1 << 22  # bytes that are worth more than one thread: fewer are there before another one has woken up
 THREADS = 16  # more gain nothing from one machine's memory
 
 

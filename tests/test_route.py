@@ -1,0 +1,148 @@
+"""The short way of calls whose like has gone before: every call after the first gives what the first would have."""
+
+import jax
+import numpy as np
+import pytest
+
+import synk
+
+from .helpers import mapped, numbers
+
+HOW = {
+    "numpy": lambda x: x,
+    "read in place": mapped,
+    "of jax": jax.numpy.asarray,
+    "data": synk.data,
+    "narrowed": lambda x: synk.data(x.astype(np.float64)),
+    "broadcast": lambda x: synk.data(x, place="broadcast"),
+    "scatter": lambda x: synk.data(x, place="scatter"),
+    "scatter, read in place": lambda x: synk.data(mapped(x), place="scatter"),
+}
+INDEXES = {
+    "random": lambda rng: rng.integers(0, 23, 16),
+    "int32": lambda rng: rng.integers(0, 23, 16).astype(np.int32),
+    "strided": lambda rng: rng.integers(0, 23, 32)[::2],
+    "negative": lambda rng: rng.integers(-23, 23, 16),
+    "unsigned": lambda rng: rng.integers(0, 23, 16).astype(np.uint8),
+    "consecutive": lambda rng: np.arange(16) + rng.integers(0, 7),
+    "list": lambda rng: rng.integers(0, 23, 16).tolist(),
+}
+
+
+def weighted():
+    """A function of rows, and of a number that all see."""
+    return synk.function(lambda x, scale: (x.sum(0) * scale, x), inputs=["x"], outputs=("sum", "concat"))
+
+
+def same(found, rows, scale):
+    np.testing.assert_array_equal(found[0], rows.sum(0) * np.float32(scale))
+    np.testing.assert_array_equal(found[1], rows)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("index", INDEXES)
+def test_batches(group, how, index):
+    """Whatever brings the rows, and however they are named."""
+    x, f, rng = numbers(23), weighted(), np.random.default_rng(0)
+    given = HOW[how](x)
+    for call in range(4):
+        batch = INDEXES[index](rng)
+        same(f(given, call / 2, batch=batch), x[batch], call / 2)
+    assert f.stats.compilations == 1 or "scatter" in how  # an exchange is a program too
+    assert (f.stats.calls, f.stats.rows) == (4, 64)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_whole(group, how):
+    """All rows, others in each call."""
+    f = weighted()
+    for call in range(4):
+        x = numbers(16, seed=call)
+        same(f(HOW[how](x), call / 2), x, call / 2)
+    assert f.stats.compilations == 1
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one for all", "one for each"])
+def test_local_batches(group, each):
+    """`batch_s` on rows that the replicas hold, and a variable's with them."""
+    x, f, rng = numbers(24), weighted(), np.random.default_rng(0)
+    given, held = synk.data(x, place="scatter"), 24 // group.size
+    parts = x.reshape(group.size, held, 2)
+    for call in range(4):
+        index = rng.integers(0, held, (group.size, 2) if each else 2)
+        rows = np.concatenate([part[i] for part, i in zip(parts, np.broadcast_to(index, (group.size, 2)), strict=True)])
+        same(f(given, call, batch_s=index), rows, call)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_wrong_index(group, how):
+    """Indexes are looked at in every call, not the first alone."""
+    x, f = numbers(23), weighted()
+    given = HOW[how](x)
+    for _ in range(3):
+        f(given, 1.0, batch=np.arange(16)[::-1])
+        for wrong in (23, -24):
+            with pytest.raises(IndexError, match=f"holds the index {wrong}, but x has 23 rows"):
+                f(given, 1.0, batch=np.array([*range(15), wrong]))
+    assert f.stats.calls == 3
+
+
+@pytest.mark.parametrize("place", ["host", "broadcast", "scatter"])
+def test_data_changes(group, place):
+    """What is written, shortened, moved, replaced or freed between calls that look alike."""
+    x, f, batch = numbers(24), weighted(), np.arange(16)[::-1].copy()
+    given = synk.data(x.copy(), place=place)
+    same(f(given, 1.0, batch=batch), x[batch], 1.0)
+    given[5] = 7.0
+    x[5] = 7.0
+    same(f(given, 1.0, batch=batch), x[batch], 1.0)
+    given.set_length(16)
+    same(f(given, 1.0, batch=batch), x[batch], 1.0)
+    with pytest.raises(IndexError, match="holds the index 16, but x has 16 rows"):
+        f(given, 1.0, batch=batch + 1)
+    y = numbers(24, seed=3)
+    given.set_value(y)
+    same(f(given, 1.0, batch=batch), y[batch], 1.0)
+    given.to("host" if place == "broadcast" else "broadcast")
+    same(f(given, 1.0, batch=batch), y[batch], 1.0)
+    given.free()
+    with pytest.raises(synk.SynkError, match="it was freed"):
+        f(given, 1.0, batch=batch)
+
+
+@pytest.mark.parametrize("place", ["host", "broadcast", "scatter"])
+def test_written_right_after(group, place):
+    """A call takes what its arrays hold when it is made."""
+    x, f = numbers(24), weighted()
+    given, found = synk.data(x, place=place), []
+    batch = np.arange(16)[::-1].copy()
+    for call in range(6):
+        np.copyto(batch, (np.arange(16)[::-1] + call) % 24)
+        found.append((f(given, 1.0, batch=batch), batch.copy()))
+        batch[:] = 0
+    for result, wanted in found:
+        same(result, x[wanted], 1.0)
+
+
+def test_lengths_differ(group):
+    """Arguments of other lengths than those before do not go their way."""
+    x, y = numbers(24), numbers(23)
+    f = synk.function(lambda x, y: (x * y).sum(0))
+    batch = np.arange(16)[::-1]
+    for _ in range(2):
+        f(x, x, batch=batch)
+        with pytest.raises(ValueError, match="argument y has 23 rows, but x has 24"):
+            f(x, y, batch=batch)
+
+
+def test_dtypes_differ(group):
+    """Nor do others of their dtypes, nor numbers of another kind."""
+    f = synk.function(lambda x, scale: (x.sum(0), scale), inputs=["x"], outputs=("sum", "first"))
+    x = np.arange(16)
+    for scale in (2, 2.5, True, np.float32(0.5), np.arange(1)):
+        for dtype in (np.int32, np.float32, np.uint32):
+            for _ in range(2):
+                total, seen = f(x.astype(dtype), scale)
+                assert (total.dtype, total) == (dtype, 120)
+                assert seen.dtype == jax.numpy.asarray(scale).dtype
+                np.testing.assert_array_equal(seen, scale)
