@@ -47,6 +47,8 @@ def form(current: Group, given: Arguments, specs: tuple[Any, ...]) -> Any:
 
     `specs`: of the function's variables.
     """
+    if given.batch is not None and given.batch_s is not None:
+        return None
     picks = (_pick_form(given.batch), _pick_form(given.batch_s))
     forms = [*picks, *map(_form, given.leaves)]
     return None if None in forms else (current, given.layout, settings(), tuple(forms), specs)

@@ -74,6 +74,18 @@ def test_local_batches(group, each):
         same(f(given, call, batch_s=index), rows, call)
 
 
+@pytest.mark.parametrize("beside", ["numpy", "data", "broadcast"])
+def test_batches_of_both_kinds(group, beside):
+    """`batch_s` for rows on the replicas, `batch` for those beside them."""
+    x, y, rng, held = numbers(24), numbers(23), np.random.default_rng(0), 24 // group.size
+    f = synk.function(lambda x, y: (x * y).sum(0))
+    given, other = synk.data(x, place="scatter"), HOW[beside](y)
+    for _ in range(4):
+        index, batch = rng.integers(0, held, 2), rng.integers(0, 23, 2 * group.size)
+        rows = np.concatenate([part[index] for part in x.reshape(group.size, held, 2)])
+        np.testing.assert_array_equal(f(given, other, batch_s=index, batch=batch), (rows * y[batch]).sum(0))
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_wrong_index(group, how):
     """Indexes are looked at in every call, not the first alone."""
