@@ -1,6 +1,7 @@
 # `make demo` and `make test` are the two commands to remember; each sets up all it needs in .venv.
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2  # processes that share the test files; tests of hangs and of time limits want a core or so each
 BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
@@ -10,7 +11,7 @@ demo: $(VENV)/.examples
 	$(BIN)/python examples/mnist.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/run.py $(ARGS)
