@@ -4,7 +4,8 @@
                             [--plot OUT.png] [--peers]
 
 Claim: rows come as fast as the best that can be written by hand, wherever they live, and a step fed from the host costs
-what one with resident data costs. The ways take turns in random order, in one run; medians. `--peers` adds torch and Grain, where installed.
+what one with resident data costs. The ways take turns in random order, in one run; medians.
+`--peers` adds torch and Grain, where installed.
 """
 
 import argparse

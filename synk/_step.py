@@ -1,0 +1,155 @@
+"""Step: synchronous training, the mean gradient of all rows in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ._errors import entry
+from ._function import Function, Inputs
+from ._group import PyTree
+from ._model import Model, ops_of
+from ._ops import Weighted
+from ._prefetch import Prefetch
+from ._shared import Shared
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A training step; made by `synk.train.step`.
+
+    Attributes:
+      function: the `synk.Function` that it calls, with `serial`, `stats`, `compile` and the rest.
+      params: the parameters, a shared variable; `params.value` is their tree.
+      opt_state: the optimizer's state, a shared variable.
+      state: the model's state, a shared variable; None where there is none.
+
+    Example:
+      >>> import numpy as np, optax, synk.train
+      >>> step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.5))
+      >>> for loss in step.iterate(np.ones(10), batches=[4, slice(4, 10)]):
+      ...     print(loss)
+      1.0
+      0.0
+      >>> print(step.params.value, step.function.stats.rows)
+      1.0 10
+    """
+
+    function: Function
+    params: Shared
+    opt_state: Shared
+    state: Shared | None
+
+    @entry
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Take one step.
+
+        Args:
+          *args: the rows, as the loss takes them.
+          **options: `batch`, `num_slices` and the like, as of every synk function.
+
+        Returns:
+          The loss of all rows before the step; or the pair of it and the aux outputs.
+        """
+        return self.function(*args, **options)
+
+    @entry
+    def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
+        """Take a step for each batch; see `synk.Function.iterate`.
+
+        Args:
+          *args: the rows, as the loss takes them.
+          **options: `batches`, `prefetch`, `num_slices` and the like.
+
+        Returns:
+          An iterator of what each call returns.
+        """
+        return self.function.iterate(*args, **options)
+
+    @entry
+    def check(self, *args: Any, **options: Any) -> None:
+        """Compare a step with the serial one, and take none; see `synk.Function.check`.
+
+        Raises:
+          LawError: they differ, as BatchNorm's statistics do.
+        """
+        self.function.check(*args, **options)
+
+
+@entry
+def step(
+    loss: Callable[..., Any],
+    params: PyTree,
+    optimizer: Any,
+    *,
+    state: PyTree = None,
+    inputs: Inputs = None,
+    aux: PyTree = None,
+    clip: float | None = None,
+    flat: bool = False,
+    donate: bool = True,
+    name: str | None = None,
+) -> Step:
+    """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
+
+    It is the serial step for any rows, replicas and slices. One thing is not, unless asked for: what the loss computes
+    *across* rows, as BatchNorm does. Its statistics are then each part's own, and the running averages are combined
+    weighted by rows. Where all parts have as many rows, `flax.linen.BatchNorm(axis_name="replica")`, or
+    `jax.lax.pmean(x, "replica")` in the loss, takes them over the whole batch, and the step is serial again; other
+    numbers of rows then raise.
+
+    Args:
+      loss: `loss(params, *rows)` returns the mean loss of the rows that it is given (per replica): a scalar, or
+        `synk.Weighted(mean, weight)`, e.g. by tokens, whose weight must not depend on the parameters. With `state` it
+        is `loss(params, state, *rows)`. With a state or aux outputs it returns `(loss, new_state)`, `(loss, aux)` or
+        `(loss, new_state, aux)`.
+      params: a pytree of arrays, or a shared variable that holds one.
+      optimizer: one of optax's; it sees the combined gradient, and the loss as `value`.
+      state: what the model keeps beside its parameters, such as BatchNorm's running averages: a pytree, or a shared
+        variable. Floats are averaged weighted by rows; of integers the largest is kept.
+      inputs: how the parameters of `loss` after those are dealt out, as for `synk.function`; scattered if left out.
+      aux: the op, or tree of ops, by which aux outputs combine; None where the loss has none.
+      clip: the largest global norm of the combined gradient; a larger one is scaled down to it before the update.
+      flat: whether parameters and optimizer state keep one buffer a dtype, as `synk.shared(..., flat=True)`.
+      donate: as for `synk.function`.
+      name: what messages call it; the loss's name.
+
+    Returns:
+      A `Step`: call it with rows.
+
+    Raises:
+      ImportError: optax is not installed.
+      TypeError, ValueError: an argument is of a wrong kind or value.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
+      >>> def loss(params, x, y):
+      ...     return jnp.mean((params["w"] * x - y) ** 2)
+      >>> step = synk.train.step(loss, {"w": np.float32(0)}, optax.sgd(0.1))
+      >>> x = np.arange(7, dtype=np.float32)
+      >>> print(f"{step(x, 3 * x):.1f} {step.params.value['w']:.1f}")
+      117.0 7.8
+    """
+    model = Model("synk.train.step", loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
+    held, opt_state, running = model.params, model.opt_state, model.state
+
+    def on_part(*args: Any, **kwargs: Any) -> PyTree:
+        found = model.differentiate(held.value, running, args, kwargs)
+        both = (found.value, found.grads)
+        return {
+            "loss": both if found.weight is None else Weighted(both, found.weight),
+            "state": found.state,
+            "aux": found.aux,
+        }
+
+    def then(combined: dict[str, Any]) -> PyTree:
+        value, grads = combined["loss"]
+        held.value, opt_state.value = model.stepped(held.value, opt_state.value, grads, value)
+        if running is not None:
+            running.value = combined["state"]
+        return (value, combined["aux"]) if model.has_aux else value
+
+    state_ops = () if running is None else running.seen.treedef.unflatten(ops_of(running))
+    function = model.function(on_part, {"loss": "mean", "state": state_ops}, then)
+    return Step(function, held, opt_state, running)
