@@ -12,9 +12,10 @@ import numpy as np
 from . import _engine, _flight
 from ._errors import DivergedError, LawError
 from ._group import Group, PyTree, group
+from ._plan import Call, Plan, plan
 from ._program import Signature, holds_rows
 from ._rows import select_local, taken_together
-from ._run import Call, Outcome, Plan, finish, plan, prepare
+from ._run import Outcome, finish, prepare
 from ._shared import Shared
 from ._split import cut
 from ._task import View

@@ -21,12 +21,13 @@ from ._inputs import inputs, picked_from
 from ._local import Local
 from ._ops import Op
 from ._outputs import check_ops
+from ._plan import Call, plan
 from ._prefetch import Prefetch
 from ._program import Signature
 from ._route import Arguments, Route, form, route
 from ._route import prepare as prepare_short
 from ._rows import How, how_picked
-from ._run import Call, Outcome, finish, plan, prepare
+from ._run import Outcome, finish, prepare
 from ._shared import Shared, named_in
 from ._task import Stats, Task, View
 from ._trace import as_keys

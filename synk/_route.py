@@ -16,9 +16,10 @@ from ._arguments import SCALARS, Scalars
 from ._bind import Layout
 from ._data import Data
 from ._group import Group
+from ._plan import Call, Plan
 from ._program import Signature
 from ._rows import Selection, are_below, place, put, selected
-from ._run import Call, Plan, Prepared
+from ._run import Prepared
 from ._task import Built
 from ._trace import settings
 
