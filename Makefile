@@ -11,7 +11,7 @@ demo: $(VENV)/.examples
 	$(BIN)/python examples/mnist.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/run.py $(ARGS)
