@@ -23,7 +23,7 @@ from weak import described
 HERE = Path(__file__).parent
 SHORT = {
     "resnet50": "--replicas 1,2 --against 2 --steps 6 --peers",
-    "weak": "--rounds 6 --patience 90",
+    "weak": "--rounds 3 --patience 60",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 6",
     "packing": "--replicas 2 --sizes 16,64,128 --rounds 20",
     "batches": "--replicas 1,2 --rows 20000 --batches 512,4096 --rounds 7",
