@@ -13,7 +13,7 @@ from ._engine import lie, once, sent, shards
 from ._errors import SynkError, entry
 from ._group import Group
 from ._leaves import refuse_traced
-from ._sources import Reader, Rows, Source, as_source, is_number, narrow
+from ._sources import Reader, Rows, Source, as_source, is_in_memory, is_number, narrow
 from ._split import Part, cut
 from ._staging import fresh
 
@@ -220,7 +220,7 @@ class Data:
         """What a call's program and the way of its rows depend on; None where it goes a way of its own."""
         if self._source is None or self.is_minibatch or self.key is not None:
             return None
-        return self._place, self._length, self._row_shape, self._dtype
+        return self._place, self._length, self._row_shape, self._dtype, is_in_memory(self._source)
 
     @property
     def row_shape(self) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from ._task import Stats, Task, View
 from ._trace import as_keys
 
 ENGINES = ("shard_map", "pmap")
+ROUTES = 1024  # kept at most, of one function
 
 
 class Function:
@@ -186,7 +187,7 @@ class Function:
         """
         self._refuse_inside()
         leaves, layout = self._binder.flatten(args, kwargs)
-        if num_slices != 1 or num_slices is True:
+        if type(num_slices) is not int or num_slices != 1:
             check_slices(num_slices, self.name)
         if _trace.is_traced():
             return _compose.call(self, layout, leaves, batch, batch_s, num_slices, output_subset)
@@ -251,9 +252,9 @@ class Function:
         self, leaves: Sequence[Any], layout: Layout, batch: Any, batch_s: Any, num_slices: int, subset: Any
     ) -> PyTree:
         """Start one call."""
-        start, given, stats = perf_counter(), Arguments(layout, leaves, batch, batch_s), self.stats
+        given, stats = Arguments(layout, leaves, batch, batch_s), self.stats
         with _flight.LOCK:
-            current, sending = group(), stats.sending
+            start, sending, current = perf_counter(), stats.sending, group()
             key = form(current, given, self._specs()) if num_slices == 1 and subset is None else None
             way = None if key is None else self._routes.get(key)
             ready = None if way is None else prepare_short(way, given, self._scalars)
@@ -269,6 +270,8 @@ class Function:
                 self.remember(signature)
                 rows = sum(the_plan.lengths or ())
                 if key is not None and (way := route(signature, ready.built, call, the_plan, given)):
+                    if len(self._routes) >= ROUTES:  # data that grows with every call
+                        self._routes.clear()
                     self._routes[form(current, given, self._specs())] = way
             outcome = finish(signature, ready, commit=True)
             stats.calls += 1

@@ -91,7 +91,7 @@ def route(signature: Signature, built: Built, call: Call, the_plan: Plan, given:
 
 def prepare(way: Route, given: Arguments, scalars: Scalars) -> Prepared | None:
     """Send the rows; None where the long way must look at the indexes."""
-    signature, time = way.signature, perf_counter()
+    signature = way.signature
     group = signature.group
     shape = (group.size, way.rows // group.size)
     selection, index = Selection(None, 0, way.rows), None
@@ -99,10 +99,13 @@ def prepare(way: Route, given: Arguments, scalars: Scalars) -> Prepared | None:
         if not are_below(given.batch, way.limit):
             return None
         selection, index = selected(given.batch.astype(np.int64, copy=False)), given.batch.reshape(shape)
+        if selection.indexes is None and selection.rows == way.limit:  # all: scattered ones stay where they lie
+            return None
     elif given.batch_s is not None:
         if not are_below(given.batch_s, way.limit):
             return None
         index = np.broadcast_to(given.batch_s, shape)
+    time = perf_counter()
     where = None  # what picks from rows that lie on the replicas, the same for all arguments
     if signature.local is not None or any([feed.how == "take" for feed in signature.feeds]):
         where = put(group, np.array(index, np.int32))

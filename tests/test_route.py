@@ -136,6 +136,51 @@ def test_written_right_after(group, place):
         same(result, x[wanted], 1.0)
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_all_rows_in_order(group, how):
+    """Indexes of all rows in order are not picked from rows that are scattered already: the same bits in each call."""
+    x = np.random.default_rng(0).normal(scale=2, size=(104, 3)).astype(np.float32)
+    given, every, f = HOW[how](x), np.arange(104), synk.function(jax.scipy.special.erf, reduce="concat")
+    before = np.asarray(f(given, batch=every))
+    for _ in range(2):
+        np.testing.assert_allclose(f(given, batch=every[::-1].copy())[::-1], before, rtol=1e-6, atol=1e-6)
+    compilations = f.stats.compilations
+    np.testing.assert_array_equal(f(given, batch=every), before)
+    assert f.stats.compilations == compilations
+
+
+def test_rows_on_disk_follow_rows_in_memory(group):
+    """Rows that are replaced by some in a file are brought to the devices once, as those are from the first."""
+    x, f, batch = numbers(24), weighted(), np.arange(16)[::-1].copy()
+    given = synk.data(x, place="scatter")
+    for _ in range(2):
+        same(f(given, 1.0, batch=batch), x[batch], 1.0)
+    on_disk = mapped(x)
+    given.set_value(on_disk)
+    same(f(given, 1.0, batch=batch), x[batch], 1.0)
+    on_disk[:] = 0  # past the data
+    same(f(given, 1.0, batch=batch), x[batch], 1.0)
+
+
+def test_ways_are_not_kept_without_end(monkeypatch):
+    """Of data that grows with every call."""
+    monkeypatch.setattr("synk._function.ROUTES", 4)
+    x, f = numbers(24), weighted()
+    for rows in range(8, 24):
+        same(f(x[:rows], 1.0, batch=np.array([3, 1])), x[[3, 1]], 1.0)
+        assert len(f._routes) <= 4
+
+
+@pytest.mark.parametrize("number", [1.0, np.True_, np.array(1.0)])
+def test_slices_that_are_no_number(group, number):
+    """A second call refuses what the first refuses."""
+    f = weighted()
+    for _ in range(2):
+        with pytest.raises(TypeError, match="num_slices is"):
+            f(numbers(8), 1.0, num_slices=number)
+        f(numbers(8), 1.0)
+
+
 def test_lengths_differ(group):
     """Arguments of other lengths than those before do not go their way."""
     x, y = numbers(24), numbers(23)
