@@ -1,6 +1,6 @@
 """Overhead: a training step by synk beside the same step written by hand.
 
-    python bench/overhead.py [--replicas 1,2,4] [--leaves 10,160,480] [--rounds 15] [--json OUT]
+    python bench/overhead.py [--replicas 1,2,4] [--leaves 10,160,480] [--rounds 7] [--json OUT]
                              [--plot OUT.png]
 
 Claim: a call costs at most 60 us of Python over the best hand-written step, and many small leaves cost less, since
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--replicas", default="1,2,4")
     parser.add_argument("--leaves", default="10,160,480")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--size", type=int, default=256, help="numbers in a leaf; 256 are 1 KB")
     parser.add_argument("--json")
     parser.add_argument("--plot")
@@ -36,7 +36,7 @@ from jax.sharding import PartitionSpec as P
 import synk
 
 LR = 0.01
-TURN = 20  # steps
+TURN = 60  # steps
 
 
 def loss(params, x):

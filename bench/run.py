@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 SHORT = {
     "resnet50": "--replicas 1,2 --against 2 --steps 6 --peers",
     "weak": "--rounds 3 --patience 60",
-    "overhead": "--replicas 1,2 --leaves 10,160 --rounds 6",
+    "overhead": "--replicas 1,2 --leaves 10,160 --rounds 3",
     "packing": "--replicas 2 --sizes 16,64,128 --rounds 20",
     "batches": "--replicas 1,2 --rows 20000 --batches 512,4096 --rounds 7",
     "slices": "--replicas 1,2 --slices 1,4 --models CNN --rounds 3",
@@ -36,7 +36,7 @@ TRIAL = {
     "resnet50": "--replicas 1 --against 2 --steps 3 --blocks 1 --image 32 --batch-per-replica 4 "
     "--ways synk,jit(shard_map)",
     "weak": "--rounds 1 --steps 1 --patience 0 --blocks 1 --image 32 --batch-per-replica 4 --ways synk",
-    "overhead": "--replicas 1,2 --leaves 10 --rounds 5",
+    "overhead": "--replicas 1,2 --leaves 10 --rounds 1",
     "packing": "--replicas 2 --sizes 16 --rounds 3",
     "batches": "--replicas 1,2 --rows 400 --batches 32 --rounds 1",
     "slices": "--replicas 1 --slices 1,4 --models CNN --divide 16 --rounds 1",

@@ -1,5 +1,6 @@
 """Groups over several processes: the law, the same bits, disagreement, failure, and the launcher."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,15 @@ class Once:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ahead(request):
+def alone():
+    """One run of these tests at a time on a machine: where other gangs take the cores, heartbeats come too late."""
+    with open(Path(gettempdir()) / f"synk-gangs-{os.getuid()}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ahead(request, alone):
     """Where all tests are to run, all gangs start: those that wait for the heartbeat first, then the longest."""
     chosen = {item.originalname for item in request.session.items if item.path == request.path}
     if {"test_law", "test_disagreement", "test_failure", "test_restarts_end_with_the_same_bits"} <= chosen:
