@@ -1,6 +1,7 @@
 """Every test runs on eight virtual CPU devices; with JAX_PLATFORMS=cuda, on what GPUs there are."""
 
 import os
+import signal
 
 import jax
 import pytest
@@ -13,6 +14,10 @@ jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A shell has what runs in the background ignore Ctrl-C, and so would all that it starts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
