@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from importlib.metadata import version
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,8 @@ SHUTDOWN = 30  # seconds to wait for the others at the end
 START = 120  # seconds to wait for them at the start
 FOLLOWS = 75  # the exit code of a process that ends because another one has failed
 TELL = 1.5  # seconds that process 0 gives the others to learn why it goes
+# Before jaxlib 0.10 the others take two heartbeats to notice that process 0 is frozen; there their own number rules.
+_TAKES_TWO = tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 10)
 _LOOPBACK = ("127.", "localhost", "[::1]", "::1")
 
 _watched: float | None = None
@@ -70,7 +73,7 @@ def start(
                 num_processes,
                 process_id,
                 initialization_timeout=start,
-                heartbeat_timeout_seconds=heartbeat,
+                heartbeat_timeout_seconds=-(-heartbeat // 2) if _TAKES_TWO and process_id else heartbeat,
                 shutdown_timeout_seconds=shutdown,
                 coordinator_bind_address=bind,
             )
