@@ -61,7 +61,7 @@ class Noted(dict):
 
 def law(folder, *names):
     """Every case; each reports by name, and what it notes is kept."""
-    group = join()
+    group = join(heartbeat=100)  # nobody is to be found gone, however busy the machine
     for name in names or CASES:
         noted, start = Noted(folder), time.process_time()
         try:
@@ -760,7 +760,7 @@ def hang_here():
 
 def preempt():
     """Run until SIGTERM."""
-    group = join()
+    group = join(heartbeat=100)
     step = stepper(synk.shared(np.zeros(3, np.float32), name="w"))
     x = np.ones((2 * group.size, 3), np.float32)
     for i in range(100000):
