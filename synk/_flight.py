@@ -75,6 +75,6 @@ class uninterrupted:
 _MAIN = threading.main_thread().ident
 
 try:  # signal.signal turns handlers into enums and back in Python; what it calls takes a tenth of its time (30 us)
-    from _signal import signal as _set_handler  # type: ignore[import]
+    from _signal import signal as _set_handler  # type: ignore[import]  # CPython only
 except ImportError:
     from signal import signal as _set_handler
