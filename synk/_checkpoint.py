@@ -17,6 +17,7 @@ import numpy as np
 from . import _agree, _engine, _flight, _trace
 from ._collectives import each_of
 from ._errors import entry
+from ._flight import uninterrupted
 from ._group import group
 from ._shared import Shared
 
@@ -198,7 +199,7 @@ def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any
     """Into a folder of another name, which takes its own in one rename."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
-        shutil.rmtree(left, ignore_errors=True)
+        _delete(left)
     name = f"step-{step:08d}"
     new, final, old = folder / f".saving-{name}-{os.getpid()}", folder / name, folder / f"{name}~"
     new.mkdir()
@@ -211,7 +212,7 @@ def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any
             _to_disk(file)
         _folder_to_disk(new)
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        _delete(new)
         raise
     if final.exists():  # saved again: until the new one is there, the old one counts
         if old.exists():
@@ -230,7 +231,12 @@ def _remove(path: Path) -> None:
     """Out of sight first: no half of a checkpoint is ever found."""
     gone = path.with_name(f".gone-{path.name}")
     os.rename(path, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    with uninterrupted():  # rmtree that is interrupted closes a descriptor twice: an OSError hides the Ctrl-C
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _to_disk(file: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -452,6 +453,27 @@ def test_kill_while_saving(tmp_path):
         w, own = synk.shared(np.zeros(3000, np.int32), name="w"), synk.shared(np.zeros(1000, np.int32), name="own")
         step, extra = synk.load(tmp_path / "run", {"w": w, "own": own})
         assert extra == [step] and step >= steps[-1] and np.all(np.asarray(w.value) == step)
+
+
+def test_ctrl_c_while_an_old_checkpoint_is_deleted(tmp_path, monkeypatch):
+    """As a folder has been closed, which shutil would close again: an OSError in the place of the Ctrl-C."""
+    close, presses = os.close, []
+
+    def close_and_press(descriptor):
+        close(descriptor)
+        if sys._getframe(1).f_code.co_filename == shutil.__file__:
+            presses.append(descriptor)
+            signal.raise_signal(signal.SIGINT)
+
+    with group_of("devices", 2):
+        w = synk.shared(np.arange(3), name="w")
+        synk.save(tmp_path, {"w": w}, step=1)
+        monkeypatch.setattr(os, "close", close_and_press)
+        with pytest.raises(KeyboardInterrupt):
+            synk.save(tmp_path, {"w": w}, step=2, keep=1)
+        assert presses
+        assert synk.load(tmp_path, {"w": w}) == (2, None)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 PRESSES = 200

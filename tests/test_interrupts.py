@@ -36,6 +36,7 @@ def interrupted_loop(step, seconds):
         presser.join()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the collector swallows one
 @pytest.mark.parametrize("rows", [8, 7], ids=["one launch", "several launches"])
 def test_updates_are_all_or_nothing(rows):
     """After an interrupt both variables have had the same updates: all of the calls' that returned, and at most one more."""

@@ -239,9 +239,15 @@ LEAVING = [by_break, by_an_error, by_close, by_with, by_an_interrupt]
 @pytest.mark.parametrize("leave", LEAVING)
 @pytest.mark.parametrize("make", [lambda: rows.iterate(X, batches=endless()), lambda: synk.prefetch(ones(1000))])
 def test_leaving_stops_the_thread(make, leave):
-    """Within a tenth of a second."""
-    leave(make())
-    assert wait_for(lambda: not threads(), 0.1)
+    """Always, and within a tenth of a second where nothing else wants the cores: at the latest the fifth time."""
+
+    def ends_at_once():
+        leave(make())
+        at_once = wait_for(lambda: not threads(), 0.1)
+        assert wait_for(lambda: not threads())
+        return at_once
+
+    assert any(ends_at_once() for _ in range(5))
 
 
 def test_an_interrupt_while_waiting():
@@ -262,7 +268,7 @@ def test_an_interrupt_while_waiting():
     finally:
         timer.join()
         slow.set()
-    assert wait_for(lambda: not threads(), 0.1)
+    assert wait_for(lambda: not threads())
     assert list(results) == []
 
 
@@ -411,7 +417,7 @@ def test_close_closes_a_generator(size):
     noted = []
     with synk.prefetch(closing(noted), size) as trees:
         next(trees)
-    assert wait_for(lambda: noted == ["closed"], 0.1)
+    assert wait_for(lambda: noted == ["closed"])
 
 
 @of_every_size
