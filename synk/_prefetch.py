@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -64,14 +65,19 @@ class _Line:
             self.changed.notify_all()
 
 
-_lines: weakref.WeakSet[_Line] = weakref.WeakSet()
+_lines: weakref.WeakKeyDictionary[_Line, threading.Thread] = weakref.WeakKeyDictionary()
+_PATIENCE = 2.0  # seconds that the end of a program waits for all of them
 
 
 @atexit.register
 def _close_all() -> None:
-    """Threads that still wait would find JAX gone."""
-    for line in list(_lines):
+    """Threads that still wait would find JAX gone; one that comes back from it into an ended Python aborts."""
+    threads = list(_lines.items())
+    for line, _ in threads:
         line.close()
+    until = monotonic() + _PATIENCE
+    for _, thread in threads:
+        thread.join(max(0.0, until - monotonic()))
 
 
 class Prefetch(Iterator[R], Generic[T, R]):
@@ -136,9 +142,10 @@ class Prefetch(Iterator[R], Generic[T, R]):
         line = _Line(self._size)
         # The thread does not hold the iterator itself, so that leaving the loop collects it.
         args = (line, self._source, self._ahead, jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # an option
-        threading.Thread(target=_work, args=args, name="synk-prefetch", daemon=True).start()
+        thread = threading.Thread(target=_work, args=args, name="synk-prefetch", daemon=True)
+        thread.start()
         self._line = line
-        _lines.add(line)
+        _lines[line] = thread
 
     def close(self) -> None:
         """Stop the thread; nothing more comes."""

@@ -117,8 +117,9 @@ def _attend(exit_hook: bool, shutdown: int) -> None:
             print(f"synk.{type(error).__name__}: {error}", file=sys.stderr)
             _exit(_code(error))
 
-    threading.Thread(target=_agree.attend(stop, leave), name="synk-progress", daemon=True).start()
-    atexit.register(_leave, stop, exit_hook, shutdown)  # runs before the runtime's own, which waits for all others
+    progress = threading.Thread(target=_agree.attend(stop, leave), name="synk-progress", daemon=True)
+    progress.start()
+    atexit.register(_leave, stop, progress, exit_hook, shutdown)  # before the runtime's own, which waits for all others
     if exit_hook:
         before = sys.excepthook
 
@@ -137,7 +138,7 @@ def _attend(exit_hook: bool, shutdown: int) -> None:
         sys.excepthook = die
 
 
-def _leave(stop: threading.Event, exit_hook: bool, shutdown: int) -> None:
+def _leave(stop: threading.Event, progress: threading.Thread, exit_hook: bool, shutdown: int) -> None:
     """At the end of the program: if the others go on without it, the runtime would wait for them, and they for it."""
     faulthandler.cancel_dump_traceback_later()
     if exit_hook:
@@ -151,6 +152,7 @@ def _leave(stop: threading.Event, exit_hook: bool, shutdown: int) -> None:
             _agree.await_told(TELL)
             _exit(1)
     stop.set()
+    progress.join(shutdown)  # a thread that comes back from the runtime into an ended Python aborts the process
 
 
 def _code(error: SynkError | None) -> int:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -270,6 +272,31 @@ def test_an_interrupt_while_waiting():
         slow.set()
     assert wait_for(lambda: not threads())
     assert list(results) == []
+
+
+LEFT = """
+import itertools, jax, numpy as np, synk
+
+@jax.jit
+def slow(x):
+    return jax.lax.fori_loop(0, 60, lambda i, y: y @ x * 1e-3, x)
+
+def wait(tree):
+    slow(matrix).block_until_ready()
+    return tree
+
+matrix = np.ones((500, 500), np.float32)
+wait(matrix)
+batches = synk.prefetch(itertools.repeat(np.ones(4)), transform=wait)
+next(batches)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "batches.close()", "del batches", "raise SystemExit(3)"])
+def test_a_program_ends_well_while_its_thread_works(end):
+    """Python ends under no thread that is inside JAX, which would abort the process."""
+    done = subprocess.run([sys.executable, "-c", LEFT + end], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3 if "3" in end else 0, "")
 
 
 def test_close_reaches_a_reader_that_waits():

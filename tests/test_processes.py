@@ -258,6 +258,12 @@ def test_preemption():
     assert len({line["step"] for end in ends for line in said(end.output) if line["what"] == "stops"}) == 1
 
 
+def test_the_end_comes_after_its_own_thread():
+    """Python ends under no thread that is inside the runtime, which would abort the process."""
+    ends = gang.run("ends", processes=2)
+    assert [(end.code, "FATAL" in end.output) for end in ends] == [(0, False)] * 2
+
+
 # The launcher.
 
 ATTEMPTS = [("kill", 1, "was ended by SIGKILL"), ("kill", 0, "was ended by SIGKILL"), ("raise", 1, "exited with 1"),
