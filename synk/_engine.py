@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -20,6 +21,7 @@ from ._group import AXIS, Group
 
 Lies: TypeAlias = Literal["stacked", "rows", "everywhere"]
 Body: TypeAlias = Callable[..., Sequence[jax.Array]]
+Lists: TypeAlias = Sequence[Sequence[Any]]  # of arguments: a list that is there already is handed on untouched
 EngineName: TypeAlias = Literal["shard_map", "pmap"]
 
 
@@ -96,7 +98,10 @@ def sharding(group: Group, lies: Lies) -> jax.sharding.NamedSharding:
 
 
 class Program:
-    """A compiled program over a group: called with arrays that lie as it was built for, it starts and returns."""
+    """A compiled program over a group: called with arrays that lie as it was built for, it starts and returns.
+
+    Its arguments come in lists, which `body` sees as one; `donate` names lists.
+    """
 
     def __init__(
         self,
@@ -104,20 +109,20 @@ class Program:
         body: Body,
         ins: Sequence[Lies],
         outs: Sequence[Lies],
-        args: Sequence[Any],
+        args: Lists,
         *,
         donate: Sequence[int] = (),
         engine: str = "shard_map",
         name: str = "",
     ) -> None:
         lowered = _jit(group, body, ins, outs, engine, tuple(donate)).lower(*args)
-        self.name = f"{name}({_shapes(args)})" if group.spans else name
+        self.name = f"{name}({_shapes([*chain(*args)])})" if group.spans else name
         if group.spans:
             _agree.compare(self.name, lowered.as_text())
         self.compiled = lowered.compile()
         self.group = group
 
-    def __call__(self, args: Sequence[jax.Array], failed: Callable[[Exception], None]) -> list[jax.Array]:
+    def __call__(self, args: Lists, failed: Callable[[Exception], None]) -> list[jax.Array]:
         """Start the program; `failed` is told should it die later."""
         _flight.admit(self.group.is_bounded)
         _processes.alive()
@@ -139,19 +144,24 @@ def _jit(
 
     lies: list[Lies] = [*outs, "stacked"]
     mapped = spmd(group, with_token, ins, lies, engine)
-    return jax.jit(mapped, donate_argnums=donate, out_shardings=tuple(sharding(group, each) for each in lies))
+
+    def of_lists(*args: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return mapped(*chain(*args))
+
+    return jax.jit(of_lists, donate_argnums=donate, out_shardings=tuple(sharding(group, each) for each in lies))
 
 
 def once(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], args: Sequence[Any]) -> list[jax.Array]:
     """Run a small program of synk's own; JAX caches what is compiled by `body`, so give one that lasts."""
+    args = list(args)
     with _flight.LOCK:
         _flight.admit(group.is_bounded)
         _processes.alive()
         run = _jitted(group, body, tuple(ins), tuple(outs))
         if group.spans:
-            results = _over_processes(_agreed_on(group, body, ins, outs, args), lambda: list(run(*args)))
+            results = _over_processes(_agreed_on(group, body, ins, outs, args), lambda: list(run(args)))
         else:
-            results = list(run(*args))
+            results = list(run(args))
         _flight.launched(results.pop(), lambda error: None)
         return results
 
@@ -177,7 +187,7 @@ def _agreed_on(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lie
     what = f"{body.__module__.rsplit('.', 1)[-1].strip('_')}.{body.__qualname__.split('.')[0].strip('_')}"
     what = f"{what}({_shapes(args)})"
     if (group, body, tuple(ins), tuple(outs), shapes) not in _agreed:
-        _agree.compare(what, _jitted(group, body, tuple(ins), tuple(outs)).lower(*args).as_text())
+        _agree.compare(what, _jitted(group, body, tuple(ins), tuple(outs)).lower(args).as_text())
         _agreed.add((group, body, tuple(ins), tuple(outs), shapes))
     return what
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from . import _ops
 from ._bind import Layout
-from ._engine import Lies, Program, lie
+from ._engine import Lies, Lists, Program, lie
 from ._feed import Feed, fed, rows_of
 from ._group import AXIS, Group, PyTree
 from ._ops import Gathered, Leaf
@@ -224,7 +224,7 @@ class Signature:
 
     # The plain program: every replica has as many rows.
 
-    def plain(self, rows: int | None, arguments: Callable[[Sequence[Shared]], Sequence[Any]]) -> Built:
+    def plain(self, rows: int | None, arguments: Callable[[Sequence[Shared]], Lists]) -> Built:
         """Map, combine and then in one. Arguments: variables, rows, broadcast ones."""
         traced = self.traced(rows, True)
         outputs: Outputs = traced.outputs
@@ -290,7 +290,7 @@ class Signature:
         body: Any,
         ins: Sequence[Lies],
         outs: Sequence[Lies],
-        arguments: Sequence[Any],
+        arguments: Lists,
         variables: Sequence[Shared] = (),
         updates: Sequence[Shared] = (),
         *,
@@ -299,8 +299,7 @@ class Signature:
     ) -> Program:
         """Compile; old values of variables that are updated are donated, unless the user said not to."""
         self.task.stats.compilations += 1
-        owners = [v for v in variables for _ in range(count(v))]
-        old = [i for i, v in enumerate(owners) if v in updates] if self.donate else []
+        old = [i for i, v in enumerate(variables) if v in updates] if self.donate else []
         group = group or self.group
         return Program(
             group, body, ins, outs, arguments, donate=[*old, *donate], engine=self.task.engine, name=self.task.name
@@ -308,7 +307,7 @@ class Signature:
 
     # Map, merge and combine: replicas or slices differ.
 
-    def mapped(self, span: tuple[int, int], traced: Traced, rows: int, arguments: Sequence[Any]) -> Program:
+    def mapped(self, span: tuple[int, int], traced: Traced, rows: int, arguments: Lists) -> Program:
         """`fn` over so many rows on a span of ranks. Arguments: variables, rows, broadcast ones, then the rank, the
         weight and the first row of each. Results: the first's own outputs, lifted outputs, lifted updates."""
         outputs: Outputs = traced.outputs
@@ -359,22 +358,22 @@ class Signature:
         full = max(lengths)
         return [jnp.pad(leaf, [(0, full - leaf.shape[0])] + [(0, 0)] * (leaf.ndim - 1)) for leaf in leaves]
 
-    def merged(self, leaves: Sequence[Leaf], arguments: Sequence[Any]) -> Program:
-        """One slice's lifted values added to those before. Arguments: these, those, and the slice's weight."""
+    def merged(self, leaves: Sequence[Leaf], arguments: Lists) -> Program:
+        """One slice's lifted values added to those before. Arguments: those before; these and their weight."""
         n = len(leaves)
 
         def body(*values: jax.Array) -> list[jax.Array]:
             return _ops.merge(values[:n], values[n : 2 * n], leaves, values[-1] > 0)
 
         ins: list[Lies] = lie("stacked", 2 * n + 1)
-        return self._compile(body, ins, lie("stacked", n), arguments, donate=range(n))
+        return self._compile(body, ins, lie("stacked", n), arguments, donate=[0])
 
     def combined(
         self,
         traced: Traced,
         shapes: Sequence[Any],
         entries: Sequence[int],
-        arguments: Callable[[Sequence[Shared]], Sequence[Any]],
+        arguments: Callable[[Sequence[Shared]], Lists],
     ) -> Built:
         """Lifted values of all slices across the replicas, and then.
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _engine, _flight
-from ._engine import Lies
+from ._engine import Lies, Lists
 from ._inputs import Window, gathered, local_pick, send
 from ._outputs import Outputs
 from ._plan import Call, Plan, check_lengths
@@ -93,13 +93,9 @@ def _undo(signature: Signature, updates: dict[Shared, Update], before: dict[Shar
             variable.restore(update.leaves, *before[variable])
 
 
-def _state(signature: Signature, variables: Sequence[Shared], values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The leaves of variables, and the values that follow them."""
-    state: list[jax.Array] = []
-    for variable in variables:
-        state += signature.leaves(variable)
-    state += values
-    return state
+def _state(signature: Signature, variables: Sequence[Shared], values: Sequence[jax.Array]) -> Lists:
+    """The leaves of each variable, and the values that follow them."""
+    return [*[signature.leaves(variable) for variable in variables], values]
 
 
 def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:

@@ -99,7 +99,7 @@ class Maps:
         if not full:
             return new
         weights = self._weights(self.everyone, wave, range(*self.everyone))
-        arguments = [*(self.merged[i] for i in full), *(new[i] for i in full), weights]
+        arguments = [[self.merged[i] for i in full], [*(new[i] for i in full), weights]]
         leaves = [*(self.leaves[i] for i in self.merge), *self.changes]
         kept = [leaves[i] for i in full]
         program = self.signature.cached(("merge",), lambda: self.signature.merged(kept, arguments))
@@ -156,8 +156,8 @@ class Maps:
             _engine.constant(group, "stacked", tuple(offsets), "int32"),
         ]
         key = ("map", span, launch.rows, self.plan.is_even)
-        program = sig.compiled(key, lambda: sig.mapped(span, traced, launch.rows, arguments))
-        return list(program(arguments, ignore))
+        program = sig.compiled(key, lambda: sig.mapped(span, traced, launch.rows, [arguments]))
+        return list(program([arguments], ignore))
 
     def _weights(self, span: tuple[int, int], wave: Sequence[Part], meant: range) -> jax.Array:
         """Each rank's share of all rows in this wave; 0 where its rows are fillers."""
