@@ -173,7 +173,7 @@ def test_only_the_rows_picked_travel():
         data = synk.data(np.zeros((8000, 64), np.float32), place="scatter").resident(group)
         index = np.zeros(64, np.int32)
         program = _engine._jitted(group, _exchange._body(4, 8000, 16), ("stacked", "everywhere"), ("stacked",))
-        compiled = program.lower(data, jax.device_put(index, group.everywhere)).compile()
+        compiled = program.lower([data, jax.device_put(index, group.everywhere)]).compile()
     assert set(COLLECTIVE.findall(compiled.as_text())) == {"all-to-all"}
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 40 * index.size * 64 * 4 < data.nbytes
