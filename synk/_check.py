@@ -15,7 +15,7 @@ from ._group import Group, PyTree, group
 from ._plan import Call, Plan, plan
 from ._program import Signature, holds_rows
 from ._rows import select_local, taken_together
-from ._run import Outcome, finish, prepare
+from ._run import Outcome, outcome_of, prepare
 from ._shared import Shared
 from ._split import cut
 from ._task import View
@@ -44,7 +44,7 @@ def serial(
                 variable.place_rows(parts)
         # Everywhere, as a call's results are: what lies on one device cannot meet those in one jnp operation.
         leaves = [_engine.sent(current, leaf, "everywhere") for leaf in outcome.leaves]
-    return f.finish(outcome._replace(leaves=leaves))
+    return outcome.built.result.tree(leaves)
 
 
 def compiled(signature: Signature, call: Call, the_plan: Plan) -> jax.stages.Compiled:
@@ -120,7 +120,7 @@ def _outcome(
                 view(variable)
     call, signature = f.bind(on, args, kwargs, batch, batch_s, num_slices > 1, None, view, donate=False, home=home)
     try:
-        outcome = finish(signature, prepare(signature, call, plan(signature, call, num_slices)), commit=False)
+        outcome = outcome_of(signature, prepare(signature, call, plan(signature, call, num_slices)))
     finally:
         signature.view = None  # calls see variables as they are; and the copies are freed
     held = next((variable for variable in outcome.updates if batch_s is not None and variable.lengths), None)
@@ -240,7 +240,7 @@ def _parts(f: Function, parallel: Group, view: Any, run: Any, num_slices: int) -
     )
     the_plan = plan(signature, call, num_slices)
     try:
-        outcome = finish(signature, prepare(signature, call, the_plan), commit=False)
+        outcome = outcome_of(signature, prepare(signature, call, the_plan))
     except ValueError:
         return None
     finally:
@@ -286,6 +286,6 @@ def _differing_updates(one: Outcome, many: Outcome, close: _Close, parallel: Gro
                 got = [np.concatenate(got)]
             wrong = [rank for rank, value in enumerate(got) if not close(whole, value)]
             if wrong:
-                is_local = many.built.needs[variable] is None
+                is_local = any(other is variable and needs is None for other, _, _, needs in many.built.ends)
                 hint = "; update it in then, from combined outputs." if is_local else "."
                 yield f"{variable.name}{path} updated on replica {wrong[0]}: {_off(whole, got[wrong[0]])}{hint}"

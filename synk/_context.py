@@ -21,12 +21,17 @@ _config: Any = jax.config
 
 def is_traced() -> bool:
     """Is a transformation of JAX's own under way around this line?"""
-    return trace_state() != _EAGER
+    return not trace_state() == _EAGER  # there is no != of its own, so that would take another call
+
+
+def has_wishes() -> bool:
+    """Has the user set a mesh for all programs, or asked for no compiled ones?"""
+    return _config.jax_disable_jit or not get_abstract_mesh().empty
 
 
 def is_disturbed() -> bool:
-    """Has the user set a mesh for all programs, or asked for no compiled ones?"""
-    return (_config.jax_disable_jit or not get_abstract_mesh().empty) and not is_traced()
+    """The same, of programs of synk's own, which are no part of a transformation."""
+    return has_wishes() and not is_traced()
 
 
 @contextmanager

@@ -127,9 +127,9 @@ class Program:
         _flight.admit(self.group.is_bounded)
         _processes.alive()
         if self.group.spans:
-            results = _over_processes(self.name, lambda: list(self.compiled(*args)))
+            results = _over_processes(self.name, lambda: self.compiled(*args))
         else:
-            results = list(self.compiled(*args))
+            results = self.compiled(*args)
         _flight.launched(results.pop(), failed)
         return results
 
@@ -145,10 +145,10 @@ def _jit(
     lies: list[Lies] = [*outs, "stacked"]
     mapped = spmd(group, with_token, ins, lies, engine)
 
-    def of_lists(*args: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        return mapped(*chain(*args))
+    def of_lists(*args: Sequence[jax.Array]) -> list[jax.Array]:
+        return list(mapped(*chain(*args)))
 
-    return jax.jit(of_lists, donate_argnums=donate, out_shardings=tuple(sharding(group, each) for each in lies))
+    return jax.jit(of_lists, donate_argnums=donate, out_shardings=[sharding(group, each) for each in lies])
 
 
 def once(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], args: Sequence[Any]) -> list[jax.Array]:
@@ -159,9 +159,9 @@ def once(group: Group, body: Body, ins: Sequence[Lies], outs: Sequence[Lies], ar
         _processes.alive()
         run = _jitted(group, body, tuple(ins), tuple(outs))
         if group.spans:
-            results = _over_processes(_agreed_on(group, body, ins, outs, args), lambda: list(run(args)))
+            results = _over_processes(_agreed_on(group, body, ins, outs, args), lambda: run(args))
         else:
-            results = list(run(args))
+            results = run(args)
         _flight.launched(results.pop(), lambda error: None)
         return results
 

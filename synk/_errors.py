@@ -104,11 +104,16 @@ def entry(fn: Callable[P, R]) -> Callable[P, R]:
                     return fn(*args, **kwargs)
             return fn(*args, **kwargs)
         except Exception as error:
-            if _is_ours(error.__traceback__):
-                error.__traceback__ = None
+            shorten(error)
             raise
 
     return synk_call
+
+
+def shorten(error: Exception) -> None:
+    """Of an error of synk's own, forget the frames that led to it; raised again, it shows the public call alone."""
+    if _is_ours(error.__traceback__):
+        error.__traceback__ = None
 
 
 def _is_ours(traceback: TracebackType | None) -> bool:

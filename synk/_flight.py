@@ -29,7 +29,10 @@ def is_bounded(platform: str, devices: int) -> bool:
 
 def admit(bounded: bool) -> None:
     """Wait until one more program may be launched; forget those that have ended."""
-    while _flying and (_flying[0][0].is_ready() or (bounded and len(_flying) >= BOUND)):
+    while _flying:
+        token = _flying[0][0]
+        if not (token.is_ready() or (bounded and len(_flying) >= BOUND)):
+            break
         _land()
 
 

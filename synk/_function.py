@@ -14,23 +14,22 @@ import numpy as np
 from . import _check, _compose, _flight, _iterate, _trace
 from ._arguments import Scalars, arrays, check_slices, checked_subset
 from ._bind import Binder, Layout
-from ._errors import SynkError, entry
+from ._context import is_disturbed, undisturbed
+from ._errors import SynkError, entry, shorten
 from ._feed import Feed
 from ._group import Group, PyTree, group
 from ._inputs import inputs, picked_from
 from ._local import Local
 from ._ops import Op
 from ._outputs import check_ops
-from ._plan import Call, plan
+from ._plan import Call, Plan, plan
 from ._prefetch import Prefetch
 from ._program import Signature
-from ._route import Arguments, Route, form, route
-from ._route import prepare as prepare_short
+from ._route import Arguments, Form, Route, form, route, specs
 from ._rows import How, how_picked
-from ._run import Outcome, finish, prepare
+from ._run import Prepared, finish, prepare
 from ._shared import Shared, named_in
 from ._task import Stats, Task, View
-from ._trace import as_keys
 
 ENGINES = ("shard_map", "pmap")
 ROUTES = 1024  # kept at most, of one function
@@ -78,7 +77,8 @@ class Function:
         self._splits: set[Any] = set()
         self._signatures: dict[Any, Signature] = {}
         self._scalars = Scalars()
-        self._routes: dict[Any, Route] = {}
+        self._routes: dict[Form, Route] = {}
+        self._last: Route | None = None  # of calls whose arguments are leaves, all by position
         self._mappings: dict[bool, Function] = {}
         self.composed: dict[Any, Any] = {}
         functools.update_wrapper(self, fn, updated=())
@@ -157,7 +157,6 @@ class Function:
         """The shared variables that it reads and writes, as far as its calls have shown."""
         return tuple(self._known)
 
-    @entry
     def __call__(
         self,
         *args: Any,
@@ -185,13 +184,32 @@ class Function:
           ValueError: rows differ, nothing is selected, or the ops do not fit the outputs.
           IndexError: the batch names rows that are not there.
         """
+        try:
+            way = self._last
+            if way is not None and not kwargs and output_subset is None and type(num_slices) is int and num_slices == 1:
+                with _flight.LOCK:
+                    start, sending = perf_counter(), self.stats.sending
+                    ready = way.take(args, batch, batch_s)
+                    if ready is not None:
+                        return self._finish(way.signature, ready, way.rows, start, sending)
+            if is_disturbed():
+                with undisturbed():
+                    return self._call(args, kwargs, batch, batch_s, num_slices, output_subset)
+            return self._call(args, kwargs, batch, batch_s, num_slices, output_subset)
+        except Exception as error:
+            shorten(error)
+            raise
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Any, batch_s: Any, num_slices: int, subset: Any
+    ) -> PyTree:
         self._refuse_inside()
         leaves, layout = self._binder.flatten(args, kwargs)
         if type(num_slices) is not int or num_slices != 1:
             check_slices(num_slices, self.name)
         if _trace.is_traced():
-            return _compose.call(self, layout, leaves, batch, batch_s, num_slices, output_subset)
-        return self.launch(leaves, layout, batch, batch_s, num_slices, output_subset)
+            return _compose.call(self, layout, leaves, batch, batch_s, num_slices, subset)
+        return self.launch(leaves, layout, batch, batch_s, num_slices, subset)
 
     @entry
     def iterate(
@@ -255,30 +273,42 @@ class Function:
         given, stats = Arguments(layout, leaves, batch, batch_s), self.stats
         with _flight.LOCK:
             start, sending, current = perf_counter(), stats.sending, group()
-            key = form(current, given, self._specs()) if num_slices == 1 and subset is None else None
-            way = None if key is None else self._routes.get(key)
-            ready = None if way is None else prepare_short(way, given, self._scalars)
-            begun, sent = perf_counter(), stats.sending
+            the_form = form(current, given, self._known) if num_slices == 1 and subset is None else None
+            way = None if the_form is None else self._routes.get(the_form)
+            ready = None if way is None else way.prepare(leaves, batch, batch_s)
             if way is not None and ready is not None:
-                signature, rows = way.signature, way.rows
-                signature.view = None
-            else:
-                call, signature = self._bind(current, layout, leaves, batch, batch_s, num_slices > 1, subset, None)
-                the_plan = plan(signature, call, num_slices)
-                begun, sent = perf_counter(), stats.sending
-                ready = prepare(signature, call, the_plan)
-                self.remember(signature)
-                rows = sum(the_plan.lengths or ())
-                if key is not None and (way := route(signature, ready.built, call, the_plan, given)):
-                    if len(self._routes) >= ROUTES:  # data that grows with every call
-                        self._routes.clear()
-                    self._routes[form(current, given, self._specs())] = way
-            outcome = finish(signature, ready, commit=True)
-            stats.calls += 1
-            stats.rows += rows
-            stats.selecting += begun - start - (sent - sending)
-            stats.dispatching += perf_counter() - begun - (stats.sending - sent)
-        return self.finish(outcome)
+                self._last = way
+                return self._finish(way.signature, ready, way.rows, start, sending)
+            call, signature = self._bind(current, layout, leaves, batch, batch_s, num_slices > 1, subset, None)
+            the_plan = plan(signature, call, num_slices)
+            stats.selecting += perf_counter() - start
+            start, sending = perf_counter(), stats.sending
+            ready = prepare(signature, call, the_plan)
+            stats.dispatching += perf_counter() - start - (stats.sending - sending)
+            self.remember(signature)
+            if the_form is not None:
+                self._note_route(the_form._replace(specs=specs(self._known)), signature, ready, call, the_plan, given)
+            return self._finish(signature, ready, sum(the_plan.lengths or ()), perf_counter(), stats.sending)
+
+    def _note_route(
+        self, the_form: Form, signature: Signature, ready: Prepared, call: Call, the_plan: Plan, given: Arguments
+    ) -> None:
+        way = route(the_form, signature, ready, call, the_plan, given, self._known, self._scalars)
+        if way is not None:
+            if len(self._routes) >= ROUTES:  # data that grows with every call
+                self._routes.clear()
+            self._routes[the_form] = self._last = way
+
+    def _finish(self, signature: Signature, ready: Prepared, rows: int, start: float, sending: float) -> PyTree:
+        """Run the last program; since `start` the call has only been looked at, and `sending` was the time for that."""
+        stats = self.stats
+        begun = perf_counter()
+        result = finish(signature, ready)
+        stats.calls += 1
+        stats.rows += rows
+        stats.selecting += begun - start - (stats.sending - sending)
+        stats.dispatching += perf_counter() - begun
+        return result
 
     def variables_named(self) -> list[Shared]:
         """Shared variables that the functions' own lines name."""
@@ -298,11 +328,6 @@ class Function:
             f._ops, f._binder, f._is_raw, f.stats = self._ops, self._binder, raw, self.stats
             self._mappings[raw] = f
         return self._mappings[raw]
-
-    def finish(self, outcome: Outcome) -> PyTree:
-        """An outcome as the user's tree."""
-        result = outcome.built.result
-        return result.treedef.unflatten(map(as_keys, outcome.leaves, result.keys))
 
     def bind(
         self,
@@ -380,20 +405,16 @@ class Function:
             subset,
             donate,
         )
-        signature = self._signatures.get((key, self._specs()))
+        signature = self._signatures.get((key, specs(self._known)))
         if signature is None:
             keys = [*keys, *other_keys]
             signature = self._signature(key, current, layout, rows, broadcast, keys, is_sliced, local, subset, donate)
         signature.view = view
         return Call(given, broadcast, batch_s), signature
 
-    def _specs(self) -> tuple[Any, ...]:
-        """Trees, shapes and lengths of its variables, as small numbers."""
-        return tuple([variable.spec for variable in self._known])
-
     def remember(self, signature: Signature) -> None:
         """Keep it for calls that find its variables as this one did; the first call has only now met them."""
-        key = (signature.key, self._specs())
+        key = (signature.key, specs(self._known))
         if key not in self._signatures:
             self._signatures[key] = signature
 

@@ -238,6 +238,11 @@ def group() -> Group:
     return _current if _current is not None else init()
 
 
+def current() -> Group | None:
+    """The current group, if one has been made."""
+    return _current
+
+
 @entry
 def close() -> None:
     """Wait for running work and forget the current group; the next use makes a new one.

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from . import _ops
 from ._group import PyTree
 from ._ops import Leaf, Weighted
-from ._trace import as_data, key_of
+from ._trace import as_data, as_keys, key_of
 
 
 class Outputs(NamedTuple):
@@ -30,6 +30,16 @@ class Result(NamedTuple):
     treedef: Any
     keys: tuple[Any, ...]
     picked: tuple[int, ...]
+    has_keys: bool
+
+    def tree(self, leaves: Sequence[jax.Array]) -> PyTree:
+        """Leaves as the user's tree, raw key data as keys."""
+        return self.treedef.unflatten(map(as_keys, leaves, self.keys) if self.has_keys else leaves)
+
+
+def result_of(treedef: Any, keys: Sequence[Any], picked: Sequence[int]) -> Result:
+    """A result of these leaves, of whose keys some are typed PRNG keys'."""
+    return Result(treedef, tuple(keys), tuple(picked), any(key is not None for key in keys))
 
 
 class _Item(NamedTuple):

@@ -22,7 +22,7 @@ from ._engine import Lies, Lists, Program, lie
 from ._feed import Feed, fed, rows_of
 from ._group import AXIS, Group, PyTree
 from ._ops import Gathered, Leaf
-from ._outputs import Outputs, Result, pack_outputs, pack_result, pick
+from ._outputs import Outputs, Result, pack_outputs, pack_result, pick, result_of
 from ._rows import How
 from ._shared import Shared, named_in
 from ._task import (
@@ -30,6 +30,7 @@ from ._task import (
     State,
     Task,
     View,
+    built,
     count,
     dependencies,
     packed,
@@ -211,10 +212,10 @@ class Signature:
         else:
             treedef, keys = then.outputs
         if self.subset is None:
-            return Result(treedef, keys, tuple(range(treedef.num_leaves)))
+            return result_of(treedef, keys, range(treedef.num_leaves))
         tree = pick(treedef.unflatten(range(treedef.num_leaves)), self.subset, self.task.name)
         picked, treedef = jax.tree.flatten(tree)
-        return Result(treedef, tuple(keys[i] for i in picked), tuple(picked))
+        return result_of(treedef, [keys[i] for i in picked], picked)
 
     def own(self, outputs: Outputs) -> list[int]:
         """Output leaves that are the first replica's own: neither `then` nor another process needs them."""
@@ -261,7 +262,7 @@ class Signature:
         outs: list[Lies] = [*lie("everywhere", len(picked)), *self._lie(updates)]
         program = self._compile(body, ins, outs, arguments(variables), variables, updates)
         firsts = tuple(j for j, i in enumerate(picked) if outputs.keep[i] in own) if own else ()
-        return Built(program, variables, updates, result, firsts, needs, outputs)
+        return built(program, variables, needs, result, firsts, outputs)
 
     def _run_then(
         self, then: Traced | None, state: State, combined: list[jax.Array], broadcast: Sequence[jax.Array], rank: Any
@@ -420,7 +421,7 @@ class Signature:
         ins += lie("everywhere", len(gather) + 1) + self._broadcast_lie()
         outs: list[Lies] = [*lie("everywhere", len(picked)), *self._lie(updates)]
         program = self._compile(body, ins, outs, arguments(variables), variables, updates)
-        return Built(program, variables, updates, result, firsts, needs, outputs)
+        return built(program, variables, needs, result, firsts, outputs)
 
     def _finished(self, traced: Traced, state: State, change: Sequence[jax.Array], weight: jax.Array) -> State:
         """New values of what `fn` updated on this replica; the old ones where it had no rows."""

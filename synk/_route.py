@@ -1,27 +1,30 @@
 """Route: the short way of a call whose like has gone before: looked at by its form alone, then straight to its program.
 
-What has no short way here, bad input among it, goes the long way, where everything is checked.
+What has no short way here, bad input among it, goes the long way, where everything is checked. A step of a training
+loop meets its processor's caches full of other things, so that each line here costs several times what it seems to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from . import _group
 from ._arguments import SCALARS, Scalars
 from ._bind import Layout
+from ._context import has_wishes, is_traced
 from ._data import Data
 from ._group import Group
 from ._plan import Call, Plan
 from ._program import Signature
 from ._rows import Selection, are_below, place, put, selected
 from ._run import Prepared
-from ._task import Built
-from ._trace import settings
+from ._shared import Shared
+from ._trace import frame, settings
 
 
 class Arguments(NamedTuple):
@@ -33,26 +36,31 @@ class Arguments(NamedTuple):
     batch_s: Any
 
 
-class Route(NamedTuple):
-    """Where a call goes, and how its rows come."""
+class Form(NamedTuple):
+    """What decides which program a call runs and how its rows come."""
 
-    signature: Signature
-    built: Built
-    rows: int  # of the call, on all replicas
-    limit: int  # what its indexes are below
-    begins: list[int]  # where the rows of each replica begin
+    group: Group
+    layout: Layout
+    settings: tuple[Any, ...]
+    batch: Any
+    batch_s: Any
+    leaves: tuple[Any, ...]
+    specs: tuple[int, ...]  # of the function's variables
 
 
-def form(current: Group, given: Arguments, specs: tuple[Any, ...]) -> Any:
-    """What decides which program a call runs and how its rows come; None for a call that goes the long way.
-
-    `specs`: of the function's variables.
-    """
+def form(current: Group, given: Arguments, known: Iterable[Shared]) -> Form | None:
+    """The form of a call; None where it goes the long way."""
     if given.batch is not None and given.batch_s is not None:
         return None
-    picks = (_pick_form(given.batch), _pick_form(given.batch_s))
-    forms = [*picks, *map(_form, given.leaves)]
-    return None if None in forms else (current, given.layout, settings(), tuple(forms), specs)
+    batch, batch_s, leaves = _pick_form(given.batch), _pick_form(given.batch_s), tuple(map(_form, given.leaves))
+    if batch is None or batch_s is None or None in leaves:
+        return None
+    return Form(current, given.layout, settings(), batch, batch_s, leaves, specs(known))
+
+
+def specs(known: Iterable[Shared]) -> tuple[int, ...]:
+    """Trees, shapes and lengths of variables, as small numbers."""
+    return tuple([variable.spec for variable in known])
 
 
 def _pick_form(batch: Any) -> Any:
@@ -64,7 +72,8 @@ def _pick_form(batch: Any) -> Any:
 
 def _form(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):  # keys, which are not of NumPy's dtypes, become raw data on the long way
-        return (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding) if isinstance(leaf.dtype, np.dtype) else None
+        aval = leaf.aval
+        return (aval, leaf.sharding) if isinstance(aval.dtype, np.dtype) else None
     if type(leaf) is np.ndarray:
         return leaf.shape, leaf.dtype
     if type(leaf) is Data:
@@ -72,53 +81,108 @@ def _form(leaf: Any) -> Any:
     return type(leaf) if isinstance(leaf, SCALARS) else None
 
 
-def route(signature: Signature, built: Built, call: Call, the_plan: Plan, given: Arguments) -> Route | None:
-    """The way of calls like this one, if it is a short one."""
+class Route:
+    """Where calls of one form go, and how their rows come.
+
+    Attributes:
+      rows: of a call, on all replicas.
+    """
+
+    def __init__(
+        self, form: Form, signature: Signature, ready: Prepared, rows: int, limit: int, hows: Sequence[str],
+        known: Iterable[Shared], scalars: Scalars,
+    ) -> None:  # fmt: skip
+        self.form, self.signature, self.rows = form, signature, rows
+        self._built, self._limit, self._known, self._scalars = ready.built, limit, known, scalars
+        layout, size = form.layout, signature.group.size
+        leaves = len(form.leaves)
+        is_flat = layout.treedef == jax.tree.structure(((0,) * leaves, {}))
+        self._count = leaves if is_flat else -1  # of arguments, where each is a leaf
+        self._inputs = list(zip(layout.scattered, hows, [row.dtype for row in signature.row_shapes], strict=True))
+        self._is_sent = "send" in hows
+        self._is_taken = "take" in hows or signature.local is not None
+        self._shape = (size, rows // size)
+        self._all = Selection(None, 0, rows)
+        self._begins = [rank * self._shape[1] for rank in range(size)]
+
+    def take(self, args: Sequence[Any], batch: Any, batch_s: Any) -> Prepared | None:
+        """Prepare a call with these arguments, all by position; None where it is of another form, or goes the long way.
+
+        It starts programs, so an environment that disturbs them is of another form too.
+        """
+        form = self.form
+        if (
+            len(args) != self._count
+            or _group.current() is not form.group
+            or (() if batch is None else _pick_form(batch)) != form.batch
+            or (() if batch_s is None else _pick_form(batch_s)) != form.batch_s
+            or tuple(map(_form, args)) != form.leaves
+            or specs(self._known) != form.specs
+            or settings() != form.settings
+            or frame() is not None
+            or has_wishes()
+            or is_traced()
+        ):
+            return None
+        return self.prepare(args, batch, batch_s)
+
+    def prepare(self, leaves: Sequence[Any], batch: Any, batch_s: Any) -> Prepared | None:
+        """Send the rows of a call of this form; None where the long way must look at the indexes."""
+        signature, index, where = self.signature, batch if batch_s is None else batch_s, None
+        group = signature.group
+        selection = self._all
+        if index is not None:
+            if not are_below(index, self._limit):
+                return None
+            if batch is not None and (self._is_sent or self.rows == self._limit):
+                selection = selected(batch.astype(np.int64, copy=False))
+                if selection.indexes is None and selection.rows == self._limit:  # all: they stay where they are
+                    return None
+        values: list[Any] = []
+        if index is not None or self._is_sent:
+            time = perf_counter()
+            if index is not None and self._is_taken:  # what picks from resident rows is the same for all arguments
+                each = np.broadcast_to(index, self._shape) if batch is None else index.reshape(self._shape)
+                where = put(group, np.array(each, np.int32))
+            for i, how, dtype in self._inputs:
+                leaf = leaves[i]
+                if how == "take":
+                    values += [leaf.resident(group), where]
+                elif how == "there":
+                    values.append(leaf)
+                else:
+                    source = leaf.source if type(leaf) is Data else leaf
+                    values.append(place(group, source, selection, self._begins, self._shape[1], dtype, True))
+            if signature.local is not None:
+                values.append(where)
+            signature.task.stats.sending += perf_counter() - time
+        else:
+            values = [leaves[i] for i, _, _ in self._inputs]
+        for i in self.form.layout.broadcast:
+            values.append(self._scalars.everywhere(group, leaves[i], None))
+        return Prepared(self._built, values, None)
+
+
+def route(
+    form: Form, signature: Signature, ready: Prepared, call: Call, the_plan: Plan, given: Arguments,
+    known: Iterable[Shared], scalars: Scalars,
+) -> Route | None:  # fmt: skip
+    """The way of calls of this form, if it is a short one."""
     group, local, lengths = signature.group, the_plan.local, the_plan.lengths
     if not the_plan.is_plain:
         return None
     sources = [given.leaves[i] for i in given.layout.scattered]
+    hows: list[str] = []
     for leaf, one in zip(sources, call.inputs.each, strict=True):
-        is_there = isinstance(leaf, jax.Array) and leaf.sharding == group.stacked
-        is_sent = one.feed.how == "given" and not group.spans and given.batch_s is None
-        is_taken = one.feed.how == "take" and one.exchanged is None
-        if not (is_taken or is_sent or (is_there and given.batch is None and given.batch_s is None)):
+        is_there = isinstance(leaf, jax.Array) and leaf.sharding == group.stacked and leaf.dtype == one.dtype
+        if one.feed.how == "take" and one.exchanged is None:
+            hows.append("take")
+        elif is_there and given.batch is None and given.batch_s is None:
+            hows.append("there")
+        elif one.feed.how == "given" and not group.spans and given.batch_s is None:
+            hows.append("send")
+        else:
             return None
     limit = min(local.held) if local is not None else len(sources[0]) if sources else 0
-    rows = lengths[0] if lengths else 0
-    return Route(signature, built, rows * group.size, limit, [rank * rows for rank in range(group.size)])
-
-
-def prepare(way: Route, given: Arguments, scalars: Scalars) -> Prepared | None:
-    """Send the rows; None where the long way must look at the indexes."""
-    signature = way.signature
-    group = signature.group
-    shape = (group.size, way.rows // group.size)
-    selection, index = Selection(None, 0, way.rows), None
-    if given.batch is not None:
-        if not are_below(given.batch, way.limit):
-            return None
-        selection, index = selected(given.batch.astype(np.int64, copy=False)), given.batch.reshape(shape)
-        if selection.indexes is None and selection.rows == way.limit:  # all: scattered ones stay where they lie
-            return None
-    elif given.batch_s is not None:
-        if not are_below(given.batch_s, way.limit):
-            return None
-        index = np.broadcast_to(given.batch_s, shape)
-    time = perf_counter()
-    where = None  # what picks from rows that lie on the replicas, the same for all arguments
-    if signature.local is not None or any([feed.how == "take" for feed in signature.feeds]):
-        where = put(group, np.array(index, np.int32))
-    values: list[Any] = []
-    for i, feed, row in zip(given.layout.scattered, signature.feeds, signature.row_shapes, strict=True):
-        leaf = given.leaves[i]
-        if feed.how == "take":
-            values += [leaf.resident(group), where]
-        else:
-            source = leaf.source if type(leaf) is Data else leaf
-            values.append(place(group, source, selection, way.begins, shape[1], row.dtype, True))
-    if signature.local is not None:
-        values.append(where)
-    signature.task.stats.sending += perf_counter() - time
-    values += [scalars.everywhere(group, given.leaves[i], None) for i in given.layout.broadcast]
-    return Prepared(way.built, values, None)
+    rows = lengths[0] * group.size if lengths else 0
+    return Route(form, signature, ready, rows, limit, hows, known, scalars)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 
 from . import _engine, _flight
 from ._engine import Lies, Lists
+from ._group import PyTree
 from ._inputs import Window, gathered, local_pick, send
 from ._outputs import Outputs
 from ._plan import Call, Plan, check_lengths
 from ._program import Signature
 from ._shared import Shared
-from ._task import Built, count
+from ._task import Built
 from ._waves import Maps, ignore
 
 
@@ -57,45 +59,75 @@ def prepare(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
     return (_plain if the_plan.is_plain else _in_waves)(signature, call, the_plan)
 
 
-def finish(signature: Signature, ready: Prepared, commit: bool) -> Outcome:
-    """Start the program that ends a call and, where asked, commit its updates: all or none, Ctrl-C included."""
-    built = ready.built
-    arguments = _state(signature, built.variables, ready.values)
-    if not commit or not built.updates:
-        return _outcome(signature, ready, built.program(arguments, ignore))
-    for variable in built.updates:
-        variable.place(signature.group)  # the program has not read those that it only writes
+def outcome_of(signature: Signature, ready: Prepared) -> Outcome:
+    """Start the program that ends a call, and leave its updates to the caller."""
+    values = _results(signature, ready, ignore)
     updates: dict[Shared, Update] = {}
+    for variable, start, stop, needs in ready.built.ends:
+        is_equal = _is_equal(signature, needs)
+        lies, lengths = signature.lies(variable), signature.lengths(variable)
+        updates[variable] = Update(values[start:stop], lies, lengths, is_equal)
+    return Outcome(values[: len(ready.built.result.picked)], ready.built, updates)
+
+
+def finish(signature: Signature, ready: Prepared) -> PyTree:
+    """Start the program that ends a call and commit its updates: all or none, Ctrl-C included. Return its result."""
+    built = ready.built
+    if not built.ends:
+        return built.result.tree(_results(signature, ready, ignore))
+    for variable in built.unread:
+        variable.place(signature.group)
+    new: list[tuple[Shared, list[jax.Array]]] = []
     before: dict[Shared, tuple[list[jax.Array], bool]] = {}
     with _flight.uninterrupted():
         try:
-            results = built.program(arguments, lambda error: _undo(signature, updates, before, error))
+            values = _results(signature, ready, partial(_undo, signature, new, before))
         except Exception as error:
             for variable in built.updates:
                 if any(leaf.is_deleted() for leaf in signature.leaves(variable)):
                     variable.lose(signature.task.name, error)
             raise
-        outcome = _outcome(signature, ready, results)
-        updates.update(outcome.updates)
-        for variable, update in updates.items():
+        are_equal = [_is_equal(signature, needs) for _, _, _, needs in built.ends]
+        for (variable, start, stop, _), is_equal in zip(built.ends, are_equal, strict=True):
+            leaves = values[start:stop]
+            new.append((variable, leaves))
             if not signature.donate:
                 before[variable] = (signature.leaves(variable), variable.is_equal)
-            variable.advance(update.leaves, update.is_equal, signature.task.name)
-    return outcome
+            variable.advance(leaves, is_equal, signature.task.name)
+    return built.result.tree(values[: built.ends[0][1]])
 
 
-def _undo(signature: Signature, updates: dict[Shared, Update], before: dict[Shared, Any], error: Exception) -> None:
+def _undo(signature: Signature, new: Sequence[Any], before: Mapping[Shared, Any], error: Exception) -> None:
     """The program died. Old values that were donated are lost with it; others are back."""
-    for variable, update in updates.items():
+    for variable, leaves in new:
         if signature.donate:
-            variable.lose(signature.task.name, error, update.leaves)
+            variable.lose(signature.task.name, error, leaves)
         else:
-            variable.restore(update.leaves, *before[variable])
+            variable.restore(leaves, *before[variable])
+
+
+def _is_equal(signature: Signature, needs: Sequence[Shared] | None) -> bool:
+    """Is a new value the same on all replicas, given what it depends on?"""
+    return needs is not None and all([signature.is_equal(variable) for variable in needs])
+
+
+def _results(signature: Signature, ready: Prepared, failed: Callable[[Exception], None]) -> list[jax.Array]:
+    """What the last program returns; the first replica's own come from it, or from an earlier one."""
+    built = ready.built
+    values = built.program(_state(signature, built.variables, ready.values), failed)
+    for j, place_ in enumerate(built.firsts):
+        if ready.firsts is None:
+            values[place_] = _engine.of_first(signature.group, values[place_])
+        else:
+            values.insert(place_, ready.firsts[j])
+    return values
 
 
 def _state(signature: Signature, variables: Sequence[Shared], values: Sequence[jax.Array]) -> Lists:
     """The leaves of each variable, and the values that follow them."""
-    return [*[signature.leaves(variable) for variable in variables], values]
+    lists: list[Any] = [signature.leaves(variable) for variable in variables]
+    lists.append(values)
+    return lists
 
 
 def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
@@ -118,25 +150,6 @@ def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
 
     built = signature.compiled(("plain", rows), build)
     return Prepared(built, values, None)
-
-
-def _outcome(signature: Signature, ready: Prepared, values: list[jax.Array]) -> Outcome:
-    """Sort what the last program returned; the first replica's own come from it, or from an earlier one."""
-    built = ready.built
-    for j, place_ in enumerate(built.firsts):
-        if ready.firsts is None:
-            values[place_] = _engine.of_first(signature.group, values[place_])
-        else:
-            values.insert(place_, ready.firsts[j])
-    at = len(built.result.picked)
-    leaves = values[:at]
-    updates: dict[Shared, Update] = {}
-    for variable in built.updates:
-        new, at = values[at : at + count(variable)], at + count(variable)
-        needs = built.needs[variable]
-        is_equal = needs is not None and all([signature.is_equal(other) for other in needs])
-        updates[variable] = Update(new, signature.lies(variable), signature.lengths(variable), is_equal)
-    return Outcome(leaves, built, updates)
 
 
 def _in_waves(signature: Signature, call: Call, the_plan: Plan) -> Prepared:

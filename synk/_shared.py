@@ -243,7 +243,8 @@ class Shared:
 
     def bind(self, current: Group) -> list[jax.Array]:
         """Return its leaves in this group, which lie as `lies` says."""
-        self.place(current)
+        if self._group is not current or self._pending is not None:
+            self.place(current)
         if self._lost is not None:
             name, cause = self._lost
             if isinstance(cause, PeerError):  # nothing that is set now would help

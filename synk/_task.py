@@ -76,10 +76,29 @@ class Built(NamedTuple):
     program: Program
     variables: tuple[Shared, ...]  # whose leaves it takes first
     updates: tuple[Shared, ...]  # whose new leaves it returns last
+    unread: tuple[Shared, ...]  # those of them that it does not take
+    ends: tuple[tuple[Shared, int, int, tuple[Shared, ...] | None], ...]  # and from where to where; see `dependencies`
     result: Result
     firsts: tuple[int, ...]  # which leaves of the result are the first replica's own
-    needs: dict[Shared, tuple[Shared, ...] | None]  # see `dependencies`
     outputs: Outputs
+
+
+def built(
+    program: Program,
+    variables: tuple[Shared, ...],
+    needs: dict[Shared, tuple[Shared, ...] | None],
+    result: Result,
+    firsts: tuple[int, ...],
+    outputs: Outputs,
+) -> Built:
+    """A program that takes `variables` and updates those that `needs` names."""
+    ends: list[Any] = []
+    at = len(result.picked)
+    for variable, needed in needs.items():
+        ends.append((variable, at, at + count(variable), needed))
+        at += count(variable)
+    unread = tuple(variable for variable in needs if variable not in variables)
+    return Built(program, variables, tuple(needs), unread, tuple(ends), result, firsts, outputs)
 
 
 def run(traced: Traced, state: State, rest: Sequence[jax.Array]) -> tuple[list[jax.Array], State]:
