@@ -14,14 +14,14 @@ from jax.sharding import Mesh, get_abstract_mesh
 
 # Public since JAX 0.10 in jax.extend.core, and before that in jax.core.
 trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
-_EAGER = trace_state()
+EAGER = trace_state()
 _NO_MESH = Mesh(np.empty((), object), ())
 _config: Any = jax.config
 
 
 def is_traced() -> bool:
     """Is a transformation of JAX's own under way around this line?"""
-    return not trace_state() == _EAGER  # there is no != of its own, so that would take another call
+    return not trace_state() == EAGER  # there is no != of its own, so that would take another call
 
 
 def has_wishes() -> bool:

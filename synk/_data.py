@@ -19,6 +19,7 @@ from ._staging import fresh
 
 Place: TypeAlias = Literal["host", "scatter", "broadcast"]
 PLACES = ("host", "scatter", "broadcast")
+_config: Any = jax.config
 _names = (f"data_{i}" for i in itertools.count())
 
 
@@ -53,6 +54,7 @@ class Data:
         self._length = len(self._source)
         self._group: Group | None = None
         self._copy: jax.Array | None = None  # on devices, as `_place` says
+        self._is_wide = False  # whether JAX had 64 bits when it was last looked at
         self._stale: Part | None = None  # rows of it that were written since
 
     def __repr__(self) -> str:
@@ -233,6 +235,13 @@ class Data:
 
     def resident(self, group: Group) -> jax.Array:
         """Its rows on the devices: all everywhere, or stacked, each replica's filled up to as many with real ones."""
+        if (
+            self._copy is not None
+            and self._group is group
+            and self._stale is None
+            and self._is_wide == _config.jax_enable_x64
+        ):
+            return self._copy
         if self._length >= 2**31:
             raise ValueError(
                 f'{self.name}: devices hold at most {2**31 - 1} rows; this one has more. Use place="host".'
@@ -247,7 +256,7 @@ class Data:
         except BaseException:
             self._mark(stale)
             raise
-        self._group = group
+        self._group, self._is_wide = group, _config.jax_enable_x64
         return self._copy
 
     def _mark(self, written: Part | None) -> None:

@@ -28,11 +28,14 @@ def is_bounded(platform: str, devices: int) -> bool:
 
 
 def admit(bounded: bool) -> None:
-    """Wait until one more program may be launched; forget those that have ended."""
-    while _flying:
-        token = _flying[0][0]
-        if not (token.is_ready() or (bounded and len(_flying) >= BOUND)):
-            break
+    """Wait until one more program may be launched; forget those that have ended, but for the last few."""
+    while len(_flying) >= BOUND and (bounded or _flying[0][0].is_ready()):
+        _land()
+
+
+def settle() -> None:
+    """Forget the programs that have ended, and with them the values that they would bring back."""
+    while _flying and _flying[0][0].is_ready():
         _land()
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from . import _group
 from ._arguments import SCALARS, Scalars
 from ._bind import Layout
-from ._context import has_wishes, is_traced
+from ._context import EAGER, has_wishes, trace_state
 from ._data import Data
 from ._group import Group
 from ._plan import Call, Plan
@@ -121,7 +121,7 @@ class Route:
             or settings() != form.settings
             or frame() is not None
             or has_wishes()
-            or is_traced()
+            or not trace_state() == EAGER
         ):
             return None
         return self.prepare(args, batch, batch_s)

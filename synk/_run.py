@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -77,57 +77,55 @@ def finish(signature: Signature, ready: Prepared) -> PyTree:
         return built.result.tree(_results(signature, ready, ignore))
     for variable in built.unread:
         variable.place(signature.group)
-    new: list[tuple[Shared, list[jax.Array]]] = []
-    before: dict[Shared, tuple[list[jax.Array], bool]] = {}
+    if not signature.donate:
+        _flight.settle()
+    updates: list[tuple[Shared, int, Any]] = []
     with _flight.uninterrupted():
         try:
-            values = _results(signature, ready, partial(_undo, signature, new, before))
+            values = _results(signature, ready, partial(_undo, signature, updates))
         except Exception as error:
             for variable in built.updates:
                 if any(leaf.is_deleted() for leaf in signature.leaves(variable)):
                     variable.lose(signature.task.name, error)
             raise
-        are_equal = [_is_equal(signature, needs) for _, _, _, needs in built.ends]
-        for (variable, start, stop, _), is_equal in zip(built.ends, are_equal, strict=True):
-            leaves = values[start:stop]
-            new.append((variable, leaves))
-            if not signature.donate:
-                before[variable] = (signature.leaves(variable), variable.is_equal)
+        new = [(variable, values[a:b], _is_equal(signature, needs)) for variable, a, b, needs in built.ends]
+        for variable, leaves, is_equal in new:
+            before = None if signature.donate else (leaves, signature.leaves(variable), variable.is_equal)
             variable.advance(leaves, is_equal, signature.task.name)
+            updates.append((variable, variable.version, before))
     return built.result.tree(values[: built.ends[0][1]])
 
 
-def _undo(signature: Signature, new: Sequence[Any], before: Mapping[Shared, Any], error: Exception) -> None:
+def _undo(signature: Signature, updates: Sequence[tuple[Shared, int, Any]], error: Exception) -> None:
     """The program died. Old values that were donated are lost with it; others are back."""
-    for variable, leaves in new:
-        if signature.donate:
-            variable.lose(signature.task.name, error, leaves)
+    for variable, version, before in updates:
+        if before is None:
+            variable.lose(signature.task.name, error, version)
         else:
-            variable.restore(leaves, *before[variable])
+            variable.restore(*before)
 
 
 def _is_equal(signature: Signature, needs: Sequence[Shared] | None) -> bool:
     """Is a new value the same on all replicas, given what it depends on?"""
-    return needs is not None and all([signature.is_equal(variable) for variable in needs])
+    return needs is not None and all(map(signature.is_equal, needs))
 
 
 def _results(signature: Signature, ready: Prepared, failed: Callable[[Exception], None]) -> list[jax.Array]:
     """What the last program returns; the first replica's own come from it, or from an earlier one."""
     built = ready.built
     values = built.program(_state(signature, built.variables, ready.values), failed)
-    for j, place_ in enumerate(built.firsts):
-        if ready.firsts is None:
-            values[place_] = _engine.of_first(signature.group, values[place_])
-        else:
-            values.insert(place_, ready.firsts[j])
+    if built.firsts:
+        for j, place_ in enumerate(built.firsts):
+            if ready.firsts is None:
+                values[place_] = _engine.of_first(signature.group, values[place_])
+            else:
+                values.insert(place_, ready.firsts[j])
     return values
 
 
 def _state(signature: Signature, variables: Sequence[Shared], values: Sequence[jax.Array]) -> Lists:
     """The leaves of each variable, and the values that follow them."""
-    lists: list[Any] = [signature.leaves(variable) for variable in variables]
-    lists.append(values)
-    return lists
+    return [*map(signature.leaves, variables), values]
 
 
 def _plain(signature: Signature, call: Call, the_plan: Plan) -> Prepared:

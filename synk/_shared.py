@@ -58,6 +58,7 @@ class Shared:
         self._shapes = tuple(struct(leaf) for leaf in self._pending)
         self._group: Group | None = None
         self._leaves: list[jax.Array] = []
+        self.version = 0  # counts the values it has had
         self._lies: Lies = "everywhere"  # or stacked, from when replicas may hold different values
         self._lengths: tuple[int, ...] | None = None
         self._is_equal = True
@@ -268,6 +269,7 @@ class Shared:
             leaves = self._leaves if self._pending is not None else self.stacked(current)
             with _flight.uninterrupted():
                 self._leaves, self._lies = leaves, "stacked"
+                self.version += 1
                 self._refresh()
 
     def commit(
@@ -296,10 +298,11 @@ class Shared:
     def advance(self, leaves: list[jax.Array], equal: bool, culprit: str) -> None:
         """Take new leaves of the same shapes and lengths."""
         self._leaves, self._is_equal, self._culprit, self._lost = leaves, equal, culprit, None
+        self.version += 1
 
-    def lose(self, name: str, cause: Exception, leaves: list[jax.Array] | None = None) -> None:
-        """Note that the value (if these are still its leaves) is gone."""
-        if leaves is None or leaves is self._leaves:
+    def lose(self, name: str, cause: Exception, version: int | None = None) -> None:
+        """Note that the value (of this version) is gone."""
+        if version is None or version == self.version:
             self._lost = (name, cause)
 
     def restore(self, leaves: list[jax.Array], old: list[jax.Array], equal: bool) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
 _context = jax.make_user_context(None)
 _local = threading.local()
+_config: Any = jax.config
 _PATIENCE = 5.0  # seconds that a callback waits for a call under way
 
 
@@ -87,7 +88,7 @@ def frame() -> Frame | None:
 
 def settings() -> tuple[Any, ...]:
     """JAX's options that change what is traced; programs are kept for each."""
-    config: Any = jax.config
+    config = _config
     return (
         config.jax_enable_x64,
         config.jax_threefry_partitionable,
