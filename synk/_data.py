@@ -52,6 +52,7 @@ class Data:
         self._row_shape = self._source.shape[1:]
         self._dtype = self._source.dtype if dtype is None else _dtype(dtype, name)
         self._length = len(self._source)
+        self._form: Any = None  # kept until it changes
         self._group: Group | None = None
         self._copy: jax.Array | None = None  # on devices, as `_place` says
         self._is_wide = False  # whether JAX had 64 bits when it was last looked at
@@ -220,9 +221,9 @@ class Data:
     @property
     def form(self) -> Any:
         """What a call's program and the way of its rows depend on; None where it goes a way of its own."""
-        if self._source is None or self.is_minibatch or self.key is not None:
-            return None
-        return self._place, self._length, self._row_shape, self._dtype, is_in_memory(self._source)
+        if self._form is None and not (self._source is None or self.is_minibatch or self.key is not None):
+            self._form = self._place, self._length, self._row_shape, self._dtype, is_in_memory(self._source)
+        return self._form
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -266,7 +267,7 @@ class Data:
 
     def _drop(self) -> None:
         with _flight.LOCK:
-            self._copy = self._group = self._stale = None
+            self._copy = self._group = self._stale = self._form = None
             self.version += 1
 
     def _send(self, group: Group, old: jax.Array | None, written: Part | None) -> jax.Array:

@@ -113,7 +113,7 @@ def _is_equal(signature: Signature, needs: Sequence[Shared] | None) -> bool:
 def _results(signature: Signature, ready: Prepared, failed: Callable[[Exception], None]) -> list[jax.Array]:
     """What the last program returns; the first replica's own come from it, or from an earlier one."""
     built = ready.built
-    values = built.program(_state(signature, built.variables, ready.values), failed)
+    values = built.program([*map(signature.leaves, built.variables), ready.values], failed)
     if built.firsts:
         for j, place_ in enumerate(built.firsts):
             if ready.firsts is None:
