@@ -44,9 +44,8 @@ def loss(params, x):
     return sum(jnp.mean(jnp.dot(x, p)) ** 2 for p in params)
 
 
-def by_synk(replicas, params, x):
-    group = synk.init(replicas)
-    shared = synk.shared(params, name="params")
+def by_synk(replicas, params, x, flat=False):
+    shared = synk.shared(params, name="params", flat=flat)
 
     @synk.function(inputs=["x"], reduce="mean")
     def step(x):
@@ -57,8 +56,7 @@ def by_synk(replicas, params, x):
         shared.value = jax.tree.map(lambda p, g: p - LR * g, shared.value, grads)
         return value
 
-    rows = jax.device_put(x, NamedSharding(group.mesh, P("replica")))
-
+    rows = jax.device_put(x, NamedSharding(synk.group().mesh, P("replica")))
     return lambda: step(rows)
 
 
@@ -106,13 +104,18 @@ def _loop(compiled, params, x):
     return run
 
 
-WAYS = {"synk": by_synk, "shard_map": by_shard_map, "pmap": by_pmap, "serial jit": by_jit}
+def by_flat(replicas, params, x):
+    return by_synk(replicas, params, x, flat=True)
+
+
+WAYS = {"synk": by_synk, "synk, flat": by_flat, "shard_map": by_shard_map, "pmap": by_pmap, "serial jit": by_jit}
 
 
 def measure(replicas, leaves, size, rounds):
     """Median seconds of each way: to run a step to its end, and to start one."""
     params = [np.full(size, 0.01, np.float32) for _ in range(leaves)]
     x = np.full((4 * replicas, size), 0.01, np.float32)
+    synk.init(replicas)
     steps = {name: make(replicas, params, x) for name, make in WAYS.items()}
     whole = {name: [] for name in steps}
     start = {name: [] for name in steps}
@@ -136,7 +139,7 @@ def measure(replicas, leaves, size, rounds):
 def main():
     found = about("overhead") | {"leaf_bytes": 4 * options.size, "rounds": options.rounds}
     print(f"{heading(found)}; medians of {TURN * options.rounds}, us")
-    print(f"{'replicas':>8} {'leaves':>6} " + " ".join(f"{name:>18}" for name in WAYS) + "   synk / best by hand")
+    print(f"{'replicas':>8} {'leaves':>6} " + " ".join(f"{name:>18}" for name in WAYS) + "   synk / best by hand, and with flat=True")
     results = []
     for replicas in counts:
         for leaves in map(int, options.leaves.split(",")):
@@ -144,9 +147,10 @@ def main():
             best = min(times["shard_map"][0], times["pmap"][0])
             cells = " ".join(f"{whole * 1e6:9.0f} ({start * 1e6:6.0f})" for whole, start in times.values())
             ratio, over = times["synk"][0] / best, (times["synk"][0] - best) * 1e6
-            print(f"{replicas:8} {leaves:6} {cells}   {ratio:.2f} ({over:+.0f} us)", flush=True)
+            flat = times["synk, flat"][0] / best
+            print(f"{replicas:8} {leaves:6} {cells}   {ratio:.2f} ({over:+.0f} us), flat {flat:.2f}", flush=True)
             us = {name: {"step": whole * 1e6, "start": start * 1e6} for name, (whole, start) in times.items()}
-            results.append({"replicas": replicas, "leaves": leaves, "ratio": ratio, "over_us": over, "us": us})
+            results.append({"replicas": replicas, "leaves": leaves, "ratio": ratio, "over_us": over, "flat": flat, "us": us})
     save(options.json, found | {"results": results})
     if options.plot:
         plot(results, options.plot)

@@ -93,7 +93,7 @@ def of_weak(found):
 def of_overhead(found):
     for case in found["results"]:
         figure = f"step of {case['leaves']} leaves on {case['replicas']} replica(s) / best by hand"
-        yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us)", ""
+        yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us); with flat=True {case['flat']:.2f}", ""
 
 
 def of_packing(found):
@@ -124,7 +124,7 @@ def of_slices(found):
 def of_collectives(found):
     for case in found["results"]:
         figure = f"{case['operation']} of {case['bytes']:.0e} bytes, {case['replicas']} replicas: time / by hand"
-        yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us)", ""
+        yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us); with flat=True {case['flat']:.2f}", ""
 
 
 def of_processes(found):

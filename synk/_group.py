@@ -80,6 +80,11 @@ class Group:
         return NamedSharding(self.mesh, P())
 
     @cached_property
+    def is_on_one(self) -> bool:
+        """Is there one device?"""
+        return self.mesh.devices.size == 1
+
+    @cached_property
     def is_bounded(self) -> bool:
         """Must programs in flight be counted?"""
         return _flight.is_bounded(self.platform, len(set(self.devices)))

@@ -196,7 +196,7 @@ def place(
             return _place_on_device(group, source, selection, starts, rows, dtype)
         source = host
     shape = (rows * group.size, *source.shape[1:])
-    if len(group.mesh.devices) == 1:
+    if group.is_on_one:
         whole = aligned(shape, dtype)
         parts = [whole[rank * rows : (rank + 1) * rows] for rank in range(group.size)]
     else:
@@ -230,7 +230,7 @@ def gather_rows(source: np.ndarray | Reader, selection: Selection, dtype: np.dty
 
 def put(group: Group, values: np.ndarray) -> Any:
     """Small numbers of one entry a replica on axis 0, each in its place; they must stay as they are."""
-    if len(group.mesh.devices) == 1:
+    if group.is_on_one:
         return values  # a program's own handling of what is not there yet is quickest
     return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)
 

@@ -1,5 +1,7 @@
 """A program that dies after donation: its variables say so, or keep their old values where nothing was donated."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,3 +76,14 @@ def test_an_error_while_tracing_changes_nothing(group):
     with pytest.raises(KeyError, match="mine"):
         broken(np.ones(8, np.float32))
     np.testing.assert_array_equal(w.value, [0, 0, 0])
+
+
+@pytest.mark.parametrize(("donate", "kept"), [(True, 1), (False, 3)])
+def test_old_values_are_let_go(group, donate, kept):
+    """Notes of steps that have ended keep no values alive, but for the last ones' where nothing is donated."""
+    step, w = make(donate)
+    old = []
+    for _ in range(9):
+        jax.block_until_ready(step(np.ones(8, np.float32)))
+        old.append(weakref.ref(w.bind(group)[0]))
+    assert sum(ref() is not None for ref in old) <= kept
