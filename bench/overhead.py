@@ -139,7 +139,8 @@ def measure(replicas, leaves, size, rounds):
 def main():
     found = about("overhead") | {"leaf_bytes": 4 * options.size, "rounds": options.rounds}
     print(f"{heading(found)}; medians of {TURN * options.rounds}, us")
-    print(f"{'replicas':>8} {'leaves':>6} " + " ".join(f"{name:>18}" for name in WAYS) + "   synk / best by hand, and with flat=True")
+    ways = " ".join(f"{name:>18}" for name in WAYS)
+    print(f"{'replicas':>8} {'leaves':>6} {ways}   synk / best by hand, and with flat=True")
     results = []
     for replicas in counts:
         for leaves in map(int, options.leaves.split(",")):
@@ -150,7 +151,8 @@ def main():
             flat = times["synk, flat"][0] / best
             print(f"{replicas:8} {leaves:6} {cells}   {ratio:.2f} ({over:+.0f} us), flat {flat:.2f}", flush=True)
             us = {name: {"step": whole * 1e6, "start": start * 1e6} for name, (whole, start) in times.items()}
-            results.append({"replicas": replicas, "leaves": leaves, "ratio": ratio, "over_us": over, "flat": flat, "us": us})
+            ratios = {"ratio": ratio, "over_us": over, "flat": flat}
+            results.append({"replicas": replicas, "leaves": leaves, **ratios, "us": us})
     save(options.json, found | {"results": results})
     if options.plot:
         plot(results, options.plot)

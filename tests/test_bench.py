@@ -57,6 +57,7 @@ def module(monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_every_bench_is_run(trial, module):
     """None fails, and each says what ran, where, and how busy the machine was."""
     _, found = trial
@@ -66,6 +67,7 @@ def test_every_bench_is_run(trial, module):
         assert name == "model" or len(result["load before"]) == 3
 
 
+@pytest.mark.slow
 def test_pictures_and_table(trial):
     """The pictures are drawn; the table takes the place of what was between the marks, and of nothing else."""
     folder, _ = trial
@@ -75,6 +77,7 @@ def test_pictures_and_table(trial):
     assert "| programs compiled after the first step | 0 | 0 | resnet50 |" in lines
 
 
+@pytest.mark.slow
 def test_state_stays_where_it_lies(trial):
     """After the first step nothing is compiled, and no byte of the state copied."""
     figures = trial[1]["resnet50"]["figures"]
@@ -83,6 +86,7 @@ def test_state_stays_where_it_lies(trial):
     assert figures["peak memory / least by hand"] <= 1.02
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once(trial):
     """The program of eight replicas communicates gradient bytes once, and under 1 % more."""
     figures = trial[1]["resnet50"]["figures"]
@@ -90,6 +94,7 @@ def test_gradients_are_reduced_once(trial):
     assert 1 <= figures["reduced by 8 replicas / gradients"] < 1.01
 
 
+@pytest.mark.slow
 def test_gpu_runs(tmp_path):
     """The command for GPUs runs on CPUs too, in small."""
     run("gpu.py", "--small", "--json", tmp_path / "gpu.json")

@@ -63,6 +63,7 @@ def test_resume():
     assert run("resume.py").splitlines()[-1] == "Largest difference of the final weights: 0.0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAST)
 def test_after_other_systems(name):
     """What one knew from another system works here: each prints the number that its docstring announces."""
