@@ -124,7 +124,7 @@ def of_slices(found):
 def of_collectives(found):
     for case in found["results"]:
         figure = f"{case['operation']} of {case['bytes']:.0e} bytes, {case['replicas']} replicas: time / by hand"
-        yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us); with flat=True {case['flat']:.2f}", ""
+        yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us)", ""
 
 
 def of_processes(found):

