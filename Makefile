@@ -1,4 +1,5 @@
 # `make demo` and `make test` are the two commands to remember; each sets up all it needs in .venv.
+# Benchmarks and long examples take minutes more: make test ARGS='-m slow'.
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2  # processes that share the test files; tests of hangs and of time limits want a core or so each
