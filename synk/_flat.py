@@ -144,7 +144,7 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, flat
       borrow: whether memory may be shared with `value` where that saves a copy.
       flat: whether to keep one buffer a dtype behind the tree: a call then takes and returns as many arrays, where it
         took one a leaf (a few microseconds each). Reading and assigning `value` cuts and joins them inside the
-        program, which takes two to three times as long to compile where leaves are many. It cannot hold rows.
+        program, which then takes longer to compile. It cannot hold rows.
 
     Returns:
       The variable.
