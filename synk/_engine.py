@@ -122,15 +122,17 @@ class Program:
         self.compiled = lowered.compile()
         self.group = group
 
-    def __call__(self, args: Lists, failed: Callable[[Exception], None]) -> list[jax.Array]:
-        """Start the program; `failed` is told should it die later."""
+    def __call__(
+        self, args: Lists, failed: Callable[[Exception], None], loans: Sequence[_flight.Loan] = ()
+    ) -> list[jax.Array]:
+        """Start the program; `failed` is told should it die later, and `loans` once it has ended."""
         _flight.admit(self.group.is_bounded)
         _processes.alive()
         if self.group.spans:
             results = _over_processes(self.name, lambda: self.compiled(*args))
         else:
             results = self.compiled(*args)
-        _flight.launched(results.pop(), failed)
+        _flight.launched(results.pop(), failed, loans)
         return results
 
 

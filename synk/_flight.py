@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -19,7 +19,16 @@ LOCK = threading.RLock()
 BOUND = 4
 _BOUNDED_JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 12)
 
-_flying: deque[tuple[Any, Callable[[Exception], None]]] = deque()
+
+class Loan(Protocol):
+    """What a program reads until it ends."""
+
+    def give_back(self) -> None:
+        """It has ended."""
+        ...
+
+
+_flying: deque[tuple[Any, Callable[[Exception], None], Sequence[Loan]]] = deque()
 
 
 def is_bounded(platform: str, devices: int) -> bool:
@@ -39,9 +48,9 @@ def settle() -> None:
         _land()
 
 
-def launched(token: jax.Array, failed: Callable[[Exception], None]) -> None:
-    """Note a program in flight by one of its outputs; `failed` is told if it dies."""
-    _flying.append((token, failed))
+def launched(token: jax.Array, failed: Callable[[Exception], None], loans: Sequence[Loan] = ()) -> None:
+    """Note a program in flight by one of its outputs; `failed` is told if it dies, and `loans` if it ends well."""
+    _flying.append((token, failed, loans))
 
 
 def drain() -> None:
@@ -52,11 +61,14 @@ def drain() -> None:
 
 
 def _land() -> None:
-    token, failed = _flying.popleft()
+    token, failed, loans = _flying.popleft()
     try:
         token.block_until_ready()
     except Exception as error:  # the program's own reader sees it too; here its variables learn of it
         failed(error)
+    else:
+        for loan in loans:
+            loan.give_back()
 
 
 class uninterrupted:

@@ -24,6 +24,7 @@ from ._program import Signature
 from ._rows import Selection, are_below, place, put, selected
 from ._run import Prepared
 from ._shared import Shared
+from ._slots import Slot, Slots
 from ._trace import frame, settings
 
 
@@ -103,6 +104,7 @@ class Route:
         self._is_taken = "take" in hows or signature.local is not None
         self._shape = (size, rows // size)
         self._all = Selection(None, 0, rows)
+        self._slots = Slots(signature.group, self._shape)
         self._begins = [rank * self._shape[1] for rank in range(size)]
 
     def take(self, args: Sequence[Any], batch: Any, batch_s: Any) -> Prepared | None:
@@ -139,11 +141,16 @@ class Route:
                 if selection.indexes is None and selection.rows == self._limit:  # all: they stay where they are
                     return None
         values: list[Any] = []
+        loans: Sequence[Slot] = ()
         if index is not None or self._is_sent:
             time = perf_counter()
             if index is not None and self._is_taken:  # what picks from resident rows is the same for all arguments
                 each = np.broadcast_to(index, self._shape) if batch is None else index.reshape(self._shape)
-                where = put(group, np.array(each, np.int32))
+                slot = self._slots.take(each)
+                if slot is not None:
+                    where, loans = slot.array, (slot,)
+                else:
+                    where = put(group, np.array(each, np.int32))
             for i, how, dtype in self._inputs:
                 leaf = leaves[i]
                 if how == "take":
@@ -160,7 +167,7 @@ class Route:
             values = [leaves[i] for i, _, _ in self._inputs]
         for i in self.form.layout.broadcast:
             values.append(self._scalars.everywhere(group, leaves[i], None))
-        return Prepared(self._built, values, None)
+        return Prepared(self._built, values, None, loans)
 
 
 def route(

@@ -50,6 +50,7 @@ class Prepared(NamedTuple):
     built: Built
     values: list[jax.Array]
     firsts: list[jax.Array] | None  # the first replica's own outputs, where an earlier program gave them
+    loans: Sequence[_flight.Loan] = ()  # what it reads until it ends
 
 
 def prepare(signature: Signature, call: Call, the_plan: Plan) -> Prepared:
@@ -113,7 +114,7 @@ def _is_equal(signature: Signature, needs: Sequence[Shared] | None) -> bool:
 def _results(signature: Signature, ready: Prepared, failed: Callable[[Exception], None]) -> list[jax.Array]:
     """What the last program returns; the first replica's own come from it, or from an earlier one."""
     built = ready.built
-    values = built.program([*map(signature.leaves, built.variables), ready.values], failed)
+    values = built.program([*map(signature.leaves, built.variables), ready.values], failed, ready.loans)
     if built.firsts:
         for j, place_ in enumerate(built.firsts):
             if ready.firsts is None:

@@ -97,7 +97,7 @@ def distinct():
 
 
 @pytest.mark.parametrize("count", [2048, 2047])
-@pytest.mark.parametrize("place", ["host", "scatter"])
+@pytest.mark.parametrize("place", PLACES[1:])
 def test_results_of_many_calls(place, count):
     """Calls that wait in line each have their own rows."""
     x, batches = distinct()
