@@ -61,12 +61,20 @@ class Scalars:
             return leaf.resident(group) if is_there else _engine.everywhere(group, leaf[:])
         if not isinstance(leaf, SCALARS):
             return _engine.everywhere(group, leaf)
-        key = (group, settings(), type(leaf), leaf, str(leaf))  # the text tells -0.0 from 0.0, and finds NaN again
-        if key not in self._placed:
+        placed = self.placed(group, leaf)
+        if placed is None:
             if len(self._placed) > 256:
                 self._placed.clear()
-            self._placed[key] = _engine.sent(group, jax.numpy.asarray(leaf), "everywhere")
-        return self._placed[key]
+            placed = self._placed[_key(group, leaf)] = _engine.sent(group, jax.numpy.asarray(leaf), "everywhere")
+        return placed
+
+    def placed(self, group: Group, leaf: Any) -> jax.Array | None:
+        """A number that is on every replica already."""
+        return self._placed.get(_key(group, leaf))
+
+
+def _key(group: Group, leaf: Any) -> Any:
+    return group, settings(), type(leaf), leaf, str(leaf)  # the text tells -0.0 from 0.0, and finds NaN again
 
 
 def check_slices(num_slices: Any, name: str) -> None:

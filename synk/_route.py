@@ -18,14 +18,19 @@ from ._arguments import SCALARS, Scalars
 from ._bind import Layout
 from ._context import EAGER, has_wishes, trace_state
 from ._data import Data
+from ._engine import Lies
 from ._group import Group
 from ._plan import Call, Plan
 from ._program import Signature
-from ._rows import Selection, are_below, place, put, selected
+from ._rows import Selection, are_below, fill, place, put, selected
 from ._run import Prepared
 from ._shared import Shared
-from ._slots import Slot, Slots
-from ._trace import frame, settings
+from ._slots import Slot, slots
+from ._sources import Source
+from ._trace import frame, key_of, settings
+
+_INT32 = np.dtype(np.int32)
+_key_data = jax.jit(jax.random.key_data)  # which takes half the time so
 
 
 class Arguments(NamedTuple):
@@ -72,14 +77,15 @@ def _pick_form(batch: Any) -> Any:
 
 
 def _form(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):  # keys, which are not of NumPy's dtypes, become raw data on the long way
-        aval = leaf.aval
-        return (aval, leaf.sharding) if isinstance(aval.dtype, np.dtype) else None
+    if isinstance(leaf, jax.Array):  # a key makes its aval and its sharding anew each time
+        return (leaf.aval, leaf.sharding) if isinstance(leaf.dtype, np.dtype) else (leaf.shape, leaf.dtype)
     if type(leaf) is np.ndarray:
         return leaf.shape, leaf.dtype
     if type(leaf) is Data:
         return leaf.form
-    return type(leaf) if isinstance(leaf, SCALARS) else None
+    if isinstance(leaf, SCALARS):
+        return type(leaf)
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, np.generic) else None
 
 
 class Route:
@@ -99,12 +105,12 @@ class Route:
         leaves = len(form.leaves)
         is_flat = layout.treedef == jax.tree.structure(((0,) * leaves, {}))
         self._count = leaves if is_flat else -1  # of arguments, where each is a leaf
-        self._inputs = list(zip(layout.scattered, hows, [row.dtype for row in signature.row_shapes], strict=True))
+        self._inputs = list(zip(layout.scattered, hows, signature.row_shapes, strict=True))
+        self._broadcast = list(zip(layout.broadcast, signature.broadcast_shapes, strict=True))
         self._is_sent = "send" in hows
         self._is_taken = "take" in hows or signature.local is not None
         self._shape = (size, rows // size)
         self._all = Selection(None, 0, rows)
-        self._slots = Slots(signature.group, self._shape)
         self._begins = [rank * self._shape[1] for rank in range(size)]
 
     def take(self, args: Sequence[Any], batch: Any, batch_s: Any) -> Prepared | None:
@@ -141,17 +147,19 @@ class Route:
                 if selection.indexes is None and selection.rows == self._limit:  # all: they stay where they are
                     return None
         values: list[Any] = []
-        loans: Sequence[Slot] = ()
+        loans: list[Slot] = []
         if index is not None or self._is_sent:
             time = perf_counter()
             if index is not None and self._is_taken:  # what picks from resident rows is the same for all arguments
                 each = np.broadcast_to(index, self._shape) if batch is None else index.reshape(self._shape)
-                slot = self._slots.take(each)
-                if slot is not None:
-                    where, loans = slot.array, (slot,)
-                else:
+                slot = slots(group, "stacked", self._shape, _INT32).take()
+                if slot is None:
                     where = put(group, np.array(each, np.int32))
-            for i, how, dtype in self._inputs:
+                else:
+                    slot.memory[...] = each.reshape(slot.memory.shape)
+                    loans.append(slot)
+                    where = slot.array
+            for i, how, row in self._inputs:
                 leaf = leaves[i]
                 if how == "take":
                     values += [leaf.resident(group), where]
@@ -159,15 +167,61 @@ class Route:
                     values.append(leaf)
                 else:
                     source = leaf.source if type(leaf) is Data else leaf
-                    values.append(place(group, source, selection, self._begins, self._shape[1], dtype, True))
+                    values.append(self._sent(source, selection, row, loans))
             if signature.local is not None:
                 values.append(where)
             signature.task.stats.sending += perf_counter() - time
         else:
             values = [leaves[i] for i, _, _ in self._inputs]
-        for i in self.form.layout.broadcast:
-            values.append(self._scalars.everywhere(group, leaves[i], None))
+        for i, each in self._broadcast:
+            values.append(self._everywhere(leaves[i], each, loans))
         return Prepared(self._built, values, None, loans)
+
+    def _sent(self, source: Source, selection: Selection, row: jax.ShapeDtypeStruct, loans: list[Slot]) -> Any:
+        """Bring each replica its rows of the selection."""
+        group = self.signature.group
+        slot = _slot(group, "rows", (self.rows, *row.shape), row.dtype, source)
+        if slot is None:
+            return place(group, source, selection, self._begins, self._shape[1], row.dtype, True)
+        host = np.asarray(source) if isinstance(source, jax.Array) else source
+        fill(slot.parts, host, selection, self._begins[: len(slot.parts)])
+        loans.append(slot)
+        return slot.array
+
+    def _everywhere(self, leaf: Any, each: jax.ShapeDtypeStruct, loans: list[Slot]) -> jax.Array:
+        """Bring every replica an argument."""
+        group, slot = self.signature.group, None
+        if isinstance(leaf, SCALARS):
+            placed = self._scalars.placed(group, leaf)
+            if placed is not None:
+                return placed
+            if _is_plain(leaf):
+                slot = _slot(group, "everywhere", each.shape, each.dtype, leaf)
+        elif type(leaf) is not Data:
+            if isinstance(leaf, jax.Array):
+                leaf = leaf if isinstance(leaf.dtype, np.dtype) else _key_data(leaf)
+                if leaf.sharding == group.everywhere:
+                    return leaf
+            slot = _slot(group, "everywhere", each.shape, each.dtype, leaf)
+        if slot is None:
+            return self._scalars.everywhere(group, leaf, None)
+        slot.memory[...] = leaf
+        loans.append(slot)
+        return slot.array
+
+
+def _slot(group: Group, lies: Lies, shape: tuple[int, ...], dtype: np.dtype, source: Any) -> Slot | None:
+    """A slot for a value, if it can be read at once."""
+    return slots(group, lies, shape, dtype).take() if not isinstance(source, jax.Array) or _is_here(source) else None
+
+
+def _is_here(array: Any) -> bool:
+    return not array.is_deleted() and array.is_fully_addressable and array.is_ready()
+
+
+def _is_plain(number: Any) -> bool:
+    """Does NumPy make of it what JAX does, without a word?"""
+    return type(number) is bool or (isinstance(number, int | float) and not abs(number) >= 1 << 31)
 
 
 def route(
@@ -181,6 +235,8 @@ def route(
     sources = [given.leaves[i] for i in given.layout.scattered]
     hows: list[str] = []
     for leaf, one in zip(sources, call.inputs.each, strict=True):
+        if key_of(leaf) is not None:
+            return None
         is_there = isinstance(leaf, jax.Array) and leaf.sharding == group.stacked and leaf.dtype == one.dtype
         if one.feed.how == "take" and one.exchanged is None:
             hows.append("take")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -203,7 +203,7 @@ def place(
         whole = None
         parts = aligned_parts(len(group.mine), (rows, *shape[1:]), dtype)
         starts = [starts[rank] for rank in group.mine]
-    _sources.copy([selection.into(part, source, start) for part, start in zip(parts, starts, strict=True)])
+    fill(parts, source, selection, starts)
     if whole is not None and is_argument:
         return whole
 
@@ -211,6 +211,11 @@ def place(
         return whole if whole is not None else parts[(index[0].start or 0) // rows - group.mine.start]
 
     return jax.make_array_from_callback(shape, sharding(group, "rows"), part_at)
+
+
+def fill(parts: Iterable[np.ndarray], source: np.ndarray | Reader, selection: Selection, starts: Sequence[int]) -> None:
+    """Copy rows of the selection into each part, beginning at its start."""
+    _sources.copy([selection.into(part, source, start) for part, start in zip(parts, starts, strict=True)])
 
 
 def on_host(group: Group, source: Source) -> np.ndarray | Reader | None:

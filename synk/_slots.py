@@ -1,31 +1,36 @@
-"""Slots: small numbers that programs read where they were written, on CPU.
+"""Slots: small arguments that programs read where they were written, on CPU.
 
-Bringing a few indexes to four CPU devices takes as long as starting a program on them. But such devices read aligned
-host memory in place. So arrays are made once, and each call writes into the memory of one that no program is reading.
+Bringing a few indexes or a number to four CPU devices takes as long as starting a program on them. But such devices
+read aligned host memory in place. So arrays are made once, and each call writes into the memory of one that no program
+is reading.
 """
 
 from __future__ import annotations
 
 import weakref
+from functools import lru_cache
+from math import prod
 from typing import Any
 
 import jax
 import numpy as np
 
+from . import _engine
+from ._engine import Lies
 from ._group import Group
 from ._staging import ALIGNMENT, fresh
 
-LIMIT = 8  # programs that may be reading; further ones get arrays of their own
-_INT32 = np.dtype(np.int32)
+LIMIT = 32  # of one kind, at most
+SMALL = 1 << 18  # bytes: what is larger takes long anyway, and memory used in turn is colder
 
 
 class Slot:
-    """Memory, and the array of a group that reads it: "stacked", one row of numbers a replica."""
+    """An array of a group, and the memory that it reads: an entry for each part that a device has alone."""
 
-    __slots__ = ("__weakref__", "_free", "array", "memory")
+    __slots__ = ("__weakref__", "_free", "array", "memory", "parts")
 
-    def __init__(self, array: jax.Array, memory: np.ndarray, free: list[Slot]) -> None:
-        self.array, self.memory, self._free = array, memory, free
+    def __init__(self, array: jax.Array, memory: np.ndarray, parts: list[np.ndarray], free: list[Slot]) -> None:
+        self.array, self.memory, self.parts, self._free = array, memory, parts, free
 
     def give_back(self) -> None:
         """The program that was started with it has ended."""
@@ -33,47 +38,53 @@ class Slot:
 
 
 class Slots:
-    """Those of one group and shape (replicas, numbers), for int32; under the lock of calls."""
+    """Those of one kind; used under the lock of calls."""
 
-    def __init__(self, group: Group, shape: tuple[int, int]) -> None:
-        self._group, self._shape = group, shape
+    def __init__(self, group: Group, lies: Lies, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._group, self._shape, self._dtype = group, shape, dtype
+        self._sharding = _engine.sharding(group, lies)
         self._free: list[Slot] = []
         self._all: weakref.WeakSet[Slot] = weakref.WeakSet()  # one that a failed call has used is not used again
-        self._limit = LIMIT if group.platform == "cpu" and not group.spans and shape[1] else 0
+        self._is_cut = lies != "everywhere" and not group.is_on_one
+        can_be = group.platform == "cpu" and not group.spans and 0 < prod(shape) * dtype.itemsize <= SMALL
+        self._limit = LIMIT if can_be else 0
 
-    def take(self, values: np.ndarray) -> Slot | None:
-        """A slot that holds these integers, of the shape or broadcast to it; None where an array must be made.
+    def take(self) -> Slot | None:
+        """One whose memory may be written; None where an array must be made.
 
         Give it back once the program is known to have ended, and at no other time.
         """
         if self._free:
-            slot = self._free.pop()
-        elif len(self._all) < self._limit:
-            slot = self._new()
-            if slot is None:
-                self._limit = 0
-                return None
-            self._all.add(slot)
-        else:
+            return self._free.pop()
+        if len(self._all) >= self._limit:
             return None
-        slot.memory[...] = values
+        slot = self._new()
+        if slot is None:
+            self._limit = 0
+        else:
+            self._all.add(slot)
         return slot
 
     def _new(self) -> Slot | None:
         """One more; None where the devices do not read host memory in place."""
-        group, (size, width) = self._group, self._shape
-        if group.is_on_one:
-            memory = fresh(self._shape, _INT32)
-            parts = [memory]
-        else:  # each replica's part begins where a device can read it
-            step = -(-width * _INT32.itemsize // ALIGNMENT) * ALIGNMENT // _INT32.itemsize
-            memory = fresh((size, step), _INT32)[:, :width]
-            parts = [memory[rank : rank + 1] for rank in range(size)]
+        group, shape, dtype = self._group, self._shape, self._dtype
+        count = group.size if self._is_cut else 1
+        shape = (shape[0] // count, *shape[1:]) if self._is_cut else shape
+        # Each part begins where a device can read it.
+        size, step = prod(shape), -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+        memory = fresh((count, step), dtype)[:, :size].reshape(count, *shape)
+        memory[...] = np.zeros((), dtype)
+        parts = [memory[rank, ...] for rank in range(count)]
 
         def part_at(index: Any) -> np.ndarray:
-            return parts[0 if group.is_on_one else index[0].start or 0]
+            return parts[(index[0].start or 0) // shape[0] if self._is_cut else 0]
 
-        memory[...] = 0
-        array = jax.make_array_from_callback(self._shape, group.stacked, part_at)
+        array = jax.make_array_from_callback(self._shape, self._sharding, part_at)
         there = {np.asarray(shard.data).ctypes.data for shard in array.addressable_shards}
-        return Slot(array, memory, self._free) if there == {part.ctypes.data for part in parts} else None
+        return Slot(array, memory, parts, self._free) if there == {part.ctypes.data for part in parts} else None
+
+
+@lru_cache(maxsize=256)
+def slots(group: Group, lies: Lies, shape: tuple[int, ...], dtype: np.dtype) -> Slots:
+    """Those of arrays of the group of this shape."""
+    return Slots(group, lies, shape, dtype)

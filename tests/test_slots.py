@@ -1,4 +1,4 @@
-"""Slots: indexes that programs read in the very memory they were written to, which no other call may touch meanwhile."""
+"""Slots: small arguments that programs read in the very memory they were written to, which no other call may touch."""
 
 import jax
 import jax.numpy as jnp
@@ -8,67 +8,141 @@ import pytest
 import synk
 from synk import _flight, _slots
 
-from .helpers import assert_same, group_of
+from .helpers import assert_same, group_of, numbers
 
 GROUPS = [("devices", 1), ("devices", 3), ("simulated", 3)]
+FEW = 5  # slots, one more than programs may be in flight
+CALLS = 2 * FEW + 3
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices read no host memory in place")
 
 
 @pytest.fixture(autouse=True, params=GROUPS, ids=str)
-def current(request):
+def current(request, monkeypatch):
+    monkeypatch.setattr(_slots, "LIMIT", FEW)
+    _slots.slots.cache_clear()
     with group_of(*request.param) as group:
         yield group
+    _slots.slots.cache_clear()
 
 
-@synk.function(reduce="concat")
-def late(x):
-    """The rows, once the devices have worked for a while."""
+@synk.function(inputs=["x"], outputs=("concat", "max"))
+def late(x, y):
+    """The arguments, once the devices have worked for a while."""
     work = jax.lax.fori_loop(0, 10, lambda i, m: jnp.tanh(m @ m), jnp.ones((200, 200)))
-    return x + 0 * work[0, 0]
+    y = jax.random.key_data(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else y
+    return x + 0 * work[0, 0], jnp.where(work[0, 0] < 2, y, jnp.zeros_like(y))
+
+
+def in_line(calls):
+    """The results of many calls, none awaited before the last; and once more, with slots that have been used."""
+    for _ in range(2):
+        yield [late(*args, **picked) for args, picked in calls]
+
+
+@pytest.mark.parametrize("place", ["host", "broadcast", "scatter"])
+def test_batches_in_line(current, place):
+    """Each call has its own rows."""
+    x, rng = numbers(60), np.random.default_rng(0)
+    data = synk.data(x, place=place)
+    parts = x.reshape(1 if place != "scatter" else current.size, -1, 2)
+    option = "batch_s" if place == "scatter" else "batch"
+    indexes = [rng.integers(0, parts.shape[1], 15) for _ in range(CALLS)]
+    for got in in_line([((data, np.float32(0)), {option: index}) for index in indexes]):
+        assert_same([rows for rows, _ in got], [parts[:, index].reshape(-1, 2) for index in indexes])
+
+
+KINDS = {
+    "float": lambda i: i / 4,
+    "huge float": lambda i: -1e38 * (i + 1) / CALLS,
+    "int": lambda i: 1 - i,
+    "bool": lambda i: i % 3 == 0,
+    "numpy number": lambda i: np.float32(i),
+    "numpy float": lambda i: np.float64(i),
+    "numpy": lambda i: np.arange(5, dtype=np.float32) * i,
+    "narrowed": lambda i: np.arange(5.0) * i,
+    "of jax": lambda i: jnp.arange(5) * i,
+    "16 bits": lambda i: jnp.full(3, i, jnp.bfloat16),
+    "key": jax.random.key,
+    "raw key": jax.random.PRNGKey,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"), [*((kind, "numpy") for kind in KINDS), ("float", "of jax"), ("int", "narrowed")]
+)
+def test_arguments_in_line(kind, rows):
+    """Each call has its own, rows and others."""
+    xs = [numbers(6, seed=i) for i in range(CALLS)]
+    ys = [KINDS[kind](i) for i in range(CALLS)]
+    given = {"numpy": np.copy, "of jax": jnp.asarray, "narrowed": np.float64}[rows]
+    want = [jax.random.key_data(y) if kind == "key" else y for y in ys]
+    want = [np.asarray(jnp.asarray(y)) for y in want]
+    for got in in_line([((given(x), y), {}) for x, y in zip(xs, ys, strict=True)]):
+        assert_same([x for x, _ in got], xs)
+        assert_same([y for _, y in got], want)
+
+
+def test_later_writes_are_not_seen(current):
+    """To rows and to others, while the call has not begun."""
+    x, y = numbers(6), np.arange(5, dtype=np.float32)
+    late(x, y)
+    for _ in range(4):
+        late(x, y)
+    got = late(x, y)
+    want = x.copy(), y.copy()
+    x[...], y[...] = 7, 8
+    assert_same(got, want)
+    assert_same(late(x, y), (x, y))
+
+
+def test_what_is_no_number_of_jax():
+    """As the first call says it."""
+    x = numbers(6)
+    late(x, 3)
+    late(x, 4)
+    with pytest.raises(OverflowError):
+        late(x, 1 << 40)
+    deleted = jnp.ones(5)
+    late(x, deleted), late(x, deleted + 1)
+    deleted.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        late(x, deleted)
+    assert_same(late(x, 5), (x, np.int32(5)))
 
 
 def pointers(array):
     return [np.asarray(shard.data).ctypes.data for shard in array.addressable_shards]
 
 
-@pytest.mark.parametrize("place", ["broadcast", "scatter"])
-def test_calls_in_line_have_their_own(current, place):
-    """Many more than there are slots, none awaited; and once more, with slots that have been used."""
-    x, rng = np.arange(60, dtype=np.float32), np.random.default_rng(0)
-    data = synk.data(x, place=place)
-    picked = "batch" if place == "broadcast" or current.size == 1 else "batch_s"
-    rows = x.reshape(1 if picked == "batch" else current.size, -1)
-    for _ in range(2):
-        indexes = [rng.integers(0, rows.shape[1], 15) for _ in range(3 * _slots.LIMIT)]
-        got = [late(data, **{picked: index}) for index in indexes]
-        assert_same(got, [rows[:, index].ravel() for index in indexes])
-
-
 @on_cpu
-def test_written_where_it_is_read(current):
+@pytest.mark.parametrize(
+    ("lies", "shape"), [("stacked", (5,)), ("rows", (2, 5)), ("everywhere", (2, 5)), ("everywhere", ())]
+)
+def test_written_where_it_is_read(current, lies, shape):
     """No array is made, and a slot that is out is not given to another."""
-    slots = _slots.Slots(current, (current.size, 5))
-    values = np.arange(5 * current.size, dtype=np.int32).reshape(current.size, 5)
-    one, other = slots.take(values), slots.take(values[:, :1])
-    assert_same([one.array, other.array], [values, np.broadcast_to(values[:, :1], values.shape)])
+    if lies != "everywhere":
+        shape = (current.size * shape[0], *shape[1:])
+    slots = _slots.Slots(current, lies, shape, np.dtype(np.int32))
+    one, other = slots.take(), slots.take()
     assert not set(pointers(one.array)) & set(pointers(other.array))
     assert all(pointer % 64 == 0 for pointer in pointers(one.array))
+    one.memory[...], other.memory[...] = 3, 4
+    assert_same([one.array, other.array], [np.full(shape, 3, np.int32), np.full(shape, 4, np.int32)])
     array = one.array
     one.give_back()
-    again = slots.take(values + 7)
-    assert again.array is array
-    assert_same(pointers(array), [again.memory[rank:].ctypes.data for rank in range(len(array.addressable_shards))])
+    assert slots.take().array is array
 
 
 @on_cpu
 def test_no_more_than_the_limit(current):
     """Where so many are out, there is none; one that is lost with its call makes room."""
-    slots, values = _slots.Slots(current, (current.size, 1)), np.zeros((current.size, 1), int)
-    out = [slots.take(values) for _ in range(_slots.LIMIT)]
+    slots = _slots.Slots(current, "stacked", (current.size,), np.dtype(np.int32))
+    out = [slots.take() for _ in range(FEW)]
     assert None not in out
-    assert slots.take(values) is None
+    assert slots.take() is None
     del out[3]
-    assert slots.take(values) is not None
+    assert slots.take() is not None
+    assert _slots.Slots(current, "everywhere", (_slots.SMALL + 1,), np.dtype(np.int8)).take() is None
 
 
 def unaligned(shape, dtype):
@@ -83,11 +157,12 @@ def unaligned(shape, dtype):
 def test_where_memory_is_not_read_in_place(current, monkeypatch):
     """An array is made for each call."""
     monkeypatch.setattr(_slots, "fresh", unaligned)
-    assert _slots.Slots(current, (current.size, 5)).take(np.zeros((current.size, 5), int)) is None
-    x, rng = np.arange(48, dtype=np.float32), np.random.default_rng(0)
+    assert _slots.Slots(current, "stacked", (current.size,), np.dtype(np.int32)).take() is None
+    x, rng = numbers(48), np.random.default_rng(0)
     data = synk.data(x, place="broadcast")
     indexes = [rng.permutation(48)[:21] for _ in range(6)]
-    assert_same([late(data, batch=index) for index in indexes], [x[index] for index in indexes])
+    got = [late(data, i, batch=index) for i, index in enumerate(indexes)]
+    assert_same(got, [(x[index], np.int32(i)) for i, index in enumerate(indexes)])
 
 
 def test_a_failed_program_keeps_its_own():

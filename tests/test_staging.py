@@ -10,7 +10,7 @@ from synk import _staging
 
 from .helpers import assert_same, group_of
 
-ROWS, COLUMNS = 4096, 16  # of 256 KiB in all: staged, not allocated each time
+ROWS, COLUMNS = 4096, 48  # of 768 KiB in all: staged, in no slots and not allocated each time
 PLACES = ("raw", "host", "scatter", "broadcast")
 BATCHES = {
     "all": None,
