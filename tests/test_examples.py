@@ -58,6 +58,7 @@ def test_mnist():
     assert printed.splitlines()[-1].startswith("Test accuracy 9")
 
 
+@pytest.mark.slow
 def test_resume():
     """A training whose process is killed ends with the weights of an undisturbed one."""
     pytest.importorskip("mlxtend", reason="install the extra `examples`")

@@ -13,7 +13,7 @@ import synk.train
 
 PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 ORDER = """
-    _context _errors _flight _store _agree _processes _group _split _staging _sources _ops _trace _leaves _engine _rows _shared _flat _data _outputs _bind _local
+    _context _errors _flight _store _agree _processes _group _split _staging _sources _ops _trace _leaves _engine _slots _rows _shared _flat _data _outputs _bind _local
     _arguments _feed _exchange _inputs _prefetch _collectives _checkpoint _fingerprint _task _program _plan _waves _run _compose _check _iterate _route _function
     _minibatches _random _synkhronos _model _step _local_steps __main__ __init__ train orbax
 """.split()
