@@ -320,6 +320,32 @@ def call_ways(replicas):
     }
 
 
+def argument_ways(replicas):
+    """Microseconds until a call returns, on rows that are there, with an argument that each call has anew."""
+    mesh, cut, _ = on_mesh(replicas)
+    rows = jax.device_put(np.zeros((64, 16), np.float32), cut)
+    keys = list(jax.random.split(jax.random.key(0), 1024))
+
+    def total(x, y):
+        return jnp.sum(x) + (jax.random.uniform(y) if jnp.issubdtype(y.dtype, jax.dtypes.prng_key) else jnp.sum(y))
+
+    def by_hand(cuts):
+        return mapped(mesh, lambda x, y: lax.psum(total(x, y), "replica"), P("replica"), cuts)
+
+    hand, hand_rows = by_hand(P()), by_hand(P("replica"))
+    synk.init(replicas)
+    f, f_rows = synk.function(total, ["x"]), synk.function(total)
+    host = np.random.default_rng(0).random((1024, 16), np.float32)
+    return {
+        "synk, a number": lambda i: f(rows, i[0] / 7),
+        "by hand, a number": lambda i: hand(rows, i[0] / 7),
+        "synk, a key": lambda i: f(rows, keys[i[0]]),
+        "by hand, a key": lambda i: hand(rows, keys[i[0]]),
+        "synk, 64 rows": lambda i: f_rows(rows, host[i]),
+        "by hand, 64 rows": lambda i: hand_rows(rows, host[i]),
+    }
+
+
 def measure(ways, index, rounds, is_call=False, ahead=1):
     """Median seconds of each way. In turn, each a few times in a row, as in a loop, after once that does not count.
 
@@ -385,6 +411,8 @@ def main():
     for replicas in counts:
         times = measure(call_ways(replicas), picks(1024, 64), 20 * options.rounds, is_call=True)
         note("call", "float32", 64, replicas, 0, times)
+        times = measure(argument_ways(replicas), picks(1024, 64), 20 * options.rounds, is_call=True)
+        note("new argument", "float32", 64, replicas, 0, times)
     save(options.json, results)
     if options.plot:
         plot(results, options.plot)

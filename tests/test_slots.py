@@ -82,6 +82,33 @@ def test_arguments_in_line(kind, rows):
         assert_same([y for _, y in got], want)
 
 
+@pytest.mark.parametrize("op", ["concat", "stack", "first"])
+def test_results_are_no_slots(current, op):
+    """A function that returns what it was given: later calls do not change what earlier ones returned."""
+    same = synk.function(lambda x, y: (x, y), ["x"], (op, "first"))
+    calls = [(numbers(6, seed=i), np.full(2, i, np.float32)) for i in range(CALLS)]
+    want = [jax.tree.map(np.array, same(*call)) for call in calls]  # copied before the next one
+    for (x, y), (rows, twos) in zip(calls, want, strict=True):
+        assert set(rows.ravel()) <= set(x.ravel()) and set(twos.ravel()) == set(y)
+    got = [same(*call) for call in calls]
+    assert_same(got, want)
+
+
+def test_callbacks_may_keep_what_they_see():
+    """What a callback was given stays as it was."""
+    seen = []
+
+    @synk.function(inputs=["x"])
+    def noted(x, y):
+        jax.debug.callback(lambda x, y: seen.append((x, y)), x, y)
+        return x.sum()
+
+    for i in range(CALLS):
+        noted(np.full(6, i, np.float32), np.float32(i)).block_until_ready()
+    jax.effects_barrier()
+    assert {(*np.unique(x).tolist(), float(y)) for x, y in seen} == {(i, i) for i in range(CALLS)}
+
+
 def test_later_writes_are_not_seen(current):
     """To rows and to others, while the call has not begun."""
     x, y = numbers(6), np.arange(5, dtype=np.float32)
