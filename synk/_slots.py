@@ -1,8 +1,8 @@
-"""Slots: small arguments that programs read where they were written, on CPU.
+"""Slots: arguments that programs read where they were written, on CPU.
 
 Bringing a few indexes or a number to four CPU devices takes as long as starting a program on them. But such devices
 read aligned host memory in place. So arrays are made once, and each call writes into the memory of one that no program
-is reading.
+is reading. What is larger than a few megabytes takes long anyway.
 """
 
 from __future__ import annotations
@@ -20,21 +20,27 @@ from ._engine import Lies
 from ._group import Group
 from ._staging import ALIGNMENT, fresh
 
-LIMIT = 32  # of one kind, at most
-SMALL = 1 << 18  # bytes: what is larger takes long anyway, and memory used in turn is colder
+LIMIT = 32  # of one kind, at most; four programs in flight and the next one take five
+SMALL = 1 << 23  # bytes of one, at most
+KEPT = 1 << 28  # bytes of all, about: then all start anew
+
+_made = 0  # bytes
 
 
 class Slot:
     """An array of a group, and the memory that it reads: an entry for each part that a device has alone."""
 
-    __slots__ = ("__weakref__", "_free", "array", "memory", "parts")
+    __slots__ = ("__weakref__", "_home", "array", "memory", "parts")
 
-    def __init__(self, array: jax.Array, memory: np.ndarray, parts: list[np.ndarray], free: list[Slot]) -> None:
-        self.array, self.memory, self.parts, self._free = array, memory, parts, free
+    def __init__(self, array: jax.Array, memory: np.ndarray, parts: list[np.ndarray], home: Slots) -> None:
+        self.array, self.memory, self.parts = array, memory, parts
+        self._home = weakref.ref(home)  # no cycle: memory goes back at once
 
     def give_back(self) -> None:
         """The program that was started with it has ended."""
-        self._free.append(self)
+        home = self._home()
+        if home is not None:
+            home.free.append(self)
 
 
 class Slots:
@@ -43,19 +49,20 @@ class Slots:
     def __init__(self, group: Group, lies: Lies, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._group, self._shape, self._dtype = group, shape, dtype
         self._sharding = _engine.sharding(group, lies)
-        self._free: list[Slot] = []
+        self.free: list[Slot] = []
         self._all: weakref.WeakSet[Slot] = weakref.WeakSet()  # one that a failed call has used is not used again
         self._is_cut = lies != "everywhere" and not group.is_on_one
-        can_be = group.platform == "cpu" and not group.spans and 0 < prod(shape) * dtype.itemsize <= SMALL
-        self._limit = LIMIT if can_be else 0
+        size = prod(shape) * dtype.itemsize
+        can_be = group.platform == "cpu" and not group.spans and 0 < size <= SMALL
+        self._limit = min(LIMIT, max(8, SMALL // size)) if can_be else 0
 
     def take(self) -> Slot | None:
         """One whose memory may be written; None where an array must be made.
 
         Give it back once the program is known to have ended, and at no other time.
         """
-        if self._free:
-            return self._free.pop()
+        if self.free:
+            return self.free.pop()
         if len(self._all) >= self._limit:
             return None
         slot = self._new()
@@ -67,6 +74,7 @@ class Slots:
 
     def _new(self) -> Slot | None:
         """One more; None where the devices do not read host memory in place."""
+        global _made
         group, shape, dtype = self._group, self._shape, self._dtype
         count = group.size if self._is_cut else 1
         shape = (shape[0] // count, *shape[1:]) if self._is_cut else shape
@@ -74,6 +82,10 @@ class Slots:
         size, step = prod(shape), -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
         memory = fresh((count, step), dtype)[:, :size].reshape(count, *shape)
         memory[...] = np.zeros((), dtype)
+        _made += memory.nbytes
+        if _made > KEPT:
+            slots.cache_clear()  # those of this call and of programs that run are let go as they end
+            _made = 0
         parts = [memory[rank, ...] for rank in range(count)]
 
         def part_at(index: Any) -> np.ndarray:
@@ -81,7 +93,7 @@ class Slots:
 
         array = jax.make_array_from_callback(self._shape, self._sharding, part_at)
         there = {np.asarray(shard.data).ctypes.data for shard in array.addressable_shards}
-        return Slot(array, memory, parts, self._free) if there == {part.ctypes.data for part in parts} else None
+        return Slot(array, memory, parts, self) if there == {part.ctypes.data for part in parts} else None
 
 
 @lru_cache(maxsize=256)

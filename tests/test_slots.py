@@ -172,6 +172,22 @@ def test_no_more_than_the_limit(current):
     assert _slots.Slots(current, "everywhere", (_slots.SMALL + 1,), np.dtype(np.int8)).take() is None
 
 
+@on_cpu
+def test_what_is_kept(current, monkeypatch):
+    """Not more than that, of all kinds together, however many shapes there are."""
+    monkeypatch.setattr(_slots, "KEPT", 1 << 16)
+    monkeypatch.setattr(_slots, "_made", 0)
+    f = synk.function(lambda x: x.sum(0))
+    before = sum(array.nbytes for array in jax.live_arrays())
+    for columns in range(200, 220):
+        x = np.ones((6, columns), np.float32)
+        for _ in range(8):
+            got = f(x)
+        assert_same(got, np.full(columns, 6, np.float32))
+    _flight.drain()
+    assert sum(array.nbytes for array in jax.live_arrays()) - before < 3 << 16
+
+
 def unaligned(shape, dtype):
     """Memory that JAX copies from, as it does for devices that have their own."""
     size = int(np.prod(shape)) * dtype.itemsize
