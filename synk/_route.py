@@ -7,6 +7,7 @@ loop meets its processor's caches full of other things, so that each line here c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from ._slots import Slot, slots
 from ._sources import Source
 from ._trace import frame, key_of, settings
 
+SMALL = 1 << 18  # bytes of an array of JAX's: larger ones, which may be where they belong, are not copied for a slot
 _INT32 = np.dtype(np.int32)
 _key_data = jax.jit(jax.random.key_data)  # which takes half the time so
 
@@ -211,8 +213,9 @@ class Route:
 
 
 def _slot(group: Group, lies: Lies, shape: tuple[int, ...], dtype: np.dtype, source: Any) -> Slot | None:
-    """A slot for a value, if it can be read at once."""
-    return slots(group, lies, shape, dtype).take() if not isinstance(source, jax.Array) or _is_here(source) else None
+    """A slot for a value, if it can be read at once, and JAX would not bring it with less copying."""
+    can_be = not isinstance(source, jax.Array) or (prod(shape) * dtype.itemsize <= SMALL and _is_here(source))
+    return slots(group, lies, shape, dtype).take() if can_be else None
 
 
 def _is_here(array: Any) -> bool:

@@ -22,9 +22,7 @@ from ._staging import ALIGNMENT, fresh
 
 LIMIT = 32  # of one kind, at most; four programs in flight and the next one take five
 SMALL = 1 << 23  # bytes of one, at most
-KEPT = 1 << 28  # bytes of all, about: then all start anew
-
-_made = 0  # bytes
+KEPT = 1 << 28  # bytes of all, at most
 
 
 class Slot:
@@ -67,25 +65,23 @@ class Slots:
             return None
         slot = self._new()
         if slot is None:
-            self._limit = 0
+            self._limit = len(self._all)  # and no further one is looked for
         else:
             self._all.add(slot)
+            _there.add(slot)
         return slot
 
     def _new(self) -> Slot | None:
-        """One more; None where the devices do not read host memory in place."""
-        global _made
+        """One more; None where the devices do not read host memory in place, or there are too many."""
         group, shape, dtype = self._group, self._shape, self._dtype
         count = group.size if self._is_cut else 1
         shape = (shape[0] // count, *shape[1:]) if self._is_cut else shape
         # Each part begins where a device can read it.
         size, step = prod(shape), -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT // dtype.itemsize
+        if sum(slot.memory.nbytes for slot in _there) + count * size * dtype.itemsize > KEPT:
+            return None
         memory = fresh((count, step), dtype)[:, :size].reshape(count, *shape)
         memory[...] = np.zeros((), dtype)
-        _made += memory.nbytes
-        if _made > KEPT:
-            slots.cache_clear()  # those of this call and of programs that run are let go as they end
-            _made = 0
         parts = [memory[rank, ...] for rank in range(count)]
 
         def part_at(index: Any) -> np.ndarray:
@@ -94,6 +90,9 @@ class Slots:
         array = jax.make_array_from_callback(self._shape, self._sharding, part_at)
         there = {np.asarray(shard.data).ctypes.data for shard in array.addressable_shards}
         return Slot(array, memory, parts, self) if there == {part.ctypes.data for part in parts} else None
+
+
+_there: weakref.WeakSet[Slot] = weakref.WeakSet()  # of all kinds
 
 
 @lru_cache(maxsize=256)
