@@ -1,7 +1,25 @@
 """Data parallelism for plain JAX functions: write the serial program, run it on every device."""
 
-from ._checkpoint import load, save
-from ._collectives import (
+import importlib
+from typing import Any
+
+from ._base.errors import DisagreementError, DivergedError, LawError, PeerError, SharedLostError, SynkError
+from ._base.old_names import refuse_function
+from ._call.function import Function, function
+from ._call.spec import Stats
+from ._data.dataset import Data, data
+from ._data.minibatches import minibatches
+from ._data.prefetch import prefetch
+from ._data.process_rows import local
+from ._data.row_keys import row_keys
+from ._distributed.init import close, group, init, simulate
+from ._distributed.preemption import preempted
+from ._reductions.reduction import Weighted
+from ._runtime.group import Group
+from ._synkhronos import build_inputs, distribute, fork
+from ._tracing.context import part_key, rank, size
+from ._variables.checkpoint import load, save
+from ._variables.collectives import (
     all_gather,
     all_reduce,
     broadcast,
@@ -13,22 +31,8 @@ from ._collectives import (
     scatter,
     set_value,
 )
-from ._data import Data, data
-from ._errors import DisagreementError, DivergedError, LawError, PeerError, SharedLostError, SynkError
-from ._fingerprint import check_replicas
-from ._flat import shared
-from ._function import Function, function
-from ._group import Group, close, group, init, simulate
-from ._local import local
-from ._minibatches import minibatches
-from ._ops import Weighted
-from ._prefetch import prefetch
-from ._processes import preempted
-from ._random import row_keys
-from ._shared import Shared
-from ._synkhronos import build_inputs, distribute, fork
-from ._task import Stats
-from ._trace import rank, size
+from ._variables.replica_check import check_replicas
+from ._variables.variable import Shared, shared
 
 __version__ = "0.1.0"
 
@@ -64,6 +68,7 @@ __all__ = [
     "load",
     "local",
     "minibatches",
+    "part_key",
     "preempted",
     "prefetch",
     "rank",
@@ -77,6 +82,13 @@ __all__ = [
     "size",
 ]
 
-# Show users `synk.function`, never `synk._function.function`, in tracebacks and help().
+# Show users `synk.function`, never `synk._call.function.function`, in tracebacks and help().
 for _name in __all__:
     globals()[_name].__module__ = "synk"
+
+
+def __getattr__(name: str) -> Any:
+    """`synk.train` and `synk.orbax` are there without an import, and loaded by their first use."""
+    if name in ("train", "orbax"):
+        return importlib.import_module(f"synk.{name}")
+    raise refuse_function(name)

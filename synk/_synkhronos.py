@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._data import Data, Place, data
-from ._errors import entry
-from ._group import Group, init
+from ._base.errors import public_api
+from ._data.dataset import Data, Place, data
+from ._distributed.init import init
+from ._runtime.group import Group
 
 
-@entry
+@public_api
 def fork(n: int | None = None) -> Group:
     """Make the group, as `synk.init(n)` does; nothing is forked.
 
@@ -22,7 +23,7 @@ def fork(n: int | None = None) -> Group:
     return init(n)
 
 
-@entry
+@public_api
 def distribute() -> None:
     """Do nothing: functions and shared variables reach the devices by themselves.
 
@@ -32,7 +33,7 @@ def distribute() -> None:
     """
 
 
-@entry
+@public_api
 def build_inputs(*values: Any, place: Place = "host", minibatch: bool = False) -> tuple[Data, ...]:
     """Make the data of a function's inputs: `synk.data` of each.
 

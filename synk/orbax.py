@@ -8,15 +8,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from . import _engine, _flight, _trace
-from ._checkpoint import check_variables, compare, described
-from ._errors import entry
-from ._shared import Shared
+from ._base.errors import public_api
+from ._runtime.executable import relayout, run_collective
+from ._runtime.layout import Layout, put
+from ._tracing.context import eager
+from ._variables.checkpoint import check_variables, compare, described, plain_numbers
+from ._variables.state import VariableState
+from ._variables.value import unpacker
+from ._variables.variable import Shared, commit_all, group_of, read, state_of_leaves
 
 __all__ = ["load", "save"]
 
 
-@entry
+@public_api
 def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any = None) -> bool:
     """Save shared variables by an orbax `CheckpointManager`, as `synk.save` does into a folder.
 
@@ -44,16 +48,16 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
     ocp = _orbax()
     check_variables(variables, "orbax.save")
     for name, variable in variables.items():
-        if variable.is_flat and not variable.is_equal:
+        if variable._spec.slots is not None and not variable._state.is_equal:
             raise ValueError(f"synk.orbax.save: {name} is flat and differs on the replicas. Use synk.save.")
-    with _flight.LOCK, _trace.eager():
-        about = {"extra": extra, "variables": described(variables)}
-        state = {name: _copies(variable) for name, variable in variables.items()}
+    with eager():
+        state = {name: _copy(variable) for name, variable in variables.items()}
+        about = {"extra": plain_numbers(extra), "variables": described(variables)}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
         return bool(manager.save(int(step), args=args))
 
 
-@entry
+@public_api
 def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = None) -> tuple[int, Any]:
     """Set shared variables to what `synk.orbax.save` has saved: all of them, or on any error none.
 
@@ -71,7 +75,7 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
     """
     ocp = _orbax()
     check_variables(variables, "orbax.load")
-    with _flight.LOCK, _trace.eager():
+    with eager():
         step = manager.latest_step() if step is None else step
         if step is None:
             raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has none; synk.orbax.save makes one.")
@@ -81,43 +85,47 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
         args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
         state = manager.restore(step, args=args)["state"]
         kept = about["variables"]
-        ready = [(v, kept[name], _own(v, kept[name], state[name])) for name, v in variables.items()]
-        with _flight.uninterrupted():
-            for variable, said, leaves in ready:
-                variable.take(leaves, said["lengths"], said["is_equal"], "what was saved")
+        commit_all([(v, _restored_state(v, kept[name], state[name])) for name, v in variables.items()])
     return int(step), about["extra"]
 
 
-def _copies(variable: Shared) -> list[jax.Array]:
+def _copy(variable: Shared) -> list[jax.Array]:
     """Its leaves as the user sees them, in memory of their own; stacked where replicas differ."""
-    to: _engine.Lies = "everywhere" if variable.is_equal else "stacked"
-    kept = variable.read(lambda leaves: _engine.laid(variable.home, leaves, variable.lies, to))
-    return jax.block_until_ready(variable.seen_leaves(kept))
+    group, slots = group_of(variable), variable._spec.slots
+
+    def copy(leaves: list[jax.Array]) -> list[jax.Array]:
+        state = variable._state
+        copies = relayout(group, leaves, state.layout, "replicated" if state.is_equal else "stacked")
+        if slots is None:
+            return copies
+        ins: list[Layout] = ["replicated" for _ in copies]
+        outs: list[Layout] = ["replicated" for _ in slots]
+        return run_collective(group, unpacker(slots), ins, outs, copies)
+
+    return read(variable, copy)
 
 
-def _wanted(variable: Shared, said: Any) -> list[jax.ShapeDtypeStruct]:
+def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:
     """What orbax restores, and where to."""
-    home = variable.home
-    shapes = [(tuple(leaf["shape"]), np.dtype(leaf["dtype"])) for leaf in said["leaves"]]
-    if said["is_equal"]:
-        return [jax.ShapeDtypeStruct(shape, dtype, sharding=home.everywhere) for shape, dtype in shapes]
-    tall = max(said["lengths"]) if said["lengths"] else None
-    return [
-        jax.ShapeDtypeStruct(
-            (home.size, *(shape if tall is None else (tall, *shape[1:]))), dtype, sharding=home.stacked
-        )
-        for shape, dtype in shapes
-    ]
+    group = group_of(variable)
+    shapes = [(tuple(leaf["shape"]), np.dtype(leaf["dtype"])) for leaf in kept["leaves"]]
+    if kept["is_equal"]:
+        return [jax.ShapeDtypeStruct(shape, dtype, sharding=group.replicated) for shape, dtype in shapes]
+    if kept["lengths"]:
+        shapes = [((max(kept["lengths"]), *shape[1:]), dtype) for shape, dtype in shapes]
+    return [jax.ShapeDtypeStruct((group.size, *shape), dtype, sharding=group.stacked) for shape, dtype in shapes]
 
 
-def _own(variable: Shared, said: Any, leaves: list[jax.Array]) -> list[jax.Array]:
-    """Restored leaves as the variable keeps them; programs may overwrite them."""
-    home = variable.home
-    if not said["is_equal"]:
-        return _engine.laid(home, leaves, "stacked", "stacked")
-    if variable.is_flat:
-        leaves = [_engine.sent(home, leaf, "everywhere") for leaf in variable.kept_leaves(leaves)]
-    return _engine.laid(home, leaves, "everywhere", variable.lies)
+def _restored_state(variable: Shared, kept: Any, leaves: list[jax.Array]) -> VariableState:
+    """What the variable holds once it has these, in memory of its own, since programs may overwrite it."""
+    group = group_of(variable)
+    if not kept["is_equal"]:
+        stacked = relayout(group, leaves, "stacked", "stacked")
+        return state_of_leaves(variable, stacked, "stacked", kept["lengths"], diverged_by="what was saved")
+    if variable._spec.slots is not None:
+        leaves = [put(group, leaf, "replicated") for leaf in variable._spec.pack(leaves)]
+    layout = variable._state.layout
+    return state_of_leaves(variable, relayout(group, leaves, "replicated", layout), layout)
 
 
 def _orbax() -> Any:

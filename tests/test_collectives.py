@@ -1,5 +1,6 @@
 """Collectives: shared variables across replicas, from the serial program and inside a function."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -195,6 +196,41 @@ def test_integer_means_need_another_place(four):
     with pytest.raises(TypeError, match=r'w holds int32, which "mean" does not keep'):
         synk.all_reduce(w)
     assert float(synk.reduce(w, in_place=False)) == 1.5
+
+
+# All or none.
+
+
+SECOND_FAILS = {
+    "broadcast": lambda a, b: synk.broadcast([a, b], [np.zeros(3, np.float32), np.zeros((2, 2), np.float32)]),
+    "scatter": lambda a, b: synk.scatter([a, b], [np.zeros(9, np.float32), np.zeros((9, 2), np.float32)]),
+    "set_value": lambda a, b: synk.set_value(1, [a, b], [np.zeros(3, np.float32), np.zeros(3, np.int64)]),
+    "a batch": lambda a, b: synk.set_value(
+        1, [a, b], [np.zeros(5, np.float32), np.zeros(3, np.float32)], batch=[0, 1, 4]
+    ),
+    "all_reduce": lambda a, b: synk.all_reduce([a, b]),
+    "reduce": lambda a, b: synk.reduce([a, b], "sum"),
+    "all_gather": lambda a, b: synk.all_gather([a, synk.shared(np.float32(0))]),
+    "gather": lambda a, b: synk.gather([a, synk.shared(np.float32(0))], nd_up=0),
+}
+
+
+@pytest.mark.parametrize("call", SECOND_FAILS)
+def test_a_mistake_in_the_second_leaves_the_first(four, call):
+    """All variables of a call change, or none."""
+    a, b = unequal(), holding(7) if "reduce" in call else unequal()
+    before = values_of(a), values_of(b)
+    with pytest.raises((ValueError, TypeError, IndexError)):
+        SECOND_FAILS[call](a, b)
+    assert_close((values_of(a), values_of(b)), before)
+
+
+def test_keys_do_not_reduce(four):
+    """Flat or not."""
+    for flat in (False, True):
+        w = synk.shared({"k": jax.random.key(0)}, name="w", flat=flat)
+        with pytest.raises(TypeError, match=r'w\[\'k\'\] holds PRNG keys, which "max" does not keep'):
+            synk.all_reduce(w, "max")
 
 
 # Values of one replica.

@@ -97,7 +97,7 @@ def test_subset_spares_no_update():
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_every_batch_length_with_few_programs(slices):
-    """Lengths 1 to 64 on four replicas build at most 40 programs in all; a second pass none."""
+    """Lengths 1 to 64 on four replicas build at most 28 programs a slice and one more lot; a second pass none."""
     x, y = numbers(64), numbers(64)[:, 0]
     w = np.ones(2, np.float32)
     f = synk.function(lambda x, y, w: jnp.mean((x @ w - y) ** 2), ["x", "y"], reduce="mean")
@@ -105,7 +105,7 @@ def test_every_batch_length_with_few_programs(slices):
     before, of_its_own = len(built), f.stats.compilations
     for length in range(1, 65):
         f(x, y, w, batch=length, num_slices=slices)
-    assert 16 <= f.stats.compilations <= 40
+    assert 16 <= f.stats.compilations <= 28 * (slices + 1)
     assert len(built) - before == f.stats.compilations - of_its_own
     before = len(built)
     for length in range(1, 65):

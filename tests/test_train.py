@@ -154,8 +154,7 @@ def test_strict_promotion(devices):
     """Nothing of synk's own mixes dtypes."""
     with jax.numpy_dtype_promotion("strict"):
         synk.train.step(masked_loss, START, optax.sgd(0.1), clip=1.0)(*rows_of(7), num_slices=2)
-        for slices in (1, 2):
-            synk.train.local_steps(masked_loss, START, optax.sgd(0.1), every=1)(*rows_of(7), num_slices=slices)
+        synk.train.local_steps(masked_loss, START, optax.sgd(0.1), every=1)(*rows_of(7))
 
 
 def test_a_bound_keyword_is_a_constant(devices):
@@ -179,10 +178,10 @@ def test_flat_variables(devices, slices=2):
     batches, tx = [rows_of(n, seed) for seed, n in enumerate((8, 7))], optax.adam(0.1)
     step = synk.train.step(mean_loss, START, tx, flat=True)
     assert_close(trained(step, batches, num_slices=slices), serial(mean_loss, tx, batches))
-    assert step.params.is_flat and step.opt_state.is_flat
+    assert "flat" in repr(step.params) and "flat" in repr(step.opt_state)
     local = synk.train.local_steps(mean_loss, START, tx, every=2, flat=True)
     for batch in batches:
-        local(*batch, num_slices=slices)
+        local(*batch)
     local.finish()
     want = local_oracle(mean_loss, tx, batches, 2)[0]
     assert_close([local.params.value, local.opt_state.value], want, rtol=1e-4)
@@ -292,6 +291,57 @@ def test_state_holds_counts_too(devices):
     assert_close(step.state.value, {"calls": np.int32(6), "mean": x.mean(0)})
 
 
+def noisy(params, state, x, y):
+    """A model that draws noise; its keys advance, and its count does."""
+    typed, noise = jax.random.split(state["typed"])
+    raw, _ = jax.random.split(state["raw"])
+    scale = 1 + jax.random.uniform(noise) / 8
+    return mean_loss(params, x, y) * scale, {"typed": typed, "raw": raw, "calls": state["calls"] + 1}
+
+
+def noisy_state(calls):
+    """After so many calls."""
+    typed, raw = jax.random.key(1), jax.random.PRNGKey(2)
+    for _ in range(calls):
+        typed, raw = jax.random.split(typed)[0], jax.random.split(raw)[0]
+    return {"typed": typed, "raw": raw, "calls": np.int32(calls)}
+
+
+def assert_state(state, calls):
+    want = noisy_state(calls)
+    assert_close([jax.random.key_data(state["typed"]), state["raw"], state["calls"]],
+                 [jax.random.key_data(want["typed"]), want["raw"], want["calls"]])  # fmt: skip
+
+
+def test_keys_in_the_state_advance(four):
+    """Typed ones and raw ones alike, once a step; also in slices, and where some replicas have no rows."""
+    step = synk.train.step(noisy, START, optax.sgd(0.1), state=noisy_state(0))
+    for calls, (rows, slices) in enumerate([(8, 1), (3, 1), (7, 2), (9, 3)], 1):
+        step(*rows_of(rows), num_slices=slices)
+        assert_state(step.state.value, calls)
+    synk.check_replicas(step.state)
+    step.check(*rows_of(7))
+
+
+def test_keys_of_local_steps(devices):
+    """Those of a replica that has trained are kept, even if the first one had no rows."""
+    rows = [synk.data(each, place="scatter") for each in rows_of(8)]
+    step = synk.train.local_steps(noisy, START, optax.sgd(0.1), every=2, state=noisy_state(0))
+    for calls in range(1, 5):
+        step(*rows, batch_s=[[], [0], [0, 1], []])
+        assert_state(step.state.get_value(1), calls)
+    assert_state(step.state.value, 4)
+
+
+def test_step_shows_its_function(devices):
+    """Its stats, its serial answer, its program."""
+    step = synk.train.step(mean_loss, START, optax.sgd(0.1))
+    assert "HloModule" in step.compile(*rows_of(8)).as_text()
+    assert_close(step.serial(*rows_of(8)), mean_loss(START, *rows_of(8)))
+    step(*rows_of(8), batch=7)
+    assert (step.stats.calls, step.stats.rows, step.stats is step.function.stats) == (1, 7, True)
+
+
 # Local steps.
 
 
@@ -323,24 +373,22 @@ def weighted_mean(leaves, weights):
     return np.average(leaves, 0, weights).astype(np.float32) if is_float else np.max(leaves, 0)
 
 
-@pytest.mark.parametrize(("loss", "slices"), [(mean_loss, 1), (masked_loss, 2)])
-def test_averaging_each_step_is_the_synchronous_step(four, loss, slices):
+@pytest.mark.parametrize("loss", [mean_loss, masked_loss])
+def test_averaging_each_step_is_the_synchronous_step(four, loss):
     """With plain SGD, to rounding; for rows that do not divide, fewer than replicas, and weights."""
     batches = [rows_of(n, seed=1) for n in (8, 7, 3)]
     step = synk.train.local_steps(loss, START, optax.sgd(0.3), every=1)
     want = serial(loss, optax.sgd(0.3), batches)
-    assert_close(([step(*b, num_slices=slices) for b in batches], step.params.value), want[:2])
+    assert_close(([step(*b) for b in batches], step.params.value), want[:2])
 
 
-@pytest.mark.parametrize(
-    ("tx", "slices"), [(optax.sgd(0.2, momentum=0.9), 1), (optax.adam(0.1), 2)], ids=["momentum", "adam, slices"]
-)
-def test_replicas_train_on_their_own(devices, tx, slices):
+@pytest.mark.parametrize("tx", [optax.sgd(0.2, momentum=0.9), optax.adam(0.1)], ids=["momentum", "adam"])
+def test_replicas_train_on_their_own(devices, tx):
     """Every third step parameters and optimizer state are averaged by rows, counts kept; and once more at the end."""
     batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3, 7, 8))]
     with synk.train.local_steps(mean_loss, START, tx, every=3) as step:
         for batch in batches:
-            step(*batch, num_slices=slices)
+            step(*batch)
     want, opt_state = local_oracle(mean_loss, tx, batches, 3)[0]
     assert_close((step.params.value, step.opt_state.value), (want, opt_state), rtol=1e-4)
     assert step.steps == 5
@@ -442,14 +490,14 @@ def test_local_rows_of_resident_data(devices):
 
 
 def test_half_precision(devices):
-    """Gradients of slices add up in float32."""
+    """The loss is reported in float32."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), START)
 
     def loss(params, x, y):
         return mean_loss(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), x, y)
 
     step = synk.train.local_steps(loss, params, optax.sgd(0.5), every=1)
-    step(*rows_of(9), num_slices=2)
+    step(*rows_of(9), num_slices=1)
     want = serial(loss, optax.sgd(0.5), [rows_of(9)], params)[1]
     assert_close(jax.tree.map(lambda v: v.astype(jnp.float32), step.params.value),
                  jax.tree.map(lambda v: v.astype(jnp.float32), want), rtol=2e-2)  # fmt: skip
@@ -486,6 +534,18 @@ WRONG = {
     "no rows": (local(inputs=["broadcast", "broadcast"]), ValueError, "mean_loss: averages are weighted by rows"),
     "slices": (lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(4), num_slices=0),
                ValueError, "num_slices is 0"),
+    "local slices": (
+        lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(4), num_slices=2), ValueError,
+        "mean_loss: num_slices goes with synk.train.step; local steps take each replica's rows at once",
+    ),
+    "an integer parameter": (
+        lambda: synk.train.step(mean_loss, {**START, "n": [np.int32(1)]}, optax.sgd(0.1)), TypeError,
+        r"synk.train.step: params\['n'\]\[0\] is int32, which has no gradient. Keep it in state=",
+    ),
+    "a key among parameters": (
+        lambda: synk.train.local_steps(mean_loss, jax.random.key(0), optax.sgd(0.1)), TypeError,
+        "local_steps: params is a PRNG key, which has no gradient",
+    ),
 }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Base: errors, trees and arithmetic that know Python, NumPy and JAX, and no group."""

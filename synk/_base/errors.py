@@ -1,0 +1,151 @@
+"""Errors: synk's own exceptions, and which frames of synk's a traceback shows."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+import jax
+
+from .jax_context import default_jax_context, has_user_jax_context
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+class SynkError(Exception):
+    """Base of the errors that synk alone raises.
+
+    Example:
+      >>> issubclass(LawError, SynkError)
+      True
+    """
+
+
+class LawError(SynkError):
+    """Raised by `f.check` where the parallel answer is not the serial one.
+
+    The message names every output and shared variable that differs, and the ops that would have matched.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> with synk.simulate(4):
+      ...     try:
+      ...         synk.function(jnp.mean).check(np.arange(8.0))  # a sum of four means
+      ...     except synk.LawError as error:
+      ...         print('"mean"' in str(error))
+      True
+    """
+
+
+class DivergedError(SynkError):
+    """Raised where replicas hold different values and one value was asked for.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> with synk.simulate(2):
+      ...     w = synk.shared(np.zeros(3, np.float32), name="w")
+      ...     w.set_value(np.ones(3, np.float32), rank=1)
+      ...     try:
+      ...         w.value
+      ...     except synk.DivergedError as error:
+      ...         print(str(error).splitlines()[0][:29])
+      w: its replicas hold differen
+    """
+
+
+class SharedLostError(SynkError):
+    """Raised on reading a shared variable whose old value was donated to a program that then died.
+
+    Setting the variable (`w.value = ...`, `w.set_value`, `synk.broadcast`, `synk.scatter`) heals it; a function
+    built with `donate=False` cannot lose one.
+
+    Example:
+      >>> issubclass(SharedLostError, SynkError)
+      True
+    """
+
+
+class PeerError(SynkError):
+    """Raised where another process of the group has failed or is gone.
+
+    The group cannot go on: end this process, and start all again from the last checkpoint (`python -m synk launch
+    --restarts` does).
+
+    Example:
+      >>> issubclass(PeerError, SynkError)
+      True
+    """
+
+
+class DisagreementError(SynkError):
+    """Raised in every process of a group where they are about to run different programs.
+
+    Example:
+      >>> issubclass(DisagreementError, SynkError)
+      True
+    """
+
+
+def public_api(fn: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a public call: JAX's defaults around it, and of its own frames no more in a traceback than help."""
+
+    @functools.wraps(fn)
+    def synk_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            if has_user_jax_context():
+                with default_jax_context():
+                    return fn(*args, **kwargs)
+            return fn(*args, **kwargs)
+        except Exception as error:
+            hide_internal_frames(error)
+            raise
+
+    return synk_call
+
+
+def hide_internal_frames(error: Exception) -> None:
+    """Leave of a traceback what helps: of what synk raises by intent nothing inside the public call; of an error in the
+    user's function the user's frames; of a defect of synk's everything."""
+    frames: list[TracebackType] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    if not frames:
+        return
+    inner = [frame for frame in frames[1:] if not _is_internal(frame)]
+    if not inner:
+        if _is_deliberate(frames[-1]):
+            error.__traceback__ = None  # raised again, it shows the public call alone
+        return
+    # Every frame of the user's, and what JAX did after the last one.
+    last = frames.index(inner[-1])
+    kept = [*inner, *(frame for frame in frames[last + 1 :] if not _is_ours(frame))]
+    linked: TracebackType | None = None
+    for frame in reversed(kept):
+        linked = TracebackType(linked, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    error.__traceback__ = linked
+
+
+def _is_ours(frame: TracebackType) -> bool:
+    return frame.tb_frame.f_code.co_filename.startswith(_OURS)
+
+
+def _is_internal(frame: TracebackType) -> bool:
+    return frame.tb_frame.f_code.co_filename.startswith((_OURS, _JAX, "<frozen", "<string"))
+
+
+_RAISE = dis.opmap["RAISE_VARARGS"]
+
+
+def _is_deliberate(frame: TracebackType) -> bool:
+    """Did a `raise` of synk's end here, and not a KeyError or the like that nobody meant?"""
+    return _is_ours(frame) and frame.tb_frame.f_code.co_code[frame.tb_lasti] == _RAISE

@@ -1,0 +1,64 @@
+"""JAX context: what a user asks of JAX around a call, what of it changes a trace, and how synk's programs keep clear."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+import jax.core
+import jax.extend
+import numpy as np
+from jax.sharding import Mesh, get_abstract_mesh
+
+# Public since JAX 0.10 in jax.extend.core, and before that in jax.core.
+trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
+EAGER = trace_state()
+_NO_MESH = Mesh(np.empty((), object), ())
+_config: Any = jax.config
+
+# Every option that JAX lists among those of a trace (a test compares), and three that change a program beside it.
+_NAMES = """
+    allow_f16_reductions auto_pcast check_static_indices custom_vjp3 debug_key_reuse default_device
+    default_matmul_precision embedded_constants_max_bytes enable_pgle enable_x64 error_checking_behavior_divide
+    error_checking_behavior_nan error_checking_behavior_oob explicit_x64_dtypes high_dynamic_range_gumbel
+    hlo_source_file_canonicalization_regex mutable_array_checks no_execution numpy_dtype_promotion numpy_rank_promotion
+    pallas_enable_debug_checks pallas_use_mosaic_gpu pgle_profiling_runs ragged_dot_use_gpu_pallas_triton_lowering
+    random_seed_offset remat3 remove_size_one_mesh_axis_from_type scan3 softmax_custom_jvp
+    threefry_gpu_kernel_lowering threefry_partitionable use_direct_linearize use_emit_pipeline_primitive
+    use_shardy_partitioner use_simplified_jaxpr_constants xla_profile_version
+    default_prng_impl debug_nans debug_infs
+""".split()
+TRACE_OPTIONS = tuple(f"jax_{name}" for name in _NAMES if hasattr(_config, f"jax_{name}"))
+
+
+def trace_options() -> tuple[Any, ...]:
+    """The values of JAX's options that change what is traced or compiled; programs are kept for each."""
+    return tuple([getattr(_config, name) for name in TRACE_OPTIONS])
+
+
+def checks_floats() -> bool:
+    """Does the user have JAX look at every result for NaN or infinity (`jax_debug_nans`, `jax_debug_infs`)?"""
+    return _config.jax_debug_nans or _config.jax_debug_infs
+
+
+def is_traced() -> bool:
+    """Is a transformation of JAX's own under way around this line?"""
+    return not trace_state() == EAGER  # there is no != of its own, so that would take another call
+
+
+def has_user_jax_context() -> bool:
+    """True if the user set a mesh or disable_jit and nothing is traced, so that synk's own programs must reset both."""
+    return (_config.jax_disable_jit or not get_abstract_mesh().empty) and not is_traced()
+
+
+@contextmanager
+def default_jax_context() -> Generator[None]:
+    """Run synk's programs with JAX's defaults: jit enabled, no ambient mesh."""
+    with ExitStack() as stack:
+        if _config.jax_disable_jit:
+            stack.enter_context(jax.disable_jit(False))
+        if not get_abstract_mesh().empty:
+            stack.enter_context(jax.set_mesh(_NO_MESH))
+        yield

@@ -1,0 +1,52 @@
+"""Old names: what Synkhronos called what has another name here, for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_KEYWORDS = {
+    "updates": "assign shared variables in then: `@f.then`, and `w.value = new` there",
+    "givens": "pass what varies as arguments, and read shared variables in the function by `w.value`",
+    "bcast_inputs": 'name modes: inputs={"lr": "broadcast"}',
+    "collect_modes": 'name ops: outputs=("mean", "concat")',
+    "reduce_ops": 'name ops: outputs=("mean", "concat")',
+    "sharing": "make data by synk.data(x)",
+}
+_MEMBERS = {
+    "build_inputs": "synk.build_inputs(x, y), or synk.data(x)",
+    "as_theano": "f.serial(...), the same function on one device",
+    "collect_modes": 'the ops given as outputs=("mean", "concat")',
+    "inputs": "the arguments of the call; synk.data(x) keeps rows ready",
+    "outputs": 'the ops given as outputs=("mean", "concat")',
+    "free_memory": "x.free() of synk.data, and synk.close()",
+    "exclude_from_collect": "output_subset=",
+}
+_FUNCTIONS = {
+    "free_memory": "x.free() of synk.data, and synk.close()",
+    "make_slices": "num_slices= of a call",
+    "all_to_all": "synk.gather and synk.scatter",
+    "get_n": "synk.size()",
+}
+
+
+def refuse_keywords(call: str, given: Mapping[str, Any]) -> None:
+    """TypeError for keywords that a call does not have, with what replaces those of Synkhronos."""
+    for name in given:
+        if name in _KEYWORDS:
+            raise TypeError(f"synk.{call}: {name}= was Synkhronos's. Instead: {_KEYWORDS[name]}.")
+        raise TypeError(f"synk.{call}() got an unexpected keyword argument {name!r}")
+
+
+def refuse_member(kind: str, name: str) -> AttributeError:
+    """For a member that there is not, with what replaces one of Synkhronos's."""
+    if name in _MEMBERS:
+        return AttributeError(f"a synk {kind} has no {name!r}, as Synkhronos's had. Instead: {_MEMBERS[name]}.")
+    return AttributeError(f"a synk {kind} has no {name!r}")
+
+
+def refuse_function(name: str) -> AttributeError:
+    """The same for `synk.name`."""
+    if name in _FUNCTIONS:
+        return AttributeError(f"synk has no {name!r}, as Synkhronos had. Instead: {_FUNCTIONS[name]}.")
+    return AttributeError(f"module 'synk' has no attribute {name!r}")

@@ -1,0 +1,51 @@
+"""Pytree: leaves as JAX has them: typed PRNG keys and raw data, dtypes, tracers that nothing may keep."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from .errors import SynkError
+
+PyTree: TypeAlias = Any
+SCALARS = (bool, int, float, complex)
+
+
+def as_keys(data: Any, impl: Any) -> Any:
+    """Raw data as a typed PRNG key array, where `impl` names an implementation."""
+    return data if impl is None else jax.random.wrap_key_data(data, impl=impl)
+
+
+def key_of(leaf: Any) -> Any:
+    """The PRNG implementation of a typed key array, None of anything else."""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key_impl(leaf)
+    return None
+
+
+def as_data(leaf: Any) -> Any:
+    """A typed PRNG key array as raw data; anything else as it is."""
+    return leaf if key_of(leaf) is None else jax.random.key_data(leaf)
+
+
+def narrow(dtype: np.dtype) -> np.dtype:
+    """As JAX has it: 64 bits as 32 unless they are enabled, in the machine's order."""
+    return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+
+
+def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf as JAX will have it."""
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def refuse_tracer(leaf: Any, what: str) -> None:
+    """SynkError where a value is traced: whoever keeps it would have it after its trace has ended."""
+    if isinstance(leaf, jax.core.Tracer):
+        raise SynkError(
+            f"{what} is a traced one of jit, grad, vmap or the like, which nothing can keep. Return it from there, "
+            f"and use what comes back."
+        )

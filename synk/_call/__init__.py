@@ -1,0 +1,1 @@
+"""Call: one call, from bound arguments to committed updates."""

@@ -1,0 +1,257 @@
+"""Binding: which argument is scattered, broadcast or static, and how leaves become arguments again."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import numpy as np
+from jax.tree_util import keystr
+
+from .._base.pytree import PyTree
+
+MODES = ("scatter", "broadcast", "static")
+RESERVED = ("batch", "batch_s", "num_slices", "output_subset", "batches", "prefetch", "rtol", "atol", "update")
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+MAX_SPECS = 1024  # kept of one function: one a tree of arguments and choice of static ones
+
+
+@dataclass(frozen=True, eq=False)
+class ArgumentSpec:
+    """The arguments of calls of one tree: which leaf goes where; one object a tree, so that it is its own key.
+
+    Attributes:
+      treedef: of (args, kwargs), static ones left out.
+      scattered: which leaves are.
+      broadcast: which leaves are.
+      names: of all leaves, as messages call them.
+      parameters: parameter -> its tree of leaf numbers, for those given.
+      statics: parameter -> value.
+      static_args: position -> value.
+      static_kwargs: keyword -> value.
+      defaults: of the function's parameters.
+    """
+
+    treedef: Any
+    scattered: tuple[int, ...]
+    broadcast: tuple[int, ...]
+    names: tuple[str, ...]
+    parameters: Mapping[str, Any]
+    statics: Mapping[str, Any]
+    static_args: Mapping[int, Any]
+    static_kwargs: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+
+    @property
+    def scattered_names(self) -> list[str]:
+        """Of the scattered leaves."""
+        return [self.names[i] for i in self.scattered]
+
+    def in_tree_order(self, scattered: Sequence[Any], broadcast: Sequence[Any]) -> list[Any]:
+        """Something of each leaf, from that of the scattered and of the broadcast ones."""
+        at = dict(zip((*self.scattered, *self.broadcast), (*scattered, *broadcast), strict=True))
+        return [at[i] for i in range(len(at))]
+
+    def call(self, fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
+        """Call `fn`, static arguments put in."""
+        return fn(*[self.static_args.get(i, arg) for i, arg in enumerate(args)], **{**kwargs, **self.static_kwargs})
+
+    def constants(self, names: Sequence[str]) -> dict[str, Any]:
+        """Of these parameters those that are static, or have their default."""
+        known = {**self.defaults, **self.statics}
+        return {name: known[name] for name in names if name not in self.parameters and name in known}
+
+
+class BoundArguments(NamedTuple):
+    """A call's arguments: their leaves as they came, and how they are dealt out."""
+
+    spec: ArgumentSpec
+    leaves: list[Any]
+
+    @property
+    def has_tracers(self) -> bool:
+        """Is one of them traced? Looked at before anything else of a leaf."""
+        return any([isinstance(leaf, jax.core.Tracer) for leaf in self.leaves])
+
+
+class ArgumentBinder:
+    """How one function's parameters are dealt out; makes and remembers argument specs."""
+
+    def __init__(self, fn: Callable[..., PyTree], inputs: Any, name: str) -> None:
+        self.name = name
+        self.signature = inspect.signature(fn)
+        self.parameters = dict(self.signature.parameters)
+        clash = [p for p in self.parameters if p in RESERVED]
+        if clash:
+            raise ValueError(
+                f"{name}: its parameter {clash[0]!r} has the name of an option of every synk function. Rename it."
+            )
+        self.modes = self._modes(inputs)
+        self.static_names = {p for p, mode in self.modes.items() if isinstance(mode, str) and mode == "static"}
+        self.positions = [
+            p for p, q in self.parameters.items() if q.kind in (q.POSITIONAL_ONLY, q.POSITIONAL_OR_KEYWORD)
+        ]
+        # A default that is an array is dealt out like any other value; what a partial has bound is a constant.
+        self._arrays = {
+            p: q.default
+            for p, q in self.parameters.items()
+            if isinstance(q.default, np.ndarray | jax.Array)
+            and q.kind != q.POSITIONAL_ONLY
+            and not isinstance(fn, functools.partial)
+        }
+        self._specs: OrderedDict[Any, ArgumentSpec] = OrderedDict()
+
+    def mode(self, parameter: str) -> PyTree:
+        """The mode (or tree of modes) of a parameter."""
+        return self.modes.get(parameter, "scatter")
+
+    def _modes(self, inputs: Any) -> dict[str, PyTree]:
+        if inputs is None:
+            return {}
+        if isinstance(inputs, str):
+            raise TypeError(f"{self.name}: inputs={inputs!r} is one string; give a sequence, e.g. [{inputs!r}].")
+        if isinstance(inputs, Mapping):
+            unknown = [p for p in inputs if p not in self.parameters]
+            if unknown:
+                raise ValueError(f"{self.name}: inputs names {unknown[0]!r}, but {self._has()}.")
+            return {p: self._checked(mode, p) for p, mode in inputs.items()}
+        if not isinstance(inputs, Sequence):
+            raise TypeError(f"{self.name}: inputs is {inputs!r}; give a sequence of modes or names, or a mapping.")
+        if inputs and all(isinstance(i, str) and i in self.parameters and i not in MODES for i in inputs):
+            return {p: "scatter" if p in inputs else "broadcast" for p in self.parameters}
+        wrong = [i for i in inputs if isinstance(i, str) and i not in MODES]
+        if wrong:
+            raise ValueError(
+                f"{self.name}: inputs holds {wrong[0]!r}, which is neither a mode ({', '.join(MODES)}) nor the name of "
+                f"a parameter; {self._has()}."
+            )
+        named = [p for p, q in self.parameters.items() if q.kind not in _VARIADIC]
+        if len(inputs) > len(named) and not any(q.kind == q.VAR_POSITIONAL for q in self.parameters.values()):
+            raise ValueError(f"{self.name}: inputs has {len(inputs)} modes, but {self._has()}.")
+        extra = [p for p, q in self.parameters.items() if q.kind == q.VAR_POSITIONAL]
+        modes = {p: self._checked(mode, p) for p, mode in zip(named, inputs, strict=False)}
+        if len(inputs) > len(named):
+            rest = inputs[len(named) :]
+            if any(mode != rest[0] for mode in rest):
+                raise ValueError(f"{self.name}: the values of *{extra[0]} share one mode, but inputs has {rest!r}.")
+            modes[extra[0]] = self._checked(rest[0], extra[0])
+        return modes
+
+    def _has(self) -> str:
+        return f"its parameters are {', '.join(self.parameters)}" if self.parameters else "it has no parameters"
+
+    def _checked(self, mode: PyTree, parameter: str) -> PyTree:
+        for leaf in jax.tree.leaves(mode):
+            if leaf not in MODES or (leaf == "static" and mode != "static"):
+                raise ValueError(
+                    f'{self.name}: the mode of {parameter} is {mode!r}; use "scatter", "broadcast", or a tree of '
+                    f'these, or "static" for the whole of it.'
+                )
+        if mode == "static" and self.parameters[parameter].kind in _VARIADIC:
+            raise ValueError(f"{self.name}: *{parameter} cannot be static; name its parameters one by one.")
+        return mode
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
+        """Leaves of a call's arguments, and how they are dealt out."""
+        if self._arrays:
+            kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
+        statics: tuple[Any, ...] = ()
+        static_args: dict[int, Any] = {}
+        static_kwargs: dict[str, Any] = {}
+        if self.static_names:
+            static_args = {i: a for i, a in enumerate(args) if i < len(self.positions) and self._static(i)}
+            static_kwargs = {k: v for k, v in kwargs.items() if k in self.static_names}
+            statics = self._hashable(static_args, static_kwargs)
+            args = tuple(None if i in static_args else a for i, a in enumerate(args))
+            kwargs = {k: None if k in static_kwargs else v for k, v in kwargs.items()}
+        if list in map(type, args) or list in map(type, kwargs.values()):
+            try:
+                args = tuple(map(_array_of_numbers, args))
+                kwargs = {k: _array_of_numbers(v) for k, v in kwargs.items()}
+            except ValueError as error:
+                raise ValueError(f"{self.name}: an argument is a list that makes no array: {error}") from None
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        spec = self._specs.get((treedef, statics))
+        if spec is None:
+            spec = self._specs[treedef, statics] = self._spec(treedef, len(leaves), static_args, static_kwargs)
+            if len(self._specs) > MAX_SPECS:
+                self._specs.popitem(last=False)
+        return BoundArguments(spec, leaves)
+
+    def _static(self, position: int) -> bool:
+        return self.positions[position] in self.static_names
+
+    def _hashable(self, args: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        named = {**{self.positions[i]: value for i, value in args.items()}, **kwargs}
+        for parameter, value in named.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise TypeError(
+                    f"{self.name}: the static argument {parameter} is a {type(value).__name__}, which has no hash. "
+                    f'Static ones are compile-time constants; pass arrays as "broadcast".'
+                ) from None
+        return tuple((parameter, type(value), value) for parameter, value in sorted(named.items()))
+
+    def _spec(
+        self, treedef: Any, count: int, static_args: dict[int, Any], static_kwargs: dict[str, Any]
+    ) -> ArgumentSpec:
+        args, kwargs = treedef.unflatten(range(count))
+        try:
+            given = self.signature.bind(*args, **{**kwargs, **dict.fromkeys(static_kwargs)}).arguments
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}.") from None
+        modes: dict[int, str] = {}
+        names: dict[int, str] = {}
+        for parameter, tree in given.items():
+            for path, place in jax.tree_util.tree_leaves_with_path(tree):
+                names[place] = f"{parameter}{keystr(path)}"
+            if parameter not in self.static_names:
+                self._assign(parameter, tree, modes)
+        return ArgumentSpec(
+            treedef=treedef,
+            scattered=tuple(i for i in range(count) if modes[i] == "scatter"),
+            broadcast=tuple(i for i in range(count) if modes[i] == "broadcast"),
+            names=tuple(names[i] for i in range(count)),
+            parameters={p: tree for p, tree in given.items() if p not in self.static_names},
+            statics={**{self.positions[i]: v for i, v in static_args.items()}, **static_kwargs},
+            static_args=static_args,
+            static_kwargs=static_kwargs,
+            defaults={p: q.default for p, q in self.parameters.items() if q.default is not q.empty},
+        )
+
+    def _assign(self, parameter: str, tree: PyTree, modes: dict[int, str]) -> None:
+        mode = self.mode(parameter)
+        kind = self.parameters[parameter].kind
+        trees = [tree]
+        if kind in _VARIADIC:  # each of its values has the mode
+            trees = list(tree.values() if isinstance(tree, dict) else tree)
+        for each in trees:
+            try:
+                jax.tree.map(lambda m, sub: modes.update(dict.fromkeys(jax.tree.leaves(sub), m)), mode, each)
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.name}: the modes {mode!r} of {parameter} are no prefix of the argument, whose tree is "
+                    f"{jax.tree.structure(each)}."
+                ) from error
+
+
+def _array_of_numbers(argument: Any) -> Any:
+    """A list of numbers (or of such lists) as an array; anything else as it is."""
+    if type(argument) is list and argument and _is_numbers(argument):
+        return np.asarray(argument)
+    return argument
+
+
+def _is_numbers(value: Any) -> bool:
+    if type(value) is list:
+        return all(map(_is_numbers, value))
+    return isinstance(value, bool | int | float | complex | np.generic)

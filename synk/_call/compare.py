@@ -1,0 +1,77 @@
+"""Compare: outcome against outcome: what differs, and which op would have matched. NumPy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+# By bits of the dtype: rounding differs with the order of sums.
+TOLERANCES = {8: (0.2, 0.1), 16: (2e-2, 2e-2), 32: (2e-4, 2e-5), 64: (1e-9, 1e-11)}
+
+
+class Tolerance(NamedTuple):
+    """How near values must be; None chooses by dtype."""
+
+    rtol: float | None
+    atol: float | None
+
+    def admits(self, one: Any, other: Any, dtype: Any = None) -> bool:
+        """Are these equal, to rounding?"""
+        one, other = np.asarray(one), np.asarray(other)
+        if one.shape != other.shape:
+            return False
+        dtype = dtype or one.dtype
+        rtol, atol = TOLERANCES[jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.inexact) else 64]
+        rtol = rtol if self.rtol is None else self.rtol
+        atol = atol if self.atol is None else self.atol
+        wide = np.complex128 if np.iscomplexobj(one) or np.iscomplexobj(other) else np.float64
+        return np.allclose(one.astype(wide), other.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
+
+
+class Parts(NamedTuple):
+    """An output's parts as they come, and the rows of each."""
+
+    values: Sequence[np.ndarray]
+    rows: np.ndarray
+
+
+def difference(one: Any, other: Any) -> str:
+    """Where a value is off the serial one most."""
+    one, other = np.asarray(one), np.asarray(other)
+    if one.shape != other.shape:
+        return f"its shape is {other.shape}, serially {one.shape}"
+    wide = np.complex128 if np.iscomplexobj(one) else np.float64
+    off = np.abs(one.astype(wide) - other.astype(wide))
+    at = np.unravel_index(int(np.argmax(np.nan_to_num(off, nan=np.inf))), off.shape)
+    return f"it is {other[at]:.6g}, serially {one[at]:.6g}" + (" where they differ most" if one.ndim else "")
+
+
+def matching_ops(parts: Parts, i: int, serial: Any, tolerance: Tolerance) -> list[str]:
+    """The ops under which the parts of output i are the serial one."""
+    value, weights = parts.values[i], parts.rows
+    if value.ndim == 0 or len(value) != len(weights):
+        return []
+    number = value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
+    is_complex = np.iscomplexobj(value)
+    combined: dict[str, Any] = {
+        "mean": np.tensordot(weights / weights.sum(), number, 1),
+        "sum": number.sum(0),
+        "max": np.nan if is_complex else number.max(0),
+        "min": np.nan if is_complex else number.min(0),
+        "prod": number.prod(0),
+    }
+    if value.ndim > 1:
+        combined["concat"] = number.reshape(-1, *number.shape[2:])
+    if value.dtype == bool:
+        combined = {"any": value.any(0), "all": value.all(0)}
+    return [f'"{op}"' for op, whole in combined.items() if tolerance.admits(serial, np.asarray(whole), serial.dtype)]
+
+
+def differing_results(paths: Sequence[str], one: Any, many: Any, tolerance: Tolerance) -> Iterator[str]:
+    """Results of `then` that differ."""
+    for path, a, b in zip(paths, one, many, strict=True):
+        if not tolerance.admits(a, b):
+            yield f"result{path} of then: {difference(a, b)}."

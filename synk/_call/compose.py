@@ -1,0 +1,160 @@
+"""Compose: a call under an outer jit, grad, vmap or checkpoint, as one traced operation: the same step program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+from .._base.errors import SynkError
+from .._base.jax_context import trace_options
+from .._base.partition import split_rows
+from .._base.pytree import PyTree
+from .._data.dataset import Data
+from .._data.feed import InputFeed
+from .._data.process_rows import ProcessLocalRows
+from .._reductions.outputs import ResultSpec, result_spec
+from .._runtime.engine import spmd
+from .._runtime.group import Group
+from .._runtime.layout import Layout, put
+from .._variables.state import AbstractState
+from .._variables.variable import Shared
+from .binding import BoundArguments
+from .inputs import RowRequest, launches, look_at, select_rows
+from .plan import PlanCache
+from .prepare import checked_subset, with_parts
+from .program import PartArrays, ProgramBuilder
+from .spec import CallSpec, FunctionSpec, Programmed
+from .traces import CallTraces
+
+
+@dataclass(frozen=True, eq=False)
+class ComposedPlan:
+    """The step program of one kind of call, to be inlined.
+
+    Attributes:
+      mapped: takes rows in equal blocks and broadcast arguments.
+      result: the structure of what it returns.
+      accepts: the states of variables that it is for: of none.
+    """
+
+    mapped: Callable[..., Sequence[jax.Array]]
+    result: ResultSpec
+    accepts: dict[Shared, tuple[AbstractState, ...]]
+
+
+def compose(
+    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, group: Group
+) -> PyTree:
+    """Trace the call into whatever transformation is under way."""
+    name, spec = function.name, bound.spec
+    if request.batch_s is not None:
+        raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
+    if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
+        raise ValueError(f"{name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
+    scattered, others = look_at(bound, spec.scattered, name), look_at(bound, spec.broadcast, name)
+    sources = _picked(name, spec.scattered_names, scattered.values, request.batch, group)
+    broadcast = [jnp.asarray(leaf) for leaf in others.values]
+    rows = len(sources[0]) if sources else None
+    if rows is None and request.num_slices > 1:
+        raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
+    lengths = None if rows is None else tuple(part.rows for part in split_rows(rows, group.size))
+    call = CallSpec(
+        arguments=spec,
+        options=trace_options(),
+        rows=tuple(jax.ShapeDtypeStruct(s.shape[1:], s.dtype) for s in sources),
+        feeds=(InputFeed(),) * len(sources),
+        broadcast=tuple(jax.ShapeDtypeStruct(b.shape, b.dtype, weak_type=b.weak_type) for b in broadcast),
+        keys=tuple(spec.in_tree_order(scattered.keys, others.keys)),
+        subset=None if subset is None else checked_subset(subset, name),
+        is_composed=True,
+        num_slices=request.num_slices if rows is None else min(request.num_slices, max(lengths or (1,))),
+    )
+    # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
+    call = replace(with_parts(function, call, lengths, 1), lengths=lengths)
+    plan = plans.find(group, call, lambda variable: variable._state.abstract, lambda: _make(function, group, call))
+    layouts: list[Layout] = [*["rows"] * len(sources), *["replicated"] * len(broadcast)]  # type: ignore[list-item]
+    if lengths is not None:
+        sources = [_in_blocks(source, lengths) for source in sources]
+    placed = [_place(group, a, layout) for a, layout in zip([*sources, *broadcast], layouts, strict=True)]
+    try:
+        values = plan.mapped(*placed)
+    except ValueError as error:
+        # Under an eager grad or vmap a traced value may wrap one that lives on one device alone.
+        if "incompatible devices" not in str(error):
+            raise
+        values = plan.mapped(*(jax.device_put(a, group.replicated) for a in placed))
+    return plan.result.tree(values)
+
+
+def _picked(name: str, names: Sequence[str], leaves: Sequence[Any], batch: Any, group: Group) -> list[jax.Array]:
+    """The scattered arguments, their rows picked; a traced batch picks them as the program runs."""
+    if isinstance(batch, jax.core.Tracer):
+        if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
+            raise TypeError(f"{name}: a traced batch is a 1-d integer array; this one is {batch.dtype}{batch.shape}.")
+        if any(isinstance(leaf, Data) and leaf.is_minibatch for leaf in leaves):
+            raise ValueError(f"{name}: minibatch data cannot go with a traced batch. Pass its array.")
+        select_rows(name, names, leaves, RowRequest(), group, group)
+        # Its values are not known yet, so not checked: rows that are not there are NaN, and never another row.
+        return [jnp.asarray(leaf).at[batch].get(mode="fill") for leaf in leaves]
+    picked: list[jax.Array] = []
+    for each in select_rows(name, names, leaves, RowRequest(batch), group, group).each:
+        array, index = jnp.asarray(each.source), each.selection.indexes
+        start, rows = each.selection.start, each.selection.rows
+        picked.append((array[start : start + rows] if index is None else array[index]).astype(each.dtype))
+    return picked
+
+
+def _in_blocks(source: jax.Array, lengths: Sequence[int]) -> jax.Array:
+    """Rows in equal blocks, one a replica, filled up with copies of real rows."""
+    if len(set(lengths)) == 1:
+        return source
+    parts = split_rows(sum(lengths), len(lengths))
+    index = [np.minimum(part.start + np.arange(lengths[0]), sum(lengths) - 1) for part in parts]
+    return source.at[np.concatenate(index)].get(mode="promise_in_bounds")
+
+
+def _place(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
+    """What one device holds cannot enter a program over several; a traced value has no place yet."""
+    if isinstance(array, jax.core.Tracer) or not array.committed:
+        return array
+    return put(group, array, "replicated" if layout == "replicated" else "stacked")
+
+
+def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
+    traces = CallTraces(Programmed(function, group, call), None)
+    builder = ProgramBuilder(Programmed(function, group, call), traces, lambda v: "replicated")
+    builder.check_parts()
+    then = builder.then
+    for variable in traces.touched:
+        raise SynkError(
+            f"{function.name}: it uses the shared variable {variable.name}, so it cannot run inside jit, grad or vmap: "
+            f'they would keep the value of now. Make it a "broadcast" argument and pass {variable.name}.value.'
+        )
+    treedef, keys = builder.outputs.treedef, [builder.outputs.leaves[i].key for i in builder.outputs.keep]
+    if then is not None:
+        treedef, keys = then[0].outputs
+    result = result_spec(treedef, keys, call.subset, function.name)
+    table = None
+    if call.lengths is not None and not (call.is_even and call.num_slices == 1):
+        parts = launches(call.lengths, 1)[0]
+        n = group.size
+        table = np.array([parts.counts, parts.offsets, call.lengths, (0,) * n, (0,) * n], np.int32)
+
+    def body(*values: jax.Array) -> list[jax.Array]:
+        count = len(call.rows)
+        arrays = PartArrays([(value, None) for value in values[:count]], None, list(values[count:]))
+        sizes = call.part_sizes[0]
+        part = builder.part(None if table is None else jnp.asarray(table), sizes[0])
+        results = builder.finish_values(builder.states(sizes, {}, arrays, part, sizes[0]), {}, arrays.broadcast, part)[0]
+        return [results[i] for i in result.picked]
+
+    ins: list[Layout] = [*["rows"] * len(call.rows), *["replicated"] * len(call.broadcast)]  # type: ignore[list-item]
+    outs: list[Layout] = ["replicated"] * len(result.picked)
+    return ComposedPlan(jax.jit(spmd(group, body, ins, outs)), result, {})
+

@@ -1,0 +1,194 @@
+"""Execute: feed, launch and commit one call of a plan; or do all but commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+
+from .._base.errors import SynkError
+from .._base.jax_context import checks_floats
+from .._data.transfer import PartRows
+from .._runtime.dispatch import ignore_failure, retire_finished, uninterrupted
+from .._runtime.executable import relayout
+from .._runtime.group import Group
+from .._runtime.layout import constant, shard_of_rank
+from .._variables.state import VariableState
+from .._variables.variable import Shared, bind, invalidate, restore
+from .inputs import RowInputs, exchanged, feed_rows, index_on_replicas, launches
+from .plan import CallPlan
+from .spec import CallSpec, FunctionSpec
+
+
+class ReadyCall(NamedTuple):
+    """A call of a plan, with what it runs on."""
+
+    function: FunctionSpec
+    group: Group
+    call: CallSpec
+    plan: CallPlan
+    rows: RowInputs
+    broadcast: list[Any]
+    num_slices: int
+
+
+class Outcome(NamedTuple):
+    """What a call gives: its result's leaves, and new states of the variables it updates."""
+
+    leaves: list[jax.Array]
+    updates: dict[Shared, VariableState]
+    plan: CallPlan
+
+
+def execute(ready: ReadyCall) -> Any:
+    """Run a call and commit its updates: all or none, Ctrl-C included. Return its result."""
+    plan = ready.plan
+    states = {variable: bind(variable, ready.group) for variable in plan.accepts}
+    check_held_rows(ready, states)
+    last = _before_last(ready, states)
+    if not plan.updates:
+        return plan.result.tree(_launch(ready, last, ignore_failure)[: len(plan.result.picked)])
+    if not ready.call.donate:
+        retire_finished()
+    committed: list[tuple[Shared, VariableState, VariableState]] = []
+
+    def on_failure(error: Exception) -> None:
+        """The program died. Old values that were donated are lost with it; others are back."""
+        for variable, state, old in committed:
+            if ready.call.donate:
+                invalidate(variable, state, ready.function.name, error)
+            else:
+                restore(variable, state, old)
+
+    with uninterrupted():
+        try:
+            values = _launch(ready, last, on_failure)
+        except Exception as error:
+            for update in plan.updates:
+                old = states[update.variable]
+                if any(leaf.is_deleted() for leaf in old.leaves):
+                    invalidate(update.variable, old, ready.function.name, error)
+            raise
+        for variable, state in _updates(ready, values, states).items():
+            # What is donated is not kept alive either.
+            committed.append((variable, state, state if ready.call.donate else states[variable]))
+            variable._state = state
+    return plan.result.tree(values[: len(plan.result.picked)])
+
+
+def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -> Outcome:
+    """Run a call and leave its updates to the caller."""
+    states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
+    check_held_rows(ready, states)
+    values = _launch(ready, _before_last(ready, states), ignore_failure)
+    return Outcome(values[: len(ready.plan.result.picked)], _updates(ready, values, states), ready.plan)
+
+
+def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
+    """Variables that hold rows go with inputs of as many rows on each replica."""
+    rows = ready.rows
+    wanted = rows.lengths if rows.on_replicas is None else rows.on_replicas.held
+    for variable in ready.plan.held:
+        held = states[variable].rows_per_replica
+        if held != wanted:
+            raise ValueError(
+                f"{ready.function.name}: {variable.name} holds {list(held or ())} rows on the replicas, but this call "
+                f"gives them {list(wanted or ())}. Scatter as many rows, or broadcast {variable.name}."
+            )
+
+
+def _leaves(ready: ReadyCall, state: VariableState, variable: Shared) -> list[jax.Array]:
+    """A variable's leaves as programs take them."""
+    layout = ready.plan.layouts[variable]
+    return state.leaves if state.layout == layout else relayout(ready.group, state.leaves, state.layout, layout)
+
+
+def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Sequence[Any]]:
+    """Run what comes before the program that ends the call; its arguments."""
+    plan, group = ready.plan, ready.group
+    leaves = {variable: _leaves(ready, state, variable) for variable, state in states.items()}
+    if plan.finish is None:
+        parts = launches(ready.rows.lengths, 1)[0] if ready.rows.lengths else None
+        values = _values(ready, parts)
+        if not ready.call.is_plain and parts is not None:
+            values.append(_meta(ready, parts, 0, 0))
+        return [*(leaves[v] for v in plan.reads[1]), [], values]
+    assert ready.rows.lengths is not None
+    held: list[jax.Array] = []
+    slot = 0
+    rows = exchanged(group, ready.rows)
+    ready = ready._replace(rows=rows)
+    for j, parts in enumerate(launches(ready.rows.lengths, ready.num_slices)):
+        values = [*_values(ready, parts), _meta(ready, parts, slot, j)]
+        held = plan.program_of(j, parts).launch([*(leaves[v] for v in plan.reads[0]), held, values])
+        slot += parts.tall
+    whole = launches(ready.rows.lengths, 1)[0]
+    return [*(leaves[v] for v in plan.reads[1]), held, [*ready.broadcast, _meta(ready, whole, 0, 0)]]
+
+
+def _values(ready: ReadyCall, parts: PartRows | None) -> list[Any]:
+    """Rows or what picks them, and broadcast arguments."""
+    group, stats = ready.group, ready.function.stats
+    start = perf_counter()
+    values: list[Any] = []
+    if parts is not None:
+        values = feed_rows(group, exchanged(group, ready.rows), parts)
+        if ready.call.held_index is not None:
+            values.append(index_on_replicas(group, ready.call.held_index, ready.rows.on_replicas, parts))
+    stats.sending += perf_counter() - start
+    return [*values, *ready.broadcast]
+
+
+def _meta(ready: ReadyCall, parts: PartRows, row_slot: int, part_slot: int) -> jax.Array:
+    """What a program is told of parts: rows, offsets, rows of the replicas, places in what is gathered."""
+    lengths, n = ready.rows.lengths, ready.group.size
+    assert lengths is not None
+    table = (parts.counts, parts.offsets, lengths, (row_slot,) * n, (part_slot,) * n)
+    return constant(ready.group, "replicated", table, "int32")
+
+
+def _launch(
+    ready: ReadyCall, arguments: list[Sequence[Any]], on_failure: Callable[[Exception], None]
+) -> list[jax.Array]:
+    """Start the program that ends the call; the first replica's own outputs lie on its device alone."""
+    plan, name = ready.plan, ready.function.name
+    try:
+        values = plan.last.launch(arguments, on_failure)
+    except Exception as error:
+        explained = _explained(error, name)
+        if explained is error:
+            raise
+        raise explained from error
+    if plan.own:
+        lengths = ready.rows.lengths
+        rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
+        for i in plan.own:
+            values[i] = shard_of_rank(ready.group, values[i], rank)
+    return values
+
+
+def _explained(error: Exception, name: str) -> Exception:
+    """What JAX says of a launch, in words that name the function."""
+    if isinstance(error, SynkError):
+        return error
+    if checks_floats() and type(error).__name__ == "InternalFloatingPointError":
+        return FloatingPointError(f"{name}: a result holds NaN or infinity, which jax_debug_nans or _infs forbids.")
+    if "RESOURCE_EXHAUSTED" in str(error):
+        first = str(error).splitlines()[0]
+        return MemoryError(f"{name}: {first} Run it with num_slices=2 or more, which needs the memory of one slice.")
+    return error
+
+
+def _updates(
+    ready: ReadyCall, values: list[jax.Array], states: dict[Shared, VariableState]
+) -> dict[Shared, VariableState]:
+    """New states of what the call writes."""
+    found: dict[Shared, VariableState] = {}
+    for variable, start, stop, abstract, depends_on in ready.plan.updates:
+        is_equal = depends_on is not None and all([states[v].is_equal for v in depends_on])
+        by = "" if is_equal else ready.function.name
+        found[variable] = VariableState(values[start:stop], abstract, is_equal, by)
+    return found
+

@@ -1,0 +1,465 @@
+"""Function: the serial-looking call."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+
+from .._base.errors import SynkError, hide_internal_frames, public_api
+from .._base.jax_context import default_jax_context, has_user_jax_context, is_traced
+from .._base.old_names import refuse_keywords, refuse_member
+from .._base.pytree import PyTree
+from .._data.prefetch import Prefetch
+from .._reductions.outputs import check_ops
+from .._reductions.reduction import Op
+from .._runtime.dispatch import LOCK
+from .._runtime.engine import ENGINES
+from .._runtime.group import current_group
+from .._tracing.context import current_trace
+from .._variables.variable import Shared
+from .binding import ArgumentBinder, BoundArguments
+from .check import Runner, check, run_serial
+from .compare import Tolerance
+from .compose import compose
+from .execute import ReadyCall, execute
+from .inputs import RowRequest, check_slices
+from .iterate import iterate
+from .plan import PlanCache
+from .prepare import Where, prepare
+from .spec import FunctionSpec, Stats
+
+
+class Function:
+    """What `synk.function` makes: call it as the serial function.
+
+    Attributes:
+      fn: the user's function.
+      name: what messages call it.
+      stats: calls, compilations, rows and seconds so far (`synk.Stats`).
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> f = synk.function(jnp.sum)
+      >>> isinstance(f, synk.Function), float(f(np.arange(5.0))), f.stats.rows
+      (True, 10.0, 5)
+    """
+
+    def __init__(self, spec: FunctionSpec, binder: ArgumentBinder) -> None:
+        self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
+        self._spec, self._binder = spec, binder
+        self._plans = PlanCache()
+        functools.update_wrapper(self, spec.fn, updated=())
+
+    def __repr__(self) -> str:
+        return f"synk.function({self.name})"
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Function:
+        if instance is None:
+            return self
+        raise TypeError(
+            f"{self.name}: synk.function decorates a method, but has no way to hand it {type(instance).__name__}. "
+            f"Make the function in __init__: self.{self.name} = synk.function(self._{self.name})."
+        )
+
+    def __getattr__(self, member: str) -> Any:
+        raise refuse_member("function", member)
+
+    @public_api
+    def then(self, then: Callable[..., PyTree]) -> Function:
+        """Set what runs on every replica after the outputs are combined; for use as a decorator.
+
+        A tuple of outputs is spread over its parameters; after them it may name any broadcast or static parameter of
+        the function. What it returns is the call's result.
+
+        Args:
+          then: takes the combined outputs.
+
+        Returns:
+          The function itself.
+
+        Raises:
+          SynkError: the function has one already, or was called before.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> total = synk.shared(np.float32(0.0))
+          >>> @synk.function
+          ... def add(x):
+          ...     return jnp.sum(x)
+          >>> @add.then
+          ... def add(part):
+          ...     total.value = total.value + part
+          >>> add(np.ones(5, np.float32))
+          >>> float(total.value)
+          5.0
+        """
+        if self.stats.calls or self.stats.compilations:
+            raise SynkError(f"{self.name}: then comes before the first call; define both, and call after.")
+        if self._spec.then is not None:
+            raise SynkError(f"{self.name}: it has a then already.")
+        self._spec = _with_then(self._spec, self._binder, then)
+        return self
+
+    @property
+    def shared(self) -> tuple[Shared, ...]:
+        """The shared variables that it reads and writes, as far as its calls have shown."""
+        return self._plans.variables()
+
+    def __call__(
+        self,
+        *args: Any,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> PyTree:
+        """Run on all replicas and return the combined outputs, without waiting for them.
+
+        Args:
+          *args: as `fn` takes them; scattered ones share their number of rows, axis 0 (global shapes).
+          batch: which rows: an int n (the first n), a slice, a boolean mask, or integer indexes; None for all.
+          num_slices: run each replica's rows in so many parts, one at a time, for the memory of one.
+          output_subset: which entries of the top level of the outputs to return, as a tuple in that order.
+          **kwargs: as `fn` takes them.
+
+        Returns:
+          What `fn` returns, combined by its ops, or what `then` returns: `jax.Array`s that lie on every replica
+          ("first": on the first alone).
+
+        Raises:
+          TypeError: an argument is no array, or a batch holds no integers.
+          ValueError: rows differ, nothing is selected, or the ops do not fit the outputs.
+          IndexError: the batch names rows that are not there.
+        """
+        try:
+            request = RowRequest(batch, batch_s, num_slices)
+            if has_user_jax_context():
+                with default_jax_context():
+                    return self._call(args, kwargs, request, output_subset)
+            return self._call(args, kwargs, request, output_subset)
+        except Exception as error:
+            hide_internal_frames(error)
+            raise
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: RowRequest, subset: Any) -> PyTree:
+        self._refuse_inside()
+        bound = self._binder.bind(args, kwargs)
+        check_slices(request.num_slices, self.name)
+        if is_traced() or bound.has_tracers:
+            return compose(self._spec, self._plans, bound, request, subset, current_group())
+        return self._launch(bound, request, subset)
+
+    def _launch(self, bound: BoundArguments, request: RowRequest, subset: Any) -> PyTree:
+        """Start one call."""
+        stats = self.stats
+        with LOCK:
+            start, sending = perf_counter(), stats.sending
+            ready = self._prepare(bound, request, subset)
+            begun = perf_counter()
+            stats.selecting += begun - start
+            result = execute(ready)
+            stats.calls += 1
+            stats.rows += sum(ready.rows.lengths or ())
+            stats.dispatching += perf_counter() - begun - (stats.sending - sending)
+            return result
+
+    def _prepare(self, bound: BoundArguments, request: RowRequest, subset: Any) -> ReadyCall:
+        return prepare(self._spec, self._plans, bound, request, subset, Where(current_group()))
+
+    @public_api
+    def iterate(
+        self,
+        *args: Any,
+        batches: Iterable[Any],
+        prefetch: int = 2,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Prefetch[Any, PyTree]:
+        """Call the function for each batch; the next ones are picked and sent while the current one runs.
+
+        Args:
+          *args: as in a call.
+          batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
+          prefetch: how many batches a thread works ahead; 0 for none.
+          num_slices: as in a call.
+          output_subset: as in a call.
+          **kwargs: as in a call.
+
+        Returns:
+          An iterator of the results, in order; it has as many as there are batches. Leaving the loop stops the thread.
+
+        Raises:
+          As a call, when that batch is reached.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> total = synk.function(jnp.sum)
+          >>> x = np.arange(6)
+          >>> [int(t) for t in total.iterate(x, batches=synk.minibatches(len(x), 4, shuffle=False))]
+          [6, 9]
+        """
+        self._eagerly("iterate")
+        check_slices(num_slices, self.name)
+        bound = self._binder.bind(args, kwargs)
+        request = RowRequest(num_slices=num_slices)
+
+        def call(bound: BoundArguments, request: RowRequest) -> PyTree:
+            return self._launch(bound, request, output_subset)
+
+        return iterate(self._spec, bound, batches, prefetch, request, call, lambda: self._eagerly("iterate"))
+
+    def _refuse_inside(self) -> None:
+        current = current_trace()
+        if current is not None:
+            raise SynkError(
+                f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
+                f"Call {self.name}.fn there."
+            )
+
+    def _eagerly(self, call: str) -> None:
+        """What runs at once cannot be part of a function, or of a transformation."""
+        self._refuse_inside()
+        if is_traced():
+            raise SynkError(
+                f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
+            )
+
+    @public_api
+    def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:
+        """Run `fn` and `then` once, on one device, over all selected rows: what every other call must equal.
+
+        Args:
+          *args: as in a call.
+          batch: as in a call.
+          update: whether shared variables take their new values; by default they stay as they are.
+          **kwargs: as in a call.
+
+        Returns:
+          As a call; all arrays lie on every replica.
+
+        Raises:
+          DivergedError: a shared variable holds different values on the replicas.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(jnp.mean, reduce="mean")
+          >>> float(f.serial(np.arange(5.0)))
+          2.0
+        """
+        self._eagerly("serial")
+        return run_serial(self._runner(args, kwargs, RowRequest(batch, batch_s)), update)
+
+    @public_api
+    def check(
+        self,
+        *args: Any,
+        rtol: float | None = None,
+        atol: float | None = None,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
+
+        A group of one replica is checked as two simulated ones.
+
+        Args:
+          *args: as in a call.
+          rtol: relative tolerance; None chooses by dtype (2e-4 for float32).
+          atol: absolute tolerance; None chooses by dtype (2e-5 for float32).
+          batch: as in a call.
+          num_slices: as in a call.
+          **kwargs: as in a call.
+
+        Raises:
+          LawError: something differs; the message names it, and the ops that would have matched.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
+        """
+        self._eagerly("check")
+        check_slices(num_slices, self.name)
+        runner = self._runner(args, kwargs, RowRequest(batch, batch_s, num_slices))
+        check(runner, replace(self._spec, then=None), Tolerance(rtol, atol))
+
+    def _runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: RowRequest) -> Runner:
+        return Runner(self._spec, self._plans, self._binder.bind(args, kwargs), request, current_group())
+
+    @public_api
+    def compile(
+        self,
+        *args: Any,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> jax.stages.Compiled:
+        """Compile ahead what a call with such arguments runs, and change nothing.
+
+        Args:
+          As in a call; only trees, shapes and dtypes matter.
+
+        Returns:
+          JAX's `Compiled` of the program that runs `fn` (of the last one of several, where rows do not divide or are
+          sliced, it is the one that combines).
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(jnp.sum)
+          >>> "HloModule" in f.compile(np.ones(8)).as_text()
+          True
+        """
+        self._eagerly("compile")
+        bound = self._binder.bind(args, kwargs)
+        check_slices(num_slices, self.name)
+        with LOCK:
+            request = RowRequest(batch, batch_s, num_slices)
+            return self._prepare(bound, request, output_subset).plan.last.compiled
+
+
+Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
+
+
+@overload
+def function(
+    fn: Callable[..., PyTree],
+    inputs: Inputs = ...,
+    outputs: PyTree = ...,
+    reduce: Op = ...,
+    *,
+    then: Callable[..., PyTree] | None = ...,
+    engine: Literal["shard_map", "pmap"] = ...,
+    donate: bool = ...,
+    name: str | None = ...,
+) -> Function: ...
+@overload
+def function(
+    fn: None = ...,
+    inputs: Inputs = ...,
+    outputs: PyTree = ...,
+    reduce: Op = ...,
+    *,
+    then: Callable[..., PyTree] | None = ...,
+    engine: Literal["shard_map", "pmap"] = ...,
+    donate: bool = ...,
+    name: str | None = ...,
+) -> Callable[[Callable[..., PyTree]], Function]: ...
+@public_api
+def function(
+    fn: Callable[..., PyTree] | None = None,
+    inputs: Inputs = None,
+    outputs: PyTree = None,
+    reduce: Op = "sum",
+    *,
+    then: Callable[..., PyTree] | None = None,
+    engine: Literal["shard_map", "pmap"] = "shard_map",
+    donate: bool = True,
+    name: str | None = None,
+    **removed: Any,
+) -> Any:
+    """Make a serial function run on every replica: rows scattered, outputs combined, the serial answer back.
+
+    Also a decorator, bare or with options.
+
+    Args:
+      fn: a function of arrays, traced by JAX, called with one replica's rows.
+      inputs: how each parameter is dealt out: "scatter" (the default; its rows, axis 0, over the replicas), "broadcast"
+        (whole to each) or "static" (a hashable constant). A sequence of modes by position, each a pytree prefix; or a
+        mapping from parameter to mode; or a sequence of parameters' names, all others being broadcast.
+      outputs: how outputs combine: a pytree prefix of what `fn` returns with an op at each leaf: "sum", "mean"
+        (weighted by rows), "max", "min", "prod", "any", "all", "concat", "stack", "first" or None, or a callable.
+        Left out, or None: `reduce` for all.
+      reduce: the op for all outputs.
+      then: runs on every replica on the combined outputs; see `Function.then`.
+      engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
+      donate: whether old values of shared variables that are updated may be overwritten in place.
+      name: what messages call it; `fn`'s name.
+
+    Returns:
+      A `Function`.
+
+    Raises:
+      TypeError, ValueError: a mode or an op is none of synk's.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> @synk.function(inputs=["x"], outputs=("mean", "max"))
+      ... def statistics(x, scale):
+      ...     return jnp.mean(x * scale), jnp.max(x)
+      >>> [float(value) for value in statistics(np.arange(7.0), 2.0)]
+      [6.0, 6.0]
+    """
+    refuse_keywords("function", removed)
+
+    def make(fn: Callable[..., PyTree]) -> Function:
+        if not callable(fn):
+            raise TypeError(f"synk.function: fn is {fn!r}; give a function of arrays.")
+        return make_function(
+            FunctionOptions(fn, inputs, reduce if outputs is None else outputs, then, engine, donate, name)
+        )
+
+    return make if fn is None else make(fn)
+
+
+class FunctionOptions(NamedTuple):
+    """What `synk.function` takes."""
+
+    fn: Callable[..., PyTree]
+    inputs: Inputs
+    ops: PyTree
+    then: Callable[..., PyTree] | None = None
+    engine: str = "shard_map"
+    donate: bool = True
+    name: str | None = None
+
+
+def make_function(options: FunctionOptions) -> Function:
+    """Check what a user has given, and make the function."""
+    name = options.name or getattr(options.fn, "__name__", type(options.fn).__name__)
+    engines = [engine for engine in ENGINES if engine != "vmap"]
+    if options.engine not in engines:
+        raise ValueError(f"{name}: engine={options.engine!r}; use {' or '.join(map(repr, engines))}.")
+    binder = ArgumentBinder(options.fn, options.inputs, name)
+    ops = check_ops(options.ops, name)
+    spec = FunctionSpec(name, options.fn, ops, None, lambda count: (), options.engine, options.donate, Stats())
+    return Function(spec if options.then is None else _with_then(spec, binder, options.then), binder)
+
+
+def _with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:
+    if not callable(then):
+        raise TypeError(f"{spec.name}: then is {then!r}; give a function of the combined outputs.")
+    parameters = list(inspect.signature(then).parameters.values())
+
+    def following(outputs: int) -> list[str]:
+        """Names of the parameters that `then` has after the outputs."""
+        if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            return []
+        if len(parameters) < outputs:
+            raise TypeError(
+                f"{spec.name}.then: it takes {len(parameters)} argument(s), but {spec.name} has {outputs} output(s). "
+                f"Give it one parameter for each."
+            )
+        names = []
+        for parameter in parameters[outputs:]:
+            mode = binder.mode(parameter.name)
+            if parameter.name in binder.parameters and mode in ("broadcast", "static"):
+                names.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                raise TypeError(
+                    f"{spec.name}.then: its parameter {parameter.name!r} follows the {outputs} output(s), so it must "
+                    f'be a "broadcast" or "static" parameter of {spec.name}, which it is not.'
+                )
+        return names
+
+    return replace(spec, then=then, then_parameters=following)

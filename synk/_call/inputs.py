@@ -1,0 +1,375 @@
+"""Inputs: the scattered arguments of a call, which of their rows it takes, and how these reach the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._base.partition import microbatches, split_rows
+from .._base.pytree import SCALARS, as_data, key_of, narrow
+from .._data.dataset import Data, parts_of, resident, source_of
+from .._data.exchange import exchange
+from .._data.feed import InputFeed
+from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
+from .._data.selection import (
+    IndexKind,
+    ReplicaSelection,
+    Selection,
+    index_kind,
+    merge_replicas,
+    select,
+    select_on_replicas,
+)
+from .._data.sources import Source, as_source, is_in_memory
+from .._data.transfer import PartRows, gather_rows, send_index, send_rows
+from .._runtime.group import Group
+from .._runtime.layout import constant
+from .._variables.variable import Shared
+from .binding import BoundArguments
+
+
+class RowRequest(NamedTuple):
+    """Which rows a call asks for, as its user gave them."""
+
+    batch: Any = None
+    batch_s: Any = None
+    num_slices: int = 1
+
+
+class RowInput(NamedTuple):
+    """One scattered argument.
+
+    Attributes:
+      source: on the host; or the resident array.
+      selection: which rows; of scattered data that keeps its rows, all.
+      feed: how they come.
+      shape: of one row.
+      dtype: as JAX has it.
+      needs_all_to_all: where a global batch picks from scattered rows: how many there are.
+      rows_before: rows of the call that lie before the source's, in other processes.
+    """
+
+    source: Any
+    selection: Selection
+    feed: InputFeed
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    needs_all_to_all: int | None = None
+    rows_before: int = 0
+
+
+class RowInputs(NamedTuple):
+    """The scattered arguments of a call, checked.
+
+    Attributes:
+      each: one an argument.
+      lengths: rows of each replica; None where nothing has brought any yet.
+      on_replicas: where `batch_s` picks from rows that lie on the replicas.
+      is_process_local: whether each process brings rows of its own.
+    """
+
+    each: tuple[RowInput, ...]
+    lengths: tuple[int, ...] | None
+    on_replicas: ReplicaSelection | None = None
+    is_process_local: bool = False
+
+
+class Arguments(NamedTuple):
+    """Leaves as arrays, numbers, `Data` or rows of this process, typed PRNG keys as raw data; and of which kind those were."""
+
+    values: list[Any]
+    keys: tuple[Any, ...]
+
+
+def look_at(bound: BoundArguments, places: Sequence[int], name: str) -> Arguments:
+    """Check what users have passed at these places."""
+    values: list[Any] = []
+    keys: list[Any] = []
+    for place in places:
+        leaf, key = bound.leaves[place], None
+        if isinstance(leaf, jax.Array):
+            if not isinstance(leaf.dtype, np.dtype):
+                key, leaf = key_of(leaf), as_data(leaf)
+        elif type(leaf) is np.ndarray and leaf.dtype.kind in "biufc":
+            pass
+        elif isinstance(leaf, Data):
+            key = leaf._key
+        elif isinstance(leaf, ProcessLocalRows):
+            if place in bound.spec.broadcast:
+                raise TypeError(f"{name}: argument {bound.spec.names[place]} is synk.local rows, but it is broadcast.")
+        elif not isinstance(leaf, SCALARS):
+            leaf = _as_array(leaf, f"{name}: argument {bound.spec.names[place]}")
+        values.append(leaf)
+        keys.append(key)
+    return Arguments(values, tuple(keys))
+
+
+def _as_array(leaf: Any, what: str) -> Source:
+    if isinstance(leaf, Shared):
+        raise TypeError(
+            f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead."
+        )
+    return as_source(leaf, what, 'give arrays, numbers, or pass it as "static"')
+
+
+def check_slices(num_slices: Any, name: str) -> None:
+    """`num_slices` is an integer >= 1."""
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
+        raise TypeError(f"{name}: num_slices is {num_slices!r}; give an integer >= 1.")
+    if num_slices < 1:
+        raise ValueError(f"{name}: num_slices is {num_slices}; give an integer >= 1.")
+
+
+class _Call(NamedTuple):
+    """What the checks of one call share.
+
+    Attributes:
+      name: of the function.
+      names: of the scattered arguments.
+      leaves: these, looked at.
+      request: which rows.
+      group: which runs them.
+      data_group: which scattered data lies in, where that is another one; then all rows come from the host.
+    """
+
+    name: str
+    names: Sequence[str]
+    leaves: Sequence[Any]
+    request: RowRequest
+    group: Group
+    data_group: Group | None
+
+
+def select_rows(
+    name: str, names: Sequence[str], leaves: Sequence[Any], request: RowRequest, group: Group, data_group: Group | None
+) -> RowInputs:
+    """Check the scattered arguments of a call and what picks their rows: values, in every call."""
+    call = _Call(name, names, leaves, request, group, data_group)
+    if any([isinstance(leaf, ProcessLocalRows) for leaf in leaves]):
+        return _select_process_rows(call)
+    minibatch = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Data) and leaf.is_minibatch]
+    picked = [i for i in range(len(leaves)) if i not in minibatch]
+    batch, batch_s = request.batch, request.batch_s
+    on_replicas, resident_ones = None, []
+    if batch_s is not None:
+        resident_ones = [i for i in picked if isinstance(leaves[i], Data) and leaves[i].place == "scatter"]
+        if resident_ones:
+            common_rows(name, names, leaves, resident_ones)
+            held = [part.rows for part in parts_of(leaves[resident_ones[0]], data_group or group)]
+            on_replicas = select_on_replicas(batch_s, held, name, names[resident_ones[0]])
+            picked = [i for i in picked if i not in resident_ones]
+    rows = common_rows(name, names, leaves, picked)
+    if rows is None and batch is not None:
+        raise ValueError(
+            f"{name}: batch picks rows of scattered inputs, but {_nothing_to_pick(on_replicas, bool(minibatch))}"
+        )
+    selection = None if rows is None else select(batch, rows, name, names[picked[0]])
+    count = _agree_on_count(call, selection, picked, on_replicas, minibatch)
+    each: list[RowInput] = []
+    for i, leaf in enumerate(leaves):
+        if i in minibatch:
+            each.append(_input(call, leaf, Selection(None, 0, count or 0), None, False))
+        elif i in resident_ones and on_replicas is not None:
+            chosen = merge_replicas(on_replicas) if data_group else Selection(None, 0, len(leaf))
+            each.append(_input(call, leaf, chosen, batch_s, True))
+        else:
+            assert selection is not None
+            each.append(_input(call, leaf, selection, batch, False))
+    if on_replicas is not None and data_group is None:
+        return RowInputs(tuple(each), on_replicas.lengths, on_replicas)
+    return RowInputs(tuple(each), None if count is None else _lengths(count, group.size))
+
+
+def _lengths(rows: int, replicas: int) -> tuple[int, ...]:
+    return tuple([part.rows for part in split_rows(rows, replicas)])
+
+
+def _select_process_rows(call: _Call) -> RowInputs:
+    """Rows of this process: over several they meet those of the others where the call runs."""
+    name, names, group, data_group = call.name, call.names, call.group, call.data_group
+    if call.request.batch_s is not None:
+        raise ValueError(f"{name}: batch_s picks rows that live on the replicas; batch picks from synk.local rows.")
+    for leaf, argument in zip(call.leaves, names, strict=True):
+        if not isinstance(leaf, ProcessLocalRows):
+            raise ValueError(
+                f"{name}: argument {argument} is the same in all processes, but others hold synk.local rows. Mark all "
+                f"scattered arguments of a call, or none."
+            )
+    is_multi_process = (data_group or group).is_multi_process
+    sources: list[Any] = [leaf.source for leaf in call.leaves]
+    rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
+    selection = select(call.request.batch, rows, name, names[0]) if rows else Selection(None, 0, 0)
+    if data_group is not None and is_multi_process:  # which takes all rows from here
+        sources = [rows_of_processes(gather_rows(source, selection, source.dtype)) for source in sources]
+        selection = Selection(None, 0, len(sources[0]))
+    if data_group is not None or not is_multi_process:
+        each = [_input(call, source, selection, None, False) for source in sources]
+        return RowInputs(tuple(each), _lengths(selection.rows, group.size))
+    lengths = rows_of_replicas(group, selection.rows)
+    if not any(lengths):
+        raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
+    before = sum(lengths[: group.local_ranks.start])
+    each = [_input(call, source, selection, None, False)._replace(rows_before=before) for source in sources]
+    return RowInputs(tuple(each), lengths, None, True)
+
+
+def _nothing_to_pick(on_replicas: ReplicaSelection | None, has_minibatch: bool) -> str:
+    if on_replicas is not None:
+        return "batch_s has picked from all that this call has. Give one of the two."
+    return "all that this call has is minibatch data." if has_minibatch else "this call has none."
+
+
+def _agree_on_count(
+    call: _Call, selection: Selection | None, picked: Sequence[int], on_replicas: ReplicaSelection | None,
+    minibatch: Sequence[int],
+) -> int | None:  # fmt: skip
+    """How many rows the call takes; all that picks or brings rows agrees."""
+    name, names = call.name, call.names
+    rows = None if selection is None else selection.rows
+    if on_replicas is not None:
+        if rows is not None and rows != sum(on_replicas.lengths):
+            raise ValueError(
+                f"{name}: batch_s picks {sum(on_replicas.lengths)} rows of the data on the replicas, but "
+                f"{names[picked[0]]} gives {rows} with them. Give as many; batch picks from it."
+            )
+        rows = sum(on_replicas.lengths)
+    brought = common_rows(name, names, call.leaves, minibatch)
+    if rows is not None and brought is not None and brought != rows:
+        raise ValueError(
+            f"{name}: {names[minibatch[0]]} is minibatch data of {brought} rows, but the call picks {rows}. "
+            f"It has one row for each row picked."
+        )
+    return brought if rows is None else rows
+
+
+def common_rows(
+    name: str, names: Sequence[str], leaves: Sequence[Any], which: Sequence[int], may_be_empty: bool = False
+) -> int | None:
+    """How many rows these arguments have, all the same; None where there are none."""
+    rows: int | None = None
+    for i in which:
+        leaf = leaves[i]
+        if isinstance(leaf, Data):
+            source_of(leaf)  # SynkError where it was freed
+        if isinstance(leaf, SCALARS) or leaf.ndim == 0:
+            raise ValueError(
+                f'{name}: argument {names[i]} is a scalar and has no rows to scatter. Pass it as "broadcast": '
+                f'inputs={{"{names[i].split("[")[0].split(".")[0]}": "broadcast"}}.'
+            )
+        count = leaf.shape[0]
+        if rows is None:
+            rows = count
+        elif count != rows:
+            raise ValueError(
+                f"{name}: argument {names[i]} has {count} rows, but {names[which[0]]} has {rows}. Scattered ones "
+                f'share their rows; pass this one as "broadcast" if it has none to share.'
+            )
+    if rows == 0 and not may_be_empty:
+        raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows; a call needs at least one.")
+    return rows
+
+
+def _input(call: _Call, leaf: Any, selection: Selection, batch: Any, is_on_replicas: bool) -> RowInput:
+    """How one argument's rows come."""
+    if not isinstance(leaf, Data):
+        return RowInput(leaf, selection, InputFeed(), leaf.shape[1:], narrow(leaf.dtype))
+    shape, dtype, group = leaf.shape[1:], narrow(leaf.dtype), call.group
+    sent = RowInput(source_of(leaf), selection, InputFeed(), shape, dtype)
+    if leaf.place == "host" or call.data_group is not None:
+        return sent
+    if leaf.place == "scatter" and call.request.batch_s is not None and not is_on_replicas:
+        # `batch_s` gives replicas unequal rows, but scattered minibatch data is split evenly: send its rows.
+        return sent
+    is_all = selection.indexes is None and selection.rows == len(leaf)
+    is_global = leaf.place == "scatter" and group.size > 1 and not (is_on_replicas or is_all)
+    if is_global and group.platform == "cpu" and is_in_memory(source_of(leaf)):
+        return sent  # which these devices' rows lie in, too
+    array = resident(leaf, group)
+    at = sent._replace(source=array)
+    kind: IndexKind = index_kind(batch)
+    if leaf.place == "broadcast":
+        return at._replace(feed=InputFeed("replicated", kind, len(leaf)))
+    if is_all and not is_on_replicas:
+        # Whole, each part begins where its replica's rows do, unless it is a slice of those.
+        return at._replace(feed=InputFeed("stacked", "slice" if call.request.num_slices > 1 else None, array.shape[1]))
+    if not is_global:  # picked on its replica; one replica has all rows
+        return at._replace(feed=InputFeed("stacked", kind, array.shape[1]))
+    tall = -(-selection.rows // group.size)
+    feed = InputFeed("stacked", "slice" if call.request.num_slices > 1 else None, tall)
+    return at._replace(feed=feed, needs_all_to_all=len(leaf))
+
+
+def launches(lengths: Sequence[int], num_slices: int) -> list[PartRows]:
+    """Which rows each replica runs in each launch."""
+    before = np.cumsum([0, *lengths]).tolist()
+    found: list[PartRows] = []
+    for parts in microbatches(lengths, num_slices):
+        counts = tuple(part.rows for part in parts)
+        offsets = tuple(part.start for part in parts)
+        starts = tuple(b + o for b, o in zip(before, offsets, strict=False))
+        found.append(PartRows(max(counts), counts, starts, offsets))
+    return found
+
+
+def exchanged(group: Group, rows: RowInputs) -> RowInputs:
+    """Where a global batch picks from scattered data, the rows picked in their place."""
+    if not any([one.needs_all_to_all for one in rows.each]):
+        return rows
+
+    def bring(one: RowInput) -> RowInput:
+        if one.needs_all_to_all is None:
+            return one
+        wanted = one.selection.positions(0, one.selection.rows)
+        return one._replace(source=exchange(group, one.source, one.needs_all_to_all, wanted), needs_all_to_all=None)
+
+    return rows._replace(each=tuple(map(bring, rows.each)))
+
+
+def feed_rows(group: Group, rows: RowInputs, part_rows: PartRows) -> list[Any]:
+    """Bring a launch its rows, or what picks them."""
+    values: list[Any] = []
+    picks: dict[Any, Any] = {}
+    for one in rows.each:
+        if one.feed.layout == "rows":
+            starts = tuple(start - one.rows_before for start in part_rows.starts) if rows.is_process_local else None
+            here = part_rows if starts is None else part_rows._replace(starts=starts)
+            values.append(send_rows(group, one.source, one.selection, here, one.dtype))
+            continue
+        values.append(one.source)
+        if one.feed.index is not None:
+            is_replicated = one.feed.layout == "replicated"
+            key = (is_replicated, one.feed.index, id(one.selection))
+            if key not in picks:
+                has_all = is_replicated or (group.size == 1 and rows.on_replicas is None)
+                picks[key] = (
+                    _index_of_all(group, one, part_rows)
+                    if has_all
+                    else index_on_replicas(group, one.feed.index, rows.on_replicas, part_rows)
+                )
+            values.append(picks[key])
+    return values
+
+
+def _index_of_all(group: Group, one: RowInput, rows: PartRows) -> Any:
+    """What picks a launch's rows among all."""
+    selection = one.selection
+    if one.feed.index == "slice":
+        return send_index(group, np.array([selection.start + start for start in rows.starts], np.int32))
+    return send_index(group, np.array([rows.positions(selection, r) for r in range(group.size)], np.int32))
+
+
+def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | None, rows: PartRows) -> Any:
+    """What picks a launch's rows among those that each replica holds."""
+    if chosen is None:
+        return constant(group, "stacked", rows.offsets, "int32")
+    parts = list(zip(chosen.chosen, rows.offsets, rows.counts, strict=True))
+    if kind == "slice":
+        return send_index(group, np.array([s.start + o if n else 0 for s, o, n in parts], np.int32))
+    index = np.zeros((len(parts), rows.tall), np.int32)
+    for row, (selection, offset, count) in zip(index, parts, strict=True):
+        row[:count] = selection.positions(offset, offset + count)
+    return send_index(group, index)
+

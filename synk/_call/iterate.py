@@ -1,0 +1,102 @@
+"""Iterate: a function over many batches, the next ones picked and sent while the current one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from .._base.pytree import PyTree, as_keys, narrow
+from .._data.dataset import Data, data_version, make_data, source_of
+from .._data.prefetch import Prefetch
+from .._data.process_rows import ProcessLocalRows
+from .._data.selection import Selection, select
+from .._data.transfer import gather_rows, place_rows_ahead
+from .._runtime.group import Group, current_group
+from .binding import BoundArguments
+from .inputs import RowRequest, common_rows, look_at
+from .spec import FunctionSpec
+
+
+class _Ahead(NamedTuple):
+    """A call made ready: its arguments, its batch where data still has to be picked, and what that depends on."""
+
+    bound: BoundArguments
+    batch: Any
+    versions: list[int]
+    kept: Any
+    seconds: float
+
+
+class _Batches:
+    """Picks the rows of each batch."""
+
+    def __init__(self, function: FunctionSpec, bound: BoundArguments, request: RowRequest, group: Group) -> None:
+        self.function, self.bound, self.request, self.group = function, bound, request, group
+        looked = look_at(bound, bound.spec.scattered, function.name)
+        self.sources, self.keys = looked.values, looked.keys
+        self.names = bound.spec.scattered_names
+        sources = self.sources
+        self.picked = [i for i, s in enumerate(sources) if not (isinstance(s, Data) and s.is_minibatch)]
+        self.resident = [i for i in self.picked if isinstance(sources[i], Data) and sources[i].place != "host"]
+        self.followed = [source for source in sources if isinstance(source, Data)]
+        self.rows()
+        if not self.picked:
+            raise ValueError(f"{function.name}.iterate: batches pick rows of scattered inputs, but this call has none.")
+
+    def rows(self) -> int:
+        """How many there are to pick from."""
+        return common_rows(self.function.name, self.names, self.sources, self.picked) or 0
+
+    def versions(self) -> list[int]:
+        """Of the data picked from."""
+        return [data_version(source) for source in self.followed]
+
+    def ahead(self, batch: Any) -> _Ahead:
+        """Pick the rows of what is on the host; what is resident is picked from where it is."""
+        start, versions = perf_counter(), self.versions()
+        selection = select(batch, self.rows(), self.function.name, self.names[self.picked[0]])
+        given: list[Any] = list(self.bound.leaves)
+        for i in self.picked:
+            if i not in self.resident:
+                given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
+        kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
+        bound = self.bound._replace(leaves=given)
+        return _Ahead(bound, kept if self.resident else None, versions, kept, perf_counter() - start)
+
+    def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
+        leaf, name = self.sources[i], self.function.name
+        if isinstance(leaf, ProcessLocalRows):  # of which each process picks its own
+            own = select(batch, leaf.shape[0], name, self.names[i])
+            return ProcessLocalRows(gather_rows(leaf.source, own, narrow(leaf.dtype)))
+        source = source_of(leaf) if isinstance(leaf, Data) else leaf
+        is_cut = self.request.num_slices == 1
+        there = place_rows_ahead(self.group, source, selection, narrow(leaf.dtype), is_cut=is_cut)
+        if self.resident:  # to which the batch still applies
+            return make_data(there, self.names[i], is_minibatch=True, key=self.keys[i])
+        return as_keys(there, self.keys[i])
+
+
+def iterate(
+    function: FunctionSpec, bound: BoundArguments, batches: Iterable[Any], size: int, request: RowRequest,
+    call: Callable[[BoundArguments, RowRequest], PyTree], refuse: Callable[[], None],
+) -> Prefetch[Any, PyTree]:  # fmt: skip
+    """Call a function for each batch; `refuse` raises where nothing may be launched."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(
+            f"{function.name}.iterate: batches is {batches!r}; give an iterable of batches, e.g. synk.minibatches."
+        )
+    rows = _Batches(function, bound, request, current_group())
+
+    def arrive(item: _Ahead) -> PyTree:
+        seconds = item.seconds
+        if item.versions != rows.versions():  # written since: pick again
+            item = rows.ahead(item.kept)
+            seconds += item.seconds
+        function.stats.sending += seconds
+        return call(item.bound, request._replace(batch=item.batch))
+
+    return Prefetch(batches, size, rows.ahead, arrive, f"{function.name}.iterate: prefetch", refuse)
+
+

@@ -1,0 +1,182 @@
+"""Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any argument's value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .._data.transfer import PartRows
+from .._reductions.outputs import OutputSpec, ResultSpec, result_spec
+from .._runtime.executable import Executable
+from .._runtime.group import Group
+from .._runtime.layout import Layout
+from .._variables.state import AbstractState, with_layout
+from .._variables.variable import Shared
+from .compiler import Compiler
+from .program import ProgramBuilder
+from .spec import CallSpec, FunctionSpec, Programmed
+from .traces import CallTraces, View
+
+
+class UpdateSlice(NamedTuple):
+    """What a call writes.
+
+    Attributes:
+      variable: whose new leaves are `results[start:stop]` of the last program.
+      abstract: of its new state.
+      depends_on: they are equal on all replicas if every one of these is; None: never.
+    """
+
+    variable: Shared
+    start: int
+    stop: int
+    abstract: AbstractState
+    depends_on: tuple[Shared, ...] | None
+
+
+@dataclass(frozen=True, eq=False)
+class CallPlan:
+    """How calls of one kind run.
+
+    Attributes:
+      launches: the programs that run `fn`, by whether the launch is the first and the sizes of its parts (or, where
+        programs depend on those, the rows of each replica); of a call in one launch the only one, which ends it.
+      finish: the program that combines the states of several, and ends the call.
+      reads: the variables that each program of `launches` takes, and those of the last one.
+      accepts: the states of variables that it is for; of each touched variable those that it was made for.
+      held: the variables that hold rows.
+      layouts: of the variables as programs take them.
+      updates: what the call writes.
+      result: the structure of what it returns.
+      own: which leaves of the result are the first replica's own.
+      outputs: the structure of what `fn` returned.
+    """
+
+    launches: dict[Any, Executable]
+    finish: Executable | None
+    reads: tuple[tuple[Shared, ...], tuple[Shared, ...]]
+    accepts: dict[Shared, tuple[AbstractState, ...]]
+    held: tuple[Shared, ...]
+    layouts: dict[Shared, Layout]
+    updates: tuple[UpdateSlice, ...]
+    result: ResultSpec
+    own: tuple[int, ...]
+    outputs: OutputSpec
+
+    def program_of(self, j: int, parts: PartRows) -> Executable:
+        """Of launch number j of several."""
+        return self.launches.get((j == 0, parts.counts)) or self.launches[j == 0, parts.sizes]
+
+    @property
+    def last(self) -> Executable:
+        """The program that ends a call."""
+        return self.finish or next(iter(self.launches.values()))
+
+
+class PlanCache:
+    """Plans of one function: for each kind of call those made for different states of the variables they touch.
+
+    They live in their group, and go with it or with the function.
+    """
+
+    def __init__(self) -> None:
+        self._touched: dict[Shared, None] = {}
+
+    def variables(self) -> tuple[Shared, ...]:
+        """All that plans have touched so far."""
+        return tuple(self._touched)
+
+    def find(
+        self, group: Group, key: Hashable, abstract: Callable[[Shared], AbstractState], make: Callable[[], Any]
+    ) -> Any:
+        """The plan for a call; made where there is none."""
+        plans: list[Any] = group.cached(self, key, list)
+        for plan in plans:
+            if all([_is_one_of(abstract(variable), states) for variable, states in plan.accepts.items()]):
+                return plan
+        plan = make()  # a failure is not kept
+        self._touched.update(dict.fromkeys(plan.accepts))
+        plans.insert(0, plan)
+        del plans[64:]
+        return plan
+
+
+def _is_one_of(state: AbstractState, states: Sequence[AbstractState]) -> bool:
+    return any([state is each or state == each for each in states])
+
+
+class NeedsLengths(NamedTuple):
+    """In place of a plan: calls of this kind need one for the very lengths of their replicas."""
+
+    accepts: dict[Shared, tuple[AbstractState, ...]]
+
+
+def make_plan(
+    function: FunctionSpec, group: Group, call: CallSpec, view: View | None, plans: PlanCache
+) -> CallPlan | NeedsLengths:
+    """Trace, lower and compile a kind of call."""
+    program = Programmed(function, group, call)
+    traces = CallTraces(program, view)
+    layouts: dict[Shared, Layout] = {}
+    builder = ProgramBuilder(program, traces, lambda v: layouts.get(v) or traces.abstract(v).layout)
+    builder.check_parts()
+    if builder.runs_each_rank and call.lengths is None:
+        return NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
+    then = builder.then
+    depends_on = _equality_dependencies(builder)
+    apart = _diverging(traces, depends_on) if group.size > 1 else set[Shared]()
+    layouts |= dict.fromkeys(apart, "stacked")
+    treedef, keys = builder.outputs.treedef, [builder.outputs.leaves[i].key for i in builder.outputs.keep]
+    if then is not None:
+        treedef, keys = then[0].outputs
+    result = result_spec(treedef, keys, call.subset, function.name)
+    made = Compiler(builder, result, tuple(depends_on), plans)
+    steps, finish = made.compile()
+    function.stats.compilations += made.compiled
+    updates: list[UpdateSlice] = []
+    at = len(result.picked)
+    for variable, needed in depends_on.items():
+        state = traces.abstract(variable)
+        stop = at + len(state.shapes)
+        updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
+        at = stop
+    own = {j for j, i in enumerate(builder.outputs.keep) if i in builder.own}
+    return CallPlan(
+        launches=steps,
+        finish=finish,
+        reads=made.reads,
+        accepts={
+            v: tuple(dict.fromkeys((traces.abstract(v), with_layout(traces.abstract(v), layouts.get(v)))))
+            for v in traces.touched
+        },
+        held=tuple(v for v in traces.touched if traces.holds_rows(v)),
+        layouts={v: builder.layout_of(v) for v in traces.touched},
+        updates=tuple(updates),
+        result=result,
+        own=tuple(j for j, i in enumerate(result.picked) if i in own) if then is None else (),
+        outputs=builder.outputs,
+    )
+
+
+def _equality_dependencies(builder: ProgramBuilder) -> dict[Shared, tuple[Shared, ...] | None]:
+    """For each updated variable, those that must be equal for its new value to be; None where it never is."""
+    depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
+    first = builder.first
+    for variable, _ in first.writes:
+        depends_on[variable] = None if builder.call.has_rows or first.uses_rank else first.variables
+    for variable, _ in builder.then[0].writes if builder.then else ():
+        then = builder.then[0]  # type: ignore[index]  # there is one
+        depends_on[variable] = None if then.uses_rank else then.variables
+    return depends_on
+
+
+def _diverging(traces: CallTraces, depends_on: dict[Shared, tuple[Shared, ...] | None]) -> set[Shared]:
+    """The updated variables of which each replica keeps a value of its own from now on."""
+    apart = {v for v, needed in depends_on.items() if needed is None}
+    while True:
+        stacked = apart | {v for v in traces.touched if traces.abstract(v).layout == "stacked"}
+        more = {v for v, needed in depends_on.items() if any(u in stacked for u in needed or ())} - apart
+        if not more:
+            return apart
+        apart |= more

@@ -1,0 +1,165 @@
+"""Prepare: bind, select and plan: from arguments to a call that only has to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._base.jax_context import checks_floats, trace_options
+from .._base.pytree import SCALARS
+from .._data.dataset import Data, resident
+from .._data.selection import index_kind, select_on_replicas
+from .._runtime.group import Group
+from .._runtime.layout import put, replicate
+from .._variables.state import AbstractState, VariableState
+from .._variables.variable import Shared
+from .binding import BoundArguments
+from .execute import ReadyCall
+from .inputs import RowInputs, RowRequest, launches, look_at, select_rows
+from .plan import NeedsLengths, PlanCache, make_plan
+from .spec import CallSpec, FunctionSpec, Programmed
+from .traces import CallTraces, View
+
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """Where a call runs, and how it sees what lies elsewhere.
+
+    Attributes:
+      group: which runs it.
+      view: of variables, where that is not their own group.
+      data_group: which scattered data lies in, where that is another one.
+      may_donate: whether old values may be overwritten.
+    """
+
+    group: Group
+    view: View | None = None
+    data_group: Group | None = None
+    may_donate: bool = True
+
+    def state(self, variable: Shared) -> VariableState:
+        """What a variable holds, as the call sees it."""
+        return variable._state if self.view is None else self.view(variable)
+
+    def abstract(self, variable: Shared) -> AbstractState:
+        """Its shapes, layout and rows."""
+        return self.state(variable).abstract
+
+
+class _Holder(NamedTuple):
+    """Which variable brings a call its rows, if any; for given states of the variables read."""
+
+    variable: Shared | None
+    accepts: dict[Shared, tuple[AbstractState, ...]]
+
+
+def prepare(
+    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, where: Where
+) -> ReadyCall:
+    """Check a call's arguments and rows, and find or make its plan."""
+    spec, group = bound.spec, where.group
+    scattered = look_at(bound, spec.scattered, function.name)
+    rows = select_rows(function.name, spec.scattered_names, scattered.values, request, group, where.data_group)
+    others = look_at(bound, spec.broadcast, function.name)
+    broadcast = [place_broadcast(group, leaf, where.data_group) for leaf in others.values]
+    batch_s = None if where.data_group else request.batch_s
+    call = CallSpec(
+        arguments=spec,
+        options=trace_options(),
+        rows=tuple([jax.ShapeDtypeStruct(one.shape, one.dtype) for one in rows.each]),
+        feeds=tuple([one.feed for one in rows.each]),
+        broadcast=tuple([jax.ShapeDtypeStruct(b.shape, b.dtype, weak_type=b.weak_type) for b in broadcast]),
+        keys=tuple(spec.in_tree_order(scattered.keys, others.keys)),
+        held_index=None if batch_s is None else index_kind(batch_s),
+        subset=None if subset is None else checked_subset(subset, function.name),
+        donate=function.donate and where.may_donate and not checks_floats(),
+    )
+    if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
+        rows = _rows_of_variable(function, plans, call, rows, batch_s, where)
+    if rows.lengths is None and request.num_slices > 1:
+        raise ValueError(
+            f"{function.name}: num_slices={request.num_slices} cuts rows, but this call has no scattered input, so no "
+            f"rows."
+        )
+    call = with_parts(function, call, rows.lengths, request.num_slices)
+    plan = plans.find(group, call, where.abstract, lambda: make_plan(function, group, call, where.view, plans))
+    if isinstance(plan, NeedsLengths):
+        slices = len(launches(rows.lengths or (), request.num_slices))
+        call = replace(call, lengths=rows.lengths, num_slices=slices)
+        plan = plans.find(group, call, where.abstract, lambda: make_plan(function, group, call, where.view, plans))
+    return ReadyCall(function, group, call, plan, rows, broadcast, request.num_slices)
+
+
+def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
+    """The kind of a call of so many rows on each replica: counts are data, and part sizes are not."""
+    if lengths is None:
+        return call
+    first, *later = launches(lengths, slices)
+    kinds = dict.fromkeys([parts.sizes for parts in later])
+    is_even, is_sliced = len(set(lengths)) == 1, bool(later)
+    is_data = not function.gathers or (is_even and not is_sliced)
+    return replace(
+        call,
+        part_sizes=(first.sizes, *kinds),
+        is_even=is_even,
+        lengths=None if is_data else lengths,
+        num_slices=1 if not is_sliced else 2 if is_data else len(later) + 1,
+    )
+
+
+def _rows_of_variable(
+    function: FunctionSpec, plans: PlanCache, call: CallSpec, rows: RowInputs, batch_s: Any, where: Where
+) -> RowInputs:
+    """Where a variable brings rows, or `batch_s` picks from those that it holds."""
+    name, taken = function.name, None if rows.lengths is None else rows.lengths[0]
+
+    def find() -> _Holder:
+        traces = CallTraces(Programmed(function, where.group, replace(call, held_index=None)), where.view)
+        traced = traces.of_rows(taken)
+        holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
+        return _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
+
+    holder = plans.find(where.group, ("holder", call, taken), where.abstract, find).variable
+    held = None if holder is None else where.state(holder).rows_per_replica
+    if batch_s is None:
+        return rows._replace(lengths=held)
+    if holder is None or held is None:
+        raise ValueError(
+            f"{name}: batch_s picks rows that live on the replicas, but none of its inputs do. Use batch for rows in "
+            f"host memory."
+        )
+    chosen = select_on_replicas(batch_s, held, name, holder.name)
+    if rows.lengths is not None and sum(rows.lengths) != sum(chosen.lengths):
+        raise ValueError(
+            f"{name}: batch_s picks {sum(chosen.lengths)} rows of {holder.name}, but the scattered inputs have "
+            f"{sum(rows.lengths)} to go with them. Give as many."
+        )
+    return rows._replace(lengths=chosen.lengths, on_replicas=chosen)
+
+
+def place_broadcast(group: Group, leaf: Any, data_group: Group | None) -> jax.Array:
+    """Bring a broadcast argument to every replica; data is there already, unless another group is its home."""
+    if isinstance(leaf, Data):
+        is_there = leaf.place == "broadcast" and data_group is None
+        return resident(leaf, group) if is_there else replicate(group, leaf[:])
+    if not isinstance(leaf, SCALARS):
+        return replicate(group, leaf)
+    # A number that stays, such as a learning rate, is placed once. Its text tells -0.0 from 0.0, and finds NaN again.
+    key = ("number", type(leaf), repr(leaf), jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # an option
+    return group.cached(group, key, lambda: put(group, jnp.asarray(leaf), "replicated"))
+
+
+def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
+    """`output_subset` is a list of indexes or keys."""
+    if isinstance(subset, str) or not isinstance(subset, Sequence):
+        raise TypeError(f"{name}: output_subset is {subset!r}; give a list of indexes or keys.")
+    if not all(isinstance(each, int | str | np.integer) for each in subset):
+        raise TypeError(f"{name}: output_subset holds {subset!r}; give indexes or keys alone.")
+    return tuple(subset)
+
+

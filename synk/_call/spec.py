@@ -1,0 +1,138 @@
+"""Spec: what a function is asked to do, and all that the programs of one kind of call depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._base.pytree import PyTree
+from .._data.feed import InputFeed
+from .._data.selection import IndexKind
+from .._runtime.group import Group
+from .binding import ArgumentSpec
+
+
+class Stats:
+    """What a function has done so far.
+
+    Attributes:
+      calls: how often it was called.
+      compilations: how many programs were compiled for it.
+      rows: how many rows it was given in all.
+      selecting: seconds spent checking arguments and batches.
+      sending: seconds spent picking rows and starting to bring them to the devices.
+      dispatching: seconds spent starting programs, compilation included.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> f = synk.function(jnp.sum)
+      >>> _ = f(np.ones(8)), f(np.ones(8))
+      >>> f.stats.calls, f.stats.compilations, f.stats.rows
+      (2, 1, 16)
+    """
+
+    __slots__ = ("calls", "compilations", "dispatching", "rows", "selecting", "sending")
+
+    def __init__(self) -> None:
+        self.calls = self.compilations = self.rows = 0
+        self.selecting = self.sending = self.dispatching = 0.0
+
+    def __repr__(self) -> str:
+        return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in self.__slots__)})"
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionSpec:
+    """What the user asked for.
+
+    Attributes:
+      name: what messages call the function.
+      fn: the user's.
+      ops: a tree of reductions, a prefix of its outputs.
+      then: what follows the combined outputs.
+      then_parameters: (number of outputs) -> the parameters that `then` has after these.
+      engine: how programs are mapped.
+      donate: whether old values of updated variables may be overwritten.
+      stats: what it has done.
+      per_part: whether every output's parts are kept as they come, for `f.check`.
+    """
+
+    name: str
+    fn: Callable[..., PyTree]
+    ops: PyTree
+    then: Callable[..., PyTree] | None
+    then_parameters: Callable[[int], Sequence[str]]
+    engine: str
+    donate: bool
+    stats: Stats
+    per_part: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Do some outputs keep an entry a row or a part, so that programs depend on how many there are?"""
+        return self.per_part or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """All that the programs of one kind of call depend on, beside the shared variables: the key of its plan.
+
+    Attributes:
+      arguments: one object a tree of arguments.
+      options: JAX's trace options.
+      rows: a row of each scattered argument.
+      feeds: how these come.
+      broadcast: the broadcast arguments.
+      keys: the PRNG implementation of each argument leaf, in the order of the tree.
+      part_sizes: for the first launch, and for each further kind of launch, the numbers of rows that parts have, most
+        first; which replica has how many is data. ((None,),) where there are no rows.
+      lengths: rows of each replica, where programs depend on them.
+      is_even: whether all replicas have as many rows.
+      held_index: how `batch_s` picks from the rows that variables hold.
+      subset: which outputs are asked for.
+      is_composed: whether it is part of an outer transformation.
+      num_slices: 1; or, of slices, how many where programs depend on that, else 2.
+      donate: whether old values may be overwritten.
+    """
+
+    arguments: ArgumentSpec
+    options: tuple[Any, ...]
+    rows: tuple[jax.ShapeDtypeStruct, ...]
+    feeds: tuple[InputFeed, ...]
+    broadcast: tuple[jax.ShapeDtypeStruct, ...]
+    keys: tuple[Any, ...]
+    part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
+    lengths: tuple[int, ...] | None = None
+    is_even: bool = True
+    held_index: IndexKind | None = None
+    subset: tuple[Any, ...] | None = None
+    is_composed: bool = False
+    num_slices: int = 1
+    donate: bool = False
+
+    @property
+    def is_sliced(self) -> bool:
+        """Has a replica several parts?"""
+        return self.num_slices > 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Has every replica one part of as many rows, so that nothing about parts is data?"""
+        return not self.is_sliced and len(self.part_sizes[0]) == 1
+
+    @property
+    def has_rows(self) -> bool:
+        """Are there rows?"""
+        return self.part_sizes != ((None,),)
+
+
+@dataclass(frozen=True, eq=False)
+class Programmed:
+    """A function in a group, called in one way."""
+
+    function: FunctionSpec
+    group: Group
+    call: CallSpec

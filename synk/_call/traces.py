@@ -1,0 +1,164 @@
+"""Traces: the user's function and `then` as jaxprs, for the part sizes of one kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
+from .._runtime.group import AXIS
+from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
+from .._variables.state import AbstractState, VariableState
+from .._variables.variable import Shared
+from .spec import Programmed
+
+View = Callable[[Shared], VariableState]  # of a variable as another group sees it
+
+
+class CallTraces:
+    """What is traced for one kind of call; variables are looked at, and not placed.
+
+    Attributes:
+      touched: the variables that something reads or writes.
+    """
+
+    def __init__(self, program: Programmed, view: View | None) -> None:
+        self._program, self._view = program, view
+        self._by_rows: dict[int | None, TracedFunction] = {}
+        self.touched: dict[Shared, None] = {}
+
+    def abstract(self, variable: Shared) -> AbstractState:
+        """Shapes, layout and rows of a variable, looked at outside any trace under way."""
+        if self._view is None:
+            return variable._state.abstract
+        with jax.ensure_compile_time_eval():
+            return self._view(variable).abstract
+
+    def holds_rows(self, variable: Shared) -> bool:
+        """Does every replica hold rows of its own?"""
+        return self.abstract(variable).rows_per_replica is not None
+
+    def _expected(self, fn: Any) -> tuple[Shared, ...]:
+        """Variables that a function's own lines name, so that one trace is enough; none where looking at one that is
+        not read could raise."""
+        is_variable = lambda value: isinstance(value, Shared)  # noqa: E731  # as an argument
+        return tuple(dict.fromkeys(variables_named_in(fn, is_variable))) if self._view is None else ()
+
+    def of_rows(self, rows: int | None) -> TracedFunction:
+        """`fn` over so many rows of one replica."""
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._trace(rows)
+        return self._by_rows[rows]
+
+    def _trace(self, rows: int | None) -> TracedFunction:
+        function, call = self._program.function, self._program.call
+        has_axis = call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
+        structs = [jax.ShapeDtypeStruct((rows, *s.shape), s.dtype) for s in call.rows]
+        leaves = call.arguments.in_tree_order(structs, call.broadcast)
+        args, kwargs = call.arguments.treedef.unflatten(leaves)
+        rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part)
+        request = TraceRequest(
+            fn=function.fn,
+            call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),
+            arguments=(args, kwargs),
+            keys=call.keys,
+            pack=partial(pack_outputs, rules),
+            name=function.name,
+            size=self._program.group.size,
+            shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
+            variables=self._expected(function.fn),
+            slices=2 if call.is_sliced else 1,
+            has_axis=has_axis,
+        )
+        try:
+            traced = trace(request)
+        except NameError as error:
+            if has_axis or "unbound axis" not in str(error):
+                raise
+            raise ValueError(
+                f"{function.name}: it communicates inside (over the axis {AXIS!r}), so every replica and slice needs "
+                f"as many rows. Communicate in then, or give a number of rows that divides."
+            ) from error
+        self._touch(traced)
+        for variable, slices in traced.writes:
+            if self.holds_rows(variable) and call.held_index is not None:
+                raise cannot_update_rows(function.name, variable.name)
+            if call.is_sliced:
+                self._check_slices(variable, slices)
+        return traced
+
+    def _touch(self, traced: TracedFunction) -> None:
+        self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
+
+    def _check_slices(self, variable: Shared, slices: str | None) -> None:
+        name, shapes = self._program.function.name, self.abstract(variable).shapes
+        if self.holds_rows(variable):
+            raise ValueError(f"{name}: {variable.name} holds rows, so it cannot be updated with num_slices > 1.")
+        if slices == "add" and any(shape.dtype == np.bool_ for shape in shapes):
+            raise ValueError(
+                f'{name}: the update of {variable.name} combines slices by "add", but it holds booleans. '
+                f'Use "max" for any, "min" for all.'
+            )
+        for shape in shapes if slices == "mean" else ():
+            if not jnp.issubdtype(shape.dtype, jnp.inexact):
+                raise ValueError(
+                    f'{name}: the update of {variable.name} combines slices by "mean", but it holds '
+                    f'{shape.dtype.name}. Use "add", "max", "min" or "last" for integers.'
+                )
+
+    def then(
+        self, outputs: OutputSpec, shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> tuple[TracedFunction, list[int]] | None:
+        """`then` on combined outputs of these shapes, and which broadcast arguments follow them."""
+        function, call = self._program.function, self._program.call
+        if function.then is None:
+            return None
+        then = function.then
+        keys = [outputs.leaves[i].key for i in outputs.keep]
+        numbers = outputs.treedef.unflatten(range(len(shapes)))
+        given = numbers if type(numbers) is tuple else (numbers,)
+        names = function.then_parameters(len(given))
+        constants = call.arguments.constants(names)
+        trees = {name: call.arguments.parameters[name] for name in names if name in call.arguments.parameters}
+        at = {place: i for i, place in enumerate(call.arguments.broadcast)}
+        extra = [at[place] for place in jax.tree.leaves(trees)]
+        by_number = dict(enumerate(shapes))
+        by_place = {place: call.broadcast[i] for place, i in at.items()}
+        request = TraceRequest(
+            fn=then,
+            call=lambda *args, **kwargs: then(*args, **{**kwargs, **constants}),
+            arguments=(jax.tree.map(by_number.__getitem__, given), jax.tree.map(by_place.__getitem__, trees)),
+            keys=[*keys, *(call.keys[place] for place in jax.tree.leaves(trees))],
+            pack=pack_result,
+            name=f"{function.name}.then",
+            size=self._program.group.size,
+            shapes_of=self._whole_shapes,
+            variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
+        )
+        traced = trace(request)
+        self._touch(traced)
+        return traced, extra
+
+    def _whole_shapes(self, variable: Shared) -> Sequence[jax.ShapeDtypeStruct]:
+        state = self.abstract(variable)
+        lengths, name = state.rows_per_replica, self._program.function.name
+        if lengths is not None and len(set(lengths)) > 1:
+            raise ValueError(
+                f"{name}.then: {variable.name} holds {list(lengths)} rows on the replicas; then runs one "
+                f"program on all, so there they need as many. Use {variable.name} in {name} itself."
+            )
+        return state.shapes
+
+
+def cannot_update_rows(name: str, variable: str) -> ValueError:
+    """Of a call that sees some of the rows it would assign."""
+    return ValueError(
+        f"{name}: {variable} holds rows, so it cannot be updated in a call with batch_s, which sees some of them."
+    )
+
+

@@ -1,0 +1,105 @@
+"""Views: shared variables as one device, or simulated replicas, see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._base.errors import DivergedError
+from .._base.partition import split_rows
+from .._data.selection import merge_replicas, select_on_replicas
+from .._runtime.executable import copy_to_replicas
+from .._runtime.group import Group
+from .._runtime.layout import shard_of_rank, stack_parts
+from .._variables.state import VariableState
+from .._variables.variable import Shared, all_rows, bind, divergence, stacked_leaves
+from .traces import View
+
+
+def one_device(group: Group) -> Group:
+    """One device, of this process: the first."""
+    return group.subgroup(group.local_ranks.start, group.local_ranks.start + 1)
+
+
+def view_of_one(group: Group, batch_s: Any) -> View:
+    """Variables for one replica: the value that all share, or the rows picked of all, in rank order."""
+    one, rank = one_device(group), group.local_ranks.start
+
+    def look(variable: Shared) -> VariableState:
+        state = bind(variable, group)
+        if state.rows_per_replica is not None:
+            rows, count = _picked_rows(variable, batch_s)
+            return _of_rows(one, state, rows, (count,), True)
+        if not state.is_equal:
+            raise DivergedError(divergence(variable))
+        return replace(state, leaves=[_of_rank(group, one, leaf, state, rank) for leaf in state.leaves])
+
+    return _once(look)
+
+
+def _of_rank(group: Group, one: Group, leaf: jax.Array, state: VariableState, rank: int) -> jax.Array:
+    """One replica's part of a leaf as an array of a group of it alone; nothing is copied on real devices."""
+    if group is one:
+        return leaf
+    if group.is_simulated:
+        return leaf if state.layout == "replicated" else jax.device_put(leaf[rank : rank + 1], one.stacked)
+    shard = shard_of_rank(group, leaf, rank)
+    sharding = one.replicated if state.layout == "replicated" else one.stacked
+    return jax.make_array_from_single_device_arrays(shard.shape, sharding, [shard])
+
+
+def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
+    """Variables of a group of one replica, for several simulated ones."""
+
+    def look(variable: Shared) -> VariableState:
+        state = bind(variable, group)
+        if state.rows_per_replica is not None:
+            rows, count = _picked_rows(variable, batch_s)
+            return _of_rows(parallel, state, rows, tuple(part.rows for part in split_rows(count, parallel.size)), False)
+        first = [leaf[0] for leaf in stacked_leaves(variable, group)]
+        abstract = replace(state.abstract, layout="stacked")
+        return replace(state, leaves=copy_to_replicas(parallel, first, "stacked"), abstract=abstract)
+
+    return _once(look)
+
+
+def _once(look: View) -> View:
+    states: dict[Shared, VariableState] = {}
+
+    def view(variable: Shared) -> VariableState:
+        if variable not in states:
+            states[variable] = look(variable)
+        return states[variable]
+
+    return view
+
+
+def _picked_rows(variable: Shared, batch_s: Any) -> tuple[list[np.ndarray], int]:
+    """The rows that a variable holds on all replicas, those picked alone; and how many."""
+    rows, lengths = all_rows(variable), variable._state.rows_per_replica or ()
+    if batch_s is not None:
+        chosen = select_on_replicas(batch_s, lengths, "batch_s", variable.name)
+        together = merge_replicas(chosen)
+        index = together.positions(0, together.rows)
+        rows, lengths = [leaf[index] for leaf in rows], chosen.lengths
+    return rows, sum(lengths)
+
+
+def _of_rows(
+    group: Group, state: VariableState, rows: Sequence[np.ndarray], lengths: tuple[int, ...], is_equal: bool
+) -> VariableState:
+    parts = split_at(rows, lengths)
+    leaves = [stack_parts(group, [part[i] for part in parts], max(lengths)) for i in range(len(rows))]
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves)
+    abstract = replace(state.abstract, shapes=shapes, layout="stacked", rows_per_replica=lengths)
+    return replace(state, leaves=leaves, abstract=abstract, is_equal=is_equal)
+
+
+def split_at(rows: Sequence[np.ndarray], lengths: Sequence[int]) -> list[list[np.ndarray]]:
+    """Rows of each leaf, cut for replicas of these lengths."""
+    stops = np.cumsum(lengths).tolist()
+    return [[leaf[stop - length : stop] for leaf in rows] for stop, length in zip(stops, lengths, strict=True)]

@@ -1,0 +1,340 @@
+"""Data: an array of rows that functions pick from, in host memory, on disk, or resident on the replicas."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from .._base.errors import SynkError, public_api
+from .._base.partition import RowRange, split_rows
+from .._base.pytree import narrow
+from .._runtime.dispatch import LOCK
+from .._runtime.group import Group
+from .resident_rows import joint, replicate_rows, scatter_rows, touched_rows
+from .sources import Reader, Source, as_number_dtype, as_rows, is_in_memory
+
+Place: TypeAlias = Literal["host", "scatter", "broadcast"]
+PLACES = ("host", "scatter", "broadcast")
+_numbers = itertools.count()
+
+
+class Data:
+    """Rows for the inputs of functions; made by `synk.data`.
+
+    It holds the array given, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. Copies on devices
+    follow: a write marks them stale, and the next call that reads them sends what is stale. (Write through the `Data`:
+    a write past it is not seen by devices that have a copy.)
+
+    Attributes:
+      name: what messages call it.
+      is_minibatch: whether it has one row for each row selected.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> x = synk.data(np.zeros((5, 2), np.float32), name="x")
+      >>> x[3] = 1.0
+      >>> x, len(x), x.size, float(x[2:].sum())
+      (Data(x: float32[5, 2], place="host"), 5, 10, 2.0)
+    """
+
+    def __init__(self, source: Source, place: Place, is_minibatch: bool, dtype: np.dtype, name: str, key: Any) -> None:
+        self.name = name
+        self.is_minibatch = is_minibatch
+        self._place: Place = place
+        self._source: Source | None = source
+        self._length = len(source)
+        self._row_shape = source.shape[1:]
+        self._dtype = dtype
+        self._key = key  # the PRNG implementation, where it holds raw data of typed keys
+        self._version = 0  # counts changes
+        self._abstract: AbstractData | None = None  # kept until it changes
+        self._group: Group | None = None
+        self._copy: jax.Array | None = None  # on the devices of that group
+        self._stale: RowRange | None = None  # rows that were written since
+
+    def __repr__(self) -> str:
+        return f'Data({self.name}: {self.dtype.name}{list(self.shape)}, place="{self.place}")'
+
+    @property
+    def place(self) -> Place:
+        """Where its rows live: "host", "scatter" or "broadcast"."""
+        return self._place
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows first."""
+        return (self._length, *self._row_shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its rows; functions see it as JAX narrows it."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has, rows included."""
+        return 1 + len(self._row_shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return int(np.prod(self.shape))
+
+    def __len__(self) -> int:
+        return self._length
+
+    @public_api
+    def __getitem__(self, index: Any) -> Any:
+        source = source_of(self)
+        if isinstance(source, Reader):
+            is_all = self._length == len(source)
+            rows = np.asarray(source.of[index]) if is_all else source.read(slice(0, self._length))[index]
+        else:
+            rows = np.asarray(source)[: self._length][index]
+        return rows if rows.dtype == self._dtype else rows.astype(self._dtype)
+
+    @public_api
+    def __setitem__(self, index: Any, rows: Any) -> None:
+        source = source_of(self)
+        if isinstance(source, jax.Array) or (isinstance(source, np.ndarray) and not source.flags.writeable):
+            raise ValueError(
+                f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
+            )
+        if isinstance(source, Reader):
+            source.of[index] = rows
+        else:
+            source[: self._length][index] = rows
+        self._version += 1
+        self._mark(touched_rows(index, self._length))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self[:], dtype) if copy else np.asarray(self[:], dtype)
+
+    @public_api
+    def set_value(self, value: Any) -> None:
+        """Hold another array instead, without a copy; rows may be more or fewer.
+
+        Args:
+          value: as for `synk.data`; its rows have the shape that they had, its dtype becomes this one's where read.
+
+        Raises:
+          ValueError: its rows have another shape.
+
+        Example:
+          >>> import numpy as np, synk
+          >>> x = synk.data(np.zeros((5, 2), np.float32))
+          >>> x.set_value(np.ones((3, 2), np.float32))
+          >>> x.shape
+          (3, 2)
+        """
+        source = _as_source(value, self.name)
+        if source.shape[1:] != self._row_shape:
+            raise ValueError(
+                f"{self.name}.set_value: the new rows have shape {source.shape[1:]}, but its rows have "
+                f"{self._row_shape}. Only their number may change."
+            )
+        self._source, self._length = source, len(source)
+        self._drop()
+
+    @public_api
+    def set_length(self, rows: int) -> None:
+        """Let only the first rows count, from none to all that the array held has.
+
+        Args:
+          rows: how many.
+
+        Raises:
+          ValueError: the array has fewer.
+
+        Example:
+          >>> import numpy as np, synk
+          >>> x = synk.data(np.zeros((5, 2), np.float32))
+          >>> x.set_length(4)
+          >>> x.shape
+          (4, 2)
+        """
+        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+            raise TypeError(f"{self.name}.set_length: rows is {rows!r}; give an integer.")
+        held = len(source_of(self))
+        if not 0 <= rows <= held:
+            raise ValueError(
+                f"{self.name}.set_length: it holds an array of {held} rows, so there are not {rows}. "
+                f"set_value gives it another array."
+            )
+        if rows != self._length:
+            self._length = int(rows)
+            self._drop()
+
+    @public_api
+    def to(self, place: Place) -> Data:
+        """Let its rows live elsewhere from now on; they move when next read, once.
+
+        Args:
+          place: "host" (copies on devices are freed), "scatter" or "broadcast".
+
+        Returns:
+          Itself.
+
+        Raises:
+          ValueError: `place` is none of these.
+
+        Example:
+          >>> import numpy as np, synk
+          >>> synk.data(np.zeros(5)).to("scatter").place
+          'scatter'
+        """
+        if place not in PLACES:
+            raise ValueError(f"{self.name}.to: place is {place!r}; use {', '.join(map(repr, PLACES))}.")
+        if place != self._place:
+            self._place = place
+            self._drop()
+        return self
+
+    @public_api
+    def free(self) -> None:
+        """Let go of the array held and of all copies on devices; `set_value` gives it another.
+
+        Example:
+          >>> import numpy as np, synk
+          >>> x = synk.data(np.zeros(5), name="x")
+          >>> x.free()
+          >>> x
+          Data(x: float64[0], place="host")
+        """
+        self._source, self._length = None, 0
+        self._drop()
+
+    def _mark(self, written: RowRange | None) -> None:
+        """Note rows that devices do not have yet."""
+        if written is not None and written.rows:
+            self._stale = written if self._stale is None else joint(self._stale, written)
+
+    def _drop(self) -> None:
+        with LOCK:
+            self._copy = self._group = self._stale = self._abstract = None
+            self._version += 1
+
+
+# What other modules need of a `Data`. Callers hold the lock.
+
+
+class AbstractData(NamedTuple):
+    """What the plan of a call depends on."""
+
+    place: Place
+    length: int
+    row_shape: tuple[int, ...]
+    dtype: np.dtype
+    is_in_memory: bool
+    is_minibatch: bool
+    key: Any
+
+
+def abstract_data(data: Data) -> AbstractData:
+    """What the plan of a call depends on; the same object until it changes."""
+    if data._abstract is None:
+        source, shape = source_of(data), data._row_shape
+        data._abstract = AbstractData(
+            data._place, data._length, shape, data._dtype, is_in_memory(source), data.is_minibatch, data._key
+        )
+    return data._abstract
+
+
+def source_of(data: Data) -> Source:
+    """The array held; its rows beyond the length do not count. SynkError where it was freed."""
+    if data._source is None:
+        raise SynkError(f"{data.name}: it was freed. Give it an array with {data.name}.set_value(...).")
+    return data._source
+
+
+def data_version(data: Data) -> int:
+    """How often its rows have changed."""
+    return data._version
+
+
+def parts_of(data: Data, group: Group) -> list[RowRange]:
+    """The rows that each replica holds, where they are scattered."""
+    return split_rows(data._length, group.size)
+
+
+def resident(data: Data, group: Group) -> jax.Array:
+    """Its rows on the devices: replicated, or stacked, each replica's filled up to as many with real ones."""
+    copy, dtype = data._copy, narrow(data._dtype)
+    if copy is not None and (data._group is not group or copy.dtype != dtype):
+        copy = None
+    if copy is not None and data._stale is None:
+        return copy
+    if data._length >= 2**31:
+        raise ValueError(f'{data.name}: devices hold at most {2**31 - 1} rows; this one has more. Use place="host".')
+    source = source_of(data)
+    host = np.asarray(source) if isinstance(source, jax.Array) else source
+    data._copy = copy  # an old one of another group goes first
+    stale, data._stale = data._stale, None  # what is written from here on is sent next time
+    send = scatter_rows if data._place == "scatter" else replicate_rows
+    try:
+        data._copy = send(group, host, data._length, dtype, copy, stale or RowRange(0, data._length))
+    except BaseException:
+        data._mark(stale)
+        raise
+    data._group = group
+    return data._copy
+
+
+def _as_source(value: Any, name: str) -> Source:
+    if not isinstance(value, Data):
+        return as_rows(value, name)
+    source = source_of(value)
+    is_whole = len(value) == len(source) and value.dtype == source.dtype
+    return source if is_whole else as_rows(value[:], name)
+
+
+def make_data(
+    value: Any, name: str, *, place: Place = "host", is_minibatch: bool = False, dtype: Any = None, key: Any = None
+) -> Data:
+    """A `Data` of rows; `key` is the PRNG implementation where they are raw data of typed keys."""
+    source = _as_source(value, name)
+    return Data(source, place, is_minibatch, source.dtype if dtype is None else as_number_dtype(dtype, name), name, key)
+
+
+@public_api
+def data(
+    value: Any,
+    *,
+    place: Place = "host",
+    minibatch: bool = False,
+    dtype: Any = None,
+    name: str | None = None,
+) -> Data:
+    """Hold an array of rows for the inputs of functions, which `batch` and `batch_s` pick from.
+
+    Args:
+      value: an array of shape (rows, ...), held without a copy: NumPy's, memory-mapped, of jax, or any that gives rows
+        by position (h5py, zarr), which is read in parts. Inside `jax.jit` it is a constant, as any such array is.
+      place: where the rows live. "host": in memory or on disk, picked by threads and sent as needed. "scatter": on the
+        replicas, each its part; `batch_s` picks from it without communication. "broadcast": every replica holds all.
+        Rows move when a function first reads them.
+      minibatch: whether it has one row for each row that a call selects, and is not picked from itself.
+      dtype: what rows are converted to when they are read; None keeps what `value` has.
+      name: what messages call it.
+
+    Returns:
+      A `Data`.
+
+    Raises:
+      TypeError: `value` is no array of numbers.
+      ValueError: it has no rows, or `place` is none of these.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> x = synk.data(np.arange(10.0), place="broadcast")
+      >>> total = synk.function(jnp.sum)
+      >>> float(total(x, batch=[1, 3, 5])), float(total(x))
+      (9.0, 45.0)
+    """
+    name = name or f"data_{next(_numbers)}"
+    if place not in PLACES:
+        raise ValueError(f"{name}: place is {place!r}; use {', '.join(map(repr, PLACES))}.")
+    return make_data(value, name, place=place, is_minibatch=minibatch, dtype=dtype)

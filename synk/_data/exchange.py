@@ -1,0 +1,93 @@
+"""Exchange: rows picked by a global batch from scattered data, brought from the replicas that hold them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._base.partition import split_rows
+from .._runtime.engine import Body
+from .._runtime.executable import run_collective
+from .._runtime.group import AXIS, Group
+from .._runtime.layout import put
+
+
+def exchange(group: Group, data: jax.Array, rows: int, index: np.ndarray) -> jax.Array:
+    """Give each replica its part of the rows picked.
+
+    Only rows that were picked travel: each replica sends each other what it wants, in rounds of one all-to-all of a
+    fixed size, which one round nearly always meets where rows are picked at random. The index is data.
+
+    Args:
+      data: stacked, of shape (replicas, n, ...): each replica's part of the rows.
+      rows: how many rows there are in all.
+      index: of shape (b,), which of them.
+
+    Returns:
+      Stacked, of shape (replicas, m, ...): each replica's part of those picked, filled up to as many with real ones.
+    """
+    picked = split_rows(len(index), group.size)
+    tall = picked[0].rows
+    blocks = [index[np.minimum(part.start + np.arange(tall), len(index) - 1)] for part in picked]
+    wanted = put(group, np.concatenate(blocks).astype(np.int32), "replicated")
+    body = _body(group.size, rows, tall)
+    return run_collective(group, body, ["stacked", "replicated"], ["stacked"], [data, wanted])[0]
+
+
+@lru_cache(maxsize=1024)
+def _body(size: int, rows: int, tall: int) -> Body:
+    """The program: `size` replicas hold `rows` rows, and each wants `tall` of them."""
+    shares = [part.rows for part in split_rows(rows, size)]
+    ends = np.cumsum(shares).astype(np.int32)
+    starts = (ends - shares).astype(np.int32)
+    expected = tall / size
+    capacity = min(tall, int(np.ceil(expected + 4 * expected**0.5)) + 4)  # of one message, in rows
+
+    def body(data: jax.Array, index: jax.Array) -> list[jax.Array]:
+        rank = lax.axis_index(AXIS)
+        dtype, is_small = data.dtype, data.dtype.itemsize < 4 and jnp.issubdtype(data.dtype, jnp.floating)
+        if is_small:  # some back ends widen these on the way, and change some NaNs with it
+            data = lax.bitcast_convert_type(data, jnp.uint8 if dtype.itemsize == 1 else jnp.uint16)
+        wanted = index.reshape(size, tall)  # by each replica
+        owner = jnp.searchsorted(ends, wanted.ravel(), side="right").reshape(size, tall).astype(jnp.int32)
+        number, largest = _number_by_pair(owner)
+        local, outgoing = wanted - jnp.asarray(starts)[rank], jnp.where(owner == rank, number, -1)
+        sender, incoming = owner[rank], number[rank]
+
+        def exchanged(turn: jax.Array | int) -> jax.Array:
+            """The rows of one round, each where it belongs; the others are any."""
+            got = _all_to_all_rows(data, local, outgoing - turn * capacity, capacity)
+            at = sender * capacity + jnp.clip(incoming - turn * capacity, 0, capacity - 1)
+            return got.at[at].get(mode="promise_in_bounds")
+
+        def later(turn: jax.Array, before: jax.Array) -> jax.Array:
+            is_new = (incoming // capacity == turn).reshape(tall, *[1] * (data.ndim - 1))
+            return jnp.where(is_new, exchanged(turn), before)
+
+        found = lax.fori_loop(1, (largest + capacity - 1) // capacity, later, exchanged(0))
+        return [lax.bitcast_convert_type(found, dtype) if is_small else found]
+
+    return body
+
+
+def _number_by_pair(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Number the rows of each (owner, receiver) pair 0, 1, ...; and how many the largest has, equal on all replicas.
+
+    Row i of a pair travels in round i // capacity, at position i % capacity.
+    """
+    is_of = owner[:, :, None] == jnp.arange(len(owner), dtype=jnp.int32)[None, None]
+    order = jnp.cumsum(is_of, axis=1, dtype=jnp.int32)
+    return jnp.take_along_axis(order, owner[:, :, None], axis=2)[:, :, 0] - 1, jnp.max(order[:, -1])
+
+
+def _all_to_all_rows(data: jax.Array, rows: jax.Array, position: jax.Array, capacity: int) -> jax.Array:
+    """Send each receiver the rows whose position in its message is from 0 on and below the capacity."""
+    receiver = jnp.broadcast_to(jnp.arange(len(rows), dtype=jnp.int32)[:, None], rows.shape)
+    column = jnp.where(position < 0, capacity, position)  # beyond the message: dropped
+    message = jnp.zeros((len(rows), capacity), jnp.int32).at[receiver, column].set(rows, mode="drop")
+    outgoing = data.at[message].get(mode="promise_in_bounds")
+    return lax.all_to_all(outgoing, AXIS, 0, 0).reshape(len(rows) * capacity, *data.shape[1:])

@@ -1,0 +1,104 @@
+"""Minibatches: the order in which a training loop sees rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .._base.errors import public_api
+
+
+@dataclass(frozen=True)
+class Minibatches:
+    """Arrays of row indexes, one a batch; made by `synk.minibatches`."""
+
+    rows: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool
+    epochs: int
+    start: int
+
+    @property
+    def per_epoch(self) -> int:
+        """How many batches an epoch has."""
+        return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
+
+    def __len__(self) -> int:
+        return self.epochs * self.per_epoch - self.start
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        first, skipped = divmod(self.start, self.per_epoch)
+        for epoch in range(first, self.epochs):
+            order = self._order(epoch)
+            for i in range(skipped if epoch == first else 0, self.per_epoch):
+                yield order[i * self.batch_size : (i + 1) * self.batch_size]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.rows)
+        # NumPy keeps RandomState's stream for good; that of newer generators may change with a release.
+        return np.random.RandomState([self.seed, epoch]).permutation(self.rows)
+
+
+@public_api
+def minibatches(
+    rows: int,
+    batch_size: int,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    epochs: int = 1,
+    start: int = 0,
+) -> Minibatches:
+    """Deal rows out into batches, for `batch=`: every row once an epoch, the last batch as short as it comes.
+
+    Args:
+      rows: how many there are, >= 1.
+      batch_size: rows of a batch (global), >= 1.
+      shuffle: whether each epoch has an order of its own, which depends on `seed` and the epoch alone.
+      seed: from 0 to 2**32 - 1; the same on every platform and in every process.
+      drop_last: whether to leave out a last batch that is shorter.
+      epochs: how often to go through the rows, >= 1.
+      start: how many batches to leave out at the start: a resumed run sees what the first would have seen.
+
+    Returns:
+      An iterable of integer arrays of shape (batch_size,), the last of an epoch shorter; `len` says how many, so that
+      a progress bar shows. It can be gone through again.
+
+    Raises:
+      ValueError: a number is out of its range, or no batch is left.
+
+    Example:
+      >>> import synk
+      >>> batches = synk.minibatches(5, 2, seed=1)
+      >>> len(batches), [len(batch) for batch in batches], sorted(int(i) for batch in batches for i in batch)
+      (3, [2, 2, 1], [0, 1, 2, 3, 4])
+    """
+    for name, value, least in (
+        ("rows", rows, 1),
+        ("batch_size", batch_size, 1),
+        ("seed", seed, 0),
+        ("epochs", epochs, 1),
+        ("start", start, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"synk.minibatches: {name} is {value!r}; give an integer >= {least}.")
+        if value < least:
+            raise ValueError(f"synk.minibatches: {name} is {value}; give an integer >= {least}.")
+    if seed >= 2**32:
+        raise ValueError(f"synk.minibatches: seed is {seed}; give one below 2**32.")
+    batches = Minibatches(int(rows), int(batch_size), shuffle, int(seed), drop_last, int(epochs), int(start))
+    if batches.per_epoch == 0:
+        raise ValueError(
+            f"synk.minibatches: {rows} rows make no batch of {batch_size} with drop_last=True. Make batches smaller."
+        )
+    if start > epochs * batches.per_epoch:
+        raise ValueError(
+            f"synk.minibatches: start={start} is beyond the {epochs * batches.per_epoch} batches of {epochs} epoch(s)."
+        )
+    return batches

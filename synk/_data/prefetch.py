@@ -1,0 +1,249 @@
+"""Prefetch: bring the next batches from a thread while the current one is computed."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from time import monotonic
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+
+from .._base.errors import SynkError, public_api
+from .._base.jax_context import is_traced
+from .._base.pytree import SCALARS, PyTree, narrow
+from .._runtime.group import Group, current_group
+from .selection import Selection
+from .sources import as_source
+from .transfer import place_rows_ahead
+
+T = TypeVar("T")
+R = TypeVar("R")
+_PATIENCE = 2.0  # seconds that the end of a program waits for all threads
+_config: Any = jax.config
+
+
+class _Worker:
+    """A thread that takes items from an iterator, one each time that it is asked.
+
+    A daemon, and no executor's thread: the end of a program waits for those even while a source blocks for good. It
+    shares nothing but queues that a destructor may use, since the last reference may go on any line of any thread.
+    """
+
+    def __init__(self, items: Iterator[Any], size: int, is_x64: bool) -> None:
+        self._is_stopped = False
+        self._asked: SimpleQueue[None] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        for _ in range(size):
+            self._asked.put(None)
+        self.thread = threading.Thread(target=self._work, args=(items, is_x64), name="synk-prefetch", daemon=True)
+        _workers.add(self)
+
+    def _work(self, items: Iterator[Any], is_x64: bool) -> None:
+        try:
+            with jax.enable_x64(is_x64):  # the option is a thread's own
+                while True:
+                    self._asked.get()
+                    if self._is_stopped:
+                        return
+                    self._ready.put((next(items), None))
+        except BaseException as error:  # StopIteration too
+            self._ready.put((None, error))
+
+    def take(self) -> Any:
+        """Wait for the next item, and ask for one more; StopIteration after the last one, and once stopped."""
+        item, error = self._ready.get()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # or it, its traceback and this frame would keep one another, and what the caller holds
+        if self._is_stopped:
+            raise StopIteration
+        self._asked.put(None)
+        return item
+
+    def stop(self) -> None:
+        """Take no further item, let go of those that are ready, and wake whoever waits for one."""
+        self._is_stopped = True
+        self._asked.put(None)
+        with suppress(Empty):
+            while True:
+                self._ready.get_nowait()
+        self._ready.put((None, StopIteration()))
+
+
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread that works on would find JAX gone, and one that comes back from it into an ended Python aborts."""
+    workers = list(_workers)
+    for worker in workers:
+        worker.stop()
+    until = monotonic() + _PATIENCE
+    for worker in workers:
+        if worker.thread.is_alive():
+            worker.thread.join(max(0.0, until - monotonic()))
+
+
+class Prefetch(Iterator[R], Generic[T, R]):
+    """An iterator that a thread works ahead of; made by `synk.prefetch` and `f.iterate`.
+
+    An error comes up where its item would have come. Leaving the loop, `close()` or the end of a `with` block stops
+    the thread. `len` says how many items there are, where the source says so.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> with synk.prefetch([np.zeros(4), np.ones(4)]) as batches:
+      ...     len(batches), [float(batch.sum()) for batch in batches]
+      (2, [0.0, 4.0])
+    """
+
+    def __init__(
+        self,
+        source: Iterable[T],
+        size: int,
+        ahead: Callable[[T], Any],
+        arrive: Callable[[Any], R],
+        name: str,
+        refuse: Callable[[], None],
+    ) -> None:
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"{name} is {size!r}; give an integer >= 0.")
+        if size < 0:
+            raise ValueError(f"{name} is {size}; give an integer >= 0, where 0 works ahead of nothing.")
+        self._size, self._refuse = int(size), refuse
+        self._steps: tuple[Iterator[Any], Callable[[Any], R]] | None = _prepare(source, ahead), arrive
+        self._worker: _Worker | None = None
+        self._length = len(source) if isinstance(source, Sized) else None
+        self._is_x64: bool = _config.jax_enable_x64
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("The number of items is not known: what gives them has no len().")
+        return self._length
+
+    def __iter__(self) -> Prefetch[T, R]:
+        return self
+
+    @public_api
+    def __next__(self) -> R:
+        self._refuse()
+        steps = self._steps
+        if steps is None:
+            raise StopIteration
+        items, arrive = steps
+        try:
+            with jax.enable_x64(self._is_x64):
+                if self._size == 0:
+                    return arrive(next(items))
+                if self._worker is None:
+                    self._worker = _Worker(items, self._size, self._is_x64)
+                    weakref.finalize(self, self._worker.stop)  # it does not refer to self, so leaving the loop ends it
+                    self._worker.thread.start()
+                return arrive(self._worker.take())
+        except BaseException:  # the end, an error, or Ctrl-C
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop the thread; nothing more comes."""
+        self._steps = None  # a generator closes, and arguments are let go of
+        if self._worker is not None:
+            self._worker.stop()
+
+    def __enter__(self) -> Prefetch[T, R]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _prepare(source: Iterable[T], ahead: Callable[[T], Any]) -> Generator[Any]:
+    """What `ahead` makes of each item, when it is asked for; items that have gone on are not held."""
+
+    def work(value: T) -> Any:
+        try:
+            return ahead(value)
+        except StopIteration as error:  # the end of another iterator inside is not the end of this one
+            raise RuntimeError("StopIteration in what works ahead of the loop: an iterator in it has ended.") from error
+
+    yield from map(work, source)
+
+
+@public_api
+def prefetch(
+    iterator: Iterable[PyTree], size: int = 2, transform: Callable[[PyTree], PyTree] | None = None
+) -> Prefetch[PyTree, PyTree]:
+    """Bring the batches of an iterator to the devices ahead of the loop that uses them.
+
+    Args:
+      iterator: gives pytrees of arrays that share their number of rows, axis 0; numbers in them pass as they are.
+      size: how many batches to hold ready, >= 0; with 0 they are brought when asked for.
+      transform: takes a tree and returns one; runs on the thread (augmentation).
+
+    Returns:
+      An iterator of trees of `jax.Array`s, cut over the replicas; where rows do not divide, NumPy arrays.
+
+    Raises:
+      ValueError: arrays of one tree differ in rows, or have none; when that batch is reached.
+      SynkError: a batch is asked for inside a transformation of JAX's.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> total = synk.function(lambda x, y: jnp.sum(x * y))
+      >>> pairs = ((np.full(4, i), np.arange(4)) for i in range(3))
+      >>> [int(total(x, y)) for x, y in synk.prefetch(pairs)]
+      [0, 6, 12]
+    """
+    group = current_group()
+
+    def ahead(tree: PyTree) -> PyTree:
+        return _place_batch(group, tree if transform is None else transform(tree))
+
+    return Prefetch(iterator, size, ahead, lambda tree: tree, "synk.prefetch: size", _refuse_trace)
+
+
+def _refuse_trace() -> None:
+    if is_traced():
+        raise SynkError(
+            "synk.prefetch: a batch is asked for inside jit, grad, vmap or the like, which would run again with that "
+            "one batch. Take it outside, and pass it as an argument."
+        )
+
+
+def _place_batch(group: Group, tree: PyTree) -> PyTree:
+    """A tree of rows on the devices."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    placed: list[Any] = []
+    rows: int | None = None
+    first = ""
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path)
+        if isinstance(leaf, SCALARS):
+            placed.append(leaf)
+            continue
+        source = as_source(leaf, f"synk.prefetch: batch{name}", "give arrays and numbers")
+        if source.ndim == 0 or not isinstance(source.dtype, np.dtype):  # typed keys stay where they are
+            placed.append(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf)  # who made it may use it again
+            continue
+        if rows is None:
+            rows, first = source.shape[0], name
+        if source.shape[0] != rows or rows == 0:
+            raise ValueError(
+                f"synk.prefetch: batch{name} has {source.shape[0]} rows, batch{first} has {rows}. Arrays of a batch "
+                f"share their rows, at least one."
+            )
+        selection = Selection(None, 0, source.shape[0])
+        placed.append(place_rows_ahead(group, source, selection, narrow(source.dtype), is_cut=True))
+    return treedef.unflatten(placed)

@@ -1,0 +1,168 @@
+"""Selection: which rows a call picks, checked against what is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from .sources import Reader, Rows
+
+IndexKind: TypeAlias = Literal["slice", "gather"]
+
+
+class Selection(NamedTuple):
+    """Which rows are taken, in order: those at `indexes`, or (None) consecutive ones from `start` on."""
+
+    indexes: np.ndarray | None
+    start: int
+    rows: int
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Where rows `start` to `stop` of the selection lie in the source."""
+        return (
+            self.indexes[start:stop] if self.indexes is not None else np.arange(self.start + start, self.start + stop)
+        )
+
+    def into(self, buffer: np.ndarray, source: np.ndarray | Reader, at: int) -> Rows:
+        """Fill a buffer with rows of the selection, from `at` on."""
+        return Rows(buffer, source, self.indexes, at if self.indexes is not None else self.start + at)
+
+
+class ReplicaSelection(NamedTuple):
+    """Which of the rows that it holds each replica takes."""
+
+    held: tuple[int, ...]
+    chosen: tuple[Selection, ...]
+    lengths: tuple[int, ...]
+
+
+def select(batch: Any, rows: int, function: str, name: str, option: str = "batch", is_part: bool = False) -> Selection:
+    """Check a `batch` against an input of so many rows; one that is part of a selection may be empty."""
+    if batch is None:
+        return Selection(None, 0, rows)
+    if isinstance(batch, slice):
+        chosen = range(*batch.indices(rows))
+        if chosen.step == 1:
+            found = Selection(None, chosen.start, len(chosen))
+        else:
+            found = Selection(np.arange(chosen.start, chosen.stop, chosen.step), 0, len(chosen))
+    else:
+        index = _index_array(batch, function, option)
+        if index.ndim == 0:
+            found = _first(int(index), rows, function, name, option)
+        elif index.dtype == bool:
+            if len(index) != rows:
+                raise ValueError(
+                    f"{function}: {option} is a mask of length {len(index)}, but {name} has {rows} rows. "
+                    f"Give one entry a row."
+                )
+            found = selection_of(np.flatnonzero(index))
+        else:
+            found = selection_of(_in_range(index, rows, function, name, option))
+    if found.rows == 0 and not is_part:
+        shown = f"{option}={batch}" if isinstance(batch, slice | int) else f"the {option}"
+        raise ValueError(f"{function}: {shown} selects no rows. A call needs at least one.")
+    return found
+
+
+def _index_array(batch: Any, function: str, option: str) -> np.ndarray:
+    wanted = "give a number of rows, a slice, a boolean mask or integer indexes"
+    if isinstance(batch, bool | np.bool_):
+        raise TypeError(f"{function}: {option} is {batch}; {wanted}.")
+    index = np.asarray(batch)
+    if index.size == 0 and not hasattr(batch, "dtype"):
+        index = index.astype(np.int64)  # the dtype of [] says nothing
+    if index.dtype.kind not in "iub":
+        raise TypeError(f"{function}: {option} has dtype {index.dtype}; {wanted}.")
+    if index.ndim > 1:
+        raise ValueError(f"{function}: {option} has shape {index.shape}; give indexes or a mask of one dimension.")
+    return index
+
+
+def _first(count: int, rows: int, function: str, name: str, option: str) -> Selection:
+    if not 0 <= count <= rows:
+        raise IndexError(
+            f"{function}: {option}={count} asks for the first {count} rows, but {name} has {rows}. "
+            f"Give 1 to {rows}, or a slice, which is cut to what there is."
+        )
+    return Selection(None, 0, count)
+
+
+def _in_range(index: np.ndarray, rows: int, function: str, name: str, option: str) -> np.ndarray:
+    """Indexes from 0 on."""
+    if index.size == 0:
+        return index.astype(np.int64)
+    wide = index.astype(np.int64, copy=False)
+    if index.dtype != np.uint64 and _are_below(wide, rows):
+        return wide
+    if not (-rows <= int(index.min()) and int(index.max()) < rows):
+        wrong = next(int(i) for i in index if not -rows <= int(i) < rows)
+        raise IndexError(
+            f"{function}: {option} holds the index {wrong}, but {name} has {rows} rows. Indexes run from {-rows} "
+            f"to {rows - 1}."
+        )
+    return np.where(wide < 0, wide + rows, wide)
+
+
+def _are_below(index: np.ndarray, rows: int) -> bool:
+    """Are these signed integers, at least one, all from 0 on and less than `rows`? One pass over them."""
+    wide = index.astype(np.int64, copy=False).view(np.uint64)  # negative ones are huge there
+    return wide.item(wide.argmax()) < rows  # quicker than max, which goes through a ufunc's reduction
+
+
+def selection_of(index: np.ndarray) -> Selection:
+    """A selection of these rows; consecutive ones need no index."""
+    count = len(index)
+    if count and index[-1] - index[0] == count - 1 and (count == 1 or (np.diff(index) == 1).all()):
+        return Selection(None, int(index[0]), count)
+    return Selection(index, 0, count)
+
+
+def select_on_replicas(batch_s: Any, held: Sequence[int], function: str, name: str) -> ReplicaSelection:
+    """Check a `batch_s` against the rows that replicas hold: one selection for all, or one for each."""
+    each = [batch_s] * len(held)
+    if not _is_one_each(batch_s):
+        if len(set(held)) == 1:  # Equal lengths: the same selection is valid on every replica.
+            one = select(batch_s, held[0], function, f"{name} on each replica", "batch_s")
+            return ReplicaSelection(tuple(held), (one,) * len(held), (one.rows,) * len(held))
+    else:
+        each = list(batch_s)
+        if len(each) != len(held):
+            raise ValueError(
+                f"{function}: batch_s has {len(each)} selections, but there are {len(held)} replicas. Give one for all "
+                f"or one for each."
+            )
+    chosen = tuple(
+        select(one, rows, function, f"{name} on replica {rank}", "batch_s", is_part=True)
+        for rank, (one, rows) in enumerate(zip(each, held, strict=True))
+    )
+    lengths = tuple(selection.rows for selection in chosen)
+    if not any(lengths):
+        raise ValueError(f"{function}: batch_s selects no rows on any replica. A call needs at least one.")
+    return ReplicaSelection(tuple(held), chosen, lengths)
+
+
+def _is_one_each(batch_s: Any) -> bool:
+    if isinstance(batch_s, list | tuple):
+        return any(isinstance(item, slice | list | tuple) or np.ndim(item) for item in batch_s)
+    return not isinstance(batch_s, slice) and np.ndim(batch_s) == 2
+
+
+def index_kind(batch: Any) -> IndexKind:
+    """Are the rows consecutive, as far as the form tells? Programs differ in this, and never in the rows themselves."""
+    if isinstance(batch, slice):
+        is_run = batch.step in (None, 1)
+    elif isinstance(batch, list | tuple):
+        is_run = bool(batch) and all(isinstance(item, slice) and item.step in (None, 1) for item in batch)
+    else:
+        is_run = batch is None or np.ndim(batch) == 0
+    return "slice" if is_run else "gather"
+
+
+def merge_replicas(local: ReplicaSelection) -> Selection:
+    """The same rows of all replicas' rows one after another."""
+    base = np.cumsum([0, *local.held])
+    index = np.concatenate([s.positions(0, s.rows) + b for s, b in zip(local.chosen, base, strict=False)])
+    return selection_of(index)

@@ -1,0 +1,201 @@
+"""Sources: what holds rows, in memory, on disk or on devices, and how rows are copied out of it by several threads."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from mmap import mmap
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from .._base.pytree import key_of, refuse_tracer
+
+BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
+SHARED = 1 << 22  # bytes that pay for more than one thread: fewer are copied before another one has woken up
+THREADS = 16  # more do not read a machine's memory any faster
+
+
+class Reader:
+    """An object that gives rows by position when it is indexed (h5py, zarr): read in parts, never whole."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+        self.shape: tuple[int, ...] = tuple(of.shape)
+        self.dtype = np.dtype(of.dtype)
+        self.ndim = len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.of[...], dtype)
+
+    def read(self, index: slice | np.ndarray) -> np.ndarray:
+        """Rows of a contiguous slice, or of indexes in any order: files give each row once, in ascending order."""
+        if isinstance(index, slice):
+            return np.asarray(self.of[index])
+        unique, inverse = np.unique(index, return_inverse=True)
+        first, stop = int(unique[0]), int(unique[-1]) + 1
+        if stop - first <= 2 * len(unique):
+            return np.asarray(self.of[first:stop])[index - first]
+        return np.asarray(self.of[unique])[inverse]
+
+
+HostSource: TypeAlias = np.ndarray | Reader
+Source: TypeAlias = HostSource | jax.Array
+
+
+def as_source(value: Any, what: str, advice: str) -> Source:
+    """An array as what rows can be copied from, without copying it; TypeError where it is none."""
+    if isinstance(value, jax.Array):
+        return value
+    if type(value) is not np.ndarray:
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError(f"{what} is a masked array, whose mask would be lost; give .filled(...).")
+        if isinstance(value, str | bytes) or not (hasattr(value, "__array__") or _is_read_by_rows(value)):
+            raise TypeError(f"{what} is a {type(value).__name__}; {advice}.")
+        value = Reader(value) if _is_read_by_rows(value) else np.asarray(value)
+    if not is_number(value.dtype):
+        raise TypeError(f"{what} has dtype {value.dtype}; give numbers or booleans.")
+    return value
+
+
+def as_rows(value: Any, name: str) -> Source:
+    """What a `Data` of this name may hold: one array with rows."""
+    refuse_tracer(value, f"{name}: its value")
+    if isinstance(value, list):
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: its value is a list that makes no array: {error}") from None
+    if key_of(value) is not None:
+        raise TypeError(f"{name}: it is an array of typed PRNG keys; give jax.random.key_data of it.")
+    source = as_source(value, f"{name}: its value", "give one array; for a tree of them, jax.tree.map(synk.data, tree)")
+    if source.ndim == 0:
+        raise ValueError(f"{name}: its value is a scalar and has no rows. Pass numbers as they are, as broadcast ones.")
+    return source
+
+
+def as_number_dtype(dtype: Any, name: str) -> np.dtype:
+    """A dtype that a user asks for."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not is_number(found):
+        raise TypeError(f"{name}: dtype is {dtype!r}; give one of numbers or booleans.")
+    return found
+
+
+def is_in_memory(source: Source) -> bool:
+    """Is it NumPy's, and not read from a file as it is looked at?"""
+    base: Any = source
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return isinstance(source, np.ndarray) and not isinstance(base, mmap)
+
+
+def is_number(dtype: np.dtype) -> bool:
+    """Is it of numbers or booleans? JAX's own small floats are among them."""
+    return dtype.kind not in "OSUMm" and dtype.type is not np.void
+
+
+def _is_read_by_rows(value: Any) -> bool:
+    """Is it indexed by position, and would `__array__` read all of it? Not where that shares its memory."""
+    if isinstance(value, np.ndarray | np.generic) or not all(hasattr(value, a) for a in ("shape", "dtype")):
+        return False
+    if not hasattr(value, "__getitem__") or any(hasattr(value, a) for a in _SHARES_MEMORY):
+        return False
+    try:
+        np.dtype(value.dtype)
+    except TypeError:
+        return False
+    return isinstance(value.shape, tuple) and len(value.shape) > 0
+
+
+# Of arrays in memory; and of pandas, which indexes by label.
+_SHARES_MEMORY = ("__array_interface__", "__array_struct__", "__dlpack__", "iloc")
+
+
+class Rows(NamedTuple):
+    """Rows to copy: of `source`, those at `indexes` (None: all, in order) from `start` on, until `buffer` is full."""
+
+    buffer: np.ndarray
+    source: HostSource
+    indexes: np.ndarray | None
+    start: int
+
+    def copy(self) -> None:
+        """Fill the buffer."""
+        buffer, source, stop = self.buffer, self.source, self.start + len(self.buffer)
+        rows = slice(self.start, stop) if self.indexes is None else self.indexes[self.start : stop]
+        if isinstance(source, Reader):
+            buffer[...] = source.read(rows)
+        elif isinstance(rows, slice):
+            buffer[...] = source[rows]
+        elif source.dtype == buffer.dtype and source.flags.c_contiguous and source.flags.aligned:
+            # The indexes were checked once; "clip" is the mode that neither checks nor copies again.
+            np.take(source, rows, axis=0, out=buffer, mode="clip")
+        else:
+            step = _rows_in(buffer, BLOCK)
+            for at in range(0, len(buffer), step):
+                buffer[at : at + step] = source[rows[at : at + step]]
+
+    def split(self, rows: int) -> list[Rows]:
+        """The same in pieces of at most so many rows."""
+        return [
+            self._replace(buffer=self.buffer[at : at + rows], start=self.start + at)
+            for at in range(0, len(self.buffer), rows)
+        ]
+
+
+def _rows_in(buffer: np.ndarray, size: int) -> int:
+    """How many of its rows have about so many bytes."""
+    return max(1, size * len(buffer) // max(buffer.nbytes, 1))
+
+
+def copy_rows(parts: Sequence[Rows]) -> None:
+    """Copy all these rows, by as many threads as pay."""
+    for part in parts:
+        if isinstance(part.source, Reader):  # h5py and the like may not allow several threads
+            part.copy()
+    parts = [part for part in parts if not isinstance(part.source, Reader)]
+    total = sum(part.buffer.nbytes for part in parts)
+    workers = min(_cores(), THREADS, 2 * total // SHARED) - 1
+    if total < SHARED or workers < 1:
+        for part in parts:
+            part.copy()
+        return
+    size = max(BLOCK, total // (4 * (workers + 1)))
+    pieces = deque(piece for part in parts for piece in part.split(_rows_in(part.buffer, size)))
+
+    def work() -> None:
+        while True:
+            try:
+                piece = pieces.popleft()
+            except IndexError:
+                return
+            piece.copy()
+
+    others = [_threads().submit(work) for _ in range(workers)]
+    try:
+        work()
+    finally:
+        pieces.clear()
+        for other in others:
+            if not other.cancel():  # it has begun
+                other.result()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, "synk-rows")

@@ -1,0 +1,1 @@
+"""Distributed: groups as a user asks for them, over other processes too."""

@@ -1,0 +1,207 @@
+"""Init: make the group of devices that a user asks for, and make it the current one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._base.errors import public_api
+from .._runtime.dispatch import drain
+from .._runtime.group import CURRENT, Device, Group, current_group, make_group
+from . import liveness
+from .agreement import PEERS
+from .watchdog import WATCHDOG
+
+
+@public_api
+def init(
+    devices: int | Sequence[Device] | None = None,
+    *,
+    distributed: bool = False,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    watchdog: float | None = None,
+    exit_hook: bool = True,
+    heartbeat: int = liveness.HEARTBEAT,
+    shutdown: int = liveness.SHUTDOWN,
+    start: int = liveness.START,
+) -> Group:
+    """Make a group of devices and make it the current one.
+
+    On a machine with CPUs only, before JAX has started its backend, `init(n)` makes n virtual CPU devices (the
+    option `jax_num_cpu_devices`).
+
+    With `distributed=True` the group spans all processes of the program, each of which makes this call, first of all:
+    it is `jax.distributed.initialize` with shorter time-outs. A launcher is found by JAX (SLURM, Open MPI, MPICH,
+    Kubernetes), else the next three arguments, or `SYNK_COORDINATOR`, `SYNK_NUM_PROCESSES` and `SYNK_PROCESS_ID` in the
+    environment (which `python -m synk launch` sets), say who is who. Where the runtime has been started already, as
+    Ray does, it is used as it is.
+
+    Args:
+      devices: None for all of `jax.devices()`; an int n for the first n; or a sequence of distinct devices.
+      distributed: whether other processes take part.
+      coordinator: "host:port" of process 0.
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+      watchdog: seconds without a call to synk after which this process prints the stacks of its threads and ends.
+      exit_hook: whether an uncaught error ends this process at once, so that the others need not wait for it.
+      heartbeat: seconds without a sign of life after which a process counts as dead.
+      shutdown: seconds to wait for the others at the end.
+      start: seconds to wait for them at the start.
+
+    Returns:
+      The group, to be used in `with` or left as it is.
+
+    Raises:
+      ValueError: fewer devices exist than were asked for, one is named twice, or no launcher is found.
+      TypeError: `devices` is none of these.
+
+    Example:
+      >>> import synk
+      >>> with synk.init(1) as group:
+      ...     group.size
+      1
+    """
+    _check_watchdog(watchdog)
+    if distributed:
+        liveness.start(
+            liveness.StartOptions(coordinator, num_processes, process_id, exit_hook, heartbeat, shutdown, start)
+        )
+    elif (coordinator, num_processes, process_id) != (None, None, None):
+        raise ValueError("synk.init: coordinator, num_processes and process_id go with distributed=True.")
+    WATCHDOG.start(watchdog)
+    return _use(_chosen_devices(devices, distributed))
+
+
+@public_api
+def simulate(n: int) -> Group:
+    """Make a group of `n` replicas that share one device, and make it the current one.
+
+    The per-replica program is the same, mapped by `jax.vmap` with a named axis: the same answers to rounding, no
+    flags, no communication. For tests, laptops, and one GPU where eight are meant.
+
+    Args:
+      n: how many replicas, >= 1.
+
+    Returns:
+      The group.
+
+    Raises:
+      ValueError: `n` is below 1.
+      TypeError: `n` is no integer.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> with synk.simulate(8):
+      ...     float(synk.function(jnp.mean, reduce="mean")(np.arange(11.0)))
+      5.0
+    """
+    _check_count("synk.simulate", n)
+    return _use((jax.local_devices()[0],) * int(n), is_simulated=True)
+
+
+@public_api
+def group() -> Group:
+    """Return the current group, made of all devices on first use.
+
+    Example:
+      >>> import synk
+      >>> with synk.simulate(2) as two:
+      ...     synk.group() is two
+      True
+    """
+    return current_group()
+
+
+@public_api
+def close() -> None:
+    """Wait for running work and forget the current group; the next use makes a new one.
+
+    Raises:
+      SynkError: never; a program that died is reported where its results are read.
+
+    Example:
+      >>> import synk
+      >>> synk.close()
+    """
+    drain()
+    CURRENT.forget()
+
+
+CURRENT.make_default = init
+
+
+def _use(devices: tuple[Device, ...], is_simulated: bool = False) -> Group:
+    """Make the group of these devices the current one."""
+    here = jax.process_index()
+    local = [rank for rank, device in enumerate(devices) if device.process_index == here]
+    if not local or local != [*range(local[0], local[-1] + 1)]:
+        raise ValueError(
+            f"synk.init: of the devices {devices}, those of one process must stand together, and each process that "
+            f"runs this needs one; this is process {here}."
+        )
+    return CURRENT.use(make_group(devices, is_simulated, WATCHDOG if len(local) == len(devices) else PEERS))
+
+
+def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
+    """The devices that the argument of `init` stands for."""
+    if devices is None:
+        return tuple(jax.devices())
+    if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
+        return _first_devices(int(devices), is_distributed)
+    if isinstance(devices, str) or not isinstance(devices, Sequence):
+        raise TypeError(f"synk.init: devices is {devices!r}; give None, a number or a list of jax.Devices.")
+    chosen = tuple(devices)
+    if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
+        raise TypeError(f"synk.init: devices is {devices!r}; give at least one jax.Device, e.g. jax.devices()[:2].")
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"synk.init: a device is named twice in {devices!r}; use synk.simulate to share one.")
+    return chosen
+
+
+def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
+    """The first n devices; made, where they are virtual CPU devices that JAX has not counted yet."""
+    _check_count("synk.init", n)
+    if not is_distributed:
+        _ask_for_cpu_devices(n)
+    have = jax.devices()
+    if len(have) < n and have[0].platform == "cpu":
+        raise ValueError(
+            f"synk.init: {n} replicas were asked for, but JAX has started with {len(have)} CPU device(s). "
+            f"Set JAX_NUM_CPU_DEVICES={n} before Python starts, call synk.init({n}) before any other use of JAX, "
+            f"or use synk.simulate({n})."
+        )
+    if len(have) < n:
+        raise ValueError(
+            f"synk.init: {n} replicas were asked for, but there are {len(have)} {have[0].platform} device(s). "
+            f"Ask for at most {len(have)}, or use synk.simulate({n})."
+        )
+    return tuple(have[:n])
+
+
+def _ask_for_cpu_devices(n: int) -> None:
+    """Set the number of CPU devices where neither the user nor a started backend has fixed it."""
+    chosen = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are not typed
+    if chosen != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", n)
+    except RuntimeError:  # the backend has started: its devices are what there is
+        return
+
+
+def _check_count(call: str, n: int) -> None:
+    if isinstance(n, bool) or not isinstance(n, int | np.integer):
+        raise TypeError(f"{call}: the number of replicas is {n!r}; give an integer >= 1.")
+    if n < 1:
+        raise ValueError(f"{call}: {n} replicas were asked for; give an integer >= 1.")
+
+
+def _check_watchdog(seconds: Any) -> None:
+    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0):
+        raise ValueError(f"synk.init: watchdog is {seconds!r}; give seconds > 0, or None.")

@@ -1,0 +1,53 @@
+"""KV store: the key-value store of JAX's runtime, which all processes share. Nothing else reaches into private JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax._src import distributed  # noqa: TID251  # the runtime's client has no public name
+
+NOTICE_SECONDS = 1.5  # that process 0 gives the others, before it takes the store along, to read why it goes
+
+
+def is_running() -> bool:
+    """Has `jax.distributed` been started?"""
+    return _client() is not None
+
+
+def put(key: str, value: str) -> None:
+    """Write, over what was there before."""
+    _client().key_value_set(key, value, allow_overwrite=True)
+
+
+def get(key: str) -> str | None:
+    """Read; None where nothing has been written yet."""
+    try:
+        return _client().key_value_try_get(key)
+    except Exception as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def wait(key: str, seconds: float) -> str | None:
+    """Read as soon as it is written; None where that takes longer."""
+    try:
+        return _client().blocking_key_value_get(key, int(seconds * 1000))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
+
+
+def list(folder: str) -> dict[str, str]:
+    """All that is written under a folder, by the rest of its key."""
+    return {key.rsplit("/", 1)[1]: value for key, value in _client().key_value_dir_get(folder)}
+
+
+def delete(key: str) -> None:
+    """Forget."""
+    _client().key_value_delete(key)
+
+
+def _client() -> Any:
+    return distributed.global_state.client

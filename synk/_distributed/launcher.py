@@ -1,0 +1,160 @@
+"""`python -m synk launch`: one program in several processes of this machine, for development and tests."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from time import monotonic, sleep
+from typing import Any, NamedTuple
+
+from .liveness import EXIT_PEER_FAILED
+
+EXIT_TIMEOUT = 124  # the code of a process that had to be ended, as of the command `timeout`
+GRACE_SECONDS = 3.0  # for the others to say why they end, once one has failed
+RUNTIME_ENDS_IT = "JAX distributed service detected fatal errors"  # what the runtime prints in a process it ends
+
+
+class Ended(NamedTuple):
+    """How one process ended."""
+
+    rank: int
+    code: int
+    seconds: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code of the gang. SIGTERM is passed on to all; a second one ends them."""
+    parser = argparse.ArgumentParser("python -m synk", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    launch = commands.add_parser("launch", help="start a program in n processes on this machine")
+    launch.add_argument("-n", "--processes", type=int, default=2, help="how many processes (2)")
+    launch.add_argument("--devices-per-process", type=int, metavar="K", help="CPU devices of each")
+    launch.add_argument("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
+    launch.add_argument("--logs", type=Path, metavar="FOLDER", help="where each rank's output is kept")
+    launch.add_argument("script")
+    launch.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    if options.processes < 1 or options.restarts < 0:
+        parser.error("-n is at least 1, --restarts at least 0")
+    logs = options.logs or Path(mkdtemp(prefix="synk-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    print(f"synk: {options.processes} processes, logs in {logs}", flush=True)
+    code, signals = 0, list[int]()
+    for attempt in range(options.restarts + 1):
+        code = run(options, attempt, logs, signals)
+        if code == 0 or code == -signal.SIGINT or signals:
+            break
+        if attempt < options.restarts:
+            print(f"synk: starting all again ({attempt + 1} of {options.restarts})", flush=True)
+    return code if code >= 0 else 128 - code
+
+
+def run(options: argparse.Namespace, attempt: int, logs: Path, signals: list[int]) -> int:
+    """One attempt of the gang: 0, or the code of the first process that failed; notes the signals passed on."""
+    gang: list[subprocess.Popen[str]] = []
+    readers: list[threading.Thread] = []
+    ended_by_runtime: set[int] = set()  # since another process is gone
+
+    def pass_on(number: int, frame: Any) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            raise KeyboardInterrupt
+        for process in gang:
+            process.send_signal(number)  # which synk.preempted notes: they may save, and leave
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    port = _free_port()
+    try:
+        for rank in range(options.processes):
+            gang.append(_start(options, attempt, rank, port))
+            log = logs / f"rank-{rank}.{attempt}.log"
+            readers.append(threading.Thread(target=_copy_output, args=(gang[-1], rank, log, ended_by_runtime)))
+            readers[-1].start()
+        failed, stuck = _watch(gang)
+    except KeyboardInterrupt:
+        failed, stuck = [Ended(-1, -signal.SIGINT, 0.0)], []
+    finally:
+        for process in gang:
+            if process.poll() is None:
+                process.kill()
+        for process in gang:
+            process.wait()
+        for reader in readers:
+            reader.join(5)
+        signal.signal(signal.SIGTERM, before)
+    if not failed:
+        return 0
+    first = _first_failure(failed, stuck, ended_by_runtime)
+    if first.rank >= 0:
+        how = f"was ended by {signal.Signals(-first.code).name}" if first.code < 0 else f"exited with {first.code}"
+        how = "was stuck" if first.code == EXIT_TIMEOUT else how
+        print(f"synk: process {first.rank} failed first: it {how} after {first.seconds:.1f} s", flush=True)
+    return first.code
+
+
+def _start(options: argparse.Namespace, attempt: int, rank: int, port: int) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        "SYNK_COORDINATOR": f"127.0.0.1:{port}",
+        "SYNK_NUM_PROCESSES": str(options.processes),
+        "SYNK_PROCESS_ID": str(rank),
+        "SYNK_ATTEMPT": str(attempt),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if options.devices_per_process:
+        environment["JAX_NUM_CPU_DEVICES"] = str(options.devices_per_process)
+    return subprocess.Popen(
+        [sys.executable, options.script, *options.arguments],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    )  # fmt: skip
+
+
+def _watch(gang: Sequence[subprocess.Popen[str]]) -> tuple[list[Ended], list[int]]:
+    """Wait for all to end, or for the first failure and those that follow from it: which failed, and which hang."""
+    start = monotonic()
+    failed: list[Ended] = []
+    until = float("inf")
+    while True:
+        codes = [process.poll() for process in gang]
+        known = {ended.rank for ended in failed}
+        failed += [Ended(r, code, monotonic() - start) for r, code in enumerate(codes) if code and r not in known]
+        if None not in codes or monotonic() > until:
+            break
+        if failed and until == float("inf"):
+            until = monotonic() + GRACE_SECONDS
+        sleep(0.02)
+    return failed, [rank for rank, code in enumerate(codes) if code is None]
+
+
+def _first_failure(failed: Sequence[Ended], stuck: Sequence[int], ended_by_runtime: set[int]) -> Ended:
+    """Whom to blame. An end is seen a little late, and process 0 lets others go first: none that follows another."""
+    causes = [ended for ended in failed if ended.code != EXIT_PEER_FAILED and ended.rank not in ended_by_runtime]
+    if stuck and not causes:  # for want of its heartbeat the others were ended
+        return Ended(stuck[0], EXIT_TIMEOUT, failed[0].seconds)
+    return min(causes or failed, key=lambda ended: ended.seconds)
+
+
+def _copy_output(process: subprocess.Popen[str], rank: int, log: Path, ended_by_runtime: set[int]) -> None:
+    """Every line to the log, and to the console with its rank."""
+    assert process.stdout is not None
+    with open(log, "w") as file:
+        for line in process.stdout:
+            if RUNTIME_ENDS_IT in line:
+                ended_by_runtime.add(rank)
+            file.write(line)
+            file.flush()
+            sys.stdout.write(f"[{rank}] {line}")
+            sys.stdout.flush()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,1 @@
+"""Reductions: how the parts of an output become the whole."""

@@ -1,0 +1,141 @@
+"""Collectives inside a program: one a dtype, small arrays packed into one buffer, large ones as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._runtime.group import AXIS
+
+Arrays = Sequence[jax.Array]
+
+# Leaves up to this many bytes share one buffer a dtype: a collective costs per operand on CPU, a copy per byte.
+# bench/packing.py measures where that turns.
+PACK_BYTES = 64 * 1024
+
+
+def all_sum(values: Arrays) -> list[jax.Array]:
+    """Sum each array over the replicas."""
+    return _packed(values, PACK_BYTES, lambda arrays: lax.psum(arrays, AXIS))
+
+
+def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
+    """Take the elementwise maximum or minimum over the replicas; NaN where one has NaN.
+
+    All-reduces of floats may lose NaN (NCCL's and gloo's do), so floats travel as integers of the same order, and minima
+    as maxima of their reverse. Gradients are those of `jnp.max`, shared by all that are equal: `lax.pmax` has none
+    (jax-ml/jax#1095).
+    """
+    if _is_alone():
+        return list(values)
+
+    @jax.custom_jvp
+    def extremes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        keys = [_sortable(array, low) for array, low in zip(arrays, is_min, strict=True)]
+        found = _packed(keys, PACK_BYTES, lambda packed: lax.pmax(packed, AXIS))
+        return tuple(_unsortable(k, a.dtype, low) for k, a, low in zip(found, arrays, is_min, strict=True))
+
+    @extremes.defjvp
+    def extremes_jvp(primals: Arrays, tangents: Arrays) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+        out = extremes(*primals)
+        real = [i for i, p in enumerate(primals) if jnp.issubdtype(p.dtype, jnp.inexact)]
+        is_it = [(primals[i] == out[i]) | ((primals[i] != primals[i]) & (out[i] != out[i])) for i in real]
+        zeros = [jnp.zeros((), primals[i].dtype) for i in real]
+        count = all_sum([mask.astype(zero.dtype) for mask, zero in zip(is_it, zeros, strict=True)])
+        total = all_sum([jnp.where(m, tangents[i], z) for m, i, z in zip(is_it, real, zeros, strict=True)])
+        shares = {i: t / n for i, t, n in zip(real, total, count, strict=True)}
+        return out, tuple(shares.get(i, tangent) for i, tangent in enumerate(tangents))
+
+    return list(extremes(*values))
+
+
+def all_gather(values: Arrays) -> list[jax.Array]:
+    """Gather each array from all replicas: (replicas, *shape)."""
+
+    def unpack(packed: jax.Array, like: Arrays) -> list[jax.Array]:
+        return list(jax.vmap(lambda row: tuple(_unpack(row, like)))(packed))
+
+    if _is_alone():
+        return [value[None] for value in values]
+    return _packed(values, None, lambda arrays: [lax.all_gather(a, AXIS) for a in arrays], unpack)
+
+
+def merge_leading_axes(entries: jax.Array) -> jax.Array:
+    """The first two axes as one."""
+    return entries.reshape(entries.shape[0] * entries.shape[1], *entries.shape[2:])
+
+
+def _is_alone() -> bool:
+    return lax.psum(1, AXIS) == 1
+
+
+def _sortable(array: jax.Array, is_min: bool) -> jax.Array:
+    """Numbers as integers of the same order, of the reverse for minima; NaN is where it wins."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        key = array.astype(jnp.int32) if array.dtype == np.bool_ else array
+        return ~key if is_min else key
+    wide = array if array.dtype.itemsize >= 4 else array.astype(jnp.float32)
+    integer = jnp.int64 if wide.dtype.itemsize == 8 else jnp.int32
+    bits = lax.bitcast_convert_type(wide, integer)
+    most = jnp.asarray(jnp.iinfo(integer).max, integer)
+    key = jnp.where(bits < 0, bits ^ most, bits)
+    return jnp.where(wide != wide, most, ~key if is_min else key)
+
+
+def _unsortable(key: jax.Array, dtype: np.dtype, is_min: bool) -> jax.Array:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return (~key if is_min else key).astype(dtype)
+    most = jnp.asarray(jnp.iinfo(key.dtype).max, key.dtype)
+    order = ~key if is_min else key
+    bits = jnp.where(order < 0, order ^ most, order)
+    wide = lax.bitcast_convert_type(bits, jnp.float64 if key.dtype.itemsize == 8 else jnp.float32)
+    return jnp.where(key == most, jnp.asarray(np.nan, wide.dtype), wide).astype(dtype)
+
+
+def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Fold an array over the replicas, each of which folds a piece: the memory of two, and not of one a replica."""
+    if _is_alone() or not array.size:
+        return array
+    size = lax.psum(1, AXIS)
+    piece = -(-array.size // size)
+    flat = jnp.pad(array.ravel(), (0, piece * size - array.size)).reshape(size, piece)
+    mine = fold(lax.all_to_all(flat, AXIS, 0, 0)).astype(array.dtype)
+    return lax.all_gather(mine, AXIS).ravel()[: array.size].reshape(array.shape)
+
+
+def _packed(
+    values: Arrays,
+    limit: int | None,
+    communicate: Callable[[list[jax.Array]], Sequence[jax.Array]],
+    unpack: Callable[[jax.Array, Arrays], list[jax.Array]] | None = None,
+) -> list[jax.Array]:
+    """Communicate arrays of one dtype together; those of at most `limit` bytes in one buffer."""
+    if _is_alone():
+        return list(values)
+    results: dict[int, jax.Array] = {}
+    for dtype in dict.fromkeys(value.dtype for value in values):
+        same = [i for i, value in enumerate(values) if value.dtype == dtype]
+        small = [i for i in same if limit is None or values[i].size * dtype.itemsize <= limit]
+        alone = [i for i in same if i not in set(small)]
+        if len(small) == 1:
+            alone, small = alone + small, []
+        packed = [jnp.concatenate([values[i].ravel() for i in small])] if small else []
+        received = communicate(packed + [values[i] for i in alone])
+        if small:
+            results |= zip(small, (unpack or _unpack)(received[0], [values[i] for i in small]), strict=True)
+        results |= zip(alone, received[len(packed) :], strict=True)
+    return [results[i] for i in range(len(values))]
+
+
+def _unpack(packed: jax.Array, like: Arrays) -> list[jax.Array]:
+    """Cut a flat buffer into arrays shaped like those that were packed."""
+    stops = np.cumsum([array.size for array in like])
+    return [
+        lax.slice(packed, (int(stop) - array.size,), (int(stop),)).reshape(array.shape)
+        for array, stop in zip(like, stops, strict=True)
+    ]

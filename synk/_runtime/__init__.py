@@ -1,0 +1,1 @@
+"""Runtime: devices, and how compiled programs run on them."""

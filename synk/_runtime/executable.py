@@ -1,0 +1,187 @@
+"""Executable: a body mapped over a group, lowered from shapes, agreed on, compiled, launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .dispatch import LOCK, ignore_failure, track, wait_for_capacity
+from .engine import Body, spmd
+from .group import AXIS, Group
+from .layout import Layout, constant, describe_shapes, local_replica_to_host, put, sharding_of
+
+ArgumentLists: TypeAlias = Sequence[Sequence[Any]]  # a list that is there already is handed on untouched
+
+
+@dataclass(frozen=True)
+class ProgramSpec:
+    """What is compiled.
+
+    Attributes:
+      body: takes one replica's arrays, all lists one after another, and returns its results.
+      is_mapped: whether it takes those of all replicas instead.
+      ins: the layout of each argument, in lists as they are given.
+      shapes: the global shape and dtype of each argument, in the same lists.
+      outs: the layout of each result.
+      donate: which lists may be overwritten.
+      engine: how it is mapped.
+      name: what messages call it.
+    """
+
+    body: Body
+    ins: Sequence[Sequence[Layout]]
+    shapes: Sequence[Sequence[jax.ShapeDtypeStruct]]
+    outs: Sequence[Layout]
+    donate: tuple[int, ...] = ()
+    engine: str = "shard_map"
+    name: str = ""
+    is_mapped: bool = False
+
+
+class Executable:
+    """A compiled program over a group: called with arrays of the layouts it was built for, it starts and returns."""
+
+    def __init__(self, group: Group, spec: ProgramSpec) -> None:
+        ins = [*chain(*spec.ins)]
+        structs = [
+            [
+                jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding_of(group, layout), weak_type=s.weak_type)
+                for s, layout in zip(shapes, layouts, strict=True)
+            ]
+            for shapes, layouts in zip(spec.shapes, spec.ins, strict=True)
+        ]
+        engine = "none" if spec.is_mapped else spec.engine
+        jitted = _jit(group, spec.body, ins, spec.outs, engine, spec.donate)
+        lowered = jitted.lower(*structs)
+        self.name = f"{spec.name}({describe_shapes([*chain(*structs)])})" if group.is_multi_process else spec.name
+        group.peers.agree(self.name, lowered.as_text() if group.is_multi_process else "")
+        self.compiled = lowered.compile()
+        self.group = group
+
+    def launch(self, args: ArgumentLists, on_failure: Callable[[Exception], None] = ignore_failure) -> list[jax.Array]:
+        """Start the program; `on_failure` is told should it die later."""
+        return _launch(self.group, self.name, lambda: self.compiled(*args), on_failure)
+
+
+def _launch(
+    group: Group, name: str, run: Callable[[], list[jax.Array]], on_failure: Callable[[Exception], None]
+) -> list[jax.Array]:
+    """The one place that starts programs."""
+    wait_for_capacity(group.limits_in_flight)
+    group.peers.rearm_watchdog()
+    if not group.is_multi_process:
+        results = run()
+    else:
+        group.peers.before_launch(name)
+        try:
+            results = run()
+        except Exception as error:  # on CPU it may be here that another process is found gone
+            gone = group.peers.explain(error)
+            if gone is None or gone is error:
+                raise
+            raise gone from error
+    track(results.pop(), on_failure)
+    return results
+
+
+def _jit(
+    group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout], engine: str, donate: tuple[int, ...]
+) -> Any:
+    """Under `jax.jit`, with an extra scalar output per replica. We wait on it to know that the program has finished;
+    real outputs may be donated or deleted by then."""
+
+    def with_token(*values: jax.Array) -> list[jax.Array]:
+        return [*body(*values), jnp.zeros((), jnp.int32)]
+
+    layouts: list[Layout] = [*outs, "stacked"]
+    mapped = with_token if engine == "none" else spmd(group, with_token, ins, layouts, engine)
+
+    def of_lists(*args: Sequence[jax.Array]) -> list[jax.Array]:
+        return list(mapped(*chain(*args)))
+
+    return jax.jit(of_lists, donate_argnums=donate, out_shardings=[sharding_of(group, each) for each in layouts])
+
+
+def run_collective(
+    group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout], args: Sequence[Any]
+) -> list[jax.Array]:
+    """Run a small program of synk's own; it is kept by `body`, so give one that lasts."""
+    args = list(args)
+    with LOCK:
+        jitted = group.cached(body, (tuple(ins), tuple(outs)), lambda: _jit(group, body, ins, outs, "shard_map", ()))
+        name = f"{body.__module__.rsplit('.', 1)[-1].strip('_')}.{body.__qualname__.split('.')[0].strip('_')}"
+        if group.is_multi_process:
+            name = f"{name}({describe_shapes(args)})"
+            shapes = tuple((a.shape, a.dtype) for a in args)
+            key = ("agreed", tuple(ins), tuple(outs), shapes)
+            group.cached(body, key, lambda: group.peers.agree(name, jitted.lower(args).as_text()))
+        return _launch(group, name, lambda: jitted(args), ignore_failure)
+
+
+def relayout(group: Group, leaves: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
+    """Copy leaves of one layout into another; nothing is communicated. From stacked to replicated entries are equal."""
+    return run_collective(group, _copy, [layout] * len(leaves), [to] * len(leaves), leaves)
+
+
+def _copy(*values: jax.Array) -> Sequence[jax.Array]:
+    # jnp.copy keeps jit from returning the input buffer itself, so the result owns its memory.
+    return [jnp.copy(v) for v in values]
+
+
+def copy_to_replicas(group: Group, leaves: Sequence[Any], layout: Layout) -> list[jax.Array]:
+    """Give every replica a copy of each leaf. NumPy leaves must be synk's own, since their memory may be shared."""
+    return relayout(group, [put(group, leaf, "replicated") for leaf in leaves], "replicated", layout)
+
+
+def broadcast_from(group: Group, leaves: Sequence[jax.Array], rank: int, layout: Layout) -> list[jax.Array]:
+    """Copy one replica's entries of stacked leaves to all replicas, bit for bit."""
+    root = constant(group, "replicated", (rank,), "int32")
+    n = len(leaves)
+    return run_collective(group, _broadcast, [*["stacked"] * n, "replicated"], [layout] * n, [*leaves, root])  # type: ignore[list-item]
+
+
+def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
+    *leaves, root = values
+    is_root = jax.lax.axis_index(AXIS) == root[0]
+    bits = [as_bits(leaf) for leaf in leaves]
+    sums = jax.lax.psum([jnp.where(is_root, b, jnp.zeros((), b.dtype)) for b in bits], AXIS) if bits else []
+    return [from_bits(b, leaf.dtype) for b, leaf in zip(sums, leaves, strict=True)]
+
+
+def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
+    """One replica's entry in host memory, cut to so many rows; a view on CPU. Over processes all ask together."""
+    if group.is_multi_process and layout == "stacked":
+        array, layout = broadcast_from(group, [array], rank, "replicated")[0], "replicated"
+    return local_replica_to_host(
+        group, array, layout, group.local_ranks.start if group.is_multi_process else rank, rows
+    )
+
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def as_bits(array: jax.Array) -> jax.Array:
+    """The bits of an array as unsigned integers of at least 32 bits; complex ones as pairs."""
+    if array.dtype == np.bool_:
+        return array.astype(jnp.uint32)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return as_bits(jnp.stack([array.real, array.imag], -1))
+    bits = jax.lax.bitcast_convert_type(array, _UNSIGNED[array.dtype.itemsize])
+    return bits.astype(jnp.uint32) if array.dtype.itemsize < 4 else bits
+
+
+def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    """The reverse of `as_bits`."""
+    if dtype == np.bool_:
+        return bits.astype(bool)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = from_bits(bits, jnp.finfo(dtype).dtype)
+        return jax.lax.complex(parts[..., 0], parts[..., 1])
+    narrow = bits.astype(_UNSIGNED[np.dtype(dtype).itemsize])
+    return jax.lax.bitcast_convert_type(narrow, dtype)

@@ -1,0 +1,233 @@
+"""Group: the replicas, one mesh axis of devices, and which group is the current one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._base.errors import SynkError
+from .dispatch import limits_in_flight
+
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a class that JAX exports untyped
+
+AXIS = "replica"
+MAX_CACHED = 1024  # of one owner and group
+
+
+class Peers:
+    """What a group does about other processes around its launches: in one process nothing."""
+
+    def rearm_watchdog(self) -> None:
+        """Something is about to run."""
+
+    def agree(self, what: str, text: str) -> None:
+        """Wait until every process is about to run the same; DisagreementError where one is not."""
+
+    def before_launch(self, what: str) -> None:
+        """Count a launch that every process makes."""
+
+    def explain(self, error: BaseException) -> SynkError | None:
+        """An error of the communication between processes as synk's; None where it is another."""
+        return None
+
+    def run_on_process_0(self, act: Callable[[], str], what: str) -> str:
+        """Let process 0 act, and tell every process its result or its error."""
+        return act()
+
+    def of_one_process(self) -> Peers:
+        """The same for a group within this process."""
+        return self
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Group:
+    """All replicas: one device each on one mesh axis named `"replica"`, or all simulated on one device.
+
+    Used in `with`, it is the current group inside and the previous one is restored after. Where a number is wanted, it
+    is its size.
+
+    Attributes:
+      devices: the device of each replica, in rank order.
+      mesh: the `jax.sharding.Mesh` that arrays of the group live on (one device where simulated).
+      is_simulated: whether the replicas share one device, by `jax.vmap`.
+
+    Example:
+      >>> import synk
+      >>> with synk.simulate(3) as group:
+      ...     print(group.size, synk.group() is group, list(range(group)))
+      3 True [0, 1, 2]
+    """
+
+    devices: tuple[Device, ...]
+    mesh: Mesh
+    is_simulated: bool = False
+    peers: Peers = field(default_factory=Peers)
+    _caches: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _groups_before: list[Group | None] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """How many replicas there are."""
+        return len(self.devices)
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices: "cpu", "gpu" or "tpu"."""
+        return self.devices[0].platform
+
+    def __index__(self) -> int:
+        return self.size
+
+    __int__ = __index__
+
+    @cached_property
+    def local_ranks(self) -> range:
+        """The ranks whose devices belong to this process: all, unless the group spans several."""
+        here = jax.process_index()
+        ranks = [rank for rank, device in enumerate(self.devices) if device.process_index == here]
+        return range(ranks[0], ranks[-1] + 1) if ranks else range(0)
+
+    @cached_property
+    def is_multi_process(self) -> bool:
+        """Does it span several processes?"""
+        return len(self.local_ranks) < self.size
+
+    @cached_property
+    def has_one_device(self) -> bool:
+        """Is there one device?"""
+        return self.mesh.devices.size == 1
+
+    @cached_property
+    def stacked(self) -> NamedSharding:
+        """The sharding of an array with axis 0 over the replicas."""
+        return NamedSharding(self.mesh, P() if self.is_simulated else P(AXIS))
+
+    @cached_property
+    def replicated(self) -> NamedSharding:
+        """The sharding of a value that all replicas share."""
+        return NamedSharding(self.mesh, P())
+
+    @cached_property
+    def limits_in_flight(self) -> bool:
+        """Must programs in flight be counted?"""
+        return limits_in_flight(self.platform, len(set(self.devices)))
+
+    def subgroup(self, start: int, stop: int) -> Group:
+        """Return ranks `start` to `stop` as a group of their own."""
+        if (start, stop) == (0, self.size):
+            return self
+        return self.cached(self, (start, stop), lambda: self._within(self.devices[start:stop], self.is_simulated))
+
+    def simulated(self, n: int) -> Group:
+        """Return a group of n replicas simulated on this group's first device."""
+        return self.cached(self, n, lambda: self._within(self.devices[:1] * n, True))
+
+    def _within(self, devices: tuple[Device, ...], is_simulated: bool) -> Group:
+        return make_group(devices, is_simulated, self.peers.of_one_process())
+
+    def cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+        """Keep what `make` gives, a pure function of `key`, as long as group and owner live, the newest ones at most."""
+        cache = self._caches.setdefault(owner, OrderedDict())
+        if key in cache:
+            cache.move_to_end(key)
+            return cache[key]
+        made = make()
+        cache[key] = made
+        if len(cache) > MAX_CACHED:
+            cache.popitem(last=False)
+        return made
+
+    def __repr__(self) -> str:
+        ids = ", ".join(str(device.id) for device in dict.fromkeys(self.devices))
+        kind = "simulated replicas on" if self.is_simulated else "replicas on"
+        processes = len({device.process_index for device in self.devices})
+        where = f" of {processes} processes" if self.is_multi_process else ""
+        return f"Group({self.size} {kind} {self.platform}:{ids}{where})"
+
+    def __enter__(self) -> Group:
+        self._groups_before.append(CURRENT.enter(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        CURRENT.group = self._groups_before.pop()
+
+
+class _CurrentGroup:
+    """The one mutable global: the current group, and how a first one is made.
+
+    Attributes:
+      group: the current one, if one has been made.
+      make_default: makes the group of all devices.
+    """
+
+    def __init__(self) -> None:
+        self.group: Group | None = None
+        self.make_default: Callable[[], Group]
+        self._made: tuple[Group, Group | None, set[Any]] | None = None
+
+    def use(self, new: Group) -> Group:
+        """Make a new group the current one, for `with` or for good."""
+        self._made = (new, self.group, set(_lines()))
+        self.group = new
+        return new
+
+    def enter(self, group: Group) -> Group | None:
+        """Make it current in a `with` block; return what is current after it.
+
+        `with synk.init(3):` has made its group current already, so what that replaced comes back. After
+        `g = synk.init(3)`, `with g:` leaves g current. What tells them apart is the line that made the group.
+        """
+        before = self.group
+        if self._made is not None and self._made[0] is group is before:
+            line = next((line for line in _lines() if not line[0].endswith("contextlib.py")), None)
+            before = self._made[1] if line in self._made[2] else before
+        self._made = None
+        self.group = group
+        return before
+
+    def forget(self) -> None:
+        """Let there be none."""
+        self.group = self._made = None
+
+
+def _lines() -> Iterator[tuple[str, int, int]]:
+    """Where the lines under way outside this package are: file, frame and line, the innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            yield frame.f_code.co_filename, id(frame), frame.f_lineno
+        frame = frame.f_back
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+CURRENT = _CurrentGroup()
+
+
+def current_group() -> Group:
+    """The current group, made of all devices on first use."""
+    return CURRENT.group if CURRENT.group is not None else CURRENT.make_default()
+
+
+def make_group(devices: tuple[Device, ...], is_simulated: bool = False, peers: Peers | None = None) -> Group:
+    """A group of these devices."""
+    on = devices[:1] if is_simulated else devices
+    # Auto: newer JAX makes Explicit axes by default, which change what jnp functions accept.
+    mesh = Mesh(np.array(on), (AXIS,), axis_types=(AxisType.Auto,))
+    return Group(devices, mesh, is_simulated, Peers() if peers is None else peers)

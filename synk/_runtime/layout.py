@@ -1,0 +1,111 @@
+"""Layout: how arrays of a group lie on its devices, and how values get there and back.
+
+Between programs an array is *stacked* (one entry a replica on axis 0), *rows* (axis 0 cut over the replicas) or
+*replicated* (one value that all share). A program's body sees one replica's part of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from .dispatch import LOCK
+from .group import Group
+
+Layout: TypeAlias = Literal["replicated", "stacked", "rows"]
+
+
+def sharding_of(group: Group, layout: Layout) -> NamedSharding:
+    """The sharding of an array of the group with this layout."""
+    return group.replicated if layout == "replicated" else group.stacked
+
+
+def put(group: Group, value: Any, layout: Layout) -> jax.Array:
+    """`jax.device_put` of a global value; over processes too, where that would compare it. NumPy memory may be shared."""
+    where = sharding_of(group, layout)
+    if not group.is_multi_process:
+        return jax.device_put(value, where)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
+        group.peers.before_launch(f"an argument ({describe_shapes([value])}) moved to its place")
+        with LOCK:  # awaited, so it need not be counted among those in flight
+            return jax.block_until_ready(_reshard(where)(value))
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, where, host.__getitem__)
+
+
+@lru_cache(maxsize=256)
+def _reshard(where: NamedSharding) -> Any:
+    return jax.jit(lambda value: value, out_shardings=where)
+
+
+def replicate(group: Group, leaf: Any) -> jax.Array:
+    """Put a value on every replica; memory of the user's NumPy arrays is not shared."""
+    if isinstance(leaf, jax.Array):
+        return leaf if leaf.sharding == group.replicated else put(group, leaf, "replicated")
+    return put(group, np.array(leaf, leaf.dtype.newbyteorder("=")), "replicated")
+
+
+def constant(group: Group, layout: Layout, values: Any, dtype: str) -> jax.Array:
+    """A small array of numbers (nested tuples), placed once."""
+    key = ("constant", layout, values, dtype)
+    return group.cached(group, key, lambda: put(group, np.array(values, dtype), layout))
+
+
+def shards(group: Group, array: jax.Array) -> list[jax.Array]:
+    """The single-device arrays behind a global one, in rank order; those of this process."""
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    return [by_device[group.devices[rank]] for rank in group.local_ranks]
+
+
+def shard_of_rank(group: Group, array: jax.Array, rank: int) -> jax.Array:
+    """One replica's own value of a result that claims to be replicated."""
+    return array if group.is_simulated else shards(group, array)[rank - group.local_ranks.start]
+
+
+def local_replica_to_host(
+    group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None = None
+) -> np.ndarray:
+    """The entry of a replica of this process in host memory, cut to so many rows; a view on CPU."""
+    if group.is_simulated:
+        entry = np.asarray(array) if layout == "replicated" else np.asarray(array)[rank, ...]
+    else:
+        entry = np.asarray(shards(group, array)[rank - group.local_ranks.start])
+        entry = entry if layout == "replicated" else entry[0, ...]
+    return entry if rows is None else entry[:rows]
+
+
+def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Array:
+    """A stacked array with one replica's entry replaced; the others' memory is shared with the old one."""
+    if group.is_simulated:
+        return array.at[rank].set(new)
+    parts = list(shards(group, array))
+    if rank in group.local_ranks:
+        parts[rank - group.local_ranks.start] = jax.device_put(np.array(new)[None], group.devices[rank])
+    return jax.make_array_from_single_device_arrays(array.shape, group.stacked, parts)
+
+
+def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Array:
+    """Stack one array a replica, each padded to `rows` rows (None: they have one shape)."""
+    shape = (group.size, *parts[0].shape) if rows is None else (group.size, rows, *parts[0].shape[1:])
+
+    def padded(part: Any) -> np.ndarray:
+        host = np.asarray(part)
+        full = np.zeros((1, *shape[1:]), host.dtype)
+        full[0, ... if rows is None else slice(len(host))] = host
+        return full
+
+    if group.is_simulated:
+        return jax.device_put(np.concatenate([padded(part) for part in parts]), group.stacked)
+    placed = [jax.device_put(padded(parts[rank]), group.devices[rank]) for rank in group.local_ranks]
+    return jax.make_array_from_single_device_arrays(shape, group.stacked, placed)
+
+
+def describe_shapes(args: Sequence[Any]) -> str:
+    """Shapes and dtypes of arguments, for messages."""
+    shapes = [f"{a.dtype.name}{list(a.shape)}" for a in args[-6:]]
+    return ", ".join([f"{len(args) - 6} more", *shapes] if len(args) > 6 else shapes)

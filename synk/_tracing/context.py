@@ -1,0 +1,229 @@
+"""Trace context: what a user's function may see and do while it is traced."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from .._base.errors import SynkError, public_api
+from .._base.jax_context import is_traced, trace_state
+from .._base.pytree import PyTree
+from .._runtime.dispatch import LOCK
+from .._runtime.group import current_group
+
+_local = threading.local()
+_PATIENCE = 5.0  # seconds that a callback waits for a call under way
+
+
+class TracedState(Protocol):
+    """A shared variable, as tracing needs it."""
+
+    name: str
+
+    def _unpack(self, leaves: Sequence[Any]) -> PyTree:
+        """Stored leaves as the user's tree."""
+        ...
+
+    def _conform(self, new: PyTree, shapes: Sequence[jax.ShapeDtypeStruct], call: str) -> list[Any]:
+        """A new value's stored leaves; an error where tree, shapes or dtypes differ."""
+        ...
+
+
+class PartInfo:
+    """Which part of the rows a function runs on: traced numbers, none compiled in.
+
+    Attributes:
+      rank: the replica, int32.
+      first_row: the number of the part's first row among all rows of the call, int32.
+    """
+
+    def __init__(self, rank: jax.Array, first_row: jax.Array) -> None:
+        self.rank, self.first_row = rank, first_row
+
+
+@dataclass
+class TraceContext:
+    """What one function may see while it is traced.
+
+    Attributes:
+      name: what messages call the function.
+      info: the part it runs on.
+      size: how many replicas there are.
+      slices: how many slices a replica's rows are cut into; 1 where updates need not say how they combine.
+      has_axis: whether the replicas' axis is there, to communicate over.
+      values: stored leaves of the variables it is known to read.
+      shapes_of: the shapes of a variable's stored leaves on one replica.
+    """
+
+    name: str
+    info: PartInfo
+    size: int
+    slices: int
+    has_axis: bool
+    values: Mapping[Any, Sequence[jax.Array]]
+    shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]
+    state: Any = field(default_factory=trace_state)
+    reads: dict[Any, None] = field(default_factory=dict)
+    writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict)
+    uses_rank: bool = False
+    handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list)
+
+    def read(self, variable: TracedState) -> PyTree:
+        """The variable's value as the call found it; of an unknown one a stand-in, and the trace is made again."""
+        self.reads[variable] = None
+        leaves = self.values.get(variable)
+        if leaves is None:
+            leaves = [jnp.zeros(s.shape, s.dtype) for s in self.shapes_of(variable)]
+        tree = variable._unpack(leaves)
+        self.handed_out.append((variable, tree, tree_leaves_with_path(tree)))
+        return tree
+
+    def write(self, variable: TracedState, new: PyTree, slices: str | None) -> None:
+        """Note a new value, which takes effect when the call ends."""
+        if trace_state() != self.state:
+            raise SynkError(
+                f"{self.name}: {variable.name} is assigned inside a jax transformation (jit, grad, scan, cond, vmap, "
+                f"...), from where the new value cannot leave. Return it from there and assign it outside, "
+                f"in the body of {self.name}."
+            )
+        if self.slices > 1 and slices is None:
+            raise ValueError(
+                f"{self.name}: with num_slices={self.slices} the update of {variable.name} must say how slices "
+                f'combine: {variable.name}.update(new, slices=...) with "mean", "max", "min", "last" or "add"; '
+                f"or assign it in then."
+            )
+        if slices == "add":
+            self.reads[variable] = None  # what is added is the difference from the old value
+        self.writes[variable] = variable._conform(new, self.shapes_of(variable), self.name), slices
+
+    def check_values_unchanged(self) -> None:
+        """Changes inside a tree that was read would be lost: SynkError names the first."""
+        for variable, tree, before in self.handed_out:
+            after = tree_leaves_with_path(tree)
+            for i in range(max(len(before), len(after))):
+                if i < min(len(before), len(after)) and before[i][0] == after[i][0] and before[i][1] is after[i][1]:
+                    continue
+                where = keystr((after if i < len(after) else before)[i][0])
+                raise SynkError(
+                    f"{self.name}: {variable.name}.value{where} was changed in place, which would be lost. Assign the "
+                    f"whole value: {variable.name}.value = {{**{variable.name}.value, ...}}."
+                )
+
+
+def current_trace() -> TraceContext | None:
+    """The function being traced on this thread, if any."""
+    return getattr(_local, "context", None)
+
+
+@contextmanager
+def tracing(context: TraceContext) -> Generator[None]:
+    """Let a function be traced on this thread."""
+    before, _local.context = current_trace(), context
+    try:
+        yield
+    finally:
+        _local.context = before
+
+
+@contextmanager
+def eager() -> Generator[None]:
+    """Hold the lock, and step out of any transformation around this line: what is read are values of now."""
+    _lock()
+    try:
+        if not is_traced():
+            yield
+            return
+        with jax.ensure_compile_time_eval():
+            yield
+    finally:
+        LOCK.release()
+
+
+def _lock() -> None:
+    """Take the lock; a callback of a running program must not wait for the call that waits for the program."""
+    is_callback = threading.current_thread().name.startswith("Dummy-")  # a thread that Python has not started
+    if not LOCK.acquire(timeout=_PATIENCE if is_callback else -1):
+        raise SynkError(
+            "A host callback inside a running program asks for a shared variable while a call is under way. "
+            "Read the variable in the function, and pass its value to the callback."
+        )
+
+
+@public_api
+def rank() -> jax.Array:
+    """Return the number of the replica that runs, inside a function only.
+
+    Returns:
+      A traced int32 scalar, 0 on the first replica.
+
+    Raises:
+      SynkError: called outside a synk function.
+
+    Example:
+      >>> import synk
+      >>> with synk.simulate(3):
+      ...     synk.function(lambda: synk.rank(), reduce="stack")().tolist()
+      [0, 1, 2]
+    """
+    context = _inside("rank", "there is a rank")
+    context.uses_rank = True
+    return context.info.rank
+
+
+@public_api
+def size() -> int:
+    """Return how many replicas there are: inside a function those that run it, outside those of the current group.
+
+    Example:
+      >>> import synk
+      >>> with synk.simulate(3):
+      ...     synk.size()
+      3
+    """
+    context = current_trace()
+    return context.size if context is not None else current_group().size
+
+
+@public_api
+def part_key(key: jax.Array) -> jax.Array:
+    """Give each part, that is each slice of each replica, a PRNG key of its own, inside a function only.
+
+    So dropout draws another mask in each slice, where `jax.random.fold_in(key, synk.rank())` repeats one. The noise
+    then depends on how rows are cut; `synk.row_keys` gives noise that does not.
+
+    Args:
+      key: a typed key (`jax.random.key`) or a raw one, the same on all replicas.
+
+    Returns:
+      A key of the same kind: `key` with the number of the part's first row folded in.
+
+    Raises:
+      SynkError: called outside a synk function.
+
+    Example:
+      >>> import jax, numpy as np, synk
+      >>> with synk.simulate(2):
+      ...     @synk.function(inputs=["x"], reduce="stack")
+      ...     def noise(x, key):
+      ...         return jax.random.normal(synk.part_key(key))
+      ...     a, b = noise(np.zeros(4), jax.random.key(0))
+      ...     bool(a != b)
+      True
+    """
+    context = _inside("part_key", "there are parts")
+    context.uses_rank = True
+    return jax.random.fold_in(key, context.info.first_row.astype(jnp.uint32))
+
+
+def _inside(call: str, what: str) -> TraceContext:
+    context = current_trace()
+    if context is None:
+        raise SynkError(f"synk.{call}: {what} only inside a synk function, on each replica.")
+    return context

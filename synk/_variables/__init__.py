@@ -1,0 +1,1 @@
+"""Variables: values of which each replica keeps its own copy between calls."""

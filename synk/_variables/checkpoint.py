@@ -1,0 +1,336 @@
+"""Checkpoint: shared variables on disk, whole or absent, whatever dies when."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._base.errors import public_api
+from .._runtime.dispatch import uninterrupted
+from .._runtime.executable import copy_to_replicas, replica_to_host
+from .._runtime.group import current_group
+from .._runtime.layout import local_replica_to_host, stack_parts
+from .._tracing.context import eager
+from .combine import each_of, logical_shapes
+from .state import VariableState
+from .variable import Shared, commit_all, group_of, read, state_of_leaves, state_of_rows
+
+FORMAT = 1
+_STEP = re.compile(r"step-(\d{8,})(~?)")
+
+Folder = str | os.PathLike[str]
+
+
+@public_api
+def save(
+    folder: Folder,
+    variables: Mapping[str, Shared],
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = 3,
+) -> None:
+    """Save shared variables, so that `synk.load` finds all of them or, if anything dies before the end, none.
+
+    In a group over processes all of them call it; process 0 writes. What replicas share is written once; what differs,
+    for each replica. The folder `step-<step>` holds `arrays.npz` and `about.json`.
+
+    Args:
+      folder: where checkpoints of one run lie; made where it does not exist.
+      variables: from name to shared variable.
+      step: the number of the checkpoint, >= 0; saving one again replaces it.
+      extra: what else to keep, e.g. the position in the data: numbers, strings, lists and dictionaries, as JSON has;
+        single numbers of NumPy and JAX come back as Python's.
+      keep: how many checkpoints to leave in the folder, the newest; None for all.
+
+    Raises:
+      TypeError: `extra` holds what JSON does not give back as it was.
+      SharedLostError: a variable's value is gone.
+
+    Example:
+      >>> import numpy as np, synk, tempfile
+      >>> w = synk.shared(np.arange(3.0), name="w")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     synk.save(folder, {"w": w}, step=7, extra={"epoch": 2})
+      ...     w.value = np.zeros(3)
+      ...     synk.load(folder, {"w": w}), w.value.tolist()
+      ((7, {'epoch': 2}), [0.0, 1.0, 2.0])
+    """
+    check_variables(variables, "save")
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise ValueError(f"synk.save: step is {step!r}; give an integer >= 0.")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"synk.save: keep is {keep!r}; give an integer >= 1, or None for all.")
+    extra = _checked_extra(extra)
+    with eager():
+        arrays = dict(_arrays(variables))
+        about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": described(variables)}
+
+        def write() -> str:
+            _write(Path(folder), int(step), arrays, about, keep)
+            return ""
+
+        current_group().peers.run_on_process_0(write, "synk.save")
+
+
+@public_api
+def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = None) -> tuple[int, Any]:
+    """Set shared variables to what `synk.save` wrote: all of them, or on any error none.
+
+    What replicas shared loads into any number of replicas and processes; what differed, into as many as there were. In
+    a group over processes each of them reads the folder.
+
+    Args:
+      folder: as it was given to `synk.save`.
+      variables: from name to shared variable, the same names as were saved.
+      step: which checkpoint; None for the newest.
+
+    Returns:
+      The step, and what was saved as `extra`.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or none of this step.
+      ValueError: names, trees, shapes, dtypes or the number of replicas differ; the message names the first difference.
+
+    Example:
+      See `synk.save`.
+
+      >>> import synk, tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     try:
+      ...         synk.load(folder, {})
+      ...     except FileNotFoundError as error:
+      ...         print(str(error).split(":")[0])
+      synk.load
+    """
+    check_variables(variables, "load")
+    place = Path(folder)
+    with eager():
+        found = current_group().peers.run_on_process_0(lambda: _chosen(place, step), "synk.load")
+        if not (place / found).is_dir():
+            raise FileNotFoundError(
+                f"synk.load: process 0 found {place / found}, this process does not. All processes read the folder: "
+                f"give one on a file system that they share."
+            )
+        about = json.loads((place / found / "about.json").read_text())
+        if about["format"] != FORMAT:
+            raise ValueError(f"synk.load: {place / found} has format {about['format']}; this synk reads {FORMAT}.")
+        kept = about["variables"]
+        compare(variables, kept, f"synk.load: {place / found}")
+        with np.load(place / found / "arrays.npz") as arrays:
+            commit_all([(v, _loaded_state(name, v, kept[name], arrays)) for name, v in variables.items()])
+    return about["step"], about["extra"]
+
+
+def check_variables(variables: Any, call: str) -> None:
+    """Is it a mapping from name to shared variable?"""
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise TypeError(f'synk.{call}: variables is {variables!r}; give a mapping from name to variable: {{"w": w}}.')
+    each_of(list(variables.values()), call)
+
+
+def plain_numbers(extra: Any) -> Any:
+    """Single numbers of NumPy and JAX as Python's, in lists and dictionaries too."""
+    if isinstance(extra, dict):
+        return {key: plain_numbers(value) for key, value in extra.items()}
+    if isinstance(extra, list):
+        return [plain_numbers(value) for value in extra]
+    is_number = isinstance(extra, np.generic | np.ndarray | jax.Array) and extra.ndim == 0
+    return np.asarray(extra).tolist() if is_number and isinstance(extra.dtype, np.dtype) else extra
+
+
+def _checked_extra(extra: Any) -> Any:
+    try:
+        extra = plain_numbers(extra)
+        is_same = json.loads(json.dumps(extra)) == extra
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"synk.save: extra is no JSON ({error}). Keep arrays in shared variables.") from None
+    if not is_same:
+        raise TypeError(
+            "synk.save: extra does not come back from JSON as it was; use lists for tuples, strings as keys."
+        )
+    return extra
+
+
+def described(variables: Mapping[str, Shared]) -> dict[str, Any]:
+    """What is to be known of each, as JSON has it."""
+    return {
+        name: {
+            "leaves": [
+                {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
+                for path, s, key in zip(v._spec.paths, logical_shapes(v), v._spec.keys, strict=True)
+            ],
+            "is_equal": v._state.is_equal,
+            "lengths": v._state.rows_per_replica and list(v._state.rows_per_replica),
+            "replicas": group_of(v).size,
+        }
+        for name, v in variables.items()
+    }
+
+
+def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype."""
+    for name, variable in variables.items():
+        group, leaves = group_of(variable), read(variable, list)
+        state = variable._state
+        for rank in range(1 if state.is_equal else group.size):
+            rows = None if state.rows_per_replica is None else state.rows_per_replica[rank]
+            # Where all are equal any replica's will do, and every process has one of its own.
+            which = group.local_ranks.start if state.is_equal else rank
+            to_host = local_replica_to_host if state.is_equal else replica_to_host
+            entries = [to_host(group, leaf, state.layout, which, rows) for leaf in leaves]
+            for i, leaf in enumerate(variable._spec.unpack(entries)):
+                yield _member(name, i, None if state.is_equal else rank), _storable(leaf)
+
+
+def _member(name: str, leaf: int, rank: int | None) -> str:
+    """What a leaf is called in the file; names may have dots themselves, so always with both numbers."""
+    return f"{name}.{leaf}.{'all' if rank is None else rank}"
+
+
+def _storable(array: np.ndarray) -> np.ndarray:
+    # A copy is contiguous, as a view of its bytes needs; ascontiguousarray would give a scalar an axis.
+    return array if array.dtype.isbuiltin == 1 else array.copy("C").view(f"u{array.dtype.itemsize}")
+
+
+def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any, keep: int | None) -> None:
+    """Into a folder of another name, which takes its own in one rename."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
+        _delete(left)
+    name = f"step-{step:08d}"
+    new, final, old = folder / f".saving-{name}-{os.getpid()}", folder / name, folder / f"{name}~"
+    new.mkdir()
+    try:
+        with open(new / "arrays.npz", "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # names and arrays
+            _to_disk(file)
+        with open(new / "about.json", "w") as file:
+            json.dump(about, file, indent=1)
+            _to_disk(file)
+        _folder_to_disk(new)
+    except BaseException:
+        _delete(new)
+        raise
+    if final.exists():  # saved again: until the new one is there, the old one counts
+        if old.exists():
+            _remove(old)
+        os.rename(final, old)
+    os.rename(new, final)
+    _folder_to_disk(folder)
+    steps = sorted({number for number, _ in _found(folder)})
+    gone = steps[:-keep] if keep is not None else []
+    for number, path in list(_found(folder)):
+        if (number in gone and number != step) or path == old:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first: no half of a checkpoint is ever found."""
+    gone = path.with_name(f".gone-{path.name}")
+    os.rename(path, gone)
+    _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    with uninterrupted():  # rmtree that is interrupted closes a descriptor twice: an OSError hides the Ctrl-C
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _folder_to_disk(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _found(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Checkpoints by step; one that was being replaced only where its successor did not come."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _STEP.fullmatch(path.name)
+        if match:
+            yield int(match[1]), path
+
+
+def _chosen(folder: Path, step: int | None) -> str:
+    found = {number: path.name for number, path in reversed(list(_found(folder)))}  # without ~ comes first, so wins
+    if not found:
+        raise FileNotFoundError(f"synk.load: {folder} has no checkpoint; synk.save makes one.")
+    if step is None:
+        return found[max(found)]
+    if step not in found:
+        raise FileNotFoundError(f"synk.load: {folder} has no step {step}; it has {', '.join(map(str, sorted(found)))}.")
+    return found[step]
+
+
+def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str) -> None:
+    """Are these what was kept? ValueError names the first difference."""
+    if set(kept) != set(variables):
+        missing, more = sorted(set(variables) - set(kept)), sorted(set(kept) - set(variables))
+        parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(more)} besides"] * bool(more)
+        raise ValueError(f"{where} {' and '.join(parts)}. Give the variables that were saved.")
+    for name, variable in variables.items():
+        _compare(name, variable, kept[name], where)
+
+
+def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
+    spec = variable._spec
+
+    def differ(what: str, there: Any, here: Any) -> ValueError:
+        return ValueError(f"{where}: {name}{what} was {there}, but {variable.name} has {here}.")
+
+    paths = [leaf["path"] for leaf in kept["leaves"]]
+    for there, here in zip_longest(paths, spec.paths):
+        if there != here:
+            raise differ("'s tree", f"one with {there or 'nothing'}", f"{here or 'nothing'} there")
+    if kept["lengths"] is not None and spec.slots is not None:
+        raise differ("", "rows", "one buffer a dtype (flat=True), which cannot hold rows")
+    has_rows = kept["lengths"] is not None or variable._state.rows_per_replica is not None
+    for path, shape, key, leaf in zip(spec.paths, logical_shapes(variable), spec.keys, kept["leaves"], strict=True):
+        there, here = leaf["shape"], list(shape.shape)
+        if there[has_rows:] != here[has_rows:] or len(there) != len(here):
+            raise differ(f"{path}'s shape", there, here)
+        if leaf["dtype"] != shape.dtype.name:
+            raise differ(f"{path}'s dtype", leaf["dtype"], shape.dtype.name)
+        if leaf["key"] != (None if key is None else str(key)):
+            raise differ(f"{path}'s PRNG keys", leaf["key"], key)
+    size = group_of(variable).size
+    if not kept["is_equal"] and kept["replicas"] != size:
+        raise ValueError(
+            f"{where}: {name} differed on {kept['replicas']} replicas, but there are {size} now. "
+            f"Load into as many, or make it equal before it is saved."
+        )
+
+
+def _loaded_state(name: str, variable: Shared, kept: Any, arrays: Any) -> VariableState:
+    """What the variable holds once it has what was kept."""
+    group, spec = group_of(variable), variable._spec
+    dtypes = [np.dtype(shape.dtype) for shape in spec.shapes]
+
+    def stored(rank: int | None) -> list[np.ndarray]:
+        found = [arrays[_member(name, i, rank)] for i in range(len(dtypes))]
+        return spec.pack([a if a.dtype == d else a.view(d) for a, d in zip(found, dtypes, strict=True)])
+
+    if kept["is_equal"]:
+        layout = variable._state.layout
+        return state_of_leaves(variable, copy_to_replicas(group, stored(None), layout), layout)
+    parts = [stored(rank) for rank in range(group.size)]
+    if kept["lengths"] is not None:
+        return state_of_rows(variable, parts)
+    stacked = [stack_parts(group, [part[i] for part in parts], None) for i in range(len(parts[0]))]
+    return state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")

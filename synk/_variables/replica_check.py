@@ -1,0 +1,92 @@
+"""Replica check: do all replicas hold the same bits?"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._base.errors import DivergedError, public_api
+from .._runtime.engine import Body
+from .._runtime.executable import as_bits, run_collective
+from .._runtime.group import AXIS
+from .._runtime.layout import Layout
+from .._tracing.context import eager
+from .combine import each_of
+from .value import unpacker
+from .variable import Shared, bind, divergence, group_of
+
+
+@public_api
+def check_replicas(*variables: Shared) -> None:
+    """Check that all replicas hold the same bits, by one small collective over fingerprints.
+
+    Args:
+      *variables: shared variables.
+
+    Raises:
+      DivergedError: a leaf differs; the message names variable, leaf and ranks.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> with synk.simulate(2):
+      ...     synk.check_replicas(synk.shared(np.zeros(3)), synk.shared(np.ones(2)))
+    """
+    each = each_of(list(variables), "check_replicas")
+    for variable in each:
+        if variable._state.rows_per_replica is not None:
+            raise DivergedError(divergence(variable))
+    if not each:
+        return
+    with eager():
+        group = group_of(each[0])
+        states = [bind(variable, group) for variable in each]
+        body = _fingerprints(tuple((len(state.leaves), v._spec.slots) for state, v in zip(states, each, strict=True)))
+        leaves = [leaf for state in states for leaf in state.leaves]
+        layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
+        prints = run_collective(group, body, layouts, ["replicated"], leaves)
+    table = np.asarray(prints[0])
+    names = [f"{variable.name}{path}" for variable in each for path in variable._spec.paths]
+    for i, name in enumerate(names):
+        wrong = [rank for rank in range(group.size) if (table[rank, i] != table[0, i]).any()]
+        if wrong:
+            raise DivergedError(
+                f"{name}: rank(s) {', '.join(map(str, wrong))} differ from rank 0 in some bit. Make them equal with "
+                f"synk.broadcast or synk.all_reduce; update shared variables in then, so that they stay so."
+            )
+
+
+@lru_cache(maxsize=256)
+def _fingerprints(variables: tuple[tuple[int, Any], ...]) -> Body:
+    """A program for variables of so many leaves each, or buffers to be cut."""
+
+    def body(*leaves: jax.Array) -> list[jax.Array]:
+        rest = list(leaves)
+        prints: list[jax.Array] = []
+        for count, slots in variables:
+            own, rest = rest[:count], rest[count:]
+            prints += [_fingerprint(leaf) for leaf in (own if slots is None else unpacker(slots)(*own))]
+        return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
+
+    return body
+
+
+def _fingerprint(leaf: jax.Array) -> jax.Array:
+    """64 bits that depend on every bit and its place: sums of two mixes (murmur3's finaliser)."""
+    bits = as_bits(leaf)
+    if bits.dtype.itemsize == 8:
+        bits = lax.bitcast_convert_type(bits, jnp.uint32)
+    bits = bits.ravel()
+    place = lax.iota(jnp.uint32, bits.size)
+    return jnp.stack([_mixed(bits ^ _mixed(place * np.uint32(seed) + np.uint32(1))).sum(dtype=jnp.uint32)
+                      for seed in (0x9E3779B1, 0x85EBCA77)])  # fmt: skip
+
+
+def _mixed(bits: jax.Array) -> jax.Array:
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    return bits ^ (bits >> np.uint32(16))

@@ -1,0 +1,75 @@
+"""State: what a shared variable holds at one moment: a record that is replaced whole, and can be gone back to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from .._runtime.layout import Layout
+
+
+@dataclass(frozen=True)
+class AbstractState:
+    """What programs depend on: shapes and dtypes of stored leaves on one replica, their layout, rows.
+
+    Attributes:
+      shapes: of each stored leaf on one replica; where it holds rows, of the replica with the most.
+      layout: "replicated" as long as nothing has made replicas differ, then "stacked".
+      rows_per_replica: where it holds rows.
+      keys: PRNG implementations of the logical leaves, as text.
+      treedef: of the logical value.
+    """
+
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    layout: Layout
+    rows_per_replica: tuple[int, ...] | None
+    keys: tuple[str, ...]
+    treedef: Any
+
+    def part_shapes(self, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
+        """Of the value that a function sees; of one that holds rows, of so many."""
+        if self.rows_per_replica is None or rows is None:
+            return self.shapes
+        return [jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for s in self.shapes]
+
+    def global_shapes(self, size: int) -> list[jax.ShapeDtypeStruct]:
+        """Of the arrays of a group of this size."""
+        front = (size,) if self.layout == "stacked" else ()
+        return [jax.ShapeDtypeStruct((*front, *s.shape), s.dtype) for s in self.shapes]
+
+
+@dataclass(frozen=True, eq=False)
+class VariableState:
+    """The leaves of a shared variable and what is known of them.
+
+    Attributes:
+      leaves: stored leaves, global arrays of the variable's group.
+      abstract: their shapes, layout and rows.
+      is_equal: whether all replicas hold one value, as far as synk knows.
+      diverged_by: what made them differ.
+      failure: (function, cause) where the value was donated to a program that died.
+    """
+
+    leaves: list[jax.Array]
+    abstract: AbstractState
+    is_equal: bool = True
+    diverged_by: str = ""
+    failure: tuple[str, Exception] | None = None
+
+    @property
+    def layout(self) -> Layout:
+        """How the leaves lie on the devices."""
+        return self.abstract.layout
+
+    @property
+    def rows_per_replica(self) -> tuple[int, ...] | None:
+        """Rows on each replica, where the variable holds rows."""
+        return self.abstract.rows_per_replica
+
+
+def with_layout(state: AbstractState, layout: Layout | None) -> AbstractState:
+    """The same with another layout, if one is given."""
+    return state if layout is None or layout == state.layout else replace(state, layout=layout)

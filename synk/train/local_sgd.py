@@ -1,0 +1,274 @@
+"""Local SGD: each replica trains on its own, and they average now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._base.errors import public_api
+from .._base.pytree import PyTree
+from .._call.function import Function, FunctionOptions, Inputs, make_function
+from .._call.inputs import check_slices
+from .._data.prefetch import Prefetch
+from .._reductions.reduction import Weighted
+from .._variables.variable import Shared, shared
+from .model import LeafKind, TrainingModel, TrainingOptions, kinds_of
+
+
+class LocalSteps:
+    """Steps that each replica takes on its own, and their averages; made by `synk.train.local_steps`.
+
+    At the end of `iterate`, or of a `with` block, what was trained since the last average is averaged too; else call
+    `finish`, before saving too. Until then the replicas differ: reading `params.value` raises `synk.DivergedError`.
+
+    Attributes:
+      function: the `synk.Function` that takes one step on each replica.
+      params: the parameters, a shared variable; `params.value` is their tree.
+      opt_state: the optimizer's state, a shared variable.
+      state: the model's state, a shared variable; None where there is none.
+      steps: how many steps were taken so far.
+
+    Example:
+      >>> import numpy as np, optax, synk.train
+      >>> with synk.train.local_steps(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.25)) as train:
+      ...     print(*[train(np.ones(9)) for _ in range(2)])
+      1.0 0.25
+      >>> print(train.params.value)
+      0.75
+    """
+
+    def __init__(
+        self, model: TrainingModel, every: int, optimizer_state: bool, report: Callable[[int, jax.Array], Any] | None
+    ) -> None:
+        self.params, self.opt_state, self.state = model.params, model.opt_state, model.state
+        self.steps = self._averaged = 0
+        self._every, self._report = every, report
+        trained = shared({"weight": np.float32(0), "loss": np.float32(0)}, "trained")  # since the last average
+        kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
+        self.function = _local_function(model, trained)
+        self._average = _average_function(f"{model.name}.average", kept, trained, model.donate)
+
+    @public_api
+    def __call__(self, *args: Any, num_slices: int = 1, **options: Any) -> Any:
+        """Take one step on each replica, of its own rows; every so often, average after it.
+
+        Args:
+          *args: the rows, as the loss takes them.
+          num_slices: 1, since a local step takes each replica's rows at once.
+          **options: `batch` and the like, as of every synk function.
+
+        Returns:
+          The loss of all rows, each by its replica's own parameters before the step; or the pair of it and the aux
+          outputs.
+        """
+        _refuse_slices(num_slices, self.function.name)
+        result = self.function(*args, **options)
+        self._end_step()
+        return result
+
+    @public_api
+    def iterate(self, *args: Any, num_slices: int = 1, **options: Any) -> Iterator[Any]:
+        """Take a step for each batch, and at the end average what is left; see `synk.Function.iterate`.
+
+        Args:
+          *args: the rows, as the loss takes them.
+          num_slices: 1, as in a call.
+          **options: `batches`, `prefetch` and the like.
+
+        Returns:
+          An iterator of what each call returns; it has as many as there are batches.
+        """
+        _refuse_slices(num_slices, self.function.name)
+        return _Iterating(self, self.function.iterate(*args, **options))
+
+    @public_api
+    def finish(self) -> None:
+        """Average what was trained since the last average; do nothing where that is nothing."""
+        if self.steps > self._averaged:
+            loss = self._average()
+            self._averaged = self.steps
+            if self._report is not None:
+                self._report(self.steps, loss)
+
+    def __enter__(self) -> LocalSteps:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+
+    def _end_step(self) -> None:
+        """Count a step that was started, and average where it is time to."""
+        self.steps += 1
+        if self.steps - self._averaged >= self._every:
+            self.finish()
+
+
+class _Iterating(Iterator[Any]):
+    """Results of local steps; at their end, the last average."""
+
+    def __init__(self, steps: LocalSteps, results: Prefetch[Any, Any]) -> None:
+        self._steps, self._results = steps, results
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def __next__(self) -> Any:
+        try:
+            result = next(self._results)
+        except StopIteration:
+            self._steps.finish()
+            raise
+        self._steps._end_step()
+        return result
+
+    def close(self) -> None:
+        """Stop the thread; nothing more comes."""
+        self._results.close()
+
+
+def _refuse_slices(num_slices: int, name: str) -> None:
+    check_slices(num_slices, name)
+    if num_slices > 1:
+        raise ValueError(f"{name}: num_slices goes with synk.train.step; local steps take each replica's rows at once.")
+
+
+def _local_function(model: TrainingModel, trained: Shared) -> Function:
+    """One step on each replica, of its own rows."""
+    params, opt_state, state = model.params, model.opt_state, model.state
+
+    def on_part(*args: Any, **kwargs: Any) -> PyTree:
+        found = model.value_and_grad(params.value, state, args, kwargs)
+        counted = _count_rows(function, args, kwargs) if found.weight is None else found.weight
+        weight = jnp.asarray(counted).astype(jnp.float32)
+        before = params.value, opt_state.value
+        after = model.apply_updates(*before, found.grads, found.value)
+        # A part of weight 0 counts for nothing, whatever its loss is.
+        params.value, opt_state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), after, before)
+        if state is not None:
+            state.value = found.state
+        loss = jnp.where(weight > 0, found.value.astype(jnp.float32) * weight, jnp.float32(0))
+        trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + loss}
+        return {"loss": Weighted(found.value, weight), "aux": found.aux}
+
+    def then(combined: dict[str, Any]) -> PyTree:
+        return (combined["loss"], combined["aux"]) if model.has_aux else combined["loss"]
+
+    function = model.function(on_part, {"loss": "mean"}, then)
+    return function
+
+
+def _count_rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many rows this part has."""
+    bound = function._binder.bind(args, kwargs)
+    if not bound.spec.scattered:
+        raise ValueError(
+            f"{function.name}: averages are weighted by rows, but none of its arguments is scattered. Give it rows, or "
+            f"return synk.Weighted(mean, rows)."
+        )
+    return bound.leaves[bound.spec.scattered[0]].shape[0]
+
+
+def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bool) -> Function:
+    """Combine what each replica holds, weighted by what it has trained on; return the loss of that."""
+
+    def own() -> PyTree:
+        weight = trained.value["weight"]
+        leaves: dict[LeafKind, list[Any]] = {"number": [], "count": [], "key": []}
+        for variable in kept:
+            for kind, leaf in zip(kinds_of(variable), jax.tree.leaves(variable.value), strict=True):
+                leaves[kind].append(leaf)
+        # Where no replica has trained (all was masked), all hold the same, and any weights will do.
+        held = Weighted(leaves["number"], jnp.maximum(weight, jnp.float32(1e-30)))
+        return {
+            "loss": Weighted(trained.value["loss"] / weight, weight),
+            "weights": weight,
+            **leaves,
+            "number": held,
+        }
+
+    def take(combined: dict[str, Any]) -> jax.Array:
+        first = jnp.argmax(combined["weights"] > 0)
+        combined["key"] = [keys[first] for keys in combined["key"]]
+        for variable in kept:
+            leaves = [combined[kind].pop(0) for kind in kinds_of(variable)]
+            variable.value = variable._spec.treedef.unflatten(leaves)
+        trained.value = {"weight": jnp.float32(0), "loss": jnp.float32(0)}
+        return combined["loss"]
+
+    ops = {"loss": "mean", "weights": "stack", "number": "mean", "count": "max", "key": "stack"}
+    return make_function(FunctionOptions(own, None, ops, take, donate=donate, name=name))
+
+
+@public_api
+def local_steps(
+    loss: Callable[..., Any],
+    params: PyTree,
+    optimizer: Any,
+    *,
+    every: int = 3,
+    optimizer_state: bool = True,
+    report: Callable[[int, jax.Array], Any] | None = None,
+    state: PyTree = None,
+    inputs: Inputs = None,
+    aux: PyTree = None,
+    clip: float | None = None,
+    flat: bool = False,
+    donate: bool = True,
+    name: str | None = None,
+) -> LocalSteps:
+    """Make local steps: each replica trains its own copy on its own rows, and now and then all take the average.
+
+    Less communication, and not the serial answer: between averages each copy follows its own rows. The average is
+    weighted by the rows that each replica trained on since the last one (by the weights of a `synk.Weighted` loss); one
+    that had none counts for nothing. With `every=1` and plain SGD it is the synchronous step, to rounding.
+
+    Args:
+      loss: as for `synk.train.step`.
+      params: as for `synk.train.step`.
+      optimizer: one of optax's; it sees each replica's own gradients.
+      every: after how many steps to average, >= 1.
+      optimizer_state: whether to average the optimizer's state too, of which integers (step counts) take the largest;
+        else each replica keeps its own, to be read by `opt_state.get_value(rank)`.
+      report: called after each average as `report(steps, loss)`: how many steps were taken so far, and the mean loss of
+        all rows trained on since the last average.
+      state: as for `synk.train.step`; averaged with the parameters. Of PRNG keys those of the first replica that has
+        trained since are kept, of other integers the largest.
+      inputs: as for `synk.train.step`.
+      aux: as for `synk.train.step`.
+      clip: the largest global norm of each replica's own gradient.
+      flat: as for `synk.train.step`.
+      donate: as for `synk.function`.
+      name: what messages call it; the loss's name.
+
+    Returns:
+      A `LocalSteps`: call it with rows.
+
+    Raises:
+      ImportError: optax is not installed.
+      TypeError, ValueError: an argument is of a wrong kind or value.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
+      >>> def loss(params, x, y):
+      ...     return jnp.mean((params["w"] * x - y) ** 2)
+      >>> with synk.train.local_steps(loss, {"w": np.float32(0)}, optax.sgd(0.1), every=2) as step:
+      ...     print(*[f"{step(np.ones(9), np.full(9, 5.0)):.2f}" for _ in range(3)])
+      25.00 16.00 10.24
+      >>> print(f"{step.params.value['w']:.2f} after {step.steps} steps")
+      2.44 after 3 steps
+    """
+    call = "synk.train.local_steps"
+    if isinstance(every, bool) or not isinstance(every, int | np.integer):
+        raise TypeError(f"{call}: every is {every!r}; give an integer >= 1.")
+    if every < 1:
+        raise ValueError(f"{call}: every is {every}; average after so many steps, >= 1.")
+    options = TrainingOptions(loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
+    return LocalSteps(TrainingModel(call, options), int(every), optimizer_state, report)

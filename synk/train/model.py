@@ -1,0 +1,168 @@
+"""Model: a user's loss, the variables that it trains, and the step that they take with optax."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._base.pytree import PyTree
+from .._call.function import Function, FunctionOptions, Inputs, make_function
+from .._reductions.outputs import check_ops
+from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
+from .._variables.variable import Shared, shared
+
+# What a leaf is to training: a number to average, a PRNG key, or a count, which on some replica may be behind.
+LeafKind = Literal["number", "key", "count"]
+
+# Of keys, which advance alike everywhere. It is no output's op, so it goes with slices too.
+FIRST_PART = replace(REDUCTIONS["first"], name="first part")
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What `synk.train.step` and `synk.train.local_steps` both take."""
+
+    loss: Callable[..., Any]
+    params: PyTree
+    optimizer: Any
+    state: PyTree
+    inputs: Inputs
+    aux: PyTree
+    clip: float | None
+    flat: bool
+    donate: bool
+    name: str | None
+
+
+class LossAndGrad(NamedTuple):
+    """What a loss gives for one part of the rows; `()` stands for what it does not return."""
+
+    value: jax.Array
+    weight: Any  # of a Weighted loss, else None
+    grads: PyTree
+    state: PyTree
+    aux: PyTree
+
+
+class TrainingModel:
+    """A loss, the variables that it trains, and the step that they take."""
+
+    def __init__(self, call: str, options: TrainingOptions) -> None:
+        self.optax = _import_optax()
+        loss, optimizer, params, state = options.loss, options.optimizer, options.params, options.state
+        clip, aux, flat = options.clip, options.aux, options.flat
+        if not callable(loss):
+            raise TypeError(f"{call}: loss is {loss!r}; give a function of the parameters and rows.")
+        if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+            raise TypeError(f"{call}: optimizer is {optimizer!r}; give one of optax's, e.g. optax.sgd(0.1).")
+        if clip is not None and not clip > 0:
+            raise ValueError(f"{call}: clip is {clip!r}; give the largest global norm of a gradient, a number > 0.")
+        self.name = options.name or getattr(loss, "__name__", type(loss).__name__)
+        self.loss, self.clip, self.donate, self.inputs = loss, clip, options.donate, options.inputs
+        self.optimizer = self.optax.with_extra_args_support(optimizer)
+        self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
+        self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
+        _check_params(self.params, call)
+        self.opt_state = shared(optimizer.init(self.params.value), "opt_state", flat=flat)
+        self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
+        self.signature = self._signature_of_rows(call)
+
+    def _signature_of_rows(self, call: str) -> inspect.Signature:
+        """The loss's signature without parameters and state."""
+        signature = inspect.signature(self.loss)
+        parameters = list(signature.parameters.values())
+        taken = 1 if self.state is None else 2
+        first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:taken]
+        if len(first) < taken:
+            what = "the parameters" if taken == 1 else "the parameters and the state"
+            raise TypeError(f"{call}: the loss {self.name}{signature} must take {what} first, and after them rows.")
+        bound = self.loss.keywords if isinstance(self.loss, functools.partial) else ()
+        return signature.replace(parameters=[p for p in parameters if p not in first and p.name not in bound])
+
+    def function(self, fn: Callable[..., PyTree], outputs: dict[str, PyTree], then: Callable[..., PyTree]) -> Function:
+        """A function of rows that looks like the loss, in messages and to `inputs`."""
+        fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
+        ops = {**outputs, "aux": self.aux_ops}
+        return make_function(FunctionOptions(fn, self.inputs, ops, then, donate=self.donate, name=self.name))
+
+    def value_and_grad(self, params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]) -> LossAndGrad:
+        """The loss of these rows, and its gradient."""
+        before = () if state is None else (state.value,)
+
+        def value(params: PyTree) -> tuple[Any, Any]:
+            value, *rest = self._unpack(self.loss(params, *before, *args, **kwargs))
+            value, weight = (value.value, value.weight) if isinstance(value, Weighted) else (value, None)
+            if jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+                raise TypeError(
+                    f"{self.name}: it returned a loss of {jnp.result_type(value).name}{list(jnp.shape(value))}; "
+                    f"return the mean over the rows, one floating number, or synk.Weighted(mean, weight)."
+                )
+            return value, (weight, rest)
+
+        (loss, (weight, rest)), grads = jax.value_and_grad(value, has_aux=True)(params)
+        return LossAndGrad(loss, weight, grads, () if state is None else rest[0], rest[-1] if self.has_aux else ())
+
+    def _unpack(self, out: Any) -> tuple[Any, ...]:
+        names = ["the loss", *["the new state"] * (self.state is not None), *["aux outputs"] * self.has_aux]
+        if len(names) == 1 and not isinstance(out, tuple | list):
+            return (out,)
+        if isinstance(out, tuple) and len(out) == len(names) > 1:
+            return out
+        got = f"{len(out)} values" if isinstance(out, tuple | list) else f"one {type(out).__name__}"
+        want = f"{' and '.join(names)}, as a tuple" if len(names) > 1 else "the loss alone"
+        raise TypeError(f"{self.name}: it returned {got}; with the state= and aux= that were given, return {want}.")
+
+    def apply_updates(self, params: PyTree, opt_state: PyTree, grads: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+        """Parameters and optimizer state after a step."""
+        if self.clip is not None:
+            grads, _ = self.optax.clip_by_global_norm(self.clip).update(grads, self.optax.EmptyState())
+        updates, opt_state = self.optimizer.update(grads, opt_state, params, value=loss)
+        return self.optax.apply_updates(params, updates), opt_state
+
+
+def _check_params(params: Shared, call: str) -> None:
+    spec = params._spec
+    for path, shape, key in zip(spec.paths, spec.shapes, spec.keys, strict=True):
+        if key is not None or not jnp.issubdtype(shape.dtype, jnp.inexact):
+            what = shape.dtype.name if key is None else "a PRNG key"
+            raise TypeError(
+                f"{call}: params{path} is {what}, which has no gradient. Keep it in state=, or convert it to a "
+                f"floating dtype."
+            )
+
+
+def _import_optax() -> Any:
+    try:
+        import optax  # type: ignore[import-untyped]  # it has no stubs
+    except ImportError as error:
+        raise ImportError(
+            "synk.train: it needs optax, which is not installed. Get it by: pip install 'synk-jax[examples]'"
+        ) from error
+    return optax
+
+
+def kinds_of(variable: Shared) -> list[LeafKind]:
+    """What each leaf is; unsigned integers are taken for raw PRNG keys."""
+    spec = variable._spec
+    return [
+        "key"
+        if key is not None or jnp.issubdtype(shape.dtype, jnp.unsignedinteger)
+        else "number"
+        if jnp.issubdtype(shape.dtype, jnp.inexact)
+        else "count"
+        for shape, key in zip(spec.shapes, spec.keys, strict=True)
+    ]
+
+
+def state_ops(state: Shared | None) -> PyTree:
+    """How each leaf of a model's state combines over the parts."""
+    if state is None:
+        return ()
+    ops: dict[LeafKind, Reduction] = {"number": REDUCTIONS["mean"], "key": FIRST_PART, "count": REDUCTIONS["max"]}
+    return state._spec.treedef.unflatten([ops[kind] for kind in kinds_of(state)])

@@ -1,0 +1,174 @@
+"""Step: synchronous training, the mean gradient of all rows in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._base.errors import public_api
+from .._base.pytree import PyTree
+from .._call.function import Function, Inputs
+from .._call.spec import Stats
+from .._data.prefetch import Prefetch
+from .._reductions.reduction import Weighted
+from .._variables.variable import Shared
+from .model import TrainingModel, TrainingOptions, state_ops
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A training step; made by `synk.train.step`.
+
+    Attributes:
+      function: the `synk.Function` that it calls.
+      params: the parameters, a shared variable; `params.value` is their tree.
+      opt_state: the optimizer's state, a shared variable.
+      state: the model's state, a shared variable; None where there is none.
+
+    Example:
+      >>> import numpy as np, optax, synk.train
+      >>> step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.5))
+      >>> for loss in step.iterate(np.ones(10), batches=[4, slice(4, 10)]):
+      ...     print(loss)
+      1.0
+      0.0
+      >>> print(step.params.value, step.stats.rows)
+      1.0 10
+    """
+
+    function: Function
+    params: Shared
+    opt_state: Shared
+    state: Shared | None
+
+    @property
+    def stats(self) -> Stats:
+        """What it has done so far."""
+        return self.function.stats
+
+    @public_api
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Take one step.
+
+        Args:
+          *args: the rows, as the loss takes them.
+          **options: `batch`, `num_slices` and the like, as of every synk function.
+
+        Returns:
+          The loss of all rows before the step; or the pair of it and the aux outputs.
+        """
+        return self.function(*args, **options)
+
+    @public_api
+    def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
+        """Take a step for each batch; see `synk.Function.iterate`.
+
+        Args:
+          *args: the rows, as the loss takes them.
+          **options: `batches`, `prefetch`, `num_slices` and the like.
+
+        Returns:
+          An iterator of what each call returns.
+        """
+        return self.function.iterate(*args, **options)
+
+    @public_api
+    def check(self, *args: Any, **options: Any) -> None:
+        """Compare a step with the serial one, and take none; see `synk.Function.check`.
+
+        Raises:
+          LawError: they differ, as BatchNorm's statistics do.
+        """
+        self.function.check(*args, **options)
+
+    @public_api
+    def serial(self, *args: Any, **options: Any) -> Any:
+        """Take the step on one device, and keep nothing unless `update=True`; see `synk.Function.serial`."""
+        return self.function.serial(*args, **options)
+
+    @public_api
+    def compile(self, *args: Any, **options: Any) -> jax.stages.Compiled:
+        """Compile ahead what a step of such rows runs, and take none; see `synk.Function.compile`."""
+        return self.function.compile(*args, **options)
+
+
+@public_api
+def step(
+    loss: Callable[..., Any],
+    params: PyTree,
+    optimizer: Any,
+    *,
+    state: PyTree = None,
+    inputs: Inputs = None,
+    aux: PyTree = None,
+    clip: float | None = None,
+    flat: bool = False,
+    donate: bool = True,
+    name: str | None = None,
+) -> Step:
+    """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
+
+    It is the serial step for any rows, replicas and slices. One thing is not, unless asked for: what the loss computes
+    *across* rows, as BatchNorm does. Its statistics are then each part's own, and the running averages are combined
+    weighted by rows. Where all parts have as many rows, `flax.linen.BatchNorm(axis_name="replica")`, or
+    `jax.lax.pmean(x, "replica")` in the loss, takes them over the whole batch, and the step is serial again; other
+    numbers of rows then raise.
+
+    Args:
+      loss: `loss(params, *rows)` returns the mean loss of the rows that it is given (per replica): a scalar, or
+        `synk.Weighted(mean, weight)`, e.g. by tokens, whose weight must not depend on the parameters. With `state` it
+        is `loss(params, state, *rows)`. With a state or aux outputs it returns `(loss, new_state)`, `(loss, aux)` or
+        `(loss, new_state, aux)`.
+      params: a pytree of floating arrays, or a shared variable that holds one.
+      optimizer: one of optax's; it sees the combined gradient, and the loss as `value`.
+      state: what the model keeps beside its parameters, such as BatchNorm's running averages: a pytree, or a shared
+        variable. Floats are averaged weighted by rows. PRNG keys, typed or raw (unsigned integers), advance alike on
+        every replica: those of the first part that has rows are kept. Of other integers the largest is kept.
+      inputs: how the parameters of `loss` after those are dealt out, as for `synk.function`; scattered if left out.
+      aux: the op, or tree of ops, by which aux outputs combine; None where the loss has none.
+      clip: the largest global norm of the combined gradient; a larger one is scaled down to it before the update.
+      flat: whether parameters and optimizer state keep one buffer a dtype, as `synk.shared(..., flat=True)`.
+      donate: as for `synk.function`.
+      name: what messages call it; the loss's name.
+
+    Returns:
+      A `Step`: call it with rows.
+
+    Raises:
+      ImportError: optax is not installed.
+      TypeError, ValueError: an argument is of a wrong kind or value.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
+      >>> def loss(params, x, y):
+      ...     return jnp.mean((params["w"] * x - y) ** 2)
+      >>> step = synk.train.step(loss, {"w": np.float32(0)}, optax.sgd(0.1))
+      >>> x = np.arange(7, dtype=np.float32)
+      >>> print(f"{step(x, 3 * x):.1f} {step.params.value['w']:.1f}")
+      117.0 7.8
+    """
+    options = TrainingOptions(loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
+    model = TrainingModel("synk.train.step", options)
+    held, opt_state, running = model.params, model.opt_state, model.state
+
+    def on_part(*args: Any, **kwargs: Any) -> PyTree:
+        found = model.value_and_grad(held.value, running, args, kwargs)
+        both = (found.value, found.grads)
+        return {
+            "loss": both if found.weight is None else Weighted(both, found.weight),
+            "state": found.state,
+            "aux": found.aux,
+        }
+
+    def then(combined: dict[str, Any]) -> PyTree:
+        value, grads = combined["loss"]
+        held.value, opt_state.value = model.apply_updates(held.value, opt_state.value, grads, value)
+        if running is not None:
+            running.value = combined["state"]
+        return (value, combined["aux"]) if model.has_aux else value
+
+    function = model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then)
+    return Step(function, held, opt_state, running)
