@@ -17,6 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
@@ -121,16 +122,13 @@ def hide_internal_frames(error: Exception) -> None:
         traceback = traceback.tb_next
     if not frames:
         return
-    inner = [frame for frame in frames[1:] if not _is_internal(frame)]
-    if not inner:
+    first = next((i for i, frame in enumerate(frames) if i and not _is_internal(frame)), None)
+    if first is None:
         if _is_deliberate(frames[-1]):
             error.__traceback__ = None  # raised again, it shows the public call alone
         return
-    # Every frame of the user's, and what JAX did after the last one.
-    last = frames.index(inner[-1])
-    kept = [*inner, *(frame for frame in frames[last + 1 :] if not _is_ours(frame))]
     linked: TracebackType | None = None
-    for frame in reversed(kept):
+    for frame in reversed([frame for frame in frames[first:] if not _is_ours(frame)]):
         linked = TracebackType(linked, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     error.__traceback__ = linked
 
@@ -140,12 +138,16 @@ def _is_ours(frame: TracebackType) -> bool:
 
 
 def _is_internal(frame: TracebackType) -> bool:
-    return frame.tb_frame.f_code.co_filename.startswith((_OURS, _JAX, "<frozen", "<string"))
+    """Is it synk's, or of what synk calls: JAX, or Python's own library (cached properties, context managers)?"""
+    file = frame.tb_frame.f_code.co_filename
+    is_python = file.startswith(_PYTHON) and "-packages" not in file
+    return is_python or file.startswith((_OURS, _JAX, "<frozen", "<string"))
 
 
-_RAISE = dis.opmap["RAISE_VARARGS"]
+# A bare `raise` of what has lost its frames ends in the second.
+_RAISES = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
 
 
 def _is_deliberate(frame: TracebackType) -> bool:
     """Did a `raise` of synk's end here, and not a KeyError or the like that nobody meant?"""
-    return _is_ours(frame) and frame.tb_frame.f_code.co_code[frame.tb_lasti] == _RAISE
+    return _is_ours(frame) and frame.tb_frame.f_code.co_code[frame.tb_lasti] in _RAISES

@@ -138,7 +138,7 @@ def _parts(runner: Runner, mapping: FunctionSpec, parallel: Group, view: View | 
     raw = replace(mapping, per_part=True)
     where = Where(parallel, view, None if view is None else runner.home, may_donate=False)
     try:
-        ready = prepare(raw, PlanCache(), runner.bound, runner.request, None, where)
+        ready = prepare(raw, runner.plans, runner.bound, runner.request, None, where)
         outcome = evaluate(ready, view)
     except ValueError:
         return None

@@ -96,7 +96,7 @@ class Compiler:
         """A program of a sliced call, which serves calls whose other launches differ. Its key holds all it is made of."""
         builder, call = self.builder, replace(self.builder.call, part_sizes=())
         touched = tuple((v, self._abstract(v)) for v in builder.traces.touched)
-        key = ("program", kind, call, builder.outputs, builder.writes, touched)
+        key = ("program", kind, call, builder.function.then is None, builder.outputs, builder.writes, touched)
         return builder.group.cached(self.owner, key, make)
 
     # The three programs.
@@ -118,10 +118,14 @@ class Compiler:
         """One slice of every replica, added to the states so far."""
 
         def end(state: State, before: Arrays, values: Arrays, new: Arrays, part: Part) -> list[jax.Array]:
-            return self.builder.first_states(new) if is_first else self.builder.accumulate_states(before, new, part)
+            if is_first:
+                found = self.builder.first_states(new)
+            else:
+                found = self.builder.accumulate_states(_with_empty(before, states), new, part)
+            return [state for state in found if state.size]
 
-        held: Placed = [] if is_first else [("stacked", shape) for shape in states]
-        outs: list[Layout] = ["stacked"] * len(states)
+        held = [] if is_first else _without_empty(states)
+        outs: list[Layout] = ["stacked"] * len(_without_empty(states))
         donate = () if is_first else (len(self.reads[0]),)
         rest = [held, self._inputs(sizes[0], True)]
         return self._compile(_Launch(sizes, counts, self.reads[0], rest, outs, donate), end)
@@ -132,10 +136,11 @@ class Compiler:
 
         def body(*values: jax.Array) -> list[jax.Array]:
             state, rest = self._state(variables, values)
-            held, rest = rest[: len(states)], rest[len(states) :]
+            count = len(_without_empty(states))
+            held, rest = _with_empty(rest[:count], states), rest[count:]
             return self._end(held, state, rest[:-1], self.builder.part(rest[-1], None))
 
-        rest: list[Placed] = [[("stacked", shape) for shape in states], self._tail(True)]
+        rest = [_without_empty(states), self._tail(True)]
         return self._executable(body, _Launch((), (), variables, rest, self._outs(), self._donated(variables)))
 
     # What they are made of.
@@ -256,6 +261,17 @@ class Compiler:
         shapes = [_shape_of_rank(shape, layout, size) for layout, shape in self._placed(launch)]
         found = jax.make_jaxpr(body, axis_env=[(AXIS, size)], return_shape=True)(*shapes)[1]
         return [jax.ShapeDtypeStruct((size, *s.shape), s.dtype) for s in found]
+
+
+def _without_empty(states: Sequence[jax.ShapeDtypeStruct]) -> Placed:
+    """States as arguments: XLA partitions no arguments of no size (openxla/shardy#516, jaxlib 0.10)."""
+    return [("stacked", state) for state in states if state.size]
+
+
+def _with_empty(held: Arrays, states: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    """All states of a replica, from those that have a size."""
+    rest = iter(held)
+    return [next(rest) if state.size else jnp.zeros(state.shape[1:], state.dtype) for state in states]
 
 
 def _shape_of_rank(shape: jax.ShapeDtypeStruct, layout: Layout, size: int) -> jax.ShapeDtypeStruct:

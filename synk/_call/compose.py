@@ -73,10 +73,10 @@ def compose(
         keys=tuple(spec.in_tree_order(scattered.keys, others.keys)),
         subset=None if subset is None else checked_subset(subset, name),
         is_composed=True,
-        num_slices=request.num_slices if rows is None else min(request.num_slices, max(lengths or (1,))),
     )
     # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
-    call = replace(with_parts(function, call, lengths, 1), lengths=lengths)
+    slices = 1 if lengths is None else min(request.num_slices, max(lengths))
+    call = replace(with_parts(function, call, lengths, 1), lengths=lengths, num_slices=slices)
     plan = plans.find(group, call, lambda variable: variable._state.abstract, lambda: _make(function, group, call))
     layouts: list[Layout] = [*["rows"] * len(sources), *["replicated"] * len(broadcast)]  # type: ignore[list-item]
     if lengths is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._base.jax_context import checks_floats, trace_options
 from .._base.pytree import SCALARS
-from .._data.dataset import Data, resident
+from .._data.dataset import Data, resident, source_of
 from .._data.selection import index_kind, select_on_replicas
 from .._runtime.group import Group
 from .._runtime.layout import put, replicate
@@ -87,11 +87,13 @@ def prepare(
             f"rows."
         )
     call = with_parts(function, call, rows.lengths, request.num_slices)
-    plan = plans.find(group, call, where.abstract, lambda: make_plan(function, group, call, where.view, plans))
+    # `f.check` runs the function without then too, and for its parts.
+    kind = (function.then is None, function.per_part)
+    plan = plans.find(group, (call, *kind), where.abstract, lambda: make_plan(function, group, call, where.view, plans))
     if isinstance(plan, NeedsLengths):
         slices = len(launches(rows.lengths or (), request.num_slices))
         call = replace(call, lengths=rows.lengths, num_slices=slices)
-        plan = plans.find(group, call, where.abstract, lambda: make_plan(function, group, call, where.view, plans))
+        plan = plans.find(group, (call, *kind), where.abstract, lambda: make_plan(function, group, call, where.view, plans))
     return ReadyCall(function, group, call, plan, rows, broadcast, request.num_slices)
 
 
@@ -124,7 +126,7 @@ def _rows_of_variable(
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
         return _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
 
-    holder = plans.find(where.group, ("holder", call, taken), where.abstract, find).variable
+    holder = plans.find(where.group, ("holder", call, taken, function.per_part), where.abstract, find).variable
     held = None if holder is None else where.state(holder).rows_per_replica
     if batch_s is None:
         return rows._replace(lengths=held)
@@ -145,6 +147,7 @@ def _rows_of_variable(
 def place_broadcast(group: Group, leaf: Any, data_group: Group | None) -> jax.Array:
     """Bring a broadcast argument to every replica; data is there already, unless another group is its home."""
     if isinstance(leaf, Data):
+        source_of(leaf)  # SynkError where it was freed
         is_there = leaf.place == "broadcast" and data_group is None
         return resident(leaf, group) if is_there else replicate(group, leaf[:])
     if not isinstance(leaf, SCALARS):

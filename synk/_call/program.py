@@ -341,7 +341,8 @@ class ProgramBuilder:
     def combine(self, states: Sequence[jax.Array]) -> list[jax.Array]:
         """Whole outputs from the states of all replicas, the first replica's own ones first."""
         own, rest = list(states[: len(self.own)]), states[len(self.own) :]
-        by_leaf = dict(zip(self.combined, combine_replicas(rest, self.reduced, self.valid_entries()), strict=True))
+        whole = combine_replicas(rest, self.reduced, self.valid_entries(), has_gradients=self.call.is_composed)
+        by_leaf = dict(zip(self.combined, whole, strict=True))
         by_leaf |= dict(zip(self.own, own, strict=True))
         return [by_leaf[i] for i in self.outputs.keep]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,33 +24,16 @@ def all_sum(values: Arrays) -> list[jax.Array]:
 
 
 def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
-    """Take the elementwise maximum or minimum over the replicas; NaN where one has NaN.
+    """Take the elementwise maximum or minimum over the replicas; NaN where one has NaN, and no gradients.
 
     All-reduces of floats may lose NaN (NCCL's and gloo's do), so floats travel as integers of the same order, and minima
-    as maxima of their reverse. Gradients are those of `jnp.max`, shared by all that are equal: `lax.pmax` has none
-    (jax-ml/jax#1095).
+    as maxima of their reverse: one collective a dtype.
     """
     if _is_alone():
         return list(values)
-
-    @jax.custom_jvp
-    def extremes(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        keys = [_sortable(array, low) for array, low in zip(arrays, is_min, strict=True)]
-        found = _packed(keys, PACK_BYTES, lambda packed: lax.pmax(packed, AXIS))
-        return tuple(_unsortable(k, a.dtype, low) for k, a, low in zip(found, arrays, is_min, strict=True))
-
-    @extremes.defjvp
-    def extremes_jvp(primals: Arrays, tangents: Arrays) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-        out = extremes(*primals)
-        real = [i for i, p in enumerate(primals) if jnp.issubdtype(p.dtype, jnp.inexact)]
-        is_it = [(primals[i] == out[i]) | ((primals[i] != primals[i]) & (out[i] != out[i])) for i in real]
-        zeros = [jnp.zeros((), primals[i].dtype) for i in real]
-        count = all_sum([mask.astype(zero.dtype) for mask, zero in zip(is_it, zeros, strict=True)])
-        total = all_sum([jnp.where(m, tangents[i], z) for m, i, z in zip(is_it, real, zeros, strict=True)])
-        shares = {i: t / n for i, t, n in zip(real, total, count, strict=True)}
-        return out, tuple(shares.get(i, tangent) for i, tangent in enumerate(tangents))
-
-    return list(extremes(*values))
+    keys = [_sortable(array, low) for array, low in zip(values, is_min, strict=True)]
+    found = _packed(keys, PACK_BYTES, lambda packed: lax.pmax(packed, AXIS))
+    return [_unsortable(k, a.dtype, low) for k, a, low in zip(found, values, is_min, strict=True)]
 
 
 def all_gather(values: Arrays) -> list[jax.Array]:

@@ -128,8 +128,7 @@ def _weigh_unless_zero(value: jax.Array, info: PartInfo) -> jax.Array:
 
 
 def _if_first(value: jax.Array, info: PartInfo) -> jax.Array:
-    bits = as_bits(value)  # so that the sum with the others' zeros is exact, NaN and -0.0 included
-    return jnp.where(info.is_first, bits, jnp.zeros((), bits.dtype))
+    return jnp.where(info.is_first, value, jnp.zeros((), value.dtype))
 
 
 def _zero(dtype: np.dtype) -> int:
@@ -253,18 +252,21 @@ def prepare_parts(values: Sequence[jax.Array], leaves: Sequence[Reduced], info: 
     ]
 
 
-def combine_replicas(states: Sequence[jax.Array], leaves: Sequence[Reduced], valid: Sequence[Any]) -> list[jax.Array]:
+def combine_replicas(
+    states: Sequence[jax.Array], leaves: Sequence[Reduced], valid: Sequence[Any], has_gradients: bool = False
+) -> list[jax.Array]:
     """Combine states over all replicas: one collective a kind of reduction and dtype.
 
     Args:
       states: this replica's, one a leaf; of what is gathered, entries on axis 0, as many on each replica.
       leaves: their reductions.
+      has_gradients: whether it may be differentiated.
       valid: of what is gathered, the indexes of the entries of all replicas that count, in row order; None for all.
 
     Returns:
       The whole outputs, the same on every replica.
     """
-    combined = _communicate(states, leaves)
+    combined = _communicate(states, leaves, has_gradients)
 
     def finish(i: int, leaf: Reduced) -> jax.Array:
         whole: Any = combined[i]
@@ -273,7 +275,7 @@ def combine_replicas(states: Sequence[jax.Array], leaves: Sequence[Reduced], val
             whole = whole if valid[i] is None else whole.at[valid[i]].get(mode="promise_in_bounds")
             return leaf.reduction.finalize(whole, None)
         if leaf.reduction.prepare is _if_first:
-            return from_bits(whole, leaf.dtype)
+            return whole if has_gradients else from_bits(whole, leaf.dtype)
         total = None if leaf.weight is None else combined[leaf.weight]
         return leaf.reduction.finalize(whole, total).astype(leaf.reduction.result_dtype(leaf.dtype))
 
@@ -283,7 +285,9 @@ def combine_replicas(states: Sequence[jax.Array], leaves: Sequence[Reduced], val
 _FOLDS: dict[str, Callable[..., jax.Array]] = {"max": jnp.max, "min": jnp.min, "prod": jnp.prod}
 
 
-def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced]) -> dict[int, jax.Array]:
+def _communicate(
+    states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gradients: bool
+) -> dict[int, jax.Array]:
     """States over all replicas: summed, extreme, multiplied, or all of them on a new axis 0."""
 
     def chosen(*kinds: str) -> list[int]:
@@ -291,11 +295,17 @@ def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced]) -> dict
 
     found: dict[int, jax.Array] = {}
     sums, extremes = chosen("sum"), chosen("max", "min")
-    # No all-reduce multiplies, nor orders complex numbers: each replica folds what all have gathered, or a piece of it.
-    folded = [*chosen("prod"), *(i for i in extremes if jnp.issubdtype(states[i].dtype, jnp.complexfloating))]
+    # No all-reduce multiplies or orders complex numbers, and lax.pmax has no derivative (jax-ml/jax#1095): each replica
+    # folds what all have gathered, or a piece of it.
+    is_complex = {i for i in extremes if jnp.issubdtype(states[i].dtype, jnp.complexfloating)}
+    folded = [*chosen("prod"), *(i for i in extremes if has_gradients or i in is_complex)]
     extremes = [i for i in extremes if i not in folded]
     gathered = [*chosen("gather"), *(i for i in folded if states[i].nbytes <= collectives.PACK_BYTES)]
-    found |= zip(sums, collectives.all_sum([states[i] for i in sums]), strict=True)
+    # The first part's value and the others' zeros add up exactly as bits, NaN and -0.0 included.
+    as_sums = [
+        as_bits(states[i]) if leaves[i].reduction.prepare is _if_first and not has_gradients else states[i] for i in sums
+    ]
+    found |= zip(sums, collectives.all_sum(as_sums), strict=True)
     is_min = [leaves[i].reduction.collective == "min" for i in extremes]
     found |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
     found |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)

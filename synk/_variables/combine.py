@@ -102,12 +102,12 @@ def state_of_first(variable: Shared) -> VariableState:
     """What it holds once every replica has what the first one holds."""
     group = group_of(variable)
     state = bind(variable, group)
-    if state.layout == "replicated":
-        return state
-    leaves, rows = broadcast_from(group, state.leaves, 0, "stacked"), state.rows_per_replica
+    rows, layout = state.rows_per_replica, state.layout
+    # Also where replicas are taken to be equal: a host callback may have made them differ.
+    leaves = broadcast_from(group, stacked_leaves(variable, group), 0, layout)
     if rows is not None:
         leaves = [put(group, leaf[:, : rows[0]], "stacked") for leaf in leaves]
-    return state_of_leaves(variable, leaves, "stacked")
+    return state_of_leaves(variable, leaves, layout)
 
 
 def gather_leaves(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax.Array]:
@@ -170,7 +170,7 @@ def _reduce_body(op: str, shares: tuple[float, ...]) -> Body:
         weight = jnp.asarray(np.array(shares, np.dtype(jnp.result_type(float))))[rank]
         leaves = [Reduced(REDUCTIONS[op], array.dtype) for array in arrays]
         states = prepare_parts(arrays, leaves, PartInfo(weight, rank == 0))
-        return combine_replicas(states, leaves, [None] * len(leaves))
+        return combine_replicas(states, leaves, [None] * len(leaves), has_gradients=context is not None)
 
     return body
 
