@@ -35,6 +35,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synk
+from synk._variables.access import bind
 
 
 class Hand:
@@ -74,7 +75,7 @@ def ways(operation, replicas, size):
 
         def by_synk():
             synk.scatter(held, value)
-            return held.bind(group)
+            return bind(held, group).leaves
 
         return {"synk": by_synk, "by hand": lambda: hand.put(value, hand.cut), **found}
     if operation == "gather":
@@ -89,7 +90,7 @@ def ways(operation, replicas, size):
 
         def by_synk():
             synk.all_reduce(held, "sum")
-            return held.bind(group)
+            return bind(held, group).leaves
 
     elif operation == "broadcast":
 
@@ -101,13 +102,13 @@ def ways(operation, replicas, size):
 
         def by_synk():
             synk.broadcast(held)
-            return held.bind(group)
+            return bind(held, group).leaves
 
     else:
 
         def by_synk():
             synk.broadcast(held, value)
-            return held.bind(group)
+            return bind(held, group).leaves
 
         return {"synk": by_synk, "by hand": lambda: hand.put(value, hand.everywhere), **found}
     return {"synk": by_synk, "by hand": lambda: total(x), **found}

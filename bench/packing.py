@@ -14,14 +14,15 @@ import numpy as np
 from record import about, cpu_devices, heading, save
 
 import synk
-from synk import _ops
+from synk._reductions import collectives
+from synk._variables.access import bind
 
 LEAVES = 64
 
 
 def make(size, limit):
     """A function that takes the mean of as many leaves, packed up to `limit` bytes, and keeps it."""
-    _ops.PACK_BYTES = limit
+    collectives.PACK_BYTES = limit
     w = synk.shared([np.zeros(size // 4, np.float32)] * LEAVES)
     f = synk.function(lambda x: [leaf + x[0] for leaf in w.value], reduce="mean")
     f.then(lambda means: setattr(w, "value", means))
@@ -29,7 +30,7 @@ def make(size, limit):
 
     def step():
         f(x)
-        jax.block_until_ready(w.bind(synk.group()))
+        jax.block_until_ready(bind(w, synk.group()).leaves)
 
     step()  # compiles, under this limit
     return step

@@ -42,7 +42,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synk
-from synk import _agree
+from synk._distributed.agreement import PEERS
 
 FAILS, SAVES = 30, 10  # the step at which a process is killed; steps between checkpoints
 TX = optax.adam(1e-3)
@@ -136,8 +136,8 @@ def serve_steps():
     step()
     with tempfile.TemporaryDirectory() as folder:
         milliseconds = {"save": median(timed(lambda: synk.save(folder, variables, step=0))(15))}
-    if synk.group().spans:
-        milliseconds["agreement"] = median(timed(lambda: _agree.compare("bench", "text" * 20000))(30))
+    if synk.group().is_multi_process:
+        milliseconds["agreement"] = median(timed(lambda: PEERS.agree("bench", "text" * 20000))(30))
     return serve(timed(step), **milliseconds)
 
 

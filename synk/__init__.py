@@ -5,7 +5,8 @@ from typing import Any
 
 from ._base.errors import DisagreementError, DivergedError, LawError, PeerError, SharedLostError, SynkError
 from ._base.old_names import refuse_function
-from ._call.function import Function, function
+from ._call.decorator import function
+from ._call.function import Function
 from ._call.spec import Stats
 from ._data.dataset import Data, data
 from ._data.minibatches import minibatches

@@ -12,10 +12,11 @@ from ._base.errors import public_api
 from ._runtime.executable import relayout, run_collective
 from ._runtime.layout import Layout, put
 from ._tracing.context import eager
+from ._variables.access import commit_all, group_of, read, state_of_leaves
 from ._variables.checkpoint import check_variables, compare, described, plain_numbers
 from ._variables.state import VariableState
 from ._variables.value import unpacker
-from ._variables.variable import Shared, commit_all, group_of, read, state_of_leaves
+from ._variables.variable import Shared
 
 __all__ = ["load", "save"]
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,6 +16,13 @@ jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Compiling is most of what tests do: what has been compiled once, in this run or an earlier one, is kept beside the
+# interpreter. Tests that count compilations count those that come from there too.
+if jax.config.jax_compilation_cache_dir is None and sys.prefix != sys.base_prefix:
+    jax.config.update("jax_compilation_cache_dir", str(Path(sys.prefix) / "jax-cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # A shell has what runs in the background ignore Ctrl-C, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

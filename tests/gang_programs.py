@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import synk
-from synk import _store
+from synk._distributed import kv_store
 
 PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
 CASES, DISAGREEMENTS = {}, {}
@@ -583,9 +583,9 @@ def groups(group, noted):
     close(total(x), x.sum(0))
     if jax.process_count() > 1:
         assert f"of {jax.process_count()} processes" in repr(group)
-        assert [d.process_index for d in group.devices[group.mine.start : group.mine.stop]] == [
+        assert [d.process_index for d in group.devices[group.local_ranks.start : group.local_ranks.stop]] == [
             jax.process_index()
-        ] * len(group.mine)
+        ] * len(group.local_ranks)
         raises(
             ValueError,
             "this is process",
@@ -778,14 +778,14 @@ def preempt():
 def ends():
     """End while the thread that attends to the others is inside the runtime."""
     join(heartbeat=100)
-    look, is_inside = _store.look, threading.Event()
+    get, is_inside = kv_store.get, threading.Event()
 
     def slowly(key):
         is_inside.set()
-        _store.wait("never", 1.0)
-        return look(key)
+        kv_store.wait("never", 1.0)
+        return get(key)
 
-    _store.look = slowly
+    kv_store.get = slowly
     if jax.process_index() > 0:  # process 0 has nobody to look at
         is_inside.wait()
 

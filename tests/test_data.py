@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import synk
-from synk import _engine, _flight
+from synk._data.dataset import resident
+from synk._runtime.dispatch import drain
+from synk._runtime.layout import shards
 
 from .helpers import assert_same, calls, chosen, few, group_of, mapped, numbers
 
@@ -259,15 +261,15 @@ def test_nothing_moves_twice(four, place):
     """What is on the devices stays there until it is written."""
     data = synk.data(X.copy(), place=place)
     rows(data), rows(data, batch=[1, 2])
-    before = data.resident(four)
+    before = resident(data, four)
     rows(data, batch=[3]), rows.serial(data), data.to(place), data.set_length(11), len(data), data[3], np.asarray(data)
-    assert data.resident(four) is before
+    assert resident(data, four) is before
     data[3] = 0
-    assert data.resident(four) is not before
+    assert resident(data, four) is not before
 
 
 def pointers(data):
-    return [shard.unsafe_buffer_pointer() for shard in _engine.shards(synk.group(), data.resident(synk.group()))]
+    return [shard.unsafe_buffer_pointer() for shard in shards(synk.group(), resident(data, synk.group()))]
 
 
 def test_a_write_to_one_part_sends_that_part_alone(devices):
@@ -382,7 +384,7 @@ def test_what_is_freed_is_freed_on_devices(four, place):
     def used():
         data = synk.data(mapped(X), place=place)
         rows(data, batch=[1, 2, 3, 4])
-        _flight.drain()
+        drain()
         return data
 
     RELEASES["free"](used())  # which places constants too

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import synk
-from synk import _engine, _exchange
+from synk._data import exchange
+from synk._data.dataset import resident
+from synk._runtime.executable import Executable, ProgramSpec
 
 from .helpers import assert_same, group_of, mapped, numbers
 
@@ -89,7 +91,7 @@ def test_bits_are_as_they_were(kind, dtype):
     x = any_bits(dtype, 16)
     index = np.random.default_rng(0).permutation(16)
     with group_of(kind, 4) as group:
-        got = _exchange.exchange(group, synk.data(x, place="scatter").resident(group), 16, index)
+        got = exchange.exchange(group, resident(synk.data(x, place="scatter"), group), 16, index)
     assert_same(np.asarray(got).reshape(x.shape), x[index])
 
 
@@ -170,13 +172,14 @@ COLLECTIVE = re.compile(r"= .*?\b(all-reduce|all-gather|all-to-all|collective-pe
 def test_only_the_rows_picked_travel():
     """The program of the exchange has all-to-alls of the batch, and no collective of the data; its memory is the batch's."""
     with group_of("devices", 4) as group:
-        data = synk.data(np.zeros((8000, 64), np.float32), place="scatter").resident(group)
-        index = np.zeros(64, np.int32)
-        program = _engine._jitted(group, _exchange._body(4, 8000, 16), ("stacked", "everywhere"), ("stacked",))
-        compiled = program.lower([data, jax.device_put(index, group.everywhere)]).compile()
+        data = jax.ShapeDtypeStruct((4, 2000, 64), np.float32)
+        index = jax.ShapeDtypeStruct((64,), np.int32)
+        body = exchange._body(4, 8000, 16)
+        spec = ProgramSpec(body, [["stacked", "replicated"]], [[data, index]], ["stacked"])
+        compiled = Executable(group, spec).compiled
     assert set(COLLECTIVE.findall(compiled.as_text())) == {"all-to-all"}
     memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 40 * index.size * 64 * 4 < data.nbytes
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 40 * index.size * 64 * 4 < data.size * 4
 
 
 def test_the_function_itself_communicates_no_rows():

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 import synk
-from synk.__main__ import main
-from synk._processes import FOLLOWS
+from synk._distributed import preemption
+from synk._distributed.launcher import main
+from synk._distributed.liveness import EXIT_PEER_FAILED
 
 from . import gang
 from .gang_programs import CASES, DISAGREEMENTS, said
@@ -218,7 +219,7 @@ def test_failure(mode, who):
         assert seconds < LATE
         assert end.code != 0, f"process {rank}:\n{end.output}"
         if rank != who and mode in ("raise", "exit", "leave"):
-            assert end.code == FOLLOWS
+            assert end.code == EXIT_PEER_FAILED
 
 
 @pytest.mark.parametrize(
@@ -480,8 +481,7 @@ def test_init_refuses(i):
 def test_preempted_in_one_process(monkeypatch):
     """Without other processes SIGTERM is noted just so."""
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("synk._processes._terminated", False)
-    monkeypatch.setattr("synk._processes._handles_term", False)
+    monkeypatch.setattr(preemption, "_terminated", None)
     try:
         assert not synk.preempted(1)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""JAX context: what a user asks of JAX around a call, what of it changes a trace, and how synk's programs keep clear."""
+"""JAX context: what a user asks of JAX around a call, what of it changes a trace, and how synk keeps clear of it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import jax
@@ -34,6 +35,11 @@ def as_data(leaf: Any) -> Any:
 
 def narrow(dtype: np.dtype) -> np.dtype:
     """As JAX has it: 64 bits as 32 unless they are enabled, in the machine's order."""
+    return _narrow(dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # options are not typed
+
+
+@lru_cache(maxsize=256)
+def _narrow(dtype: np.dtype, is_x64: bool) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
 
 

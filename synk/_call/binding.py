@@ -7,6 +7,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -50,15 +51,20 @@ class ArgumentSpec:
     static_kwargs: Mapping[str, Any]
     defaults: Mapping[str, Any]
 
-    @property
+    @cached_property
     def scattered_names(self) -> list[str]:
         """Of the scattered leaves."""
         return [self.names[i] for i in self.scattered]
 
-    def in_tree_order(self, scattered: Sequence[Any], broadcast: Sequence[Any]) -> list[Any]:
+    @cached_property
+    def _order(self) -> list[int]:
+        places = (*self.scattered, *self.broadcast)
+        return [places.index(i) for i in range(len(places))]
+
+    def in_tree_order(self, scattered: Sequence[Any], broadcast: Sequence[Any]) -> tuple[Any, ...]:
         """Something of each leaf, from that of the scattered and of the broadcast ones."""
-        at = dict(zip((*self.scattered, *self.broadcast), (*scattered, *broadcast), strict=True))
-        return [at[i] for i in range(len(at))]
+        both = (*scattered, *broadcast)
+        return tuple([both[i] for i in self._order])
 
     def call(self, fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
         """Call `fn`, static arguments put in."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -16,11 +15,13 @@ from .._runtime.executable import copy_to_replicas, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import put
 from .._tracing.tracer import variables_named_in
-from .._variables.variable import Shared, commit_all, state_of_leaves, state_of_rows
+from .._variables.access import commit_all, state_of_leaves, state_of_rows
+from .._variables.variable import Shared
 from .binding import BoundArguments
 from .compare import Parts, Tolerance, difference, differing_results, matching_ops
 from .execute import Outcome, evaluate
-from .inputs import RowRequest, launches
+from .feeding import launches
+from .inputs import RowRequest
 from .plan import PlanCache
 from .prepare import Where, prepare
 from .spec import FunctionSpec
@@ -120,14 +121,11 @@ def _differing_outputs(
     differing = [
         i
         for i, leaf in enumerate(leaves)
-        if leaf.reduced.reduction.is_lawful
-        and not tolerance.admits(one.leaves[i], many.leaves[i], leaf.reduced.dtype)
+        if leaf.reduced.reduction.is_lawful and not tolerance.admits(one.leaves[i], many.leaves[i], leaf.reduced.dtype)
     ]
     parts = _parts(runner, mapping, parallel, view) if differing else None
     for i in differing:
-        hint = (
-            matching_ops(parts, i, one.leaves[i], tolerance) if parts else ['"concat"'] * (leaves[i].op != "concat")
-        )
+        hint = matching_ops(parts, i, one.leaves[i], tolerance) if parts else ['"concat"'] * (leaves[i].op != "concat")
         fits = f"{' or '.join(hint)} would have matched" if hint else "no op would have matched"
         op = '"mean" of Weighted' if leaves[i].reduced.weight is not None else f'"{leaves[i].op}"'
         yield f"output{leaves[i].path} combined by {op}: {difference(one.leaves[i], many.leaves[i])}; {fits}."
@@ -165,5 +163,3 @@ def _differing_updates(one: Outcome, many: Outcome, tolerance: Tolerance, parall
             if wrong:
                 hint = "; update it in then, from combined outputs." if update.depends_on is None else "."
                 yield f"{variable.name}{path} updated on replica {wrong[0]}: {difference(a, got[wrong[0]])}{hint}"
-
-

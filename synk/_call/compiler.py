@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,11 +16,12 @@ from .._reductions.outputs import ResultSpec
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import AXIS
-from .._runtime.layout import Layout
+from .._runtime.layout import Layout, layouts
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
-from .inputs import launches
-from .program import Part, PartArrays, ProgramBuilder, State
+from .feeding import launches
+from .parts import Part, PartArrays
+from .program import ProgramBuilder, State
 
 Arrays = Sequence[jax.Array]
 Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]  # arguments: layout and global shape
@@ -57,9 +57,7 @@ class Compiler:
       compiled: how many programs were.
     """
 
-    def __init__(
-        self, builder: ProgramBuilder, result: ResultSpec, updates: tuple[Shared, ...], owner: Any
-    ) -> None:
+    def __init__(self, builder: ProgramBuilder, result: ResultSpec, updates: tuple[Shared, ...], owner: Any) -> None:
         self.builder, self.result, self.updates, self.owner = builder, result, updates, owner
         self.compiled = 0
         call, traces = builder.call, builder.traces
@@ -93,8 +91,8 @@ class Compiler:
         return programs, self._cached(("finish", tuple(states)), lambda: self._finish(states))
 
     def _cached(self, kind: Any, make: Callable[[], Executable]) -> Executable:
-        """A program of a sliced call, which serves calls whose other launches differ. Its key holds all it is made of."""
-        builder, call = self.builder, replace(self.builder.call, part_sizes=())
+        """A program of a sliced call, which serves calls whose other launches differ; its key is all it is made of."""
+        builder, call = self.builder, self.builder.call._replace(part_sizes=())
         touched = tuple((v, self._abstract(v)) for v in builder.traces.touched)
         key = ("program", kind, call, builder.function.then is None, builder.outputs, builder.writes, touched)
         return builder.group.cached(self.owner, key, make)
@@ -125,7 +123,7 @@ class Compiler:
             return [state for state in found if state.size]
 
         held = [] if is_first else _without_empty(states)
-        outs: list[Layout] = ["stacked"] * len(_without_empty(states))
+        outs = layouts("stacked", len(_without_empty(states)))
         donate = () if is_first else (len(self.reads[0]),)
         rest = [held, self._inputs(sizes[0], True)]
         return self._compile(_Launch(sizes, counts, self.reads[0], rest, outs, donate), end)
@@ -147,7 +145,8 @@ class Compiler:
 
     def _compile(self, launch: _Launch, end: Callable[..., list[jax.Array]]) -> Executable:
         """Compile what runs the parts of a launch and hands their states to `end`."""
-        builder, count, layouts = self.builder, len(launch.rest[0]), [layout for layout, _ in self._placed(launch)]
+        builder, count = self.builder, len(launch.rest[0])
+        placed_as = [layout for layout, _ in self._placed(launch)]
 
         def unpack(values: Arrays) -> tuple[State, list[jax.Array], Any]:
             state, rest = self._state(launch.variables, values)
@@ -168,13 +167,13 @@ class Compiler:
         def each_rank(*values: jax.Array) -> list[jax.Array]:
             """All replicas' arrays: run simulated replicas one after another, and map what follows."""
             size = builder.group.size
-            parts = [[_of_rank(v, layout, r, size) for v, layout in zip(values, layouts, strict=True)] for r in range(size)]
+            parts = [
+                [_of_rank(v, layout, r, size) for v, layout in zip(values, placed_as, strict=True)] for r in range(size)
+            ]
             each = [run(part, [n], jnp.int32(r)) for r, (part, n) in enumerate(zip(parts, launch.counts, strict=True))]
             states = [jnp.stack(leaves) for leaves in zip(*each, strict=True)]
-            ins: list[Layout] = [*["stacked"] * len(states), *layouts]  # type: ignore[list-item]
-            mapped = spmd(
-                builder.group, lambda *v: finish(v[len(states) :], v[: len(states)]), ins, [*launch.outs]
-            )
+            ins = [*layouts("stacked", len(states)), *placed_as]
+            mapped = spmd(builder.group, lambda *v: finish(v[len(states) :], v[: len(states)]), ins, [*launch.outs])
             return list(mapped(*states, *values))
 
         return self._executable(each_rank if builder.runs_each_rank else body, launch, builder.runs_each_rank)
@@ -186,7 +185,10 @@ class Compiler:
         self.compiled += 1
         spec = ProgramSpec(
             body=body,
-            ins=[*([a.layout] * len(a.shapes) for a in abstracts), *([at for at, _ in each] for each in launch.rest)],
+            ins=[
+                *(layouts(a.layout, len(a.shapes)) for a in abstracts),
+                *([at for at, _ in each] for each in launch.rest),
+            ],
             shapes=[*(a.global_shapes(size) for a in abstracts), *([s for _, s in each] for each in launch.rest)],
             outs=launch.outs,
             donate=tuple(launch.donate),
@@ -202,14 +204,16 @@ class Compiler:
     def _placed(self, launch: _Launch) -> Placed:
         """All arguments of a launch."""
         size = self.builder.group.size
-        of_variables = [(a.layout, s) for v in launch.variables for a in [self._abstract(v)] for s in a.global_shapes(size)]
+        of_variables: Placed = [
+            (a.layout, s) for v in launch.variables for a in [self._abstract(v)] for s in a.global_shapes(size)
+        ]
         return [*of_variables, *chain(*launch.rest)]
 
     def _inputs(self, tall: int | None, has_meta: bool) -> Placed:
         """What a launch takes beside variables and states."""
         call, size = self.builder.call, self.builder.group.size
         found: Placed = []
-        for row, feed in zip(call.rows, call.feeds, strict=True):
+        for row, feed in zip(call.row_shapes, call.feeds, strict=True):
             found += zip(feed.layouts, feed.shapes(row, tall or 0, size), strict=True)
         if call.held_index is not None:
             found.append(("stacked", index_shape(call.held_index, tall or 0, size)))
@@ -217,7 +221,7 @@ class Compiler:
 
     def _tail(self, has_meta: bool) -> Placed:
         meta = jax.ShapeDtypeStruct((5, self.builder.group.size), np.int32)
-        found: Placed = [("replicated", s) for s in self.builder.call.broadcast]
+        found: Placed = [("replicated", s) for s in self.builder.call.broadcast_shapes]
         return [*found, ("replicated", meta)] if has_meta else found
 
     def _arrays(self, values: Arrays) -> PartArrays:
@@ -237,7 +241,7 @@ class Compiler:
         return state, rest
 
     def _outs(self) -> list[Layout]:
-        replicated: list[Layout] = ["replicated"] * len(self.result.picked)
+        replicated = layouts("replicated", len(self.result.picked))
         return [*replicated, *(a.layout for a in map(self._abstract, self.updates) for _ in a.shapes)]
 
     def _end(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,14 +21,16 @@ from .._data.process_rows import ProcessLocalRows
 from .._reductions.outputs import ResultSpec, result_spec
 from .._runtime.engine import spmd
 from .._runtime.group import Group
-from .._runtime.layout import Layout, put
+from .._runtime.layout import Layout, layouts, put
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments
-from .inputs import RowRequest, launches, look_at, select_rows
+from .feeding import launches
+from .inputs import RowRequest, look_at, select_rows
+from .parts import PartArrays
 from .plan import PlanCache
 from .prepare import checked_subset, with_parts
-from .program import PartArrays, ProgramBuilder
+from .program import ProgramBuilder
 from .spec import CallSpec, FunctionSpec, Programmed
 from .traces import CallTraces
 
@@ -67,21 +69,21 @@ def compose(
     call = CallSpec(
         arguments=spec,
         options=trace_options(),
-        rows=tuple(jax.ShapeDtypeStruct(s.shape[1:], s.dtype) for s in sources),
+        rows=tuple((s.shape[1:], s.dtype) for s in sources),
         feeds=(InputFeed(),) * len(sources),
-        broadcast=tuple(jax.ShapeDtypeStruct(b.shape, b.dtype, weak_type=b.weak_type) for b in broadcast),
-        keys=tuple(spec.in_tree_order(scattered.keys, others.keys)),
+        broadcast=tuple((b.shape, b.dtype, b.weak_type) for b in broadcast),
+        keys=spec.in_tree_order(scattered.keys, others.keys),
         subset=None if subset is None else checked_subset(subset, name),
         is_composed=True,
     )
     # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
     slices = 1 if lengths is None else min(request.num_slices, max(lengths))
-    call = replace(with_parts(function, call, lengths, 1), lengths=lengths, num_slices=slices)
+    call = with_parts(function, call, lengths, 1)._replace(lengths=lengths, num_slices=slices)
     plan = plans.find(group, call, lambda variable: variable._state.abstract, lambda: _make(function, group, call))
-    layouts: list[Layout] = [*["rows"] * len(sources), *["replicated"] * len(broadcast)]  # type: ignore[list-item]
+    placed_as = [*layouts("rows", len(sources)), *layouts("replicated", len(broadcast))]
     if lengths is not None:
         sources = [_in_blocks(source, lengths) for source in sources]
-    placed = [_place(group, a, layout) for a, layout in zip([*sources, *broadcast], layouts, strict=True)]
+    placed = [_place(group, a, layout) for a, layout in zip([*sources, *broadcast], placed_as, strict=True)]
     try:
         values = plan.mapped(*placed)
     except ValueError as error:
@@ -151,10 +153,11 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
         arrays = PartArrays([(value, None) for value in values[:count]], None, list(values[count:]))
         sizes = call.part_sizes[0]
         part = builder.part(None if table is None else jnp.asarray(table), sizes[0])
-        results = builder.finish_values(builder.states(sizes, {}, arrays, part, sizes[0]), {}, arrays.broadcast, part)[0]
+        results = builder.finish_values(builder.states(sizes, {}, arrays, part, sizes[0]), {}, arrays.broadcast, part)[
+            0
+        ]
         return [results[i] for i in result.picked]
 
-    ins: list[Layout] = [*["rows"] * len(call.rows), *["replicated"] * len(call.broadcast)]  # type: ignore[list-item]
-    outs: list[Layout] = ["replicated"] * len(result.picked)
+    ins = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
+    outs = layouts("replicated", len(result.picked))
     return ComposedPlan(jax.jit(spmd(group, body, ins, outs)), result, {})
-

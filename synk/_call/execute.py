@@ -15,9 +15,11 @@ from .._runtime.dispatch import ignore_failure, retire_finished, uninterrupted
 from .._runtime.executable import relayout
 from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
+from .._variables.access import bind, invalidate, restore
 from .._variables.state import VariableState
-from .._variables.variable import Shared, bind, invalidate, restore
-from .inputs import RowInputs, exchanged, feed_rows, index_on_replicas, launches
+from .._variables.variable import Shared
+from .feeding import exchanged, feed_rows, index_on_replicas, launches
+from .inputs import RowInputs
 from .plan import CallPlan
 from .spec import CallSpec, FunctionSpec
 
@@ -191,4 +193,3 @@ def _updates(
         by = "" if is_equal else ready.function.name
         found[variable] = VariableState(values[start:stop], abstract, is_equal, by)
     return found
-

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any
 
 import jax
 
 from .._base.errors import SynkError, hide_internal_frames, public_api
 from .._base.jax_context import default_jax_context, has_user_jax_context, is_traced
-from .._base.old_names import refuse_keywords, refuse_member
+from .._base.old_names import refuse_member
 from .._base.pytree import PyTree
 from .._data.prefetch import Prefetch
-from .._reductions.outputs import check_ops
-from .._reductions.reduction import Op
 from .._runtime.dispatch import LOCK
-from .._runtime.engine import ENGINES
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .._variables.variable import Shared
@@ -32,7 +29,7 @@ from .inputs import RowRequest, check_slices
 from .iterate import iterate
 from .plan import PlanCache
 from .prepare import Where, prepare
-from .spec import FunctionSpec, Stats
+from .spec import FunctionSpec
 
 
 class Function:
@@ -103,7 +100,7 @@ class Function:
             raise SynkError(f"{self.name}: then comes before the first call; define both, and call after.")
         if self._spec.then is not None:
             raise SynkError(f"{self.name}: it has a then already.")
-        self._spec = _with_then(self._spec, self._binder, then)
+        self._spec = with_then(self._spec, self._binder, then)
         return self
 
     @property
@@ -328,115 +325,8 @@ class Function:
             return self._prepare(bound, request, output_subset).plan.last.compiled
 
 
-Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
-
-
-@overload
-def function(
-    fn: Callable[..., PyTree],
-    inputs: Inputs = ...,
-    outputs: PyTree = ...,
-    reduce: Op = ...,
-    *,
-    then: Callable[..., PyTree] | None = ...,
-    engine: Literal["shard_map", "pmap"] = ...,
-    donate: bool = ...,
-    name: str | None = ...,
-) -> Function: ...
-@overload
-def function(
-    fn: None = ...,
-    inputs: Inputs = ...,
-    outputs: PyTree = ...,
-    reduce: Op = ...,
-    *,
-    then: Callable[..., PyTree] | None = ...,
-    engine: Literal["shard_map", "pmap"] = ...,
-    donate: bool = ...,
-    name: str | None = ...,
-) -> Callable[[Callable[..., PyTree]], Function]: ...
-@public_api
-def function(
-    fn: Callable[..., PyTree] | None = None,
-    inputs: Inputs = None,
-    outputs: PyTree = None,
-    reduce: Op = "sum",
-    *,
-    then: Callable[..., PyTree] | None = None,
-    engine: Literal["shard_map", "pmap"] = "shard_map",
-    donate: bool = True,
-    name: str | None = None,
-    **removed: Any,
-) -> Any:
-    """Make a serial function run on every replica: rows scattered, outputs combined, the serial answer back.
-
-    Also a decorator, bare or with options.
-
-    Args:
-      fn: a function of arrays, traced by JAX, called with one replica's rows.
-      inputs: how each parameter is dealt out: "scatter" (the default; its rows, axis 0, over the replicas), "broadcast"
-        (whole to each) or "static" (a hashable constant). A sequence of modes by position, each a pytree prefix; or a
-        mapping from parameter to mode; or a sequence of parameters' names, all others being broadcast.
-      outputs: how outputs combine: a pytree prefix of what `fn` returns with an op at each leaf: "sum", "mean"
-        (weighted by rows), "max", "min", "prod", "any", "all", "concat", "stack", "first" or None, or a callable.
-        Left out, or None: `reduce` for all.
-      reduce: the op for all outputs.
-      then: runs on every replica on the combined outputs; see `Function.then`.
-      engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
-      donate: whether old values of shared variables that are updated may be overwritten in place.
-      name: what messages call it; `fn`'s name.
-
-    Returns:
-      A `Function`.
-
-    Raises:
-      TypeError, ValueError: a mode or an op is none of synk's.
-
-    Example:
-      >>> import jax.numpy as jnp, numpy as np, synk
-      >>> @synk.function(inputs=["x"], outputs=("mean", "max"))
-      ... def statistics(x, scale):
-      ...     return jnp.mean(x * scale), jnp.max(x)
-      >>> [float(value) for value in statistics(np.arange(7.0), 2.0)]
-      [6.0, 6.0]
-    """
-    refuse_keywords("function", removed)
-
-    def make(fn: Callable[..., PyTree]) -> Function:
-        if not callable(fn):
-            raise TypeError(f"synk.function: fn is {fn!r}; give a function of arrays.")
-        return make_function(
-            FunctionOptions(fn, inputs, reduce if outputs is None else outputs, then, engine, donate, name)
-        )
-
-    return make if fn is None else make(fn)
-
-
-class FunctionOptions(NamedTuple):
-    """What `synk.function` takes."""
-
-    fn: Callable[..., PyTree]
-    inputs: Inputs
-    ops: PyTree
-    then: Callable[..., PyTree] | None = None
-    engine: str = "shard_map"
-    donate: bool = True
-    name: str | None = None
-
-
-def make_function(options: FunctionOptions) -> Function:
-    """Check what a user has given, and make the function."""
-    name = options.name or getattr(options.fn, "__name__", type(options.fn).__name__)
-    engines = [engine for engine in ENGINES if engine != "vmap"]
-    if options.engine not in engines:
-        raise ValueError(f"{name}: engine={options.engine!r}; use {' or '.join(map(repr, engines))}.")
-    binder = ArgumentBinder(options.fn, options.inputs, name)
-    ops = check_ops(options.ops, name)
-    spec = FunctionSpec(name, options.fn, ops, None, lambda count: (), options.engine, options.donate, Stats())
-    return Function(spec if options.then is None else _with_then(spec, binder, options.then), binder)
-
-
-def _with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:
+def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:
+    """The same function with what follows it."""
     if not callable(then):
         raise TypeError(f"{spec.name}: then is {then!r}; give a function of the combined outputs.")
     parameters = list(inspect.signature(then).parameters.values())

@@ -98,5 +98,3 @@ def iterate(
         return call(item.bound, request._replace(batch=item.batch))
 
     return Prefetch(batches, size, rows.ahead, arrive, f"{function.name}.iterate: prefetch", refuse)
-
-

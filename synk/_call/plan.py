@@ -1,4 +1,4 @@
-"""Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any argument's value."""
+"""Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any value."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,9 @@ from .._variables.state import AbstractState, VariableState
 from .._variables.variable import Shared
 from .binding import BoundArguments
 from .execute import ReadyCall
-from .inputs import RowInputs, RowRequest, launches, look_at, select_rows
-from .plan import NeedsLengths, PlanCache, make_plan
+from .feeding import launches
+from .inputs import RowInputs, RowRequest, look_at, select_rows
+from .plan import CallPlan, NeedsLengths, PlanCache, make_plan
 from .spec import CallSpec, FunctionSpec, Programmed
 from .traces import CallTraces, View
 
@@ -71,10 +73,10 @@ def prepare(
     call = CallSpec(
         arguments=spec,
         options=trace_options(),
-        rows=tuple([jax.ShapeDtypeStruct(one.shape, one.dtype) for one in rows.each]),
+        rows=tuple([(one.shape, one.dtype) for one in rows.each]),
         feeds=tuple([one.feed for one in rows.each]),
-        broadcast=tuple([jax.ShapeDtypeStruct(b.shape, b.dtype, weak_type=b.weak_type) for b in broadcast]),
-        keys=tuple(spec.in_tree_order(scattered.keys, others.keys)),
+        broadcast=tuple([(b.shape, b.dtype, b.weak_type) for b in broadcast]),
+        keys=spec.in_tree_order(scattered.keys, others.keys),
         held_index=None if batch_s is None else index_kind(batch_s),
         subset=None if subset is None else checked_subset(subset, function.name),
         donate=function.donate and where.may_donate and not checks_floats(),
@@ -92,8 +94,18 @@ def prepare(
     plan = plans.find(group, (call, *kind), where.abstract, lambda: make_plan(function, group, call, where.view, plans))
     if isinstance(plan, NeedsLengths):
         slices = len(launches(rows.lengths or (), request.num_slices))
-        call = replace(call, lengths=rows.lengths, num_slices=slices)
-        plan = plans.find(group, (call, *kind), where.abstract, lambda: make_plan(function, group, call, where.view, plans))
+        call = call._replace(lengths=rows.lengths, num_slices=slices)
+
+    def find(call: CallSpec) -> CallPlan | NeedsLengths:
+        make = partial(make_plan, function, group, call, where.view, plans)
+        return plans.find(group, (call, *kind), where.abstract, make)
+
+    plan = find(call)
+    if isinstance(plan, NeedsLengths):
+        slices = len(launches(rows.lengths or (), request.num_slices))
+        call = call._replace(lengths=rows.lengths, num_slices=slices)
+        plan = find(call)
+    assert isinstance(plan, CallPlan)
     return ReadyCall(function, group, call, plan, rows, broadcast, request.num_slices)
 
 
@@ -101,17 +113,22 @@ def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] 
     """The kind of a call of so many rows on each replica: counts are data, and part sizes are not."""
     if lengths is None:
         return call
-    first, *later = launches(lengths, slices)
-    kinds = dict.fromkeys([parts.sizes for parts in later])
-    is_even, is_sliced = len(set(lengths)) == 1, bool(later)
+    part_sizes, count = _part_sizes(lengths, slices)
+    is_even, is_sliced = len(set(lengths)) == 1, count > 1
     is_data = not function.gathers or (is_even and not is_sliced)
-    return replace(
-        call,
-        part_sizes=(first.sizes, *kinds),
+    return call._replace(
+        part_sizes=part_sizes,
         is_even=is_even,
         lengths=None if is_data else lengths,
-        num_slices=1 if not is_sliced else 2 if is_data else len(later) + 1,
+        num_slices=1 if not is_sliced else 2 if is_data else count,
     )
+
+
+@lru_cache(maxsize=1024)
+def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int, ...], ...], int]:
+    """The sizes of the parts of the first launch and of each other kind, and how many launches there are."""
+    first, *later = [parts.sizes for parts in launches(lengths, slices)]
+    return (first, *dict.fromkeys(later)), 1 + len(later)
 
 
 def _rows_of_variable(
@@ -121,7 +138,7 @@ def _rows_of_variable(
     name, taken = function.name, None if rows.lengths is None else rows.lengths[0]
 
     def find() -> _Holder:
-        traces = CallTraces(Programmed(function, where.group, replace(call, held_index=None)), where.view)
+        traces = CallTraces(Programmed(function, where.group, call._replace(held_index=None)), where.view)
         traced = traces.of_rows(taken)
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
         return _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
@@ -164,5 +181,3 @@ def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
     if not all(isinstance(each, int | str | np.integer) for each in subset):
         raise TypeError(f"{name}: output_subset holds {subset!r}; give indexes or keys alone.")
     return tuple(subset)
-
-

@@ -1,17 +1,15 @@
 """Program: the bodies that one kind of call compiles: map the parts, combine them, and then.
 
-`step` does it all in one launch. Where a replica's rows are sliced, `accumulate` runs one slice of every replica and adds
-to a state that stays on the devices, and `finish` combines that.
+`step` does it all in one launch. Where rows are sliced, `accumulate` runs one slice of every replica and adds to
+states that stay on the devices, and `finish` combines these.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,40 +18,18 @@ from jax import lax
 
 from .._base.partition import RowRange, split_rows
 from .._data.feed import read_rows
-from .._reductions.collectives import merge_leading_axes
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, combine_replicas, prepare_parts
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
-from .inputs import launches
+from .feeding import launches
+from .parts import Part, PartArrays, pad_rows, run_slices
 from .spec import Programmed
 from .traces import CallTraces
 
 State = dict[Shared, list[jax.Array]]  # stored leaves on one replica
-
-
-class Part(NamedTuple):
-    """Which part a replica runs: Python numbers where all replicas run as many rows, else traced ones."""
-
-    rank: jax.Array
-    count: Any
-    first_row: Any
-    offset: Any  # of its first row among the replica's own
-    weight: Any  # its share of all rows
-    share: Any  # and of the replica's own
-    row_slot: Any  # where its entries go in what is gathered of all slices
-    part_slot: Any
-
-
-class PartArrays(NamedTuple):
-    """What brings a replica its rows: arrays and indexes of scattered arguments, the index into variables that hold
-    rows, and broadcast arguments."""
-
-    arrays: list[tuple[jax.Array, jax.Array | None]]
-    held_index: jax.Array | None
-    broadcast: list[jax.Array]
 
 
 @dataclass
@@ -143,9 +119,9 @@ class ProgramBuilder:
         self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, tall: int | None
     ) -> list[jax.Array]:
         """This replica's states: of its own outputs, of combined ones, of updates; of a part of one of these sizes."""
-        run = partial(self.run_part, state=state, arrays=arrays, part=part, tall=tall)
+        run: Callable[..., list[jax.Array]] = partial(self.run_part, state=state, arrays=arrays, part=part, tall=tall)
         if self.call.is_composed and self.call.is_sliced:
-            run = partial(self._run_slices, arrays=arrays, part=part)
+            run = partial(run_slices, self, arrays=arrays, part=part)
         if len(sizes) == 1 and sizes[0] != 0:
             return run(sizes[0])
         like = jax.eval_shape(lambda: run(tall))
@@ -153,9 +129,9 @@ class ProgramBuilder:
             return self._no_rows(state, like)
         branches = [partial(run, size) if size else partial(self._no_rows, state, like) for size in sizes]
         number = jnp.argmax(part.count == jnp.array(sizes, jnp.int32)).astype(jnp.int32)
-        return _select(number, branches) if self._selects() else lax.switch(number, branches)
+        return _select(number, branches) if self.selects_branches() else lax.switch(number, branches)
 
-    def _selects(self) -> bool:
+    def selects_branches(self) -> bool:
         """Shall all branches run, and one be selected?
 
         XLA's CPU backend compiles convolutions inside a branch or a loop to naive loops, 30 to 57 times slower
@@ -186,65 +162,10 @@ class ProgramBuilder:
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
         states = prepare_parts([outs[i] for i in self.combined], self.reduced, info)
         states = [
-            _pad(each, tall) if leaf.reduction.has_row_entries else each
+            pad_rows(each, tall) if leaf.reduction.has_row_entries else each
             for each, leaf in zip(states, self.reduced, strict=True)
         ]
         return [*(outs[i] for i in self.own), *states, *self._prepare_updates(state, new, part)]
-
-    def _run_slices(self, size: int, *, arrays: PartArrays, part: Part) -> list[jax.Array]:
-        """Run `fn` over the slices of a part, one after the other; there are no variables."""
-        total = sum(self.call.lengths or ())
-        slices = self._slices(size)
-        found: list[jax.Array] | None = None
-        entries: list[list[jax.Array]] = [[] for _ in self.reduced]
-        for rows, group in itertools.groupby(slices, key=lambda each: each.rows):
-            run = [*group]
-            chunks = [
-                array[run[0].start : run[-1].start + rows].reshape(len(run), rows, *array.shape[1:])
-                for array, _ in arrays.arrays
-            ]
-            starts = jnp.asarray(part.first_row, jnp.int32) + jnp.array([each.start for each in run], jnp.int32)
-
-            def one(chunk: tuple[Any, jax.Array], rows: int = rows) -> list[jax.Array]:
-                its = part._replace(count=rows, first_row=chunk[1], weight=rows / total)
-                its_rows = PartArrays([(array, None) for array in chunk[0]], None, arrays.broadcast)
-                return self.run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
-
-            found, gathered = self._loop(one, (chunks, starts), found)
-            for mine, new in zip(entries, gathered, strict=True):
-                mine.extend(new)
-        assert found is not None
-        return [
-            _pad(jnp.concatenate(mine), self.slots(leaf.reduction.has_row_entries)) if mine else state
-            for state, mine, leaf in zip(found, entries, self.reduced, strict=True)
-        ]
-
-    def _loop(
-        self, one: Callable[..., list[jax.Array]], chunks: Any, before: list[jax.Array] | None
-    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Run slices of one size; the states so far with theirs, and what they gather."""
-        is_gathered = [leaf.reduction.collective == "gather" for leaf in self.reduced]
-
-        def add(old: Sequence[jax.Array], new: Sequence[jax.Array]) -> list[jax.Array]:
-            leaves = zip(old, new, self.reduced, is_gathered, strict=True)
-            return [a[:0] if skip else leaf.reduction.accumulate(a, b) for a, b, leaf, skip in leaves]
-
-        first = one(jax.tree.map(lambda array: array[0], chunks))
-        gathered = [[new] if skip else [] for new, skip in zip(first, is_gathered, strict=True)]
-        state = [a[:0] if skip else a for a, skip in zip(first, is_gathered, strict=True)]
-        state = state if before is None else add(before, state)
-        if len(chunks[1]) == 1:
-            return state, gathered
-
-        def step(carry: list[jax.Array], chunk: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-            new = one(chunk)
-            return add(carry, new), [each for each, skip in zip(new, is_gathered, strict=True) if skip]
-
-        rest = jax.tree.map(lambda array: array[1:], chunks)
-        state, more = lax.scan(step, state, rest, unroll=len(chunks[1]) if self._selects() else 1)
-        for mine, new in zip((mine for mine in gathered if mine), more, strict=True):
-            mine.append(merge_leading_axes(new))
-        return state, gathered
 
     def _prepare_updates(self, state: State, new: list[jax.Array], part: Part) -> list[jax.Array]:
         """The states of what one part has written."""
@@ -253,7 +174,7 @@ class ProgramBuilder:
             for i, shape in enumerate(self.traces.abstract(variable).shapes):
                 leaf = rest.pop(0)
                 if reduction is None:
-                    found.append(_pad(leaf, shape.shape[0]) if self.traces.holds_rows(variable) else leaf)
+                    found.append(pad_rows(leaf, shape.shape[0]) if self.traces.holds_rows(variable) else leaf)
                     continue
                 if reduction is UPDATES["add"]:
                     leaf = leaf - state[variable][i]
@@ -290,7 +211,9 @@ class ProgramBuilder:
     def accumulate_states(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
         """The states of this replica's parts so far and of one more; where that has no rows, those so far."""
         reductions = [leaf.reduction for leaf in self.reduced]
-        reductions += [r for variable, r in self.updates if r is not None for _ in self.traces.abstract(variable).shapes]
+        reductions += [
+            r for variable, r in self.updates if r is not None for _ in self.traces.abstract(variable).shapes
+        ]
         found: list[jax.Array] = []
         for old, one, reduction in zip(before, new, reductions, strict=True):
             if reduction.collective == "gather":
@@ -303,7 +226,9 @@ class ProgramBuilder:
     def first_states(self, new: Sequence[jax.Array]) -> list[jax.Array]:
         """The states of the first slices, with room for what others gather."""
         padded = [
-            _pad(state, self.slots(leaf.reduction.has_row_entries)) if leaf.reduction.collective == "gather" else state
+            pad_rows(state, self.slots(leaf.reduction.has_row_entries))
+            if leaf.reduction.collective == "gather"
+            else state
             for state, leaf in zip(new, self.reduced, strict=False)
         ]
         return [*padded, *new[len(padded) :]]
@@ -411,10 +336,3 @@ def state_shapes(traces: CallTraces, variable: Shared) -> Sequence[jax.ShapeDtyp
 def _select(number: jax.Array, branches: Sequence[Callable[[], list[jax.Array]]]) -> list[jax.Array]:
     each = [branch() for branch in branches]
     return [lax.select_n(number, *leaves) for leaves in zip(*each, strict=True)]
-
-
-def _pad(array: jax.Array, rows: int | None) -> jax.Array:
-    if rows is None or array.shape[0] == rows:
-        return array
-    return jnp.pad(array, [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1))
-

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._base.pytree import PyTree
 from .._data.feed import InputFeed
@@ -76,16 +77,15 @@ class FunctionSpec:
         return self.per_part or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))
 
 
-@dataclass(frozen=True)
-class CallSpec:
+class CallSpec(NamedTuple):
     """All that the programs of one kind of call depend on, beside the shared variables: the key of its plan.
 
     Attributes:
       arguments: one object a tree of arguments.
       options: JAX's trace options.
-      rows: a row of each scattered argument.
+      rows: shape and dtype of a row of each scattered argument.
       feeds: how these come.
-      broadcast: the broadcast arguments.
+      broadcast: shape, dtype and whether that is weak of each broadcast argument.
       keys: the PRNG implementation of each argument leaf, in the order of the tree.
       part_sizes: for the first launch, and for each further kind of launch, the numbers of rows that parts have, most
         first; which replica has how many is data. ((None,),) where there are no rows.
@@ -100,9 +100,9 @@ class CallSpec:
 
     arguments: ArgumentSpec
     options: tuple[Any, ...]
-    rows: tuple[jax.ShapeDtypeStruct, ...]
+    rows: tuple[tuple[tuple[int, ...], np.dtype], ...]
     feeds: tuple[InputFeed, ...]
-    broadcast: tuple[jax.ShapeDtypeStruct, ...]
+    broadcast: tuple[tuple[tuple[int, ...], np.dtype, bool], ...]
     keys: tuple[Any, ...]
     part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
     lengths: tuple[int, ...] | None = None
@@ -112,6 +112,16 @@ class CallSpec:
     is_composed: bool = False
     num_slices: int = 1
     donate: bool = False
+
+    @property
+    def row_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of a row of each scattered argument."""
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.rows]
+
+    @property
+    def broadcast_shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of the broadcast arguments."""
+        return [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in self.broadcast]
 
     @property
     def is_sliced(self) -> bool:

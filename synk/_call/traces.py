@@ -58,8 +58,8 @@ class CallTraces:
     def _trace(self, rows: int | None) -> TracedFunction:
         function, call = self._program.function, self._program.call
         has_axis = call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
-        structs = [jax.ShapeDtypeStruct((rows, *s.shape), s.dtype) for s in call.rows]
-        leaves = call.arguments.in_tree_order(structs, call.broadcast)
+        structs = [jax.ShapeDtypeStruct((rows, *s.shape), s.dtype) for s in call.row_shapes]
+        leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
         args, kwargs = call.arguments.treedef.unflatten(leaves)
         rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part)
         request = TraceRequest(
@@ -128,7 +128,7 @@ class CallTraces:
         at = {place: i for i, place in enumerate(call.arguments.broadcast)}
         extra = [at[place] for place in jax.tree.leaves(trees)]
         by_number = dict(enumerate(shapes))
-        by_place = {place: call.broadcast[i] for place, i in at.items()}
+        by_place = {place: call.broadcast_shapes[i] for place, i in at.items()}
         request = TraceRequest(
             fn=then,
             call=lambda *args, **kwargs: then(*args, **{**kwargs, **constants}),
@@ -160,5 +160,3 @@ def cannot_update_rows(name: str, variable: str) -> ValueError:
     return ValueError(
         f"{name}: {variable} holds rows, so it cannot be updated in a call with batch_s, which sees some of them."
     )
-
-

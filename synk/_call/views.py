@@ -15,8 +15,9 @@ from .._data.selection import merge_replicas, select_on_replicas
 from .._runtime.executable import copy_to_replicas
 from .._runtime.group import Group
 from .._runtime.layout import shard_of_rank, stack_parts
+from .._variables.access import all_rows, bind, divergence, stacked_leaves
 from .._variables.state import VariableState
-from .._variables.variable import Shared, all_rows, bind, divergence, stacked_leaves
+from .._variables.variable import Shared
 from .traces import View
 
 

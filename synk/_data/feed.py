@@ -23,7 +23,7 @@ class InputFeed(NamedTuple):
     """
 
     layout: Layout = "rows"
-    index: IndexKind | None = None
+    index: IndexKind | None = None  # type: ignore[assignment]  # a tuple has a method of that name
     size: int = 0
 
     @property

@@ -128,7 +128,7 @@ def even_parts(rows: int, replicas: int) -> PartRows:
 
 
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
-    """Rows cut over the replicas, for a later call; where they do not divide, or shall not be cut, in memory of their own."""
+    """Rows cut over the replicas for a later call; where they do not divide or shall not be cut, in own memory."""
     host = to_host(group, source)
     if is_cut and selection.rows % group.size == 0:
         parts = even_parts(selection.rows, group.size)

@@ -26,8 +26,8 @@ def all_sum(values: Arrays) -> list[jax.Array]:
 def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
     """Take the elementwise maximum or minimum over the replicas; NaN where one has NaN, and no gradients.
 
-    All-reduces of floats may lose NaN (NCCL's and gloo's do), so floats travel as integers of the same order, and minima
-    as maxima of their reverse: one collective a dtype.
+    All-reduces of floats may lose NaN, so floats travel as integers of the same order, and minima as maxima of their
+    reverse: one collective a dtype.
     """
     if _is_alone():
         return list(values)

@@ -177,9 +177,7 @@ def _items(rules: OutputRules, out: PyTree) -> Iterator[_Item]:
 
 def _weighted_items(reduction: Reduction, path: str, value: Weighted, name: str, count: int) -> Iterator[_Item]:
     if reduction.name != "mean":
-        raise ValueError(
-            f'{name}: output{path} is Weighted, which goes with "mean", but its op is {reduction.name!r}.'
-        )
+        raise ValueError(f'{name}: output{path} is Weighted, which goes with "mean", but its op is {reduction.name!r}.')
     if jnp.ndim(value.weight):
         raise ValueError(
             f"{name}: the weight of output{path} has shape {jnp.shape(value.weight)}; a part has one scalar weight "

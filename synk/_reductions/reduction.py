@@ -173,6 +173,10 @@ def _multiply(a: jax.Array, b: jax.Array) -> jax.Array:
     return a & b if a.dtype == np.bool_ else a * b
 
 
+def _is_nonzero(value: jax.Array) -> jax.Array:
+    return value != jnp.zeros((), value.dtype)
+
+
 def _as_entry(value: jax.Array, info: PartInfo) -> jax.Array:
     return value[None]
 
@@ -180,8 +184,8 @@ def _as_entry(value: jax.Array, info: PartInfo) -> jax.Array:
 REDUCTIONS: dict[str, Reduction] = {
     "sum": _sum("sum", lambda v, _: _widen(v, "sum")),
     "mean": _sum("mean", _weigh),
-    "any": _sum("any", lambda v, _: _widen(v != jnp.zeros((), v.dtype), "any"), lambda n, _: n > jnp.zeros((), n.dtype)),
-    "all": _sum("all", lambda v, _: _widen(v == jnp.zeros((), v.dtype), "all"), lambda n, _: n == jnp.zeros((), n.dtype)),
+    "any": _sum("any", lambda v, _: _is_nonzero(v).astype(np.int32), lambda count, _: _is_nonzero(count)),
+    "all": _sum("all", lambda v, _: (~_is_nonzero(v)).astype(np.int32), lambda count, _: ~_is_nonzero(count)),
     "max": _fold("max", jnp.maximum),
     "min": _fold("min", jnp.minimum),
     "prod": _fold("prod", _multiply),
@@ -285,9 +289,7 @@ def combine_replicas(
 _FOLDS: dict[str, Callable[..., jax.Array]] = {"max": jnp.max, "min": jnp.min, "prod": jnp.prod}
 
 
-def _communicate(
-    states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gradients: bool
-) -> dict[int, jax.Array]:
+def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gradients: bool) -> dict[int, jax.Array]:
     """States over all replicas: summed, extreme, multiplied, or all of them on a new axis 0."""
 
     def chosen(*kinds: str) -> list[int]:
@@ -303,7 +305,8 @@ def _communicate(
     gathered = [*chosen("gather"), *(i for i in folded if states[i].nbytes <= collectives.PACK_BYTES)]
     # The first part's value and the others' zeros add up exactly as bits, NaN and -0.0 included.
     as_sums = [
-        as_bits(states[i]) if leaves[i].reduction.prepare is _if_first and not has_gradients else states[i] for i in sums
+        as_bits(states[i]) if leaves[i].reduction.prepare is _if_first and not has_gradients else states[i]
+        for i in sums
     ]
     found |= zip(sums, collectives.all_sum(as_sums), strict=True)
     is_min = [leaves[i].reduction.collective == "min" for i in extremes]

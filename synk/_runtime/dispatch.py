@@ -19,7 +19,7 @@ LOCK = threading.RLock()
 MAX_IN_FLIGHT = 4
 _LIMITED_JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 12)
 
-_in_flight: deque[tuple[jax.Array, Callable[[Exception], None]]] = deque()
+_in_flight: deque[tuple[Any, Callable[[Exception], None]]] = deque()  # Any: is_ready() is not typed
 
 
 def limits_in_flight(platform: str, devices: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from .dispatch import LOCK, ignore_failure, track, wait_for_capacity
 from .engine import Body, spmd
 from .group import AXIS, Group
-from .layout import Layout, constant, describe_shapes, local_replica_to_host, put, sharding_of
+from .layout import Layout, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
 
 ArgumentLists: TypeAlias = Sequence[Sequence[Any]]  # a list that is there already is handed on untouched
 
@@ -48,7 +48,7 @@ class Executable:
     """A compiled program over a group: called with arrays of the layouts it was built for, it starts and returns."""
 
     def __init__(self, group: Group, spec: ProgramSpec) -> None:
-        ins = [*chain(*spec.ins)]
+        ins: list[Layout] = [*chain(*spec.ins)]
         structs = [
             [
                 jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding_of(group, layout), weak_type=s.weak_type)
@@ -126,7 +126,7 @@ def run_collective(
 
 def relayout(group: Group, leaves: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
     """Copy leaves of one layout into another; nothing is communicated. From stacked to replicated entries are equal."""
-    return run_collective(group, _copy, [layout] * len(leaves), [to] * len(leaves), leaves)
+    return run_collective(group, _copy, layouts(layout, len(leaves)), layouts(to, len(leaves)), leaves)
 
 
 def _copy(*values: jax.Array) -> Sequence[jax.Array]:
@@ -142,8 +142,8 @@ def copy_to_replicas(group: Group, leaves: Sequence[Any], layout: Layout) -> lis
 def broadcast_from(group: Group, leaves: Sequence[jax.Array], rank: int, layout: Layout) -> list[jax.Array]:
     """Copy one replica's entries of stacked leaves to all replicas, bit for bit."""
     root = constant(group, "replicated", (rank,), "int32")
-    n = len(leaves)
-    return run_collective(group, _broadcast, [*["stacked"] * n, "replicated"], [layout] * n, [*leaves, root])  # type: ignore[list-item]
+    ins = [*layouts("stacked", len(leaves)), *layouts("replicated", 1)]
+    return run_collective(group, _broadcast, ins, layouts(layout, len(leaves)), [*leaves, root])
 
 
 def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:

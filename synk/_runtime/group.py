@@ -140,7 +140,7 @@ class Group:
         return make_group(devices, is_simulated, self.peers.of_one_process())
 
     def cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Keep what `make` gives, a pure function of `key`, as long as group and owner live, the newest ones at most."""
+        """Keep what `make` gives, a pure function of `key`, as long as group and owner live; the newest ones alone."""
         cache = self._caches.setdefault(owner, OrderedDict())
         if key in cache:
             cache.move_to_end(key)

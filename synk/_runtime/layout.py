@@ -20,13 +20,18 @@ from .group import Group
 Layout: TypeAlias = Literal["replicated", "stacked", "rows"]
 
 
+def layouts(layout: Layout, count: int) -> list[Layout]:
+    """Of so many arrays."""
+    return [layout] * count
+
+
 def sharding_of(group: Group, layout: Layout) -> NamedSharding:
     """The sharding of an array of the group with this layout."""
     return group.replicated if layout == "replicated" else group.stacked
 
 
 def put(group: Group, value: Any, layout: Layout) -> jax.Array:
-    """`jax.device_put` of a global value; over processes too, where that would compare it. NumPy memory may be shared."""
+    """`jax.device_put` of a global value; over processes without comparing it. NumPy memory may be shared."""
     where = sharding_of(group, layout)
     if not group.is_multi_process:
         return jax.device_put(value, where)

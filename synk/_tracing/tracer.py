@@ -56,7 +56,7 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function as a jaxpr of plain arrays: variables' leaves, argument leaves, rank, first row -> outputs, new leaves.
+    """A function as a jaxpr of plain arrays: leaves of variables and arguments, rank, first row -> outputs, new leaves.
 
     Attributes:
       run: calls it.
@@ -144,7 +144,7 @@ def _traced_once(request: TraceRequest, seen: _Seen, variables: Sequence[Any], t
         seen.shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*out, *written))
         return [*out, *written]
 
-    # Through jit, so that JAX's errors name the user's function and its arguments; inlined, so that nothing is left of it.
+    # Through jit, so that JAX's errors name the user's function and its arguments; inlined, it leaves nothing behind.
     return jax.jit(named, inline=True)(*args, **kwargs)
 
 
@@ -219,4 +219,3 @@ def variables_named_in(fn: Any, is_variable: Callable[[Any], bool], depth: int =
             yield value
         elif depth and inspect.isfunction(value):
             yield from variables_named_in(value, is_variable, depth - 1)
-

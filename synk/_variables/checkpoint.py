@@ -20,9 +20,10 @@ from .._runtime.executable import copy_to_replicas, replica_to_host
 from .._runtime.group import current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
+from .access import commit_all, group_of, read, state_of_leaves, state_of_rows
 from .combine import each_of, logical_shapes
 from .state import VariableState
-from .variable import Shared, commit_all, group_of, read, state_of_leaves, state_of_rows
+from .variable import Shared
 
 FORMAT = 1
 _STEP = re.compile(r"step-(\d{8,})(~?)")

@@ -10,17 +10,9 @@ from .._base.pytree import PyTree
 from .._reductions.reduction import Op
 from .._tracing.context import current_trace, eager
 from . import combine
+from .access import commit_all, copied_state, group_of, rows_of_rank, state_of_leaves, state_of_rows, state_with_rank
 from .combine import Variables, each_of
-from .variable import (
-    Shared,
-    commit_all,
-    copied_state,
-    group_of,
-    rows_of_rank,
-    state_of_leaves,
-    state_of_rows,
-    state_with_rank,
-)
+from .variable import Shared
 
 # Each makes the new states of all its variables before any variable takes one: all change, or on any error none.
 

@@ -34,9 +34,10 @@ from .._runtime.executable import broadcast_from, run_collective
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout, put
 from .._tracing.context import TraceContext, current_trace
+from .access import bind, group_of, refuse_inside, stacked_leaves, state_of_leaves
 from .state import VariableState
 from .value import conform
-from .variable import Shared, bind, group_of, refuse_inside, stacked_leaves, state_of_leaves
+from .variable import Shared
 
 Variables: TypeAlias = Shared | Sequence[Shared]
 

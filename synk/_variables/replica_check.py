@@ -16,9 +16,10 @@ from .._runtime.executable import as_bits, run_collective
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout
 from .._tracing.context import eager
+from .access import bind, divergence, group_of
 from .combine import each_of
 from .value import unpacker
-from .variable import Shared, bind, divergence, group_of
+from .variable import Shared
 
 
 @public_api

@@ -12,7 +12,8 @@ import numpy as np
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
-from .._call.function import Function, FunctionOptions, Inputs, make_function
+from .._call.decorator import FunctionOptions, Inputs, make_function
+from .._call.function import Function
 from .._call.inputs import check_slices
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from .._base.pytree import PyTree
-from .._call.function import Function, FunctionOptions, Inputs, make_function
+from .._call.decorator import FunctionOptions, Inputs, make_function
+from .._call.function import Function
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._variables.variable import Shared, shared

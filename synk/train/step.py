@@ -10,7 +10,8 @@ import jax
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
-from .._call.function import Function, Inputs
+from .._call.decorator import Inputs
+from .._call.function import Function
 from .._call.spec import Stats
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted

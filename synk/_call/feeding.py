@@ -1,0 +1,89 @@
+"""Feeding: which rows each launch of a call runs, and how its arrays are brought."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .._base.partition import microbatches
+from .._data.exchange import exchange
+from .._data.selection import IndexKind, ReplicaSelection
+from .._data.transfer import PartRows, send_index, send_rows
+from .._runtime.group import Group
+from .._runtime.layout import constant
+from .inputs import RowInput, RowInputs
+
+
+@lru_cache(maxsize=1024)
+def launches(lengths: tuple[int, ...], num_slices: int) -> list[PartRows]:
+    """Which rows each replica runs in each launch."""
+    before = np.cumsum([0, *lengths]).tolist()
+    found: list[PartRows] = []
+    for parts in microbatches(lengths, num_slices):
+        counts = tuple(part.rows for part in parts)
+        offsets = tuple(part.start for part in parts)
+        starts = tuple(b + o for b, o in zip(before, offsets, strict=False))
+        found.append(PartRows(max(counts), counts, starts, offsets))
+    return found
+
+
+def exchanged(group: Group, rows: RowInputs) -> RowInputs:
+    """Where a global batch picks from scattered data, the rows picked in their place."""
+    if not any([one.needs_all_to_all for one in rows.each]):
+        return rows
+
+    def bring(one: RowInput) -> RowInput:
+        if one.needs_all_to_all is None:
+            return one
+        wanted = one.selection.positions(0, one.selection.rows)
+        return one._replace(source=exchange(group, one.source, one.needs_all_to_all, wanted), needs_all_to_all=None)
+
+    return rows._replace(each=tuple(map(bring, rows.each)))
+
+
+def feed_rows(group: Group, rows: RowInputs, part_rows: PartRows) -> list[Any]:
+    """Bring a launch its rows, or what picks them."""
+    values: list[Any] = []
+    picks: dict[Any, Any] = {}
+    for one in rows.each:
+        if one.feed.layout == "rows":
+            starts = tuple(start - one.rows_before for start in part_rows.starts) if rows.is_process_local else None
+            here = part_rows if starts is None else part_rows._replace(starts=starts)
+            values.append(send_rows(group, one.source, one.selection, here, one.dtype))
+            continue
+        values.append(one.source)
+        if one.feed.index is not None:
+            is_replicated = one.feed.layout == "replicated"
+            key = (is_replicated, one.feed.index, id(one.selection))
+            if key not in picks:
+                has_all = is_replicated or (group.size == 1 and rows.on_replicas is None)
+                picks[key] = (
+                    _index_of_all(group, one, part_rows)
+                    if has_all
+                    else index_on_replicas(group, one.feed.index, rows.on_replicas, part_rows)
+                )
+            values.append(picks[key])
+    return values
+
+
+def _index_of_all(group: Group, one: RowInput, rows: PartRows) -> Any:
+    """What picks a launch's rows among all."""
+    selection = one.selection
+    if one.feed.index == "slice":
+        return send_index(group, np.array([selection.start + start for start in rows.starts], np.int32))
+    return send_index(group, np.array([rows.positions(selection, r) for r in range(group.size)], np.int32))
+
+
+def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | None, rows: PartRows) -> Any:
+    """What picks a launch's rows among those that each replica holds."""
+    if chosen is None:
+        return constant(group, "stacked", rows.offsets, "int32")
+    parts = list(zip(chosen.chosen, rows.offsets, rows.counts, strict=True))
+    if kind == "slice":
+        return send_index(group, np.array([s.start + o if n else 0 for s, o, n in parts], np.int32))
+    index = np.zeros((len(parts), rows.tall), np.int32)
+    for row, (selection, offset, count) in zip(index, parts, strict=True):
+        row[:count] = selection.positions(offset, offset + count)
+    return send_index(group, index)
