@@ -260,7 +260,7 @@ def test_a_training_step_compiles_once(few_replicas, rows, slices):
     assert compiled == compiled[:1] * 3
 
 
-def test_totals_share_a_program(group=None):
+def test_totals_share_a_program():
     """Rows that do not divide, with equal longest parts, run one program."""
     with group_of("devices", 4):
         f = synk.function(lambda x: x.sum(0))
@@ -311,7 +311,7 @@ def test_a_function_is_forgotten(few_replicas):
     f = synk.function(lambda x: x.sum(), then=lambda part: setattr(total, "value", total.value + part))
     f(X)
     gone = [weakref.ref(f), weakref.ref(total)]
-    del f, total
+    f = total = None
     synk.close()  # which waits for what is under way
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
@@ -823,7 +823,9 @@ def test_extremes_of_what_is_no_number(few_replicas, op, rows, slices):
     by_numpy = getattr(np, op)
     for at in range(rows):
         for special in (np.nan, np.inf, -np.inf):
-            x = np.stack([np.full(rows, special), np.full(rows, -special), numbers(rows, 1)[:, 0]], 1).astype(np.float32)
+            x = np.stack([np.full(rows, special), np.full(rows, -special), numbers(rows, 1)[:, 0]], 1).astype(
+                np.float32
+            )
             x[at, 2] = special
             i = np.full(rows, np.iinfo(np.int32).max if op == "min" else np.iinfo(np.int32).min, np.int32)
             assert_close(f(x, i, num_slices=slices), (by_numpy(x, 0), by_numpy(i, 0)))

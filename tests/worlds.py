@@ -258,7 +258,9 @@ def like(template, seed, rows):
 
     def leaf(t):
         shape = t.shape if t.ndim < 2 else (rows, *t.shape[1:])
-        return rng.integers(0, 9, shape).astype(t.dtype) if t.dtype == np.int32 else rng.normal(size=shape).astype(t.dtype)
+        return (
+            rng.integers(0, 9, shape).astype(t.dtype) if t.dtype == np.int32 else rng.normal(size=shape).astype(t.dtype)
+        )
 
     return jax.tree.map(leaf, template)
 

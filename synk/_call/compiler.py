@@ -146,7 +146,7 @@ class Compiler:
     def _compile(self, launch: _Launch, end: Callable[..., list[jax.Array]]) -> Executable:
         """Compile what runs the parts of a launch and hands their states to `end`."""
         builder, count = self.builder, len(launch.rest[0])
-        placed_as = [layout for layout, _ in self._placed(launch)]
+        placed_as: list[Layout] = [layout for layout, _ in self._placed(launch)]
 
         def unpack(values: Arrays) -> tuple[State, list[jax.Array], Any]:
             state, rest = self._state(launch.variables, values)
@@ -172,7 +172,7 @@ class Compiler:
             ]
             each = [run(part, [n], jnp.int32(r)) for r, (part, n) in enumerate(zip(parts, launch.counts, strict=True))]
             states = [jnp.stack(leaves) for leaves in zip(*each, strict=True)]
-            ins = [*layouts("stacked", len(states)), *placed_as]
+            ins: list[Layout] = [*layouts("stacked", len(states)), *placed_as]
             mapped = spmd(builder.group, lambda *v: finish(v[len(states) :], v[: len(states)]), ins, [*launch.outs])
             return list(mapped(*states, *values))
 

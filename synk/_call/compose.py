@@ -80,7 +80,7 @@ def compose(
     slices = 1 if lengths is None else min(request.num_slices, max(lengths))
     call = with_parts(function, call, lengths, 1)._replace(lengths=lengths, num_slices=slices)
     plan = plans.find(group, call, lambda variable: variable._state.abstract, lambda: _make(function, group, call))
-    placed_as = [*layouts("rows", len(sources)), *layouts("replicated", len(broadcast))]
+    placed_as: list[Layout] = [*layouts("rows", len(sources)), *layouts("replicated", len(broadcast))]
     if lengths is not None:
         sources = [_in_blocks(source, lengths) for source in sources]
     placed = [_place(group, a, layout) for a, layout in zip([*sources, *broadcast], placed_as, strict=True)]
@@ -158,6 +158,6 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
         ]
         return [results[i] for i in result.picked]
 
-    ins = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
+    ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
     outs = layouts("replicated", len(result.picked))
     return ComposedPlan(jax.jit(spmd(group, body, ins, outs)), result, {})

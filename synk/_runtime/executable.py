@@ -142,7 +142,7 @@ def copy_to_replicas(group: Group, leaves: Sequence[Any], layout: Layout) -> lis
 def broadcast_from(group: Group, leaves: Sequence[jax.Array], rank: int, layout: Layout) -> list[jax.Array]:
     """Copy one replica's entries of stacked leaves to all replicas, bit for bit."""
     root = constant(group, "replicated", (rank,), "int32")
-    ins = [*layouts("stacked", len(leaves)), *layouts("replicated", 1)]
+    ins: list[Layout] = [*layouts("stacked", len(leaves)), "replicated"]
     return run_collective(group, _broadcast, ins, layouts(layout, len(leaves)), [*leaves, root])
 
 
