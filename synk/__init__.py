@@ -1,10 +1,9 @@
 """Data parallelism for plain JAX functions: write the serial program, run it on every device."""
 
 import importlib
-from typing import Any
 
+from ._base import old_names as _old_names
 from ._base.errors import DisagreementError, DivergedError, LawError, PeerError, SharedLostError, SynkError
-from ._base.old_names import refuse_function
 from ._call.decorator import function
 from ._call.function import Function
 from ._call.spec import Stats
@@ -88,8 +87,8 @@ for _name in __all__:
     globals()[_name].__module__ = "synk"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """`synk.train` and `synk.orbax` are there without an import, and loaded by their first use."""
     if name in ("train", "orbax"):
         return importlib.import_module(f"synk.{name}")
-    raise refuse_function(name)
+    raise _old_names.refuse_function(name)

@@ -12,8 +12,8 @@ from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
 from .._runtime.engine import ENGINES
 from .binding import ArgumentBinder
-from .function import Function, with_then
-from .spec import FunctionSpec, Stats
+from .function import Function
+from .spec import FunctionSpec, Stats, with_then
 
 Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -26,10 +25,10 @@ from .compare import Tolerance
 from .compose import compose
 from .execute import ReadyCall, execute
 from .inputs import RowRequest, check_slices
-from .iterate import iterate
+from .iterate import Batches, iterate
 from .plan import PlanCache
 from .prepare import Where, prepare
-from .spec import FunctionSpec
+from .spec import FunctionSpec, with_then
 
 
 class Function:
@@ -211,7 +210,8 @@ class Function:
         def call(bound: BoundArguments, request: RowRequest) -> PyTree:
             return self._launch(bound, request, output_subset)
 
-        return iterate(self._spec, bound, batches, prefetch, request, call, lambda: self._eagerly("iterate"))
+        rows = Batches(self._spec, bound, request, current_group())
+        return iterate(rows, batches, prefetch, call, lambda: self._eagerly("iterate"))
 
     def _refuse_inside(self) -> None:
         current = current_trace()
@@ -323,33 +323,3 @@ class Function:
         with LOCK:
             request = RowRequest(batch, batch_s, num_slices)
             return self._prepare(bound, request, output_subset).plan.last.compiled
-
-
-def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:
-    """The same function with what follows it."""
-    if not callable(then):
-        raise TypeError(f"{spec.name}: then is {then!r}; give a function of the combined outputs.")
-    parameters = list(inspect.signature(then).parameters.values())
-
-    def following(outputs: int) -> list[str]:
-        """Names of the parameters that `then` has after the outputs."""
-        if any(p.kind == p.VAR_POSITIONAL for p in parameters):
-            return []
-        if len(parameters) < outputs:
-            raise TypeError(
-                f"{spec.name}.then: it takes {len(parameters)} argument(s), but {spec.name} has {outputs} output(s). "
-                f"Give it one parameter for each."
-            )
-        names = []
-        for parameter in parameters[outputs:]:
-            mode = binder.mode(parameter.name)
-            if parameter.name in binder.parameters and mode in ("broadcast", "static"):
-                names.append(parameter.name)
-            elif parameter.default is parameter.empty:
-                raise TypeError(
-                    f"{spec.name}.then: its parameter {parameter.name!r} follows the {outputs} output(s), so it must "
-                    f'be a "broadcast" or "static" parameter of {spec.name}, which it is not.'
-                )
-        return names
-
-    return replace(spec, then=then, then_parameters=following)

@@ -13,7 +13,7 @@ from .._data.prefetch import Prefetch
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
 from .._data.transfer import gather_rows, place_rows_ahead
-from .._runtime.group import Group, current_group
+from .._runtime.group import Group
 from .binding import BoundArguments
 from .inputs import RowRequest, common_rows, look_at
 from .spec import FunctionSpec
@@ -29,8 +29,8 @@ class _Ahead(NamedTuple):
     seconds: float
 
 
-class _Batches:
-    """Picks the rows of each batch."""
+class Batches:
+    """The arguments of a call, of which it picks the rows of each batch."""
 
     def __init__(self, function: FunctionSpec, bound: BoundArguments, request: RowRequest, group: Group) -> None:
         self.function, self.bound, self.request, self.group = function, bound, request, group
@@ -79,22 +79,23 @@ class _Batches:
 
 
 def iterate(
-    function: FunctionSpec, bound: BoundArguments, batches: Iterable[Any], size: int, request: RowRequest,
-    call: Callable[[BoundArguments, RowRequest], PyTree], refuse: Callable[[], None],
-) -> Prefetch[Any, PyTree]:  # fmt: skip
+    rows: Batches,
+    batches: Iterable[Any],
+    size: int,
+    call: Callable[[BoundArguments, RowRequest], PyTree],
+    refuse: Callable[[], None],
+) -> Prefetch[Any, PyTree]:
     """Call a function for each batch; `refuse` raises where nothing may be launched."""
+    name = rows.function.name
     if not isinstance(batches, Iterable):
-        raise TypeError(
-            f"{function.name}.iterate: batches is {batches!r}; give an iterable of batches, e.g. synk.minibatches."
-        )
-    rows = _Batches(function, bound, request, current_group())
+        raise TypeError(f"{name}.iterate: batches is {batches!r}; give an iterable of batches, e.g. synk.minibatches.")
 
     def arrive(item: _Ahead) -> PyTree:
         seconds = item.seconds
         if item.versions != rows.versions():  # written since: pick again
             item = rows.ahead(item.kept)
             seconds += item.seconds
-        function.stats.sending += seconds
-        return call(item.bound, request._replace(batch=item.batch))
+        rows.function.stats.sending += seconds
+        return call(item.bound, rows.request._replace(batch=item.batch))
 
-    return Prefetch(batches, size, rows.ahead, arrive, f"{function.name}.iterate: prefetch", refuse)
+    return Prefetch(batches, size, rows.ahead, arrive, f"{name}.iterate: prefetch", refuse)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from .._base.pytree import PyTree
 from .._data.feed import InputFeed
 from .._data.selection import IndexKind
 from .._runtime.group import Group
-from .binding import ArgumentSpec
+from .binding import ArgumentBinder, ArgumentSpec
 
 
 class Stats:
@@ -146,3 +147,33 @@ class Programmed:
     function: FunctionSpec
     group: Group
     call: CallSpec
+
+
+def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:
+    """The same function with what follows it."""
+    if not callable(then):
+        raise TypeError(f"{spec.name}: then is {then!r}; give a function of the combined outputs.")
+    parameters = list(inspect.signature(then).parameters.values())
+
+    def following(outputs: int) -> list[str]:
+        """Names of the parameters that `then` has after the outputs."""
+        if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+            return []
+        if len(parameters) < outputs:
+            raise TypeError(
+                f"{spec.name}.then: it takes {len(parameters)} argument(s), but {spec.name} has {outputs} output(s). "
+                f"Give it one parameter for each."
+            )
+        names = []
+        for parameter in parameters[outputs:]:
+            mode = binder.mode(parameter.name)
+            if parameter.name in binder.parameters and mode in ("broadcast", "static"):
+                names.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                raise TypeError(
+                    f"{spec.name}.then: its parameter {parameter.name!r} follows the {outputs} output(s), so it must "
+                    f'be a "broadcast" or "static" parameter of {spec.name}, which it is not.'
+                )
+        return names
+
+    return replace(spec, then=then, then_parameters=following)
