@@ -508,7 +508,7 @@ def arguments(group, noted):
     assert moments.compile(x) is not None
     scattered = jax.make_array_from_callback(x.shape, group.stacked, x.__getitem__)  # as synk would cut it
     close(moments(scattered), moments_by_numpy(x))
-    close(moments(jax.make_array_from_callback(x.shape, group.everywhere, x.__getitem__)), moments_by_numpy(x))
+    close(moments(jax.make_array_from_callback(x.shape, group.replicated, x.__getitem__)), moments_by_numpy(x))
 
 
 @case

@@ -147,7 +147,7 @@ SIDES = {
     "known_order": ["process 0: g(float32[12, 3])", "process 1: f(float32[12, 3])"],
     "dtype": ["process 0: f(float32[12, 3])", "process 1: f(int32[12, 3])"],
     "rows": ["process 0: f(float32[12, 3])", "process 1: f(float32[6, 3])"],
-    "uneven_rows": ["process 0: f(float32[12, 3])", "process 1: f(float32[2, 3]"],
+    "uneven_rows": ["process 0: f(float32[12, 3])", "process 1: f(float32[12, 3], int32["],
     "known_rows": ["process 0: f(float32[12, 3])", "process 1: f(float32[6, 3])"],
     "shape_of_variable": ["process 0: ", "(float32[3])", "process 1: ", "(float32[4])"],
     "collective": ["process 0: ", "process 1: ", "(float32[3])"],
