@@ -12,7 +12,7 @@ demo: $(VENV)/.examples
 	$(BIN)/python examples/mnist.py
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python bench/run.py $(ARGS)

@@ -336,7 +336,7 @@ def test_keys_of_local_steps(devices):
 def test_step_shows_its_function(devices):
     """Its stats, its serial answer, its program."""
     step = synk.train.step(mean_loss, START, optax.sgd(0.1))
-    assert "HloModule" in step.compile(*rows_of(8)).as_text()
+    assert "HloModule" in str(step.compile(*rows_of(8)).as_text())
     assert_close(step.serial(*rows_of(8)), mean_loss(START, *rows_of(8)))
     step(*rows_of(8), batch=7)
     assert (step.stats.calls, step.stats.rows, step.stats is step.function.stats) == (1, 7, True)
