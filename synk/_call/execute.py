@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
+from weakref import ref
 
 import jax
 
@@ -12,7 +13,7 @@ from .._base.errors import SynkError
 from .._base.jax_context import checks_floats
 from .._data.transfer import PartRows
 from .._runtime.dispatch import ignore_failure, retire_finished, uninterrupted
-from .._runtime.executable import relayout
+from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
 from .._variables.access import bind, invalidate, restore
@@ -54,19 +55,10 @@ def execute(ready: ReadyCall) -> Any:
         return plan.result.tree(_launch(ready, last, ignore_failure)[: len(plan.result.picked)])
     if not ready.call.donate:
         retire_finished()
-    committed: list[tuple[Shared, VariableState, VariableState]] = []
-
-    def on_failure(error: Exception) -> None:
-        """The program died. Old values that were donated are lost with it; others are back."""
-        for variable, state, old in committed:
-            if ready.call.donate:
-                invalidate(variable, state, ready.function.name, error)
-            else:
-                restore(variable, state, old)
-
+    rollback = _Rollback(ready.function.name)
     with uninterrupted():
         try:
-            values = _launch(ready, last, on_failure)
+            values = _launch(ready, last, rollback)
         except Exception as error:
             for update in plan.updates:
                 old = states[update.variable]
@@ -75,9 +67,28 @@ def execute(ready: ReadyCall) -> Any:
             raise
         for variable, state in _updates(ready, values, states).items():
             # What is donated is not kept alive either.
-            committed.append((variable, state, state if ready.call.donate else states[variable]))
+            rollback.committed.append((variable, ref(state), None if ready.call.donate else states[variable]))
             variable._state = state
     return plan.result.tree(values[: len(plan.result.picked)])
+
+
+class _Rollback:
+    """What to do if the program of a call dies: old values that were donated are lost with it, others come back.
+
+    It is kept while the program is in flight, so it holds none of the call's arguments or new values.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.committed: list[tuple[Shared, ref[VariableState], VariableState | None]] = []
+
+    def __call__(self, error: Exception) -> None:
+        for variable, state, old in self.committed:
+            new = state()
+            if new is not None and old is None:
+                invalidate(variable, new, self.name, error)
+            elif new is not None and old is not None:
+                restore(variable, new, old)
 
 
 def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -> Outcome:
@@ -124,7 +135,7 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
     ready = ready._replace(rows=rows)
     for j, parts in enumerate(launches(ready.rows.lengths, ready.num_slices)):
         values = [*_values(ready, parts), _meta(ready, parts, slot, j)]
-        held = plan.program_of(j, parts).launch([*(leaves[v] for v in plan.reads[0]), held, values])
+        held = _run(ready, plan.program_of(j, parts), [*(leaves[v] for v in plan.reads[0]), held, values])
         slot += parts.tall
     whole = launches(ready.rows.lengths, 1)[0]
     return [*(leaves[v] for v in plan.reads[1]), held, [*ready.broadcast, _meta(ready, whole, 0, 0)]]
@@ -155,20 +166,30 @@ def _launch(
     ready: ReadyCall, arguments: list[Sequence[Any]], on_failure: Callable[[Exception], None]
 ) -> list[jax.Array]:
     """Start the program that ends the call; the first replica's own outputs lie on its device alone."""
-    plan, name = ready.plan, ready.function.name
-    try:
-        values = plan.last.launch(arguments, on_failure)
-    except Exception as error:
-        explained = _explained(error, name)
-        if explained is error:
-            raise
-        raise explained from error
+    plan = ready.plan
+    values = _run(ready, plan.last, arguments, on_failure)
     if plan.own:
         lengths = ready.rows.lengths
         rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
         for i in plan.own:
             values[i] = shard_of_rank(ready.group, values[i], rank)
     return values
+
+
+def _run(
+    ready: ReadyCall,
+    program: Executable,
+    arguments: list[Sequence[Any]],
+    on_failure: Callable[[Exception], None] = ignore_failure,
+) -> list[jax.Array]:
+    """Start a program of the call; what JAX says of a failure is said in words that name the function."""
+    try:
+        return program.launch(arguments, on_failure)
+    except Exception as error:
+        explained = _explained(error, ready.function.name)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 def _explained(error: Exception, name: str) -> Exception:
