@@ -268,7 +268,8 @@ class Compiler:
 
 
 def _without_empty(states: Sequence[jax.ShapeDtypeStruct]) -> Placed:
-    """States as arguments: XLA partitions no arguments of no size (openxla/shardy#516, jaxlib 0.10)."""
+    """States as arguments. Where one has no size, jaxlib 0.10.2 fails to partition: "func.call op expected at least one
+    operand ... produced by a GlobalToLocalShape"; so those of no size are made anew."""
     return [("stacked", state) for state in states if state.size]
 
 

@@ -135,7 +135,7 @@ class ProgramBuilder:
         """Shall all branches run, and one be selected?
 
         XLA's CPU backend compiles convolutions inside a branch or a loop to naive loops, 30 to 57 times slower
-        (openxla/xla#10834; jaxlib 0.12 still does).
+        (jax-ml/jax#12868, open; jaxlib 0.12 still does).
         """
         traced = [self.traces.of_rows(size) for size in self.sizes()]
         has_effects = any(each.has_effects for each in traced)

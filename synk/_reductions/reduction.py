@@ -297,7 +297,7 @@ def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gra
 
     found: dict[int, jax.Array] = {}
     sums, extremes = chosen("sum"), chosen("max", "min")
-    # No all-reduce multiplies or orders complex numbers, and lax.pmax has no derivative (jax-ml/jax#1095): each replica
+    # No all-reduce multiplies or orders complex numbers, and lax.pmax has no derivative (jax-ml/jax#7167): each replica
     # folds what all have gathered, or a piece of it.
     is_complex = {i for i in extremes if jnp.issubdtype(states[i].dtype, jnp.complexfloating)}
     folded = [*chosen("prod"), *(i for i in extremes if has_gradients or i in is_complex)]
