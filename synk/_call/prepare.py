@@ -89,24 +89,20 @@ def prepare(
             f"rows."
         )
     call = with_parts(function, call, rows.lengths, request.num_slices)
-    # `f.check` runs the function without then too, and for its parts.
-    kind = (function.then is None, function.per_part)
-    plan = plans.find(group, (call, *kind), where.abstract, lambda: make_plan(function, group, call, where.view, plans))
+    plan = _find(function, plans, call, where)
     if isinstance(plan, NeedsLengths):
         slices = len(launches(rows.lengths or (), request.num_slices))
         call = call._replace(lengths=rows.lengths, num_slices=slices)
-
-    def find(call: CallSpec) -> CallPlan | NeedsLengths:
-        make = partial(make_plan, function, group, call, where.view, plans)
-        return plans.find(group, (call, *kind), where.abstract, make)
-
-    plan = find(call)
-    if isinstance(plan, NeedsLengths):
-        slices = len(launches(rows.lengths or (), request.num_slices))
-        call = call._replace(lengths=rows.lengths, num_slices=slices)
-        plan = find(call)
+        plan = _find(function, plans, call, where)
     assert isinstance(plan, CallPlan)
     return ReadyCall(function, group, call, plan, rows, broadcast, request.num_slices)
+
+
+def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where) -> CallPlan | NeedsLengths:
+    """The plan of a kind of call; made where there is none. `f.check` also runs it without then, and for parts."""
+    key = (call, function.then is None, function.per_part)
+    make = partial(make_plan, function, where.group, call, where.view, plans)
+    return plans.find(where.group, key, where.abstract, make)
 
 
 def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
