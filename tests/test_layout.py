@@ -108,7 +108,7 @@ def test_trace_options_are_all_that_jax_has():
     others = {
         "mesh_context_manager", "abstract_mesh_context_manager", "compute_on_context_manager", "axis_env_state",
         "xla_metadata_context_manager", "pallas_tpu_interpret_mode_context_manager", "user_context", "check_vma",
-        "jax_disable_jit", "eager_constant_folding",
+        "jax_disable_jit", "eager_constant_folding", "jax_no_collectives",
     }  # fmt: skip
     public = {name for name in names if name not in others and hasattr(jax.config, name)}
     assert public <= set(TRACE_OPTIONS)

@@ -20,7 +20,8 @@ _config: Any = jax.config
 
 # Every option that JAX lists among those of a trace (a test compares), and three that change a program beside it.
 _NAMES = """
-    allow_f16_reductions auto_pcast check_static_indices custom_vjp3 debug_key_reuse default_device
+    accurate_erf_inv allow_f16_reductions auto_pcast check_static_indices custom_jvp3 custom_vjp3 debug_key_reuse
+    default_device raise_on_ppermute_sort_diff remat_barrier_no_cotangents use_hlo_logistic_lowering
     default_matmul_precision embedded_constants_max_bytes enable_pgle enable_x64 error_checking_behavior_divide
     error_checking_behavior_nan error_checking_behavior_oob explicit_x64_dtypes high_dynamic_range_gumbel
     hlo_source_file_canonicalization_regex mutable_array_checks no_execution numpy_dtype_promotion numpy_rank_promotion
