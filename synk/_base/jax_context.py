@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -32,11 +33,12 @@ _NAMES = """
     default_prng_impl debug_nans debug_infs
 """.split()
 TRACE_OPTIONS = tuple(f"jax_{name}" for name in _NAMES if hasattr(_config, f"jax_{name}"))
+_values_of = attrgetter(*TRACE_OPTIONS)
 
 
 def trace_options() -> tuple[Any, ...]:
     """The values of JAX's options that change what is traced or compiled; programs are kept for each."""
-    return tuple([getattr(_config, name) for name in TRACE_OPTIONS])
+    return _values_of(_config)
 
 
 def checks_floats() -> bool:

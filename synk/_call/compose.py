@@ -16,7 +16,7 @@ from .._base.jax_context import trace_options
 from .._base.partition import split_rows
 from .._base.pytree import PyTree
 from .._data.dataset import Data
-from .._data.feed import InputFeed
+from .._data.feed import SENT
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.outputs import ResultSpec, result_spec
 from .._runtime.engine import spmd
@@ -26,10 +26,10 @@ from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments
 from .feeding import launches
-from .inputs import RowRequest, look_at, select_rows
+from .inputs import RowCall, RowRequest, look_at, select_rows
 from .parts import PartArrays
 from .plan import PlanCache
-from .prepare import checked_subset, with_parts
+from .prepare import checked_subset, part_form
 from .program import ProgramBuilder
 from .spec import CallSpec, FunctionSpec, Programmed
 from .traces import CallTraces
@@ -59,26 +59,26 @@ def compose(
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
     if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
         raise ValueError(f"{name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
-    scattered, others = look_at(bound, spec.scattered, name), look_at(bound, spec.broadcast, name)
-    sources = _picked(name, spec.scattered_names, scattered.values, request.batch, group)
-    broadcast = [jnp.asarray(leaf) for leaf in others.values]
+    looked = look_at(bound, name)
+    sources = _picked(RowCall(name, spec.scattered_names, looked.scattered, RowRequest(), group, group), request.batch)
+    broadcast = [jnp.asarray(leaf) for leaf in looked.broadcast]
     rows = len(sources[0]) if sources else None
     if rows is None and request.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
     lengths = None if rows is None else tuple(part.rows for part in split_rows(rows, group.size))
+    # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
+    slices = 1 if lengths is None else min(request.num_slices, max(lengths))
     call = CallSpec(
         arguments=spec,
         options=trace_options(),
         rows=tuple((s.shape[1:], s.dtype) for s in sources),
-        feeds=(InputFeed(),) * len(sources),
+        feeds=(SENT,) * len(sources),
         broadcast=tuple((b.shape, b.dtype, b.weak_type) for b in broadcast),
-        keys=spec.in_tree_order(scattered.keys, others.keys),
+        keys=looked.keys,
         subset=None if subset is None else checked_subset(subset, name),
         is_composed=True,
+        **part_form(lengths, 1, False)._replace(lengths=lengths, num_slices=slices)._asdict(),
     )
-    # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
-    slices = 1 if lengths is None else min(request.num_slices, max(lengths))
-    call = with_parts(function, call, lengths, 1)._replace(lengths=lengths, num_slices=slices)
     plan = plans.find(group, call, lambda variable: variable._state.abstract, lambda: _make(function, group, call))
     placed_as: list[Layout] = [*layouts("rows", len(sources)), *layouts("replicated", len(broadcast))]
     if lengths is not None:
@@ -94,18 +94,19 @@ def compose(
     return plan.result.tree(values)
 
 
-def _picked(name: str, names: Sequence[str], leaves: Sequence[Any], batch: Any, group: Group) -> list[jax.Array]:
+def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
     """The scattered arguments, their rows picked; a traced batch picks them as the program runs."""
     if isinstance(batch, jax.core.Tracer):
         if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
-            raise TypeError(f"{name}: a traced batch is a 1-d integer array; this one is {batch.dtype}{batch.shape}.")
-        if any(isinstance(leaf, Data) and leaf.is_minibatch for leaf in leaves):
-            raise ValueError(f"{name}: minibatch data cannot go with a traced batch. Pass its array.")
-        select_rows(name, names, leaves, RowRequest(), group, group)
+            form = f"{batch.dtype}{batch.shape}"
+            raise TypeError(f"{call.name}: a traced batch is a 1-d integer array; this one is {form}.")
+        if any(isinstance(leaf, Data) and leaf.is_minibatch for leaf in call.leaves):
+            raise ValueError(f"{call.name}: minibatch data cannot go with a traced batch. Pass its array.")
+        select_rows(call)
         # Its values are not known yet, so not checked: rows that are not there are NaN, and never another row.
-        return [jnp.asarray(leaf).at[batch].get(mode="fill") for leaf in leaves]
+        return [jnp.asarray(leaf).at[batch].get(mode="fill") for leaf in call.leaves]
     picked: list[jax.Array] = []
-    for each in select_rows(name, names, leaves, RowRequest(batch), group, group).each:
+    for each in select_rows(call._replace(request=RowRequest(batch))).each:
         array, index = jnp.asarray(each.source), each.selection.indexes
         start, rows = each.selection.start, each.selection.rows
         picked.append((array[start : start + rows] if index is None else array[index]).astype(each.dtype))

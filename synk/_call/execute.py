@@ -112,44 +112,40 @@ def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> No
             )
 
 
-def _leaves(ready: ReadyCall, state: VariableState, variable: Shared) -> list[jax.Array]:
-    """A variable's leaves as programs take them."""
-    layout = ready.plan.layouts[variable]
-    return state.leaves if state.layout == layout else relayout(ready.group, state.leaves, state.layout, layout)
-
-
 def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Sequence[Any]]:
     """Run what comes before the program that ends the call; its arguments."""
-    plan, group = ready.plan, ready.group
-    leaves = {variable: _leaves(ready, state, variable) for variable, state in states.items()}
+    plan, group, lengths = ready.plan, ready.group, ready.rows.lengths
+    leaves: dict[Shared, list[jax.Array]] = {}  # as programs take them
+    for variable, layout in plan.layouts.items():
+        state = states[variable]
+        is_there = state.layout == layout
+        leaves[variable] = state.leaves if is_there else relayout(group, state.leaves, state.layout, layout)
     if plan.finish is None:
-        parts = launches(ready.rows.lengths, 1)[0] if ready.rows.lengths else None
-        values = _values(ready, parts)
-        if not ready.call.is_plain and parts is not None:
+        parts = launches(lengths, 1)[0] if lengths else None
+        values = _values(ready, exchanged(group, ready.rows), parts)
+        if parts is not None and not ready.call.is_plain:
             values.append(_meta(ready, parts, 0, 0))
-        return [*(leaves[v] for v in plan.reads[1]), [], values]
-    assert ready.rows.lengths is not None
+        return [*[leaves[v] for v in plan.reads[1]], [], values]
+    assert lengths is not None
     held: list[jax.Array] = []
-    slot = 0
-    rows = exchanged(group, ready.rows)
-    ready = ready._replace(rows=rows)
-    for j, parts in enumerate(launches(ready.rows.lengths, ready.num_slices)):
-        values = [*_values(ready, parts), _meta(ready, parts, slot, j)]
+    slot, rows = 0, exchanged(group, ready.rows)
+    for j, parts in enumerate(launches(lengths, ready.num_slices)):
+        values = [*_values(ready, rows, parts), _meta(ready, parts, slot, j)]
         held = _run(ready, plan.program_of(j, parts), [*(leaves[v] for v in plan.reads[0]), held, values])
         slot += parts.tall
-    whole = launches(ready.rows.lengths, 1)[0]
+    whole = launches(lengths, 1)[0]
     return [*(leaves[v] for v in plan.reads[1]), held, [*ready.broadcast, _meta(ready, whole, 0, 0)]]
 
 
-def _values(ready: ReadyCall, parts: PartRows | None) -> list[Any]:
+def _values(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[Any]:
     """Rows or what picks them, and broadcast arguments."""
     group, stats = ready.group, ready.function.stats
     start = perf_counter()
     values: list[Any] = []
     if parts is not None:
-        values = feed_rows(group, exchanged(group, ready.rows), parts)
+        values = feed_rows(group, rows, parts)
         if ready.call.held_index is not None:
-            values.append(index_on_replicas(group, ready.call.held_index, ready.rows.on_replicas, parts))
+            values.append(index_on_replicas(group, ready.call.held_index, rows.on_replicas, parts))
     stats.sending += perf_counter() - start
     return [*values, *ready.broadcast]
 

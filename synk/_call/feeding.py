@@ -31,7 +31,7 @@ def launches(lengths: tuple[int, ...], num_slices: int) -> list[PartRows]:
 
 def exchanged(group: Group, rows: RowInputs) -> RowInputs:
     """Where a global batch picks from scattered data, the rows picked in their place."""
-    if not any([one.needs_all_to_all for one in rows.each]):
+    if all([one.needs_all_to_all is None for one in rows.each]):
         return rows
 
     def bring(one: RowInput) -> RowInput:
@@ -48,23 +48,25 @@ def feed_rows(group: Group, rows: RowInputs, part_rows: PartRows) -> list[Any]:
     values: list[Any] = []
     picks: dict[Any, Any] = {}
     for one in rows.each:
-        if one.feed.layout == "rows":
-            starts = tuple(start - one.rows_before for start in part_rows.starts) if rows.is_process_local else None
-            here = part_rows if starts is None else part_rows._replace(starts=starts)
+        layout, index, _ = one.feed
+        if layout == "rows":
+            here = part_rows
+            if rows.is_process_local:
+                here = part_rows._replace(starts=tuple([start - one.rows_before for start in part_rows.starts]))
             values.append(send_rows(group, one.source, one.selection, here, one.dtype))
             continue
         values.append(one.source)
-        if one.feed.index is not None:
-            is_replicated = one.feed.layout == "replicated"
-            key = (is_replicated, one.feed.index, id(one.selection))
-            if key not in picks:
-                has_all = is_replicated or (group.size == 1 and rows.on_replicas is None)
-                picks[key] = (
-                    _index_of_all(group, one, part_rows)
-                    if has_all
-                    else index_on_replicas(group, one.feed.index, rows.on_replicas, part_rows)
-                )
-            values.append(picks[key])
+        if index is None:
+            continue
+        key = (layout, index, id(one.selection))
+        if key not in picks:
+            has_all = layout == "replicated" or (group.size == 1 and rows.on_replicas is None)
+            picks[key] = (
+                _index_of_all(group, one, part_rows)
+                if has_all
+                else index_on_replicas(group, index, rows.on_replicas, part_rows)
+            )
+        values.append(picks[key])
     return values
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from .._base.partition import split_rows
 from .._base.pytree import SCALARS, as_data, key_of, narrow
 from .._data.dataset import Data, parts_of, resident, source_of
-from .._data.feed import InputFeed
+from .._data.feed import SENT, InputFeed
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
     IndexKind,
@@ -77,33 +77,32 @@ class RowInputs(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Leaves as arrays, numbers, `Data` or rows of this process, typed PRNG keys as raw data; and the kind of those."""
+    """Leaves as arrays, numbers, `Data` or rows of this process: typed PRNG keys as raw data, and the kind of each
+    leaf's keys in the order of the tree."""
 
-    values: list[Any]
+    scattered: list[Any]
+    broadcast: list[Any]
     keys: tuple[Any, ...]
 
 
-def look_at(bound: BoundArguments, places: Sequence[int], name: str) -> Arguments:
-    """Check what users have passed at these places."""
-    values: list[Any] = []
-    keys: list[Any] = []
-    for place in places:
-        leaf, key = bound.leaves[place], None
+def look_at(bound: BoundArguments, name: str) -> Arguments:
+    """Check what users have passed."""
+    spec, values = bound.spec, list(bound.leaves)
+    keys: list[Any] = [None] * len(values)
+    for i, leaf in enumerate(values):
         if isinstance(leaf, jax.Array):
             if not isinstance(leaf.dtype, np.dtype):
-                key, leaf = key_of(leaf), as_data(leaf)
+                keys[i], values[i] = key_of(leaf), as_data(leaf)
         elif type(leaf) is np.ndarray and leaf.dtype.kind in "biufc":
             pass
         elif isinstance(leaf, Data):
-            key = leaf._key
+            keys[i] = leaf._key
         elif isinstance(leaf, ProcessLocalRows):
-            if place in bound.spec.broadcast:
-                raise TypeError(f"{name}: argument {bound.spec.names[place]} is synk.local rows, but it is broadcast.")
+            if i in spec.broadcast:
+                raise TypeError(f"{name}: argument {spec.names[i]} is synk.local rows, but it is broadcast.")
         elif not isinstance(leaf, SCALARS):
-            leaf = _as_array(leaf, f"{name}: argument {bound.spec.names[place]}")
-        values.append(leaf)
-        keys.append(key)
-    return Arguments(values, tuple(keys))
+            values[i] = _as_array(leaf, f"{name}: argument {spec.names[i]}")
+    return Arguments([values[i] for i in spec.scattered], [values[i] for i in spec.broadcast], tuple(keys))
 
 
 def _as_array(leaf: Any, what: str) -> Source:
@@ -122,8 +121,8 @@ def check_slices(num_slices: Any, name: str) -> None:
         raise ValueError(f"{name}: num_slices is {num_slices}; give an integer >= 1.")
 
 
-class _Call(NamedTuple):
-    """What the checks of one call share.
+class RowCall(NamedTuple):
+    """What the checks of the rows of one call share.
 
     Attributes:
       name: of the function.
@@ -139,39 +138,44 @@ class _Call(NamedTuple):
     leaves: Sequence[Any]
     request: RowRequest
     group: Group
-    data_group: Group | None
+    data_group: Group | None = None
 
 
-def select_rows(
-    name: str, names: Sequence[str], leaves: Sequence[Any], request: RowRequest, group: Group, data_group: Group | None
-) -> RowInputs:
+def select_rows(call: RowCall) -> RowInputs:
     """Check the scattered arguments of a call and what picks their rows: values, in every call."""
-    call = _Call(name, names, leaves, request, group, data_group)
-    if any([isinstance(leaf, ProcessLocalRows) for leaf in leaves]):
-        return _select_process_rows(call)
-    minibatch = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Data) and leaf.is_minibatch]
-    picked = [i for i in range(len(leaves)) if i not in minibatch]
-    batch, batch_s = request.batch, request.batch_s
-    on_replicas, resident_ones = None, []
-    if batch_s is not None:
-        resident_ones = [i for i in picked if isinstance(leaves[i], Data) and leaves[i].place == "scatter"]
-        if resident_ones:
-            common_rows(name, names, leaves, resident_ones)
-            held = [part.rows for part in parts_of(leaves[resident_ones[0]], data_group or group)]
-            on_replicas = select_on_replicas(batch_s, held, name, names[resident_ones[0]])
-            picked = [i for i in picked if i not in resident_ones]
+    name, names, leaves, (batch, batch_s, _), group, data_group = call
+    minibatch: list[int] = []  # brings the rows of the batch itself
+    held: list[int] = []  # lies on the replicas, where batch_s picks
+    picked: list[int] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, ProcessLocalRows):
+            return _select_process_rows(call)
+        is_data = isinstance(leaf, Data)
+        if is_data and leaf.is_minibatch:
+            minibatch.append(i)
+        elif is_data and batch_s is not None and leaf.place == "scatter":
+            held.append(i)
+        else:
+            picked.append(i)
+    on_replicas = None
+    if held:
+        common_rows(name, names, leaves, held)
+        lengths = [part.rows for part in parts_of(leaves[held[0]], data_group or group)]
+        on_replicas = select_on_replicas(batch_s, lengths, name, names[held[0]])
     rows = common_rows(name, names, leaves, picked)
     if rows is None and batch is not None:
         raise ValueError(
             f"{name}: batch picks rows of scattered inputs, but {_nothing_to_pick(on_replicas, bool(minibatch))}"
         )
     selection = None if rows is None else select(batch, rows, name, names[picked[0]])
-    count = _agree_on_count(call, selection, picked, on_replicas, minibatch)
+    count = None if selection is None else selection.rows
+    if on_replicas is not None or minibatch:
+        count = _agree_on_count(call, count, picked, on_replicas, minibatch)
     each: list[RowInput] = []
     for i, leaf in enumerate(leaves):
         if i in minibatch:
             each.append(_input(call, leaf, Selection(None, 0, count or 0), None, False))
-        elif i in resident_ones and on_replicas is not None:
+        elif on_replicas is not None and i in held:
             chosen = merge_replicas(on_replicas) if data_group else Selection(None, 0, len(leaf))
             each.append(_input(call, leaf, chosen, batch_s, True))
         else:
@@ -187,7 +191,7 @@ def _lengths(rows: int, replicas: int) -> tuple[int, ...]:
     return tuple([part.rows for part in split_rows(rows, replicas)])
 
 
-def _select_process_rows(call: _Call) -> RowInputs:
+def _select_process_rows(call: RowCall) -> RowInputs:
     """Rows of this process: over several they meet those of the others where the call runs."""
     name, names, group, data_group = call.name, call.names, call.group, call.data_group
     if call.request.batch_s is not None:
@@ -223,12 +227,14 @@ def _nothing_to_pick(on_replicas: ReplicaSelection | None, has_minibatch: bool) 
 
 
 def _agree_on_count(
-    call: _Call, selection: Selection | None, picked: Sequence[int], on_replicas: ReplicaSelection | None,
+    call: RowCall,
+    rows: int | None,
+    picked: Sequence[int],
+    on_replicas: ReplicaSelection | None,
     minibatch: Sequence[int],
-) -> int | None:  # fmt: skip
+) -> int | None:
     """How many rows the call takes; all that picks or brings rows agrees."""
     name, names = call.name, call.names
-    rows = None if selection is None else selection.rows
     if on_replicas is not None:
         if rows is not None and rows != sum(on_replicas.lengths):
             raise ValueError(
@@ -236,7 +242,7 @@ def _agree_on_count(
                 f"{names[picked[0]]} gives {rows} with them. Give as many; batch picks from it."
             )
         rows = sum(on_replicas.lengths)
-    brought = common_rows(name, names, call.leaves, minibatch) if minibatch else None
+    brought = common_rows(name, names, call.leaves, minibatch)
     if rows is not None and brought is not None and brought != rows:
         raise ValueError(
             f"{name}: {names[minibatch[0]]} is minibatch data of {brought} rows, but the call picks {rows}. "
@@ -272,12 +278,12 @@ def common_rows(
     return rows
 
 
-def _input(call: _Call, leaf: Any, selection: Selection, batch: Any, is_on_replicas: bool) -> RowInput:
+def _input(call: RowCall, leaf: Any, selection: Selection, batch: Any, is_on_replicas: bool) -> RowInput:
     """How one argument's rows come."""
     if not isinstance(leaf, Data):
-        return RowInput(leaf, selection, InputFeed(), leaf.shape[1:], narrow(leaf.dtype))
+        return RowInput(leaf, selection, SENT, leaf.shape[1:], narrow(leaf.dtype))
     shape, dtype, group = leaf.shape[1:], narrow(leaf.dtype), call.group
-    sent = RowInput(source_of(leaf), selection, InputFeed(), shape, dtype)
+    sent = RowInput(source_of(leaf), selection, SENT, shape, dtype)
     if leaf.place == "host" or call.data_group is not None:
         return sent
     if leaf.place == "scatter" and call.request.batch_s is not None and not is_on_replicas:

@@ -34,8 +34,8 @@ class Batches:
 
     def __init__(self, function: FunctionSpec, bound: BoundArguments, request: RowRequest, group: Group) -> None:
         self.function, self.bound, self.request, self.group = function, bound, request, group
-        looked = look_at(bound, bound.spec.scattered, function.name)
-        self.sources, self.keys = looked.values, looked.keys
+        looked = look_at(bound, function.name)
+        self.sources, self.keys = looked.scattered, [looked.keys[i] for i in bound.spec.scattered]
         self.names = bound.spec.scattered_names
         sources = self.sources
         self.picked = [i for i, s in enumerate(sources) if not (isinstance(s, Data) and s.is_minibatch)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,17 +93,13 @@ class PlanCache:
         """The plan for a call; made where there is none."""
         plans: list[Any] = group.cached(self, key, list)
         for plan in plans:
-            if all([_is_one_of(abstract(variable), states) for variable, states in plan.accepts.items()]):
+            if all([abstract(variable) in states for variable, states in plan.accepts.items()]):
                 return plan
         plan = make()  # a failure is not kept
         self._touched.update(dict.fromkeys(plan.accepts))
         plans.insert(0, plan)
         del plans[64:]
         return plan
-
-
-def _is_one_of(state: AbstractState, states: Sequence[AbstractState]) -> bool:
-    return any([state is each or state == each for each in states])
 
 
 class NeedsLengths(NamedTuple):

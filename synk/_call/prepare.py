@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -22,14 +21,13 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .execute import ReadyCall
 from .feeding import launches
-from .inputs import RowInputs, RowRequest, look_at, select_rows
+from .inputs import RowCall, RowInputs, RowRequest, look_at, select_rows
 from .plan import CallPlan, NeedsLengths, PlanCache, make_plan
-from .spec import CallSpec, FunctionSpec, Programmed
+from .spec import CallSpec, FunctionSpec, PartForm, Programmed
 from .traces import CallTraces, View
 
 
-@dataclass(frozen=True, eq=False)
-class Where:
+class Where(NamedTuple):
     """Where a call runs, and how it sees what lies elsewhere.
 
     Attributes:
@@ -64,38 +62,35 @@ def prepare(
     function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, where: Where
 ) -> ReadyCall:
     """Check a call's arguments and rows, and find or make its plan."""
-    spec, group = bound.spec, where.group
-    scattered = look_at(bound, spec.scattered, function.name)
-    rows = select_rows(function.name, spec.scattered_names, scattered.values, request, group, where.data_group)
-    others = look_at(bound, spec.broadcast, function.name)
-    broadcast = [place_broadcast(group, leaf, where.data_group) for leaf in others.values]
+    name, group, slices = function.name, where.group, request.num_slices
+    looked = look_at(bound, name)
+    names = bound.spec.scattered_names
+    rows = select_rows(RowCall(name, names, looked.scattered, request, group, where.data_group))
+    broadcast = [place_broadcast(group, leaf, where.data_group) for leaf in looked.broadcast]
     batch_s = None if where.data_group else request.batch_s
-    call = CallSpec(
-        arguments=spec,
-        options=trace_options(),
-        rows=tuple([(one.shape, one.dtype) for one in rows.each]),
-        feeds=tuple([one.feed for one in rows.each]),
-        broadcast=tuple([(b.shape, b.dtype, b.weak_type) for b in broadcast]),
-        keys=spec.in_tree_order(scattered.keys, others.keys),
-        held_index=None if batch_s is None else index_kind(batch_s),
-        subset=None if subset is None else checked_subset(subset, function.name),
-        donate=function.donate and where.may_donate and not checks_floats(),
+    form = (
+        bound.spec,
+        trace_options(),
+        tuple([(one.shape, one.dtype) for one in rows.each]),
+        tuple([one.feed for one in rows.each]),
+        tuple([(b.shape, b.dtype, b.weak_type) for b in broadcast]),
+        looked.keys,
+        None if batch_s is None else index_kind(batch_s),
+        None if subset is None else checked_subset(subset, name),
+        function.donate and where.may_donate and not checks_floats(),
     )
     if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
-        rows = _rows_of_variable(function, plans, call, rows, batch_s, where)
-    if rows.lengths is None and request.num_slices > 1:
-        raise ValueError(
-            f"{function.name}: num_slices={request.num_slices} cuts rows, but this call has no scattered input, so no "
-            f"rows."
-        )
-    call = with_parts(function, call, rows.lengths, request.num_slices)
+        rows = _rows_of_variable(function, plans, CallSpec(*form), rows, batch_s, where)
+    if rows.lengths is None and slices > 1:
+        raise ValueError(f"{name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows.")
+    call = CallSpec(*form, *part_form(rows.lengths, slices, function.gathers))
     plan = _find(function, plans, call, where)
     if isinstance(plan, NeedsLengths):
-        slices = len(launches(rows.lengths or (), request.num_slices))
-        call = call._replace(lengths=rows.lengths, num_slices=slices)
+        exact = len(launches(rows.lengths or (), slices))
+        call = call._replace(lengths=rows.lengths, num_slices=exact)
         plan = _find(function, plans, call, where)
     assert isinstance(plan, CallPlan)
-    return ReadyCall(function, group, call, plan, rows, broadcast, request.num_slices)
+    return ReadyCall(function, group, call, plan, rows, broadcast, slices)
 
 
 def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where) -> CallPlan | NeedsLengths:
@@ -105,26 +100,19 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
     return plans.find(where.group, key, where.abstract, make)
 
 
-def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
-    """The kind of a call of so many rows on each replica: counts are data, and part sizes are not."""
-    if lengths is None:
-        return call
-    part_sizes, count = _part_sizes(lengths, slices)
-    is_even, is_sliced = len(set(lengths)) == 1, count > 1
-    is_data = not function.gathers or (is_even and not is_sliced)
-    return call._replace(
-        part_sizes=part_sizes,
-        is_even=is_even,
-        lengths=None if is_data else lengths,
-        num_slices=1 if not is_sliced else 2 if is_data else count,
-    )
-
-
 @lru_cache(maxsize=1024)
-def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """The sizes of the parts of the first launch and of each other kind, and how many launches there are."""
+def part_form(lengths: tuple[int, ...] | None, slices: int, gathers: bool) -> PartForm:
+    """What programs depend on of the rows of each replica: counts are data, and part sizes are not.
+
+    Where something is gathered by its rows, programs of parts that differ depend on all counts.
+    """
+    if lengths is None:
+        return PartForm()
     first, *later = [parts.sizes for parts in launches(lengths, slices)]
-    return (first, *dict.fromkeys(later)), 1 + len(later)
+    is_even, count = len(set(lengths)) == 1, 1 + len(later)
+    is_data = not gathers or (is_even and count == 1)
+    num_slices = 1 if count == 1 else 2 if is_data else count
+    return PartForm((first, *dict.fromkeys(later)), None if is_data else lengths, is_even, num_slices)
 
 
 def _rows_of_variable(

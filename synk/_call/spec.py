@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -72,10 +73,27 @@ class FunctionSpec:
     stats: Stats
     per_part: bool = False
 
-    @property
+    @cached_property
     def gathers(self) -> bool:
         """Do some outputs keep an entry a row or a part, so that programs depend on how many there are?"""
         return self.per_part or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))
+
+
+class PartForm(NamedTuple):
+    """What programs depend on of the parts that replicas run.
+
+    Attributes:
+      part_sizes: for the first launch, and for each further kind of launch, the numbers of rows that parts have, most
+        first; which replica has how many is data. ((None,),) where there are no rows.
+      lengths: rows of each replica, where programs depend on them.
+      is_even: whether all replicas have as many rows.
+      num_slices: 1; or, of slices, how many where programs depend on that, else 2.
+    """
+
+    part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
+    lengths: tuple[int, ...] | None = None
+    is_even: bool = True
+    num_slices: int = 1
 
 
 class CallSpec(NamedTuple):
@@ -88,15 +106,11 @@ class CallSpec(NamedTuple):
       feeds: how these come.
       broadcast: shape, dtype and whether that is weak of each broadcast argument.
       keys: the PRNG implementation of each argument leaf, in the order of the tree.
-      part_sizes: for the first launch, and for each further kind of launch, the numbers of rows that parts have, most
-        first; which replica has how many is data. ((None,),) where there are no rows.
-      lengths: rows of each replica, where programs depend on them.
-      is_even: whether all replicas have as many rows.
       held_index: how `batch_s` picks from the rows that variables hold.
       subset: which outputs are asked for.
-      is_composed: whether it is part of an outer transformation.
-      num_slices: 1; or, of slices, how many where programs depend on that, else 2.
       donate: whether old values may be overwritten.
+      part_sizes, lengths, is_even, num_slices: as in `PartForm`.
+      is_composed: whether it is part of an outer transformation.
     """
 
     arguments: ArgumentSpec
@@ -105,14 +119,14 @@ class CallSpec(NamedTuple):
     feeds: tuple[InputFeed, ...]
     broadcast: tuple[tuple[tuple[int, ...], np.dtype, bool], ...]
     keys: tuple[Any, ...]
+    held_index: IndexKind | None = None
+    subset: tuple[Any, ...] | None = None
+    donate: bool = False
     part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
     lengths: tuple[int, ...] | None = None
     is_even: bool = True
-    held_index: IndexKind | None = None
-    subset: tuple[Any, ...] | None = None
-    is_composed: bool = False
     num_slices: int = 1
-    donate: bool = False
+    is_composed: bool = False
 
     @property
     def row_shapes(self) -> list[jax.ShapeDtypeStruct]:

@@ -38,6 +38,9 @@ class InputFeed(NamedTuple):
         return [array] if self.index is None else [array, index_shape(self.index, tall, replicas)]
 
 
+SENT = InputFeed()  # rows that each call brings
+
+
 def index_shape(kind: IndexKind, tall: int, replicas: int) -> jax.ShapeDtypeStruct:
     """Global shape of what says which rows each replica reads."""
     return jax.ShapeDtypeStruct((replicas,) if kind == "slice" else (replicas, tall), np.int32)

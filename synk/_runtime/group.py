@@ -141,14 +141,16 @@ class Group:
 
     def cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Keep what `make` gives, a pure function of `key`, as long as group and owner live; the newest ones alone."""
-        cache = self._caches.setdefault(owner, OrderedDict())
-        if key in cache:
+        cache = self._caches.get(owner)
+        if cache is None:
+            cache = self._caches[owner] = OrderedDict()
+        made = cache.get(key, cache)  # itself where there is none, since None is kept too
+        if made is cache:
+            made = cache[key] = make()
+            if len(cache) > MAX_CACHED:
+                cache.popitem(last=False)
+        else:
             cache.move_to_end(key)
-            return cache[key]
-        made = make()
-        cache[key] = made
-        if len(cache) > MAX_CACHED:
-            cache.popitem(last=False)
         return made
 
     def __repr__(self) -> str:
