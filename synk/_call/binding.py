@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -22,34 +23,28 @@ RESERVED = ("batch", "batch_s", "num_slices", "output_subset", "batches", "prefe
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-MAX_SPECS = 1024  # kept of one function: one a tree of arguments and choice of static ones
+MAX_SPECS = 1024  # kept of one function: one a tree of arguments, with the values of static ones
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Static:
+    """A static argument among others: a part of their tree, and no leaf."""
+
+    kind: type  # tells 1 from True and 1.0
+    value: Any
 
 
 @dataclass(frozen=True, eq=False)
 class ArgumentSpec:
-    """The arguments of calls of one tree: which leaf goes where; one object a tree, so that it is its own key.
+    """The arguments of calls of one tree: which leaf goes where; one object a tree, so that it is its own key."""
 
-    Attributes:
-      treedef: of (args, kwargs), static ones left out.
-      scattered: which leaves are.
-      broadcast: which leaves are.
-      names: of all leaves, as messages call them.
-      parameters: parameter -> its tree of leaf numbers, for those given.
-      statics: parameter -> value.
-      static_args: position -> value.
-      static_kwargs: keyword -> value.
-      defaults: of the function's parameters.
-    """
-
-    treedef: Any
-    scattered: tuple[int, ...]
-    broadcast: tuple[int, ...]
-    names: tuple[str, ...]
-    parameters: Mapping[str, Any]
-    statics: Mapping[str, Any]
-    static_args: Mapping[int, Any]
-    static_kwargs: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    treedef: Any  # of (args, kwargs), static ones included
+    scattered: tuple[int, ...]  # which leaves are
+    broadcast: tuple[int, ...]  # which leaves are
+    names: tuple[str, ...]  # of all leaves, as messages call them
+    parameters: Mapping[str, Any]  # parameter -> its tree of leaf numbers, for those given that are not static
+    constants: Mapping[str, Any]  # parameter -> value, for static ones and those that have their default
 
     @cached_property
     def scattered_names(self) -> list[str]:
@@ -66,14 +61,14 @@ class ArgumentSpec:
         both = (*scattered, *broadcast)
         return tuple([both[i] for i in self._order])
 
-    def call(self, fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
-        """Call `fn`, static arguments put in."""
-        return fn(*[self.static_args.get(i, arg) for i, arg in enumerate(args)], **{**kwargs, **self.static_kwargs})
 
-    def constants(self, names: Sequence[str]) -> dict[str, Any]:
-        """Of these parameters those that are static, or have their default."""
-        known = {**self.defaults, **self.statics}
-        return {name: known[name] for name in names if name not in self.parameters and name in known}
+def call_with(fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
+    """Call `fn`; static arguments are themselves again."""
+    return fn(*map(_value, args), **{name: _value(argument) for name, argument in kwargs.items()})
+
+
+def _value(argument: Any) -> Any:
+    return argument.value if isinstance(argument, Static) else argument
 
 
 class BoundArguments(NamedTuple):
@@ -169,15 +164,9 @@ class ArgumentBinder:
         """Leaves of a call's arguments, and how they are dealt out."""
         if self._arrays:
             kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
-        statics: tuple[Any, ...] = ()
-        static_args: dict[int, Any] = {}
-        static_kwargs: dict[str, Any] = {}
         if self.static_names:
-            static_args = {i: a for i, a in enumerate(args) if i < len(self.positions) and self._static(i)}
-            static_kwargs = {k: v for k, v in kwargs.items() if k in self.static_names}
-            statics = self._hashable(static_args, static_kwargs)
-            args = tuple(None if i in static_args else a for i, a in enumerate(args))
-            kwargs = {k: None if k in static_kwargs else v for k, v in kwargs.items()}
+            args = tuple(map(self._as_static, args, chain(self.positions, repeat(""))))
+            kwargs = {name: self._as_static(argument, name) for name, argument in kwargs.items()}
         if list in map(type, args) or list in map(type, kwargs.values()):
             try:
                 args = tuple(map(_array_of_numbers, args))
@@ -185,34 +174,30 @@ class ArgumentBinder:
             except ValueError as error:
                 raise ValueError(f"{self.name}: an argument is a list that makes no array: {error}") from None
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        spec = self._specs.get((treedef, statics))
+        spec = self._specs.get(treedef)
         if spec is None:
-            spec = self._specs[treedef, statics] = self._spec(treedef, len(leaves), static_args, static_kwargs)
+            spec = self._specs[treedef] = self._spec(treedef)
             if len(self._specs) > MAX_SPECS:
                 self._specs.popitem(last=False)
         return BoundArguments(spec, leaves)
 
-    def _static(self, position: int) -> bool:
-        return self.positions[position] in self.static_names
-
-    def _hashable(self, args: dict[int, Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        named = {**{self.positions[i]: value for i, value in args.items()}, **kwargs}
-        for parameter, value in named.items():
-            try:
-                hash(value)
-            except TypeError:
-                raise TypeError(
-                    f"{self.name}: the static argument {parameter} is a {type(value).__name__}, which has no hash. "
-                    f'Static ones are compile-time constants; pass arrays as "broadcast".'
-                ) from None
-        return tuple((parameter, type(value), value) for parameter, value in sorted(named.items()))
-
-    def _spec(
-        self, treedef: Any, count: int, static_args: dict[int, Any], static_kwargs: dict[str, Any]
-    ) -> ArgumentSpec:
-        args, kwargs = treedef.unflatten(range(count))
+    def _as_static(self, argument: Any, parameter: str) -> Any:
+        if parameter not in self.static_names:
+            return argument
         try:
-            given = self.signature.bind(*args, **{**kwargs, **dict.fromkeys(static_kwargs)}).arguments
+            hash(argument)
+        except TypeError:
+            raise TypeError(
+                f"{self.name}: the static argument {parameter} is a {type(argument).__name__}, which has no hash. "
+                f'Static ones are compile-time constants; pass arrays as "broadcast".'
+            ) from None
+        return Static(type(argument), argument)
+
+    def _spec(self, treedef: Any) -> ArgumentSpec:
+        places = range(treedef.num_leaves)
+        args, kwargs = treedef.unflatten(places)
+        try:
+            given = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}.") from None
         modes: dict[int, str] = {}
@@ -222,16 +207,15 @@ class ArgumentBinder:
                 names[place] = f"{parameter}{keystr(path)}"
             if parameter not in self.static_names:
                 self._assign(parameter, tree, modes)
+        parameters = {p: tree for p, tree in given.items() if p not in self.static_names}
+        defaults = {p: q.default for p, q in self.parameters.items() if q.default is not q.empty}
         return ArgumentSpec(
             treedef=treedef,
-            scattered=tuple(i for i in range(count) if modes[i] == "scatter"),
-            broadcast=tuple(i for i in range(count) if modes[i] == "broadcast"),
-            names=tuple(names[i] for i in range(count)),
-            parameters={p: tree for p, tree in given.items() if p not in self.static_names},
-            statics={**{self.positions[i]: v for i, v in static_args.items()}, **static_kwargs},
-            static_args=static_args,
-            static_kwargs=static_kwargs,
-            defaults={p: q.default for p, q in self.parameters.items() if q.default is not q.empty},
+            scattered=tuple(i for i in places if modes[i] == "scatter"),
+            broadcast=tuple(i for i in places if modes[i] == "broadcast"),
+            names=tuple(names[i] for i in places),
+            parameters=parameters,
+            constants={p: _value(v) for p, v in {**defaults, **given}.items() if p not in parameters},
         )
 
     def _assign(self, parameter: str, tree: PyTree, modes: dict[int, str]) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial, update_wrapper
 from time import perf_counter
 from typing import Any
 
 import jax
 
-from .._base.errors import SynkError, hide_internal_frames, public_api
-from .._base.jax_context import default_jax_context, has_user_jax_context, is_traced
+from .._base.errors import SynkError, public_api
+from .._base.jax_context import is_traced
 from .._base.old_names import refuse_member
 from .._base.pytree import PyTree
 from .._data.prefetch import Prefetch
@@ -50,7 +50,7 @@ class Function:
         self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
         self._spec, self._binder = spec, binder
         self._plans = PlanCache()
-        functools.update_wrapper(self, spec.fn, updated=())
+        update_wrapper(self, spec.fn, updated=())
 
     def __repr__(self) -> str:
         return f"synk.function({self.name})"
@@ -107,6 +107,7 @@ class Function:
         """The shared variables that it reads and writes, as far as its calls have shown."""
         return self._plans.variables()
 
+    @public_api
     def __call__(
         self,
         *args: Any,
@@ -134,23 +135,32 @@ class Function:
           ValueError: rows differ, nothing is selected, or the ops do not fit the outputs.
           IndexError: the batch names rows that are not there.
         """
-        try:
-            request = RowRequest(batch, batch_s, num_slices)
-            if has_user_jax_context():
-                with default_jax_context():
-                    return self._call(args, kwargs, request, output_subset)
-            return self._call(args, kwargs, request, output_subset)
-        except Exception as error:
-            hide_internal_frames(error)
-            raise
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: RowRequest, subset: Any) -> PyTree:
-        self._refuse_inside()
-        bound = self._binder.bind(args, kwargs)
-        check_slices(request.num_slices, self.name)
+        bound = self._bind(args, kwargs, num_slices)
+        request = RowRequest(batch, batch_s, num_slices)
         if is_traced() or bound.has_tracers:
-            return compose(self._spec, self._plans, bound, request, subset, current_group())
-        return self._launch(bound, request, subset)
+            return compose(self._spec, self._plans, bound, request, output_subset, current_group())
+        return self._launch(bound, request, output_subset)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_slices: Any, call: str = "") -> BoundArguments:
+        """The arguments of a call, none of their leaves looked at; `call` names one that a trace cannot hold."""
+        self._refuse(call)
+        check_slices(num_slices, self.name)
+        return self._binder.bind(args, kwargs)
+
+    def _refuse(self, call: str = "") -> None:
+        current = current_trace()
+        if current is not None:
+            raise SynkError(
+                f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
+                f"Call {self.name}.fn there."
+            )
+        if call and is_traced():
+            raise SynkError(
+                f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
+            )
+
+    def _prepare(self, bound: BoundArguments, request: RowRequest, subset: Any) -> ReadyCall:
+        return prepare(self._spec, self._plans, bound, request, subset, Where(current_group()))
 
     def _launch(self, bound: BoundArguments, request: RowRequest, subset: Any) -> PyTree:
         """Start one call."""
@@ -165,9 +175,6 @@ class Function:
             stats.rows += sum(ready.rows.lengths or ())
             stats.dispatching += perf_counter() - begun - (stats.sending - sending)
             return result
-
-    def _prepare(self, bound: BoundArguments, request: RowRequest, subset: Any) -> ReadyCall:
-        return prepare(self._spec, self._plans, bound, request, subset, Where(current_group()))
 
     @public_api
     def iterate(
@@ -202,32 +209,10 @@ class Function:
           >>> [int(t) for t in total.iterate(x, batches=synk.minibatches(len(x), 4, shuffle=False))]
           [6, 9]
         """
-        self._eagerly("iterate")
-        check_slices(num_slices, self.name)
-        bound = self._binder.bind(args, kwargs)
-        request = RowRequest(num_slices=num_slices)
-
-        def call(bound: BoundArguments, request: RowRequest) -> PyTree:
-            return self._launch(bound, request, output_subset)
-
-        rows = Batches(self._spec, bound, request, current_group())
-        return iterate(rows, batches, prefetch, call, lambda: self._eagerly("iterate"))
-
-    def _refuse_inside(self) -> None:
-        current = current_trace()
-        if current is not None:
-            raise SynkError(
-                f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
-                f"Call {self.name}.fn there."
-            )
-
-    def _eagerly(self, call: str) -> None:
-        """What runs at once cannot be part of a function, or of a transformation."""
-        self._refuse_inside()
-        if is_traced():
-            raise SynkError(
-                f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
-            )
+        bound = self._bind(args, kwargs, num_slices, "iterate")
+        rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), current_group())
+        call = partial(self._launch, subset=output_subset)
+        return iterate(rows, batches, prefetch, call, lambda: self._refuse("iterate"))
 
     @public_api
     def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:
@@ -251,8 +236,8 @@ class Function:
           >>> float(f.serial(np.arange(5.0)))
           2.0
         """
-        self._eagerly("serial")
-        return run_serial(self._runner(args, kwargs, RowRequest(batch, batch_s)), update)
+        bound = self._bind(args, kwargs, 1, "serial")
+        return run_serial(self._runner(bound, RowRequest(batch, batch_s)), update)
 
     @public_api
     def check(
@@ -284,13 +269,11 @@ class Function:
           >>> import jax.numpy as jnp, numpy as np, synk
           >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
         """
-        self._eagerly("check")
-        check_slices(num_slices, self.name)
-        runner = self._runner(args, kwargs, RowRequest(batch, batch_s, num_slices))
+        runner = self._runner(self._bind(args, kwargs, num_slices, "check"), RowRequest(batch, batch_s, num_slices))
         check(runner, replace(self._spec, then=None), Tolerance(rtol, atol))
 
-    def _runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], request: RowRequest) -> Runner:
-        return Runner(self._spec, self._plans, self._binder.bind(args, kwargs), request, current_group())
+    def _runner(self, bound: BoundArguments, request: RowRequest) -> Runner:
+        return Runner(self._spec, self._plans, bound, request, current_group())
 
     @public_api
     def compile(
@@ -308,8 +291,7 @@ class Function:
           As in a call; only trees, shapes and dtypes matter.
 
         Returns:
-          JAX's `Compiled` of the program that runs `fn` (of the last one of several, where rows do not divide or are
-          sliced, it is the one that combines).
+          JAX's `Compiled` of the program that runs `fn`, or where rows are sliced of the one that combines.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
@@ -317,9 +299,7 @@ class Function:
           >>> "HloModule" in f.compile(np.ones(8)).as_text()
           True
         """
-        self._eagerly("compile")
-        bound = self._binder.bind(args, kwargs)
-        check_slices(num_slices, self.name)
+        bound = self._bind(args, kwargs, num_slices, "compile")
         with LOCK:
             request = RowRequest(batch, batch_s, num_slices)
             return self._prepare(bound, request, output_subset).plan.last.compiled

@@ -39,41 +39,24 @@ class RowRequest(NamedTuple):
 
 
 class RowInput(NamedTuple):
-    """One scattered argument.
+    """One scattered argument."""
 
-    Attributes:
-      source: on the host; or the resident array.
-      selection: which rows; of scattered data that keeps its rows, all.
-      feed: how they come.
-      shape: of one row.
-      dtype: as JAX has it.
-      needs_all_to_all: where a global batch picks from scattered rows: how many there are.
-      rows_before: rows of the call that lie before the source's, in other processes.
-    """
-
-    source: Any
-    selection: Selection
-    feed: InputFeed
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    needs_all_to_all: int | None = None
-    rows_before: int = 0
+    source: Any  # on the host; or the resident array
+    selection: Selection  # which rows; of scattered data that keeps its rows, all
+    feed: InputFeed  # how they come
+    shape: tuple[int, ...]  # of one row
+    dtype: np.dtype  # as JAX has it
+    needs_all_to_all: int | None = None  # where a global batch picks from scattered rows: how many there are
+    rows_before: int = 0  # rows of the call that lie before the source's, in other processes
 
 
 class RowInputs(NamedTuple):
-    """The scattered arguments of a call, checked.
+    """The scattered arguments of a call, checked."""
 
-    Attributes:
-      each: one an argument.
-      lengths: rows of each replica; None where nothing has brought any yet.
-      on_replicas: where `batch_s` picks from rows that lie on the replicas.
-      is_process_local: whether each process brings rows of its own.
-    """
-
-    each: tuple[RowInput, ...]
-    lengths: tuple[int, ...] | None
-    on_replicas: ReplicaSelection | None = None
-    is_process_local: bool = False
+    each: tuple[RowInput, ...]  # one an argument
+    lengths: tuple[int, ...] | None  # rows of each replica; None where nothing has brought any yet
+    on_replicas: ReplicaSelection | None = None  # where `batch_s` picks from rows that lie on the replicas
+    is_process_local: bool = False  # whether each process brings rows of its own
 
 
 class Arguments(NamedTuple):
@@ -122,22 +105,14 @@ def check_slices(num_slices: Any, name: str) -> None:
 
 
 class RowCall(NamedTuple):
-    """What the checks of the rows of one call share.
+    """What the checks of the rows of one call share."""
 
-    Attributes:
-      name: of the function.
-      names: of the scattered arguments.
-      leaves: these, looked at.
-      request: which rows.
-      group: which runs them.
-      data_group: which scattered data lies in, where that is another one; then all rows come from the host.
-    """
-
-    name: str
-    names: Sequence[str]
-    leaves: Sequence[Any]
-    request: RowRequest
-    group: Group
+    name: str  # of the function
+    names: Sequence[str]  # of the scattered arguments
+    leaves: Sequence[Any]  # these, looked at
+    request: RowRequest  # which rows
+    group: Group  # which runs them
+    # Which scattered data lies in, where that is another one; then all rows come from the host.
     data_group: Group | None = None
 
 

@@ -20,49 +20,33 @@ from .traces import CallTraces, View
 
 
 class UpdateSlice(NamedTuple):
-    """What a call writes.
+    """What a call writes."""
 
-    Attributes:
-      variable: whose new leaves are `results[start:stop]` of the last program.
-      abstract: of its new state.
-      depends_on: they are equal on all replicas if every one of these is; None: never.
-    """
-
-    variable: Shared
+    variable: Shared  # whose new leaves are `results[start:stop]` of the last program
     start: int
     stop: int
-    abstract: AbstractState
-    depends_on: tuple[Shared, ...] | None
+    abstract: AbstractState  # of its new state
+    depends_on: tuple[Shared, ...] | None  # they are equal on all replicas if every one of these is; None: never
 
 
 @dataclass(frozen=True, eq=False)
 class CallPlan:
-    """How calls of one kind run.
+    """How calls of one kind run."""
 
-    Attributes:
-      launches: the programs that run `fn`, by whether the launch is the first and the sizes of its parts (or, where
-        programs depend on those, the rows of each replica); of a call in one launch the only one, which ends it.
-      finish: the program that combines the states of several, and ends the call.
-      reads: the variables that each program of `launches` takes, and those of the last one.
-      accepts: the states of variables that it is for; of each touched variable those that it was made for.
-      held: the variables that hold rows.
-      layouts: of the variables as programs take them.
-      updates: what the call writes.
-      result: the structure of what it returns.
-      own: which leaves of the result are the first replica's own.
-      outputs: the structure of what `fn` returned.
-    """
-
+    # The programs that run `fn`, by whether the launch is the first and the sizes of its parts (or, where programs
+    # depend on those, the rows of each replica); of a call in one launch the only one, which ends it.
     launches: dict[Any, Executable]
-    finish: Executable | None
+    finish: Executable | None  # the program that combines the states of several, and ends the call
+    # The variables that each program of `launches` takes, and those of the last one.
     reads: tuple[tuple[Shared, ...], tuple[Shared, ...]]
+    # The states of variables that it is for; of each touched variable those that it was made for.
     accepts: dict[Shared, tuple[AbstractState, ...]]
-    held: tuple[Shared, ...]
-    layouts: dict[Shared, Layout]
-    updates: tuple[UpdateSlice, ...]
-    result: ResultSpec
-    own: tuple[int, ...]
-    outputs: OutputSpec
+    held: tuple[Shared, ...]  # the variables that hold rows
+    layouts: dict[Shared, Layout]  # of the variables as programs take them
+    updates: tuple[UpdateSlice, ...]  # what the call writes
+    result: ResultSpec  # the structure of what it returns
+    own: tuple[int, ...]  # which leaves of the result are the first replica's own
+    outputs: OutputSpec  # the structure of what `fn` returned
 
     def program_of(self, j: int, parts: PartRows) -> Executable:
         """Of launch number j of several."""

@@ -28,19 +28,12 @@ from .traces import CallTraces, View
 
 
 class Where(NamedTuple):
-    """Where a call runs, and how it sees what lies elsewhere.
+    """Where a call runs, and how it sees what lies elsewhere."""
 
-    Attributes:
-      group: which runs it.
-      view: of variables, where that is not their own group.
-      data_group: which scattered data lies in, where that is another one.
-      may_donate: whether old values may be overwritten.
-    """
-
-    group: Group
-    view: View | None = None
-    data_group: Group | None = None
-    may_donate: bool = True
+    group: Group  # which runs it
+    view: View | None = None  # of variables, where that is not their own group
+    data_group: Group | None = None  # which scattered data lies in, where that is another one
+    may_donate: bool = True  # whether old values may be overwritten
 
     def state(self, variable: Shared) -> VariableState:
         """What a variable holds, as the call sees it."""

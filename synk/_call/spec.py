@@ -49,29 +49,17 @@ class Stats:
 
 @dataclass(frozen=True, eq=False)
 class FunctionSpec:
-    """What the user asked for.
+    """What the user asked for."""
 
-    Attributes:
-      name: what messages call the function.
-      fn: the user's.
-      ops: a tree of reductions, a prefix of its outputs.
-      then: what follows the combined outputs.
-      then_parameters: (number of outputs) -> the parameters that `then` has after these.
-      engine: how programs are mapped.
-      donate: whether old values of updated variables may be overwritten.
-      stats: what it has done.
-      per_part: whether every output's parts are kept as they come, for `f.check`.
-    """
-
-    name: str
-    fn: Callable[..., PyTree]
-    ops: PyTree
-    then: Callable[..., PyTree] | None
-    then_parameters: Callable[[int], Sequence[str]]
-    engine: str
-    donate: bool
-    stats: Stats
-    per_part: bool = False
+    name: str  # what messages call the function
+    fn: Callable[..., PyTree]  # the user's
+    ops: PyTree  # a tree of reductions, a prefix of its outputs
+    then: Callable[..., PyTree] | None  # what follows the combined outputs
+    then_parameters: Callable[[int], Sequence[str]]  # (number of outputs) -> the parameters that `then` has after these
+    engine: str  # how programs are mapped
+    donate: bool  # whether old values of updated variables may be overwritten
+    stats: Stats  # what it has done
+    per_part: bool = False  # whether every output's parts are kept as they come, for `f.check`
 
     @cached_property
     def gathers(self) -> bool:
@@ -80,53 +68,34 @@ class FunctionSpec:
 
 
 class PartForm(NamedTuple):
-    """What programs depend on of the parts that replicas run.
+    """What programs depend on of the parts that replicas run."""
 
-    Attributes:
-      part_sizes: for the first launch, and for each further kind of launch, the numbers of rows that parts have, most
-        first; which replica has how many is data. ((None,),) where there are no rows.
-      lengths: rows of each replica, where programs depend on them.
-      is_even: whether all replicas have as many rows.
-      num_slices: 1; or, of slices, how many where programs depend on that, else 2.
-    """
-
+    # For the first launch, and for each further kind of launch, the numbers of rows that parts have, most first;
+    # which replica has how many is data. ((None,),) where there are no rows.
     part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
-    lengths: tuple[int, ...] | None = None
-    is_even: bool = True
-    num_slices: int = 1
+    lengths: tuple[int, ...] | None = None  # rows of each replica, where programs depend on them
+    is_even: bool = True  # whether all replicas have as many rows
+    num_slices: int = 1  # 1; or, of slices, how many where programs depend on that, else 2
 
 
 class CallSpec(NamedTuple):
-    """All that the programs of one kind of call depend on, beside the shared variables: the key of its plan.
+    """All that the programs of one kind of call depend on, beside the shared variables: the key of its plan."""
 
-    Attributes:
-      arguments: one object a tree of arguments.
-      options: JAX's trace options.
-      rows: shape and dtype of a row of each scattered argument.
-      feeds: how these come.
-      broadcast: shape, dtype and whether that is weak of each broadcast argument.
-      keys: the PRNG implementation of each argument leaf, in the order of the tree.
-      held_index: how `batch_s` picks from the rows that variables hold.
-      subset: which outputs are asked for.
-      donate: whether old values may be overwritten.
-      part_sizes, lengths, is_even, num_slices: as in `PartForm`.
-      is_composed: whether it is part of an outer transformation.
-    """
-
-    arguments: ArgumentSpec
-    options: tuple[Any, ...]
-    rows: tuple[tuple[tuple[int, ...], np.dtype], ...]
-    feeds: tuple[InputFeed, ...]
+    arguments: ArgumentSpec  # one object a tree of arguments
+    options: tuple[Any, ...]  # JAX's trace options
+    rows: tuple[tuple[tuple[int, ...], np.dtype], ...]  # shape and dtype of a row of each scattered argument
+    feeds: tuple[InputFeed, ...]  # how these come
+    # Shape, dtype and whether that is weak of each broadcast argument.
     broadcast: tuple[tuple[tuple[int, ...], np.dtype, bool], ...]
-    keys: tuple[Any, ...]
-    held_index: IndexKind | None = None
-    subset: tuple[Any, ...] | None = None
-    donate: bool = False
-    part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
+    keys: tuple[Any, ...]  # the PRNG implementation of each argument leaf, in the order of the tree
+    held_index: IndexKind | None = None  # how `batch_s` picks from the rows that variables hold
+    subset: tuple[Any, ...] | None = None  # which outputs are asked for
+    donate: bool = False  # whether old values may be overwritten
+    part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)  # as in `PartForm`
     lengths: tuple[int, ...] | None = None
     is_even: bool = True
     num_slices: int = 1
-    is_composed: bool = False
+    is_composed: bool = False  # whether it is part of an outer transformation
 
     @property
     def row_shapes(self) -> list[jax.ShapeDtypeStruct]:

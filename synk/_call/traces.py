@@ -15,6 +15,7 @@ from .._runtime.group import AXIS
 from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
 from .._variables.state import AbstractState, VariableState
 from .._variables.variable import Shared
+from .binding import call_with
 from .spec import Programmed
 
 View = Callable[[Shared], VariableState]  # of a variable as another group sees it
@@ -64,7 +65,7 @@ class CallTraces:
         rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part)
         request = TraceRequest(
             fn=function.fn,
-            call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),
+            call=lambda *args, **kwargs: call_with(function.fn, args, kwargs),
             arguments=(args, kwargs),
             keys=call.keys,
             pack=partial(pack_outputs, rules),
@@ -123,7 +124,7 @@ class CallTraces:
         numbers = outputs.treedef.unflatten(range(len(shapes)))
         given = numbers if type(numbers) is tuple else (numbers,)
         names = function.then_parameters(len(given))
-        constants = call.arguments.constants(names)
+        constants = {name: call.arguments.constants[name] for name in names if name in call.arguments.constants}
         trees = {name: call.arguments.parameters[name] for name in names if name in call.arguments.parameters}
         at = {place: i for i, place in enumerate(call.arguments.broadcast)}
         extra = [at[place] for place in jax.tree.leaves(trees)]
