@@ -1,8 +1,26 @@
 """Eight virtual CPU devices for every test and docstring; with JAX_PLATFORMS=cuda, what GPUs there are."""
 
 import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
 
 import jax
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
+
+# Compiling is most of what tests do. These leave XLA's own passes and collectives as they are, and turn LLVM's off;
+# XLA_FLAGS= has all of them.
+if jax.config.jax_platforms == "cpu" and "XLA_FLAGS" not in os.environ:
+    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
+        flags.append("--xla_cpu_use_fusion_emitters=false")  # a third of the time; later jaxlibs do not have it
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+
+# What has been compiled once, in this run or an earlier one, is kept beside the interpreter. Tests that count
+# compilations count those that come from there too.
+if jax.config.jax_compilation_cache_dir is None and sys.prefix != sys.base_prefix:
+    jax.config.update("jax_compilation_cache_dir", str(Path(sys.prefix) / "jax-cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,28 +1,16 @@
-"""Every test runs on eight virtual CPU devices; with JAX_PLATFORMS=cuda, on what GPUs there are."""
+"""Groups for tests, none of which is left current; JAX is asked to refuse what it would promote by itself."""
 
-import os
 import signal
-import sys
-from pathlib import Path
 
 import jax
 import pytest
 
 import synk
 
-from .helpers import group_of
+from .helpers import GROUPS, group_of, slow
 
-jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
-jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# Compiling is most of what tests do: what has been compiled once, in this run or an earlier one, is kept beside the
-# interpreter. Tests that count compilations count those that come from there too.
-if jax.config.jax_compilation_cache_dir is None and sys.prefix != sys.base_prefix:
-    jax.config.update("jax_compilation_cache_dir", str(Path(sys.prefix) / "jax-cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # A shell has what runs in the background ignore Ctrl-C, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -36,10 +24,10 @@ def no_group_is_left():
     synk.close()
 
 
-@pytest.fixture(params=[1, 2, 8], ids="replicas={}".format)
+@pytest.fixture(params=[*GROUPS, slow(("devices", 8))], ids="{0[1]} {0[0]}".format)
 def group(request):
-    """Groups of one, two and eight devices."""
-    with group_of("devices", request.param) as group:
+    """Groups of one device, of two, of three replicas on one, and in the slow tests of eight devices."""
+    with group_of(*request.param) as group:
         yield group
 
 

@@ -12,7 +12,7 @@ from synk._data.dataset import resident
 from synk._runtime.dispatch import drain
 from synk._runtime.layout import shards
 
-from .helpers import assert_same, calls, chosen, few, group_of, mapped, numbers
+from .helpers import assert_same, calls, chosen, few, group_of, mapped, numbers, slow
 
 PLACES = ("host", "scatter", "broadcast")
 X = numbers(11)
@@ -40,7 +40,7 @@ def devices():
 # Which rows.
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 2), ("devices", 8), ("simulated", 3)])
+@pytest.mark.parametrize(("kind", "n"), [("devices", 2), ("simulated", 3), slow("devices", 8)])
 @given(data=st.data())
 @few(5)
 def test_rows_are_numpys(kind, n, data):

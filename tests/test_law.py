@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 import synk
 
-from .helpers import KINDS, SIZES, assert_close, calls, chosen, few, group_of, numbers, parts_of
+from .helpers import GROUPS, assert_close, calls, chosen, few, group_of, numbers, parts_of, slow
 
-everywhere = pytest.mark.parametrize(("kind", "n"), [(kind, n) for kind in KINDS for n in SIZES])
+MORE = [("devices", 3), ("devices", 4), ("devices", 8), ("simulated", 1), ("simulated", 8)]
+everywhere = pytest.mark.parametrize(("kind", "n"), [*GROUPS, *(slow(*which) for which in MORE)])
+
 
 OPS = {
     "sum": "sum", "mean": "mean", "avg": "avg", "max": "max", "min": "min", "prod": "prod", "any": "any", "all": "all",
