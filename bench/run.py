@@ -25,6 +25,8 @@ SHORT = {
     "resnet50": "--replicas 1,2 --against 2 --steps 6 --peers",
     "weak": "--rounds 3 --patience 60",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 3",
+    "calls": "--rounds 9",
+    "uneven": "--rounds 9",
     "packing": "--replicas 2 --sizes 16,64,128 --rounds 20",
     "batches": "--replicas 1,2 --rows 20000 --batches 512,4096 --rounds 7",
     "slices": "--replicas 1,2 --slices 1,4 --models CNN --rounds 3",
@@ -37,6 +39,8 @@ TRIAL = {
     "--ways synk,jit(shard_map)",
     "weak": "--rounds 1 --steps 1 --patience 0 --blocks 1 --image 32 --batch-per-replica 4 --ways synk",
     "overhead": "--replicas 1,2 --leaves 10 --rounds 1",
+    "calls": "--rounds 1",
+    "uneven": "--rounds 1",
     "packing": "--replicas 2 --sizes 16 --rounds 3",
     "batches": "--replicas 1,2 --rows 400 --batches 32 --rounds 1",
     "slices": "--replicas 1 --slices 1,4 --models CNN --divide 16 --rounds 1",
@@ -96,6 +100,17 @@ def of_overhead(found):
         yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us); with flat=True {case['flat']:.2f}", ""
 
 
+def of_calls(found):
+    for name, (awaited, in_a_row) in found["ratios"].items():
+        if name != "by hand":
+            yield f"step of 6 leaves on 2 replicas, {name}: awaited, in a row", f"{awaited:.2f}, {in_a_row:.2f}", ""
+
+
+def of_uneven(found):
+    for (name, case), wanted in zip(found["results"].items(), ("<= 1.6", "<= 2.2"), strict=True):
+        yield f"{name}, on 4 replicas", f"{case['ratio']:.2f}", wanted
+
+
 def of_packing(found):
     for case in found["results"]:
         yield f"64 leaves of {case['KB']} KB: packed / alone", f"{case['packed us'] / case['alone us']:.2f}", ""
@@ -147,6 +162,8 @@ ROWS = {
     "resnet50": of_resnet50,
     "weak": of_weak,
     "overhead": of_overhead,
+    "calls": of_calls,
+    "uneven": of_uneven,
     "packing": of_packing,
     "batches": of_batches,
     "slices": of_slices,
