@@ -76,7 +76,7 @@ def test_after_other_systems(name):
 
 def test_every_example_is_run():
     """None is forgotten: each is named by a test."""
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in tests] == []
 
 

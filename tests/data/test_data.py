@@ -12,7 +12,7 @@ from synk._data.dataset import resident
 from synk._runtime.dispatch import drain
 from synk._runtime.layout import shards
 
-from .helpers import assert_same, calls, chosen, few, group_of, mapped, numbers, slow
+from ..helpers import assert_same, calls, chosen, few, group_of, mapped, numbers, slow
 
 PLACES = ("host", "scatter", "broadcast")
 X = numbers(11)

@@ -10,7 +10,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_close, group_of, numbers, parts_of
+from ..helpers import assert_close, group_of, numbers, parts_of
 
 X, W = numbers(9), np.array([2.0, 3.0], np.float32)
 S = np.float32

@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_close, group_of, numbers, parts_of
+from ..helpers import assert_close, group_of, numbers, parts_of
 
 ROWS = [1, 3, 4, 9]
 

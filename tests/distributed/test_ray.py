@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("ray", reason="install the extra `ray`, on Python 3.11")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_a_worker_is_killed():

@@ -12,7 +12,7 @@ from synk._data import exchange
 from synk._data.dataset import resident
 from synk._runtime.executable import Executable, ProgramSpec
 
-from .helpers import assert_same, group_of, mapped, numbers
+from ..helpers import assert_same, group_of, mapped, numbers
 
 built = []
 jax.monitoring.register_event_duration_secs_listener(

@@ -10,7 +10,7 @@ from jax import lax
 
 import synk
 
-from .helpers import assert_close, group_of, numbers, parts_of
+from ..helpers import assert_close, group_of, numbers, parts_of
 
 # Reading: `w.value` inside a transformation is the value of this call. Each gives x times w.
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import synk
 
-from .helpers import assert_close, chosen, group_of, numbers, parts_of
+from ..helpers import assert_close, chosen, group_of, numbers, parts_of
 
 VALUES = numbers(4, 3)  # one row a replica
 

@@ -16,8 +16,8 @@ import pytest
 
 import synk
 
-from .gang import ROOT
-from .helpers import assert_same, group_of
+from ..distributed.gang import ROOT
+from ..helpers import assert_same, group_of
 
 DTYPES = [
     "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "complex64",

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 PROGRAMS = Path(__file__).with_name("gang_programs.py")
-ROOT = PROGRAMS.parent.parent
+ROOT = PROGRAMS.parent.parent.parent
 
 
 class Ended(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 import synk
 from synk._data import host_buffers
 
-from .helpers import assert_same, group_of, numbers
+from ..helpers import assert_same, group_of, numbers
 
 ROWS, COLUMNS = 4096, 48  # of 768 KiB in all: memory that is kept, not allocated each time
 PLACES = ("raw", "host", "scatter", "broadcast")

@@ -9,7 +9,7 @@ import pytest
 
 import synk
 
-from .helpers import group_of, numbers
+from ..helpers import group_of, numbers
 
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 TUPLE = re.compile(r"= \(.*?\) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")

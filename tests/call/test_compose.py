@@ -8,7 +8,7 @@ from jax import lax
 
 import synk
 
-from .helpers import assert_close, chosen, group_of, numbers
+from ..helpers import assert_close, chosen, group_of, numbers
 
 W = np.array([0.5, -1.0], np.float32)
 X = numbers(9)

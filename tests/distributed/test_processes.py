@@ -21,9 +21,9 @@ from synk._distributed import preemption
 from synk._distributed.launcher import main
 from synk._distributed.liveness import EXIT_PEER_FAILED
 
+from ..helpers import group_of
 from . import gang
 from .gang_programs import CASES, DISAGREEMENTS, said
-from .helpers import group_of
 
 FOUR = pytest.param("4x1", marks=pytest.mark.slow)  # which compile everything four times
 SPLITS = ("2x1", "2x2", FOUR)  # processes x devices

@@ -10,7 +10,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_same, group_of, numbers
+from ..helpers import assert_same, group_of, numbers
 
 PLACES = ("raw", "host", "scatter", "broadcast")
 BATCHES = {"all": None, "slice": slice(2, 6), "backwards": slice(7, 3, -1), "indexes": [5, 0, 5, -1]}

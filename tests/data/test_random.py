@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_close, group_of
+from ..helpers import assert_close, group_of
 
 
 def dropped(x, keys):

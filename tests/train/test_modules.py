@@ -10,7 +10,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_close, numbers, parts_of
+from ..helpers import assert_close, numbers, parts_of
 
 
 @pytest.fixture(autouse=True)

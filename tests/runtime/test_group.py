@@ -10,7 +10,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_close, numbers
+from ..helpers import assert_close, numbers
 
 
 def run(code, **environment):

@@ -6,7 +6,7 @@ import pytest
 
 import synk
 
-from .helpers import mapped, numbers
+from ..helpers import mapped, numbers
 
 HOW = {
     "numpy": lambda x: x,

@@ -13,7 +13,7 @@ from flax import linen as nn
 import synk
 import synk.train
 
-from .helpers import assert_close, group_of, numbers, parts_of
+from ..helpers import assert_close, group_of, numbers, parts_of
 
 START = {"w": np.array([0.5, -1.0], np.float32), "b": np.float32(0.25)}
 W, B = np.array([1.0, 0.5], np.float32), 0.1

@@ -15,7 +15,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_same, group_of, numbers
+from ..helpers import assert_same, group_of, numbers
 
 X = numbers(11)
 PLACES = ("raw", "host", "scatter", "broadcast")

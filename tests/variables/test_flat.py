@@ -8,7 +8,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_same, group_of, numbers
+from ..helpers import assert_same, group_of, numbers
 
 KINDS = pytest.mark.parametrize(("kind", "n"), [("devices", 4), ("simulated", 3)])
 

@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from .helpers import group_of, numbers
+from ..helpers import group_of, numbers
 
 OPS = ("sum", "mean", "max", "min", "prod", "any", "all", "concat", "mean")
 

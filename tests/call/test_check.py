@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from .helpers import assert_close, group_of, numbers
+from ..helpers import assert_close, group_of, numbers
 
 X = numbers(9)
 
