@@ -17,14 +17,10 @@ LOCK = threading.RLock()
 # A CPU device admits 32 computations, and below jaxlib 0.12 one more multi-device program that is not awaited wedges
 # its thread pool for good. Four in flight keep every core busy.
 MAX_IN_FLIGHT = 4
-_LIMITED_JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 12)
+JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2])
+CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
 _in_flight: deque[tuple[Any, Callable[[Exception], None]]] = deque()  # Any: is_ready() is not typed
-
-
-def limits_in_flight(platform: str, devices: int) -> bool:
-    """Can launches that nobody waits for wedge these devices?"""
-    return _LIMITED_JAXLIB and platform == "cpu" and devices > 1
 
 
 def wait_for_capacity(is_limited: bool) -> None:
