@@ -28,9 +28,9 @@ def init(
     process_id: int | None = None,
     watchdog: float | None = None,
     exit_hook: bool = True,
-    heartbeat: int = liveness.HEARTBEAT,
-    shutdown: int = liveness.SHUTDOWN,
-    start: int = liveness.START,
+    heartbeat: int = 30,
+    shutdown: int = 30,
+    start: int = 120,
 ) -> Group:
     """Make a group of devices and make it the current one.
 
@@ -92,9 +92,6 @@ def simulate(n: int) -> Group:
     Args:
       n: how many replicas, >= 1.
 
-    Returns:
-      The group.
-
     Raises:
       ValueError: `n` is below 1.
       TypeError: `n` is no integer.
@@ -126,8 +123,7 @@ def group() -> Group:
 def close() -> None:
     """Wait for running work and forget the current group; the next use makes a new one.
 
-    Raises:
-      SynkError: never; a program that died is reported where its results are read.
+    It raises nothing: a program that died is reported where its results are read.
 
     Example:
       >>> import synk

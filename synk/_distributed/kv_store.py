@@ -36,7 +36,6 @@ def list(folder: str) -> dict[str, str]:
 
 
 def delete(key: str) -> None:
-    """Forget."""
     _client().key_value_delete(key)
 
 

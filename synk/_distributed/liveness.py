@@ -19,9 +19,6 @@ from .._runtime.dispatch import JAXLIB
 from . import kv_store
 from .agreement import PEERS, failure_notice
 
-HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
-SHUTDOWN = 30  # seconds to wait for the others at the end
-START = 120  # seconds to wait for them at the start
 BEAT = 0.5  # seconds between looks at process 0
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
 

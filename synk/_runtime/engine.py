@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 from .group import AXIS, Group
-from .layout import Layout, sharding_of
+from .layout import Layouts, sharding_of
 
 Body: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 
-def spmd(group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout], engine: str = "shard_map") -> Body:
+def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "shard_map") -> Body:
     """Map a body of one replica's arrays over a group, for use under `jax.jit`; results are stacked or replicated."""
     if group.is_simulated:
         engine = "vmap"
@@ -23,7 +23,7 @@ def spmd(group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout]
     return ENGINES[engine](group, body, ins, outs)
 
 
-def _by_shard_map(group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout]) -> Body:
+def _by_shard_map(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
     def block(*args: jax.Array) -> tuple[jax.Array, ...]:
         results = body(*(a[0] if layout == "stacked" else a for a, layout in zip(args, ins, strict=True)))
         return tuple(r[None] if layout == "stacked" else r for r, layout in zip(results, outs, strict=True))
@@ -33,7 +33,7 @@ def _by_shard_map(group: Group, body: Body, ins: Sequence[Layout], outs: Sequenc
     return jax.shard_map(block, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _by_pmap(group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout]) -> Body:
+def _by_pmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
     mapped = jax.pmap(
         lambda _, *args: tuple(body(*args)),  # pmap wants at least one mapped argument
         axis_name=AXIS,
@@ -45,7 +45,7 @@ def _by_pmap(group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Lay
     return lambda *args: mapped(ranks, *_per_replica(group, args, ins))
 
 
-def _by_vmap(group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout]) -> Body:
+def _by_vmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
     mapped = jax.vmap(lambda *args: tuple(body(*args)), in_axes=_axes(ins), axis_name=AXIS, axis_size=group.size)
 
     def call(*args: jax.Array) -> tuple[jax.Array, ...]:
@@ -55,11 +55,11 @@ def _by_vmap(group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Lay
     return call
 
 
-def _axes(layouts: Sequence[Layout]) -> tuple[int | None, ...]:
+def _axes(layouts: Layouts) -> tuple[int | None, ...]:
     return tuple(None if layout == "replicated" else 0 for layout in layouts)
 
 
-def _per_replica(group: Group, args: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
+def _per_replica(group: Group, args: Sequence[jax.Array], layouts: Layouts) -> list[jax.Array]:
     """With rows cut into one entry a replica."""
     n = group.size
     return [
@@ -68,7 +68,7 @@ def _per_replica(group: Group, args: Sequence[jax.Array], layouts: Sequence[Layo
     ]
 
 
-ENGINES: dict[str, Callable[[Group, Body, Sequence[Layout], Sequence[Layout]], Body]] = {
+ENGINES: dict[str, Callable[[Group, Body, Layouts, Layouts], Body]] = {
     "shard_map": _by_shard_map,
     "pmap": _by_pmap,
     "vmap": _by_vmap,

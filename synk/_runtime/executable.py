@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .dispatch import LOCK, ignore_failure, track, wait_for_capacity
+from .dispatch import IN_FLIGHT, LOCK, OnFailure, ignore_failure, wait_for_capacity
 from .engine import Body, spmd
 from .group import AXIS, Group
-from .layout import Layout, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
+from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
 from .watchdog import WATCHDOG
 
 
@@ -23,9 +23,9 @@ class ProgramSpec:
     """What is compiled; arguments come in lists."""
 
     body: Body  # takes one replica's arrays, all lists one after another, and returns its results
-    ins: Sequence[Sequence[Layout]]
+    ins: Sequence[Layouts]
     shapes: Sequence[Sequence[jax.ShapeDtypeStruct]]  # global ones
-    outs: Sequence[Layout]
+    outs: Layouts
     donate: tuple[int, ...] = ()  # which lists may be overwritten
     engine: str = "shard_map"
     name: str = ""  # what messages call it
@@ -37,46 +37,39 @@ class Executable:
 
     def __init__(self, group: Group, spec: ProgramSpec) -> None:
         structs = [
-            [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(shapes, ins, strict=True)]
-            for shapes, ins in zip(spec.shapes, spec.ins, strict=True)
+            [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(*each, strict=True)]
+            for each in zip(spec.shapes, spec.ins, strict=True)
         ]
         engine = None if spec.is_mapped else spec.engine
-        jitted = _jit(group, spec.body, [*chain(*spec.ins)], spec.outs, engine, spec.donate)
-        lowered = jitted.lower(*structs)
+        lowered = _jit(group, spec.body, [*chain(*spec.ins)], spec.outs, engine, spec.donate).lower(*structs)
         self.group, self.name = group, spec.name
         if group.is_multi_process:
             self.name += f"({describe_shapes([*chain(*structs)])})"
             group.peers.agree(self.name, lowered.as_text())
         self.compiled = lowered.compile()
 
-    def launch(
-        self, args: Sequence[Sequence[Any]], on_failure: Callable[[Exception], None] = ignore_failure
-    ) -> list[jax.Array]:
+    def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
         """Start the program on its lists of arguments; `on_failure` is told should it die later."""
-        return _launch(self.group, self.name, lambda: self.compiled(*args), on_failure)
+        return _launch(self.group, self.name, self.compiled, args, on_failure)
 
 
-def _launch(
-    group: Group, name: str, run: Callable[[], list[jax.Array]], on_failure: Callable[[Exception], None]
-) -> list[jax.Array]:
+def _launch(group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure) -> list[jax.Array]:
     """The one place that starts programs."""
     wait_for_capacity(group.limits_in_flight)
     WATCHDOG.rearm()
     group.peers.before_launch(name)
     try:
-        results = run()
+        results = run(*args)
     except Exception as error:  # on CPU it may be here that another process is found gone
         gone = group.peers.explain(error)
         if gone is None or gone is error:
             raise
         raise gone from error
-    track(results.pop(), on_failure)
+    IN_FLIGHT.append((results.pop(), on_failure))
     return results
 
 
-def _jit(
-    group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout], engine: str | None, donate: tuple[int, ...]
-) -> Any:
+def _jit(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str | None, donate: tuple[int, ...]) -> Any:
     """Under `jax.jit`, with an extra scalar output per replica. We wait on it to know that the program has finished;
     real outputs may be donated or deleted by then."""
 
@@ -92,9 +85,7 @@ def _jit(
     return jax.jit(of_lists, donate_argnums=donate, out_shardings=[sharding_of(group, each) for each in layouts])
 
 
-def run_collective(
-    group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout], args: Sequence[Any]
-) -> list[jax.Array]:
+def run_collective(group: Group, body: Body, ins: Layouts, outs: Layouts, args: Sequence[Any]) -> list[jax.Array]:
     """Run a small program of synk's own; it is kept by `body`, so give one that lasts."""
     args = list(args)
     with LOCK:
@@ -105,7 +96,7 @@ def run_collective(
             name = f"{module.strip('_')}.{function.strip('_')}({describe_shapes(args)})"
             key = ("agreed", tuple(ins), tuple(outs), tuple((a.shape, a.dtype) for a in args))
             group.cached(body, key, lambda: group.peers.agree(name, jitted.lower(args).as_text()))
-        return _launch(group, name, lambda: jitted(args), ignore_failure)
+        return _launch(group, name, jitted, [args], ignore_failure)
 
 
 def relayout(group: Group, leaves: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:

@@ -14,8 +14,7 @@ from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._base.errors import SynkError
 from .dispatch import CPU_CAN_WEDGE
@@ -38,7 +37,6 @@ class Peers:
 
     def explain(self, error: BaseException) -> SynkError | None:
         """An error of the communication between processes as synk's; None where it is another."""
-        return None
 
     def run_on_process_0(self, act: Callable[[], str], what: str) -> str:
         """Let process 0 act, and tell every process its result or its error."""
@@ -104,12 +102,12 @@ class Group:
     @cached_property
     def stacked(self) -> NamedSharding:
         """The sharding of an array with axis 0 over the replicas."""
-        return NamedSharding(self.mesh, P() if self.is_simulated else P(AXIS))
+        return NamedSharding(self.mesh, PartitionSpec() if self.is_simulated else PartitionSpec(AXIS))
 
     @cached_property
     def replicated(self) -> NamedSharding:
         """The sharding of a value that all replicas share."""
-        return NamedSharding(self.mesh, P())
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
     def limits_in_flight(self) -> bool:

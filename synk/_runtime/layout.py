@@ -7,7 +7,6 @@ Between programs an array is *stacked* (one entry a replica on axis 0), *rows* (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -18,10 +17,11 @@ from .dispatch import LOCK
 from .group import Group
 
 Layout: TypeAlias = Literal["replicated", "stacked", "rows"]
+Layouts: TypeAlias = Sequence[Layout]
 
 
 def layouts(layout: Layout, count: int) -> list[Layout]:
-    """Those of so many arrays, typed as a list of strings is not."""
+    """The layouts of so many arrays."""
     return [layout] * count
 
 
@@ -38,14 +38,10 @@ def put(group: Group, value: Any, layout: Layout) -> jax.Array:
     if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
         group.peers.before_launch(f"an argument ({describe_shapes([value])}) moved to its place")
         with LOCK:  # awaited, so it need not be counted among those in flight
-            return jax.block_until_ready(_reshard(where)(value))
+            reshard = group.cached(group, where, lambda: jax.jit(lambda value: value, out_shardings=where))
+            return jax.block_until_ready(reshard(value))
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, where, host.__getitem__)
-
-
-@lru_cache(maxsize=256)
-def _reshard(where: NamedSharding) -> Any:
-    return jax.jit(lambda value: value, out_shardings=where)
 
 
 def replicate(group: Group, leaf: Any) -> jax.Array:
@@ -68,13 +64,11 @@ def shards(group: Group, array: jax.Array) -> list[jax.Array]:
 
 
 def shard_of_rank(group: Group, array: jax.Array, rank: int) -> jax.Array:
-    """One replica's own value of a result that claims to be replicated."""
+    """What lies on the device of one replica, of this process; simulated ones share it."""
     return array if group.is_simulated else shards(group, array)[rank - group.local_ranks.start]
 
 
-def local_replica_to_host(
-    group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None = None
-) -> np.ndarray:
+def local_replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
     """The entry of a replica of this process in host memory, cut to so many rows; a view on CPU."""
     entry = np.asarray(shard_of_rank(group, array, rank))
     if layout != "replicated":

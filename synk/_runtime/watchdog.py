@@ -10,9 +10,8 @@ from time import monotonic
 class Watchdog:
     """Ends this process, with the stacks of all its threads, once nothing has run for so many seconds."""
 
-    def __init__(self) -> None:
-        self._seconds: float | None = None
-        self._armed = 0.0
+    _seconds: float | None = None
+    _armed = 0.0
 
     def start(self, seconds: float) -> None:
         """Count from now on."""
