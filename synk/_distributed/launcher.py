@@ -88,13 +88,7 @@ def run(options: argparse.Namespace, attempt: int, logs: Path, signals: list[int
         for reader in readers:
             reader.join(5)
         signal.signal(signal.SIGTERM, before)
-    if not failed:
-        return 0
-    first = _first_failure(failed, stuck, ended_by_runtime)
-    how = f"was ended by {signal.Signals(-first.code).name}" if first.code < 0 else f"exited with {first.code}"
-    how = "was stuck" if first.code == EXIT_TIMEOUT else how
-    print(f"synk: process {first.rank} failed first: it {how} after {first.seconds:.1f} s", flush=True)
-    return first.code
+    return _blame(failed, stuck, ended_by_runtime) if failed else 0
 
 
 def _start(options: argparse.Namespace, attempt: int, rank: int, port: int) -> subprocess.Popen[str]:
@@ -128,12 +122,17 @@ def _watch(gang: Sequence[subprocess.Popen[str]]) -> tuple[list[Ended], list[int
         sleep(0.02)
 
 
-def _first_failure(failed: Sequence[Ended], stuck: Sequence[int], ended_by_runtime: set[int]) -> Ended:
-    """Whom to blame. An end is seen a little late, and process 0 lets others go first: none that follows another."""
+def _blame(failed: Sequence[Ended], stuck: Sequence[int], ended_by_runtime: set[int]) -> int:
+    """Name whom to blame; its code. An end is seen a little late, and process 0 lets others go first: none that follows
+    another."""
     causes = [ended for ended in failed if ended.code != EXIT_PEER_FAILED and ended.rank not in ended_by_runtime]
+    rank, code, seconds = min(causes or failed, key=lambda ended: ended.seconds)
     if stuck and not causes:  # for want of its heartbeat the others were ended
-        return Ended(stuck[0], EXIT_TIMEOUT, failed[0].seconds)
-    return min(causes or failed, key=lambda ended: ended.seconds)
+        rank, code, seconds = stuck[0], EXIT_TIMEOUT, failed[0].seconds
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    how = "was stuck" if code == EXIT_TIMEOUT else how
+    print(f"synk: process {rank} failed first: it {how} after {seconds:.1f} s", flush=True)
+    return code
 
 
 def _copy_output(process: subprocess.Popen[str], rank: int, log: Path, ended_by_runtime: set[int]) -> None:

@@ -195,7 +195,7 @@ CURRENT = _CurrentGroup()
 
 def current_group() -> Group:
     """The current group, made of all devices on first use."""
-    return CURRENT.group if CURRENT.group is not None else CURRENT.make_default()
+    return CURRENT.group or CURRENT.make_default()
 
 
 def make_group(devices: tuple[Device, ...], is_simulated: bool, peers: Peers | None = None) -> Group:
