@@ -19,8 +19,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 BASE, CORE = ["_base"], ["_base", "_runtime"]
 ROOMS = {
     "_base": ([], "jax_context errors old_names pytree partition"),
-    "_runtime": (BASE, "dispatch group layout engine executable"),
-    "_distributed": (CORE, "kv_store watchdog agreement liveness preemption launcher init"),
+    "_runtime": (BASE, "watchdog dispatch group layout engine executable"),
+    "_distributed": (CORE, "kv_store agreement liveness preemption launcher init"),
     "_reductions": (CORE, "collectives reduction outputs"),
     "_tracing": (CORE, "context tracer"),
     "_data": (

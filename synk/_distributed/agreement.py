@@ -14,7 +14,6 @@ import jax
 from .._base.errors import DisagreementError, PeerError, SynkError
 from .._runtime.group import Peers
 from . import kv_store
-from .watchdog import WATCHDOG
 
 PATIENCE = 1.0  # seconds between looks at what keeps another process
 
@@ -27,25 +26,15 @@ _START_AGAIN = "This group cannot go on: start all its processes again, from the
 
 
 class JaxPeers(Peers):
-    """The processes of `jax.distributed`. There is one, since programs of all groups are counted in one order.
-
-    Attributes:
-      launches: how many programs all processes have launched, and what messages call the last one.
-      ended: why the group has come to an end, as far as this process knows; None while it goes on.
-    """
+    """The processes of `jax.distributed`. There is one, since programs of all groups are counted in one order."""
 
     def __init__(self) -> None:
-        self.launches: tuple[int, str] = (0, "")
-        self.ended: SynkError | None = None
+        self.launches = (0, "")  # how many programs all processes have launched, and what messages call the last one
+        self.ended: SynkError | None = None  # why the group has come to an end, as far as this process knows
         self._agreements = 0  # since the last launch
         self._acts = 0  # of process 0, for all
 
-    def rearm_watchdog(self) -> None:
-        """Something is about to run."""
-        WATCHDOG.rearm_watchdog()
-
     def before_launch(self, what: str) -> None:
-        """Count a launch that every process makes; `SYNK_CHECK=1` compares each."""
         if self.ended is not None:
             raise self.ended
         if os.environ.get("SYNK_CHECK", "0") not in ("", "0"):
@@ -53,12 +42,6 @@ class JaxPeers(Peers):
         self.launches, self._agreements = (self.launches[0] + 1, what), 0
 
     def agree(self, what: str, text: str) -> None:
-        """Wait until every process is about to run this; DisagreementError where one is not.
-
-        Args:
-          what: what messages say of it.
-          text: all that must be equal.
-        """
         me, number = jax.process_index(), self.launches[0] + 1
         self._agreements += 1
         key = f"synk/agree/{number}.{self._agreements}"
@@ -71,12 +54,7 @@ class JaxPeers(Peers):
         if self._agreements == 1 and number > 2:  # which all have read, as they have come to this number
             kv_store.delete(f"synk/agree/{number - 2}.1/{me}")
 
-    def of_one_process(self) -> Peers:
-        """A group within this process waits for no other, but its launches rearm the watchdog."""
-        return WATCHDOG
-
     def run_on_process_0(self, act: Callable[[], str], what: str) -> str:
-        """Let process 0 act, and tell every process its result or its error."""
         self._acts += 1
         key = f"synk/act/{self._acts}"
         if jax.process_index() == 0:
@@ -97,14 +75,12 @@ class JaxPeers(Peers):
         return published[1:]
 
     def explain(self, error: BaseException) -> SynkError | None:
-        """An error of the communication between processes as synk's; None where it is another."""
         if isinstance(error, PeerError | DisagreementError):
             return error
         if not kv_store.is_running() or not _GONE.search(str(error)):
             return None
         for _ in range(10):  # who fails publishes why just before it goes
-            end = self._find_end()
-            if end is not None:
+            if (end := self._find_end()) is not None:
                 return end
             sleep(0.05)
         first = re.sub(r"(Error dispatching computation: )+", "", str(error).strip().splitlines()[0])[:200]
@@ -121,17 +97,15 @@ class JaxPeers(Peers):
     def _published(self, key: str, rank: int, what: str) -> str:
         """What another process is about to run, once it has published it."""
         while True:
-            value = kv_store.wait(f"{key}/{rank}", PATIENCE)
-            if value is not None:
+            if (value := kv_store.wait(f"{key}/{rank}", PATIENCE)) is not None:
                 return value
             self._raise_if_ended()
             at = kv_store.get(f"synk/at/{rank}")
-            if at is None or int(at.split(" ", 1)[0]) <= self.launches[0]:
-                continue
-            if kv_store.get(f"{key}/{rank}") is None:
+            number, other = (at or "0 ").split(" ", 1)
+            if int(number) > self.launches[0] and kv_store.get(f"{key}/{rank}") is None:
                 self._disagree(
                     f"processes run different programs. process {jax.process_index()}: {what}; process {rank} has gone "
-                    f"on with: {at.split(' ', 1)[1]}. {_SAME_CALLS}"
+                    f"on with: {other}. {_SAME_CALLS}"
                 )
 
     def _disagree(self, message: str) -> None:
@@ -139,8 +113,7 @@ class JaxPeers(Peers):
         raise self.end(DisagreementError(message))
 
     def _raise_if_ended(self) -> None:
-        error = self._find_end()
-        if error is not None:
+        if (error := self._find_end()) is not None:
             raise error
 
     def _find_end(self) -> SynkError | None:
@@ -157,8 +130,7 @@ PEERS = JaxPeers()
 
 def failure_notice(published: Mapping[str, str]) -> SynkError | None:
     """What other processes have published of their end (by rank) as an error; None where there is nothing."""
-    message = kv_store.get("synk/disagreed")
-    if message is not None:
+    if (message := kv_store.get("synk/disagreed")) is not None:
         return DisagreementError(message)
     whys = {rank: why for rank, why in published.items() if rank != str(jax.process_index())}
     return _peer_failed(whys) if whys else None
@@ -171,13 +143,14 @@ def _peer_failed(whys: Mapping[str, str]) -> PeerError:
 
 def _differences(published: Sequence[str]) -> str:
     """Who is about to run what; each has published a digest and a name."""
-    ranks: dict[str, list[int]] = {}
+    ranks: dict[tuple[str, str], list[str]] = {}
     for rank, value in enumerate(published):
-        ranks.setdefault(value, []).append(rank)
-    have_names = len({value.split(" ", 1)[1] for value in ranks}) > 1
+        digest, _, name = value.partition(" ")
+        ranks.setdefault((digest, name), []).append(str(rank))
+    have_names = len({name for _, name in ranks}) > 1
     sides = "; ".join(
-        f"process {', '.join(map(str, who))}: {value.split(' ', 1)[1]}{'' if have_names else f' [{value[:8]}]'}"
-        for value, who in ranks.items()
+        f"process {', '.join(who)}: {name}{'' if have_names else f' [{digest[:8]}]'}"
+        for (digest, name), who in ranks.items()
     )
     more = "" if have_names else " Their programs differ in what they compute (constants, operations)."
     return f"processes are about to run different programs. {sides}.{more} {_SAME_CALLS}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +13,9 @@ import numpy as np
 from .._base.errors import public_api
 from .._runtime.dispatch import drain
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
-from . import liveness
+from .._runtime.watchdog import WATCHDOG
+from . import kv_store, liveness
 from .agreement import PEERS
-from .watchdog import WATCHDOG
 
 
 @public_api
@@ -27,9 +28,9 @@ def init(
     process_id: int | None = None,
     watchdog: float | None = None,
     exit_hook: bool = True,
-    heartbeat: int = liveness.HEARTBEAT,
-    shutdown: int = liveness.SHUTDOWN,
-    start: int = liveness.START,
+    heartbeat: int = 30,
+    shutdown: int = 30,
+    start: int = 120,
 ) -> Group:
     """Make a group of devices and make it the current one.
 
@@ -67,14 +68,17 @@ def init(
       ...     group.size
       1
     """
-    _check_watchdog(watchdog)
+    if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
+        raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     if distributed:
-        liveness.start(
-            liveness.StartOptions(coordinator, num_processes, process_id, exit_hook, heartbeat, shutdown, start)
-        )
+        liveness.initialize(coordinator, num_processes, process_id, heartbeat, shutdown, start)
+        liveness.attend(exit_hook, shutdown)
     elif (coordinator, num_processes, process_id) != (None, None, None):
         raise ValueError("synk.init: coordinator, num_processes and process_id go with distributed=True.")
-    WATCHDOG.start(watchdog)
+    if watchdog is not None:
+        # Process 0 ends last: it takes the store along, and with it those that have yet to show their stacks.
+        is_last = kv_store.is_running() and jax.process_count() > 1 and jax.process_index() == 0
+        WATCHDOG.start(watchdog + kv_store.NOTICE_SECONDS * is_last)
     return _use(_chosen_devices(devices, distributed))
 
 
@@ -87,9 +91,6 @@ def simulate(n: int) -> Group:
 
     Args:
       n: how many replicas, >= 1.
-
-    Returns:
-      The group.
 
     Raises:
       ValueError: `n` is below 1.
@@ -122,8 +123,7 @@ def group() -> Group:
 def close() -> None:
     """Wait for running work and forget the current group; the next use makes a new one.
 
-    Raises:
-      SynkError: never; a program that died is reported where its results are read.
+    It raises nothing: a program that died is reported where its results are read.
 
     Example:
       >>> import synk
@@ -145,7 +145,7 @@ def _use(devices: tuple[Device, ...], is_simulated: bool = False) -> Group:
             f"synk.init: of the devices {devices}, those of one process must stand together, and each process that "
             f"runs this needs one; this is process {here}."
         )
-    return CURRENT.use(make_group(devices, is_simulated, WATCHDOG if len(local) == len(devices) else PEERS))
+    return CURRENT.use(make_group(devices, is_simulated, PEERS if len(local) < len(devices) else None))
 
 
 def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
@@ -165,34 +165,25 @@ def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
 
 
 def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
-    """The first n devices; made, where they are virtual CPU devices that JAX has not counted yet."""
+    """The first n devices; made, where they are virtual CPU devices whose number neither user nor backend has fixed."""
     _check_count("synk.init", n)
-    if not is_distributed:
-        _ask_for_cpu_devices(n)
+    chosen = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are not typed
+    if not is_distributed and chosen == -1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # the backend has started: its devices are what there is
+            jax.config.update("jax_num_cpu_devices", n)
     have = jax.devices()
-    if len(have) < n and have[0].platform == "cpu":
+    if len(have) >= n:
+        return tuple(have[:n])
+    if have[0].platform == "cpu":
         raise ValueError(
             f"synk.init: {n} replicas were asked for, but JAX has started with {len(have)} CPU device(s). "
             f"Set JAX_NUM_CPU_DEVICES={n} before Python starts, call synk.init({n}) before any other use of JAX, "
             f"or use synk.simulate({n})."
         )
-    if len(have) < n:
-        raise ValueError(
-            f"synk.init: {n} replicas were asked for, but there are {len(have)} {have[0].platform} device(s). "
-            f"Ask for at most {len(have)}, or use synk.simulate({n})."
-        )
-    return tuple(have[:n])
-
-
-def _ask_for_cpu_devices(n: int) -> None:
-    """Set the number of CPU devices where neither the user nor a started backend has fixed it."""
-    chosen = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are not typed
-    if chosen != -1 or "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return
-    try:
-        jax.config.update("jax_num_cpu_devices", n)
-    except RuntimeError:  # the backend has started: its devices are what there is
-        return
+    raise ValueError(
+        f"synk.init: {n} replicas were asked for, but there are {len(have)} {have[0].platform} device(s). "
+        f"Ask for at most {len(have)}, or use synk.simulate({n})."
+    )
 
 
 def _check_count(call: str, n: int) -> None:
@@ -200,8 +191,3 @@ def _check_count(call: str, n: int) -> None:
         raise TypeError(f"{call}: the number of replicas is {n!r}; give an integer >= 1.")
     if n < 1:
         raise ValueError(f"{call}: {n} replicas were asked for; give an integer >= 1.")
-
-
-def _check_watchdog(seconds: Any) -> None:
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0):
-        raise ValueError(f"synk.init: watchdog is {seconds!r}; give seconds > 0, or None.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from jax._src import distributed  # noqa: TID251  # the runtime's client has no public name
@@ -21,22 +22,12 @@ def put(key: str, value: str) -> None:
 
 def get(key: str) -> str | None:
     """Read; None where nothing has been written yet."""
-    try:
-        return _client().key_value_try_get(key)
-    except Exception as error:
-        if "NOT_FOUND" in str(error):
-            return None
-        raise
+    return _unless("NOT_FOUND", lambda: _client().key_value_try_get(key))
 
 
 def wait(key: str, seconds: float) -> str | None:
     """Read as soon as it is written; None where that takes longer."""
-    try:
-        return _client().blocking_key_value_get(key, int(seconds * 1000))
-    except Exception as error:
-        if "DEADLINE_EXCEEDED" in str(error):
-            return None
-        raise
+    return _unless("DEADLINE_EXCEEDED", lambda: _client().blocking_key_value_get(key, int(seconds * 1000)))
 
 
 def list(folder: str) -> dict[str, str]:
@@ -45,8 +36,16 @@ def list(folder: str) -> dict[str, str]:
 
 
 def delete(key: str) -> None:
-    """Forget."""
     _client().key_value_delete(key)
+
+
+def _unless(status: str, read: Callable[[], str]) -> str | None:
+    try:
+        return read()
+    except Exception as error:
+        if status in str(error):
+            return None
+        raise
 
 
 def _client() -> Any:

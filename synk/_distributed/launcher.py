@@ -23,8 +23,6 @@ RUNTIME_ENDS_IT = "JAX distributed service detected fatal errors"  # what the ru
 
 
 class Ended(NamedTuple):
-    """How one process ended."""
-
     rank: int
     code: int
     seconds: float
@@ -47,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs = options.logs or Path(mkdtemp(prefix="synk-"))
     logs.mkdir(parents=True, exist_ok=True)
     print(f"synk: {options.processes} processes, logs in {logs}", flush=True)
-    code, signals = 0, list[int]()
-    for attempt in range(options.restarts + 1):
-        code = run(options, attempt, logs, signals)
-        if code == 0 or code == -signal.SIGINT or signals:
+    signals: list[int] = []
+    code = run(options, 0, logs, signals)
+    for attempt in range(1, options.restarts + 1):
+        if code in (0, -signal.SIGINT) or signals:
             break
-        if attempt < options.restarts:
-            print(f"synk: starting all again ({attempt + 1} of {options.restarts})", flush=True)
+        print(f"synk: starting all again ({attempt} of {options.restarts})", flush=True)
+        code = run(options, attempt, logs, signals)
     return code if code >= 0 else 128 - code
 
 
@@ -71,7 +69,8 @@ def run(options: argparse.Namespace, attempt: int, logs: Path, signals: list[int
             process.send_signal(number)  # which synk.preempted notes: they may save, and leave
 
     before = signal.signal(signal.SIGTERM, pass_on)
-    port = _free_port()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     try:
         for rank in range(options.processes):
             gang.append(_start(options, attempt, rank, port))
@@ -80,24 +79,16 @@ def run(options: argparse.Namespace, attempt: int, logs: Path, signals: list[int
             readers[-1].start()
         failed, stuck = _watch(gang)
     except KeyboardInterrupt:
-        failed, stuck = [Ended(-1, -signal.SIGINT, 0.0)], []
+        return -signal.SIGINT
     finally:
         for process in gang:
-            if process.poll() is None:
-                process.kill()
+            process.kill()
         for process in gang:
             process.wait()
         for reader in readers:
             reader.join(5)
         signal.signal(signal.SIGTERM, before)
-    if not failed:
-        return 0
-    first = _first_failure(failed, stuck, ended_by_runtime)
-    if first.rank >= 0:
-        how = f"was ended by {signal.Signals(-first.code).name}" if first.code < 0 else f"exited with {first.code}"
-        how = "was stuck" if first.code == EXIT_TIMEOUT else how
-        print(f"synk: process {first.rank} failed first: it {how} after {first.seconds:.1f} s", flush=True)
-    return first.code
+    return _blame(failed, stuck, ended_by_runtime) if failed else 0
 
 
 def _start(options: argparse.Namespace, attempt: int, rank: int, port: int) -> subprocess.Popen[str]:
@@ -118,27 +109,30 @@ def _start(options: argparse.Namespace, attempt: int, rank: int, port: int) -> s
 
 def _watch(gang: Sequence[subprocess.Popen[str]]) -> tuple[list[Ended], list[int]]:
     """Wait for all to end, or for the first failure and those that follow from it: which failed, and which hang."""
-    start = monotonic()
+    start, until = monotonic(), float("inf")
     failed: list[Ended] = []
-    until = float("inf")
     while True:
         codes = [process.poll() for process in gang]
         known = {ended.rank for ended in failed}
         failed += [Ended(r, code, monotonic() - start) for r, code in enumerate(codes) if code and r not in known]
         if None not in codes or monotonic() > until:
-            break
-        if failed and until == float("inf"):
-            until = monotonic() + GRACE_SECONDS
+            return failed, [rank for rank, code in enumerate(codes) if code is None]
+        if failed:
+            until = min(until, monotonic() + GRACE_SECONDS)
         sleep(0.02)
-    return failed, [rank for rank, code in enumerate(codes) if code is None]
 
 
-def _first_failure(failed: Sequence[Ended], stuck: Sequence[int], ended_by_runtime: set[int]) -> Ended:
-    """Whom to blame. An end is seen a little late, and process 0 lets others go first: none that follows another."""
+def _blame(failed: Sequence[Ended], stuck: Sequence[int], ended_by_runtime: set[int]) -> int:
+    """Name whom to blame; its code. An end is seen a little late, and process 0 lets others go first: none that follows
+    another."""
     causes = [ended for ended in failed if ended.code != EXIT_PEER_FAILED and ended.rank not in ended_by_runtime]
+    rank, code, seconds = min(causes or failed, key=lambda ended: ended.seconds)
     if stuck and not causes:  # for want of its heartbeat the others were ended
-        return Ended(stuck[0], EXIT_TIMEOUT, failed[0].seconds)
-    return min(causes or failed, key=lambda ended: ended.seconds)
+        rank, code, seconds = stuck[0], EXIT_TIMEOUT, failed[0].seconds
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    how = "was stuck" if code == EXIT_TIMEOUT else how
+    print(f"synk: process {rank} failed first: it {how} after {seconds:.1f} s", flush=True)
+    return code
 
 
 def _copy_output(process: subprocess.Popen[str], rank: int, log: Path, ended_by_runtime: set[int]) -> None:
@@ -150,11 +144,4 @@ def _copy_output(process: subprocess.Popen[str], rank: int, log: Path, ended_by_
                 ended_by_runtime.add(rank)
             file.write(line)
             file.flush()
-            sys.stdout.write(f"[{rank}] {line}")
-            sys.stdout.flush()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+            print(f"[{rank}] {line}", end="", flush=True)

@@ -8,64 +8,71 @@ import faulthandler
 import os
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from importlib.metadata import version
+from functools import partial
 from time import monotonic, sleep
-from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from .._base.errors import PeerError, SynkError
+from .._runtime.dispatch import JAXLIB
 from . import kv_store
 from .agreement import PEERS, failure_notice
 
-HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
-SHUTDOWN = 30  # seconds to wait for the others at the end
-START = 120  # seconds to wait for them at the start
+BEAT = 0.5  # seconds between looks at process 0
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
-# Before jaxlib 0.10 the others take two heartbeats to notice that process 0 is frozen; there their own number rules.
-_TAKES_TWO = tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 10)
-_LOOPBACK = ("127.", "localhost", "[::1]", "::1")
-_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
-_has_hooks = False
+_is_attending = False
 
 
-@dataclass(frozen=True)
-class StartOptions:
-    """How this process finds the others, as `synk.init` has it; times in seconds."""
-
-    coordinator: str | None
-    num_processes: int | None
-    process_id: int | None
-    exit_hook: bool
-    heartbeat: int
-    shutdown: int
-    start: int
-
-
-def start(options: StartOptions) -> None:
-    """Join the other processes; where JAX's runtime has been started already, only what synk adds to it."""
-    global _has_hooks
-    if not kv_store.is_running():
-        _initialize(options)
-    if _has_hooks or jax.process_count() == 1:
+def initialize(
+    coordinator: str | None, num_processes: Any, process_id: Any, heartbeat: int, shutdown: int, start: int
+) -> None:
+    """Join the other processes, unless JAX's runtime has been started already; arguments are those of `synk.init`."""
+    if kv_store.is_running():
         return
-    _has_hooks = True
-    stop = threading.Event()
-    heartbeat = start_heartbeat(stop, options.exit_hook)
-    # Before the runtime's own, which waits for all others.
-    atexit.register(_at_exit, stop, heartbeat, options.exit_hook, options.shutdown)
-    if options.exit_hook:
-        sys.excepthook = _exit_at_error(sys.excepthook)
+    coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
+    num_processes, process_id = _number("num_processes", num_processes), _number("process_id", process_id)
+    _check(coordinator, num_processes, process_id)
+    # Before jaxlib 0.10 the others take two of their own heartbeats to notice that process 0 is frozen.
+    halved = JAXLIB < (0, 10) and process_id
+    # Nobody on the network needs to reach a coordinator on the loopback device.
+    is_local = coordinator is not None and coordinator.startswith(("127.", "localhost", "[::1]", "::1"))
+    is_bound = is_local and not os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=start,
+            heartbeat_timeout_seconds=-(-heartbeat // 2) if halved else heartbeat,
+            shutdown_timeout_seconds=shutdown,
+            coordinator_bind_address=coordinator if is_bound else None,
+        )
+    except ValueError as error:
+        if coordinator is not None:
+            raise
+        raise ValueError(
+            f"synk.init(distributed=True): no launcher was found ({error}). Give coordinator='host:port', "
+            f"num_processes and process_id, or start with `python -m synk launch`."
+        ) from error
 
 
-def _initialize(options: StartOptions) -> None:
-    coordinator = options.coordinator or os.environ.get("SYNK_COORDINATOR")
-    num_processes = _number(options.num_processes, "num_processes")
-    process_id = _number(options.process_id, "process_id")
+def _number(name: str, value: Any) -> int | None:
+    """An argument, or what the environment says of it."""
+    if value is not None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"synk.init: {name} is {value!r}; give an integer.")
+        return value
+    variable = f"SYNK_{name.upper()}"
+    text = os.environ.get(variable)
+    if text is not None and not text.isdigit():
+        raise ValueError(f"synk.init: {variable} is {text!r}; set it to an integer >= 0.")
+    return None if text is None else int(text)
+
+
+def _check(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """All are given, or none; and they fit."""
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
@@ -79,85 +86,53 @@ def _initialize(options: StartOptions) -> None:
             f"synk.init: process_id is {process_id}, but num_processes is {num_processes}; the ids are from 0 to "
             f"{num_processes - 1}."
         )
-    # Nobody on the network needs to reach a coordinator on the loopback device.
-    is_local = coordinator is not None and coordinator.startswith(_LOOPBACK) and not os.environ.get(_BIND)
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            num_processes,
-            process_id,
-            initialization_timeout=options.start,
-            heartbeat_timeout_seconds=-(-options.heartbeat // 2) if _TAKES_TWO and process_id else options.heartbeat,
-            shutdown_timeout_seconds=options.shutdown,
-            coordinator_bind_address=coordinator if is_local else None,
-        )
-    except ValueError as error:
-        if missing:
-            raise ValueError(
-                f"synk.init(distributed=True): no launcher was found ({error}). Give coordinator='host:port', "
-                f"num_processes and process_id, or start with `python -m synk launch`."
-            ) from error
-        raise
 
 
-def _number(value: Any, name: str) -> int | None:
-    """An argument, or what the environment says of it."""
-    if value is None:
-        text = os.environ.get(f"SYNK_{name.upper()}")
-        if text is None:
-            return None
-        if not text.isdigit():
-            raise ValueError(f"synk.init: SYNK_{name.upper()} is {text!r}; set it to an integer >= 0.")
-        return int(text)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"synk.init: {name} is {value!r}; give an integer.")
-    return value
+def attend(exit_hook: bool, shutdown: int) -> None:
+    """From now on follow the other processes, and leave without hanging."""
+    global _is_attending
+    if _is_attending or jax.process_count() == 1:
+        return
+    _is_attending = True
+    stop = threading.Event()
+    heartbeat = threading.Thread(target=_heartbeat, args=(stop, exit_hook), name="synk-heartbeat", daemon=True)
+    heartbeat.start()
+    # Before the runtime's own, which waits for all others.
+    atexit.register(_at_exit, stop, heartbeat, exit_hook, shutdown)
+    if exit_hook:
+        sys.excepthook = partial(_at_error, sys.excepthook)
 
 
-def start_heartbeat(stop: threading.Event, exit_hook: bool, every: float = 0.5) -> threading.Thread:
-    """Let a thread publish how far this process is, and end it when process 0 does.
-
-    A program under way with the others does not come back to say so.
-    """
-
-    def run() -> None:
-        me, at = jax.process_index(), -1
-        while not stop.wait(every):
-            try:
-                number, what = PEERS.launches
-                if number != at:
-                    at = number
-                    kv_store.put(f"synk/at/{me}", f"{number} {what}")
-                why = kv_store.get("synk/failed/0") if me else None
-                error = failure_notice({} if why is None else {"0": why}) if me else None
-            except Exception:  # the store is gone: the runtime ends this process
-                return
-            if error is not None and not stop.wait(every / 2) and PEERS.ended is None:
-                error = PEERS.end(error)
-                if exit_hook:
-                    print(f"synk.{type(error).__name__}: {error}", file=sys.stderr)
-                    _exit(_code(error))
-
-    thread = threading.Thread(target=run, name="synk-heartbeat", daemon=True)
-    thread.start()
-    return thread
+def _heartbeat(stop: threading.Event, exit_hook: bool) -> None:
+    """Publish how far this process is, and end it when process 0 does: a program under way with the others does not
+    come back to say so."""
+    me, at = jax.process_index(), -1
+    while not stop.wait(BEAT):
+        try:
+            number, what = PEERS.launches
+            if number != at:
+                at = number
+                kv_store.put(f"synk/at/{me}", f"{number} {what}")
+            if me == 0:
+                continue
+            why = kv_store.get("synk/failed/0")
+            error = failure_notice({} if why is None else {"0": why})
+        except Exception:  # the store is gone: the runtime ends this process
+            return
+        if error is not None and not stop.wait(BEAT / 2) and PEERS.ended is None:
+            error = PEERS.end(error)
+            if exit_hook:
+                _leave(error, is_told=False)
 
 
-def _exit_at_error(before: Callable[..., Any]) -> Callable[..., None]:
-    """A hook for uncaught errors: this process would wait for the others, and they for it, so it ends at once."""
-
-    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        faulthandler.cancel_dump_traceback_later()
-        gone = PEERS.explain(error)
-        if gone is None:
-            _publish_failure(f"{kind.__name__}: {error}")
-        before(kind, error, traceback)
-        if gone is not None and gone is not error:
-            print(f"synk.{type(gone).__name__}: {gone}", file=sys.stderr)
-        wait_until_notified(kv_store.NOTICE_SECONDS)
-        _exit(_code(gone))
-
-    return hook
+def _at_error(before: Any, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    """At an uncaught error this process would wait for the others, and they for it, so it ends at once."""
+    faulthandler.cancel_dump_traceback_later()
+    gone = PEERS.explain(error)
+    if gone is None:
+        _publish_failure(f"{kind.__name__}: {error}")
+    before(kind, error, traceback)
+    _leave(gone, is_told=gone is None or gone is error)
 
 
 def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool, shutdown: int) -> None:
@@ -165,14 +140,12 @@ def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool
     faulthandler.cancel_dump_traceback_later()
     if exit_hook:
         if PEERS.ended is not None:
-            wait_until_notified(kv_store.NOTICE_SECONDS)
-            _exit(_code(PEERS.ended))
+            _leave(PEERS.ended)
         others = _wait_until_all_end(shutdown)
         if others is not None:
             _publish_failure("it has ended its program")
             print(f"synk: this process has ended its program, but {others}.", file=sys.stderr)
-            wait_until_notified(kv_store.NOTICE_SECONDS)
-            _exit(1)
+            _leave(None)
     stop.set()
     heartbeat.join(shutdown)  # a thread that comes back from the runtime into an ended Python aborts the process
 
@@ -180,17 +153,6 @@ def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool
 def _publish_failure(why: str) -> None:
     with contextlib.suppress(Exception):  # nobody may be there to read it
         kv_store.put(f"synk/failed/{jax.process_index()}", why[:300])
-
-
-def wait_until_notified(seconds: float) -> None:
-    """The store lives in process 0: before it exits, give the other processes so many seconds to read why."""
-    until = monotonic() + seconds
-    with contextlib.suppress(Exception):
-        while jax.process_index() == 0 and monotonic() < until:
-            know = {*kv_store.list("synk/notified/"), *kv_store.list("synk/failed/")} - {"0"}
-            if len(know) == jax.process_count() - 1:
-                return
-            sleep(0.05)
 
 
 def _wait_until_all_end(seconds: float) -> str | None:
@@ -210,12 +172,19 @@ def _wait_until_all_end(seconds: float) -> str | None:
     return None
 
 
-def _code(error: SynkError | None) -> int:
-    return EXIT_PEER_FAILED if isinstance(error, PeerError) else 1
-
-
-def _exit(code: int) -> None:
+def _leave(error: SynkError | None, is_told: bool = True) -> NoReturn:
+    """End this process now; its code tells whether another one has failed."""
+    if not is_told:
+        print(f"synk.{type(error).__name__}: {error}", file=sys.stderr)
+    until = monotonic() + kv_store.NOTICE_SECONDS
+    with contextlib.suppress(Exception):
+        # The store lives in process 0: the others are to read why it goes.
+        while jax.process_index() == 0 and monotonic() < until:
+            know = {*kv_store.list("synk/notified/"), *kv_store.list("synk/failed/")} - {"0"}
+            if len(know) == jax.process_count() - 1:
+                break
+            sleep(0.05)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or a broken pipe
             stream.flush()
-    os._exit(code)
+    os._exit(EXIT_PEER_FAILED if isinstance(error, PeerError) else 1)

@@ -18,14 +18,13 @@ _terminated: bool | None = None  # None while SIGTERM has no handler of synk's
 def preempted(step: int) -> bool:
     """Has this machine, or that of any process of the group, been told to stop (SIGTERM)?
 
-    True on every process at the same step, some steps after the signal: save, and leave. Call it once a step, in every
-    process, from the main thread.
+    Call it once a step, in every process, from the main thread.
 
     Args:
       step: the number of this step; larger with each call, and the same in all processes.
 
     Returns:
-      Whether to stop now.
+      Whether to save and leave now: True on every process at the same step, some steps after the signal.
 
     Raises:
       SynkError: the preemption service of JAX is off.

@@ -7,41 +7,33 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
-from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
-import jax
+OnFailure: TypeAlias = Callable[[Exception], None]
 
 LOCK = threading.RLock()
+_MAIN = threading.main_thread().ident
 
 # A CPU device admits 32 computations, and below jaxlib 0.12 one more multi-device program that is not awaited wedges
 # its thread pool for good. Four in flight keep every core busy.
 MAX_IN_FLIGHT = 4
-_LIMITED_JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2]) < (0, 12)
+JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2])
+CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
-_in_flight: deque[tuple[Any, Callable[[Exception], None]]] = deque()  # Any: is_ready() is not typed
-
-
-def limits_in_flight(platform: str, devices: int) -> bool:
-    """Can launches that nobody waits for wedge these devices?"""
-    return _LIMITED_JAXLIB and platform == "cpu" and devices > 1
+# One output of each program under way, and whom to tell if it dies. Any: is_ready() is not typed.
+IN_FLIGHT: deque[tuple[Any, OnFailure]] = deque()
 
 
 def wait_for_capacity(is_limited: bool) -> None:
     """Wait until one more program may be launched; forget those that have ended, but for the last few."""
-    while len(_in_flight) >= MAX_IN_FLIGHT and (is_limited or _in_flight[0][0].is_ready()):
+    while len(IN_FLIGHT) >= MAX_IN_FLIGHT and (is_limited or IN_FLIGHT[0][0].is_ready()):
         _retire()
 
 
 def retire_finished() -> None:
     """Forget the programs that have ended, and with them the values that they would bring back."""
-    while _in_flight and _in_flight[0][0].is_ready():
+    while IN_FLIGHT and IN_FLIGHT[0][0].is_ready():
         _retire()
-
-
-def track(token: jax.Array, on_failure: Callable[[Exception], None]) -> None:
-    """Note a program in flight by one of its outputs; `on_failure` is told if it dies."""
-    _in_flight.append((token, on_failure))
 
 
 def ignore_failure(error: Exception) -> None:
@@ -51,12 +43,12 @@ def ignore_failure(error: Exception) -> None:
 def drain() -> None:
     """Wait for every program that synk has launched."""
     with LOCK:
-        while _in_flight:
+        while IN_FLIGHT:
             _retire()
 
 
 def _retire() -> None:
-    token, on_failure = _in_flight.popleft()
+    token, on_failure = IN_FLIGHT.popleft()
     try:
         token.block_until_ready()
     except Exception as error:  # the program's own reader sees it too; here its variables learn of it
@@ -69,17 +61,14 @@ class uninterrupted:
     __slots__ = ("before", "noted")
 
     def __enter__(self) -> None:
-        self.noted: list[tuple[int, FrameType | None]] = []
         self.before: Any = None
+        self.noted: list[Any] = []
         if threading.get_ident() == _MAIN:
             noted = self.noted
-            self.before = signal.signal(signal.SIGINT, lambda number, frame: noted.append((number, frame)))
+            self.before = signal.signal(signal.SIGINT, lambda *ctrl_c: noted.append(ctrl_c))
 
     def __exit__(self, *error: object) -> None:
         if self.before is not None:
             signal.signal(signal.SIGINT, self.before)
         if self.noted and callable(self.before):
             self.before(*self.noted[-1])
-
-
-_MAIN = threading.main_thread().ident

@@ -2,97 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .dispatch import LOCK, ignore_failure, track, wait_for_capacity
+from .dispatch import IN_FLIGHT, LOCK, OnFailure, ignore_failure, wait_for_capacity
 from .engine import Body, spmd
 from .group import AXIS, Group
-from .layout import Layout, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
-
-ArgumentLists: TypeAlias = Sequence[Sequence[Any]]  # a list that is there already is handed on untouched
+from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
+from .watchdog import WATCHDOG
 
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What is compiled.
+    """What is compiled; arguments come in lists."""
 
-    Attributes:
-      body: takes one replica's arrays, all lists one after another, and returns its results.
-      is_mapped: whether it takes those of all replicas instead.
-      ins: the layout of each argument, in lists as they are given.
-      shapes: the global shape and dtype of each argument, in the same lists.
-      outs: the layout of each result.
-      donate: which lists may be overwritten.
-      engine: how it is mapped.
-      name: what messages call it.
-    """
-
-    body: Body
-    ins: Sequence[Sequence[Layout]]
-    shapes: Sequence[Sequence[jax.ShapeDtypeStruct]]
-    outs: Sequence[Layout]
-    donate: tuple[int, ...] = ()
+    body: Body  # takes one replica's arrays, all lists one after another, and returns its results
+    ins: Sequence[Layouts]
+    shapes: Sequence[Sequence[jax.ShapeDtypeStruct]]  # global ones
+    outs: Layouts
+    donate: tuple[int, ...] = ()  # which lists may be overwritten
     engine: str = "shard_map"
-    name: str = ""
-    is_mapped: bool = False
+    name: str = ""  # what messages call it
+    is_mapped: bool = False  # whether `body` takes the arrays of all replicas instead
 
 
 class Executable:
     """A compiled program over a group: called with arrays of the layouts it was built for, it starts and returns."""
 
     def __init__(self, group: Group, spec: ProgramSpec) -> None:
-        ins: list[Layout] = [*chain(*spec.ins)]
         structs = [
-            [
-                jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding_of(group, layout), weak_type=s.weak_type)
-                for s, layout in zip(shapes, layouts, strict=True)
-            ]
-            for shapes, layouts in zip(spec.shapes, spec.ins, strict=True)
+            [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(*each, strict=True)]
+            for each in zip(spec.shapes, spec.ins, strict=True)
         ]
-        engine = "none" if spec.is_mapped else spec.engine
-        jitted = _jit(group, spec.body, ins, spec.outs, engine, spec.donate)
-        lowered = jitted.lower(*structs)
-        self.name = f"{spec.name}({describe_shapes([*chain(*structs)])})" if group.is_multi_process else spec.name
-        group.peers.agree(self.name, lowered.as_text() if group.is_multi_process else "")
+        engine = None if spec.is_mapped else spec.engine
+        lowered = _jit(group, spec.body, [*chain(*spec.ins)], spec.outs, engine, spec.donate).lower(*structs)
+        self.group, self.name = group, spec.name
+        if group.is_multi_process:
+            self.name += f"({describe_shapes([*chain(*structs)])})"
+            group.peers.agree(self.name, lowered.as_text())
         self.compiled = lowered.compile()
-        self.group = group
 
-    def launch(self, args: ArgumentLists, on_failure: Callable[[Exception], None] = ignore_failure) -> list[jax.Array]:
-        """Start the program; `on_failure` is told should it die later."""
-        return _launch(self.group, self.name, lambda: self.compiled(*args), on_failure)
+    def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
+        """Start the program on its lists of arguments; `on_failure` is told should it die later."""
+        return _launch(self.group, self.name, self.compiled, args, on_failure)
 
 
-def _launch(
-    group: Group, name: str, run: Callable[[], list[jax.Array]], on_failure: Callable[[Exception], None]
-) -> list[jax.Array]:
+def _launch(group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure) -> list[jax.Array]:
     """The one place that starts programs."""
     wait_for_capacity(group.limits_in_flight)
-    group.peers.rearm_watchdog()
-    if not group.is_multi_process:
-        results = run()
-    else:
-        group.peers.before_launch(name)
-        try:
-            results = run()
-        except Exception as error:  # on CPU it may be here that another process is found gone
-            gone = group.peers.explain(error)
-            if gone is None or gone is error:
-                raise
-            raise gone from error
-    track(results.pop(), on_failure)
+    WATCHDOG.rearm()
+    group.peers.before_launch(name)
+    try:
+        results = run(*args)
+    except Exception as error:  # on CPU it may be here that another process is found gone
+        gone = group.peers.explain(error)
+        if gone is None or gone is error:
+            raise
+        raise gone from error
+    IN_FLIGHT.append((results.pop(), on_failure))
     return results
 
 
-def _jit(
-    group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout], engine: str, donate: tuple[int, ...]
-) -> Any:
+def _jit(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str | None, donate: tuple[int, ...]) -> Any:
     """Under `jax.jit`, with an extra scalar output per replica. We wait on it to know that the program has finished;
     real outputs may be donated or deleted by then."""
 
@@ -100,7 +77,7 @@ def _jit(
         return [*body(*values), jnp.zeros((), jnp.int32)]
 
     layouts: list[Layout] = [*outs, "stacked"]
-    mapped = with_token if engine == "none" else spmd(group, with_token, ins, layouts, engine)
+    mapped = with_token if engine is None else spmd(group, with_token, ins, layouts, engine)
 
     def of_lists(*args: Sequence[jax.Array]) -> list[jax.Array]:
         return list(mapped(*chain(*args)))
@@ -108,20 +85,18 @@ def _jit(
     return jax.jit(of_lists, donate_argnums=donate, out_shardings=[sharding_of(group, each) for each in layouts])
 
 
-def run_collective(
-    group: Group, body: Body, ins: Sequence[Layout], outs: Sequence[Layout], args: Sequence[Any]
-) -> list[jax.Array]:
+def run_collective(group: Group, body: Body, ins: Layouts, outs: Layouts, args: Sequence[Any]) -> list[jax.Array]:
     """Run a small program of synk's own; it is kept by `body`, so give one that lasts."""
     args = list(args)
     with LOCK:
         jitted = group.cached(body, (tuple(ins), tuple(outs)), lambda: _jit(group, body, ins, outs, "shard_map", ()))
-        name = f"{body.__module__.rsplit('.', 1)[-1].strip('_')}.{body.__qualname__.split('.')[0].strip('_')}"
+        name = ""
         if group.is_multi_process:
-            name = f"{name}({describe_shapes(args)})"
-            shapes = tuple((a.shape, a.dtype) for a in args)
-            key = ("agreed", tuple(ins), tuple(outs), shapes)
+            module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
+            name = f"{module.strip('_')}.{function.strip('_')}({describe_shapes(args)})"
+            key = ("agreed", tuple(ins), tuple(outs), tuple((a.shape, a.dtype) for a in args))
             group.cached(body, key, lambda: group.peers.agree(name, jitted.lower(args).as_text()))
-        return _launch(group, name, lambda: jitted(args), ignore_failure)
+        return _launch(group, name, jitted, [args], ignore_failure)
 
 
 def relayout(group: Group, leaves: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
@@ -156,14 +131,11 @@ def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
 
 def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
     """One replica's entry in host memory, cut to so many rows; a view on CPU. Over processes all ask together."""
-    if group.is_multi_process and layout == "stacked":
-        array, layout = broadcast_from(group, [array], rank, "replicated")[0], "replicated"
-    return local_replica_to_host(
-        group, array, layout, group.local_ranks.start if group.is_multi_process else rank, rows
-    )
-
-
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+    if group.is_multi_process:
+        if layout == "stacked":
+            array, layout = broadcast_from(group, [array], rank, "replicated")[0], "replicated"
+        rank = group.local_ranks.start
+    return local_replica_to_host(group, array, layout, rank, rows)
 
 
 def as_bits(array: jax.Array) -> jax.Array:
@@ -172,7 +144,7 @@ def as_bits(array: jax.Array) -> jax.Array:
         return array.astype(jnp.uint32)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return as_bits(jnp.stack([array.real, array.imag], -1))
-    bits = jax.lax.bitcast_convert_type(array, _UNSIGNED[array.dtype.itemsize])
+    bits = jax.lax.bitcast_convert_type(array, np.dtype(f"u{array.dtype.itemsize}"))
     return bits.astype(jnp.uint32) if array.dtype.itemsize < 4 else bits
 
 
@@ -183,5 +155,4 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = from_bits(bits, jnp.finfo(dtype).dtype)
         return jax.lax.complex(parts[..., 0], parts[..., 1])
-    narrow = bits.astype(_UNSIGNED[np.dtype(dtype).itemsize])
-    return jax.lax.bitcast_convert_type(narrow, dtype)
+    return jax.lax.bitcast_convert_type(bits.astype(f"u{np.dtype(dtype).itemsize}"), dtype)

@@ -4,51 +4,43 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import TracebackType
+from traceback import walk_stack
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._base.errors import SynkError
-from .dispatch import limits_in_flight
+from .dispatch import CPU_CAN_WEDGE
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a class that JAX exports untyped
 
 AXIS = "replica"
 MAX_CACHED = 1024  # of one owner and group
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Peers:
     """What a group does about other processes around its launches: in one process nothing."""
 
-    def rearm_watchdog(self) -> None:
-        """Something is about to run."""
-
     def agree(self, what: str, text: str) -> None:
-        """Wait until every process is about to run the same; DisagreementError where one is not."""
+        """Wait until every process is about to run `what`, its `text` equal; DisagreementError where one is not."""
 
     def before_launch(self, what: str) -> None:
         """Count a launch that every process makes."""
 
     def explain(self, error: BaseException) -> SynkError | None:
         """An error of the communication between processes as synk's; None where it is another."""
-        return None
 
     def run_on_process_0(self, act: Callable[[], str], what: str) -> str:
         """Let process 0 act, and tell every process its result or its error."""
         return act()
-
-    def of_one_process(self) -> Peers:
-        """The same for a group within this process."""
-        return self
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -72,11 +64,9 @@ class Group:
 
     devices: tuple[Device, ...]
     mesh: Mesh
-    is_simulated: bool = False
-    peers: Peers = field(default_factory=Peers)
-    _caches: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    is_simulated: bool
+    peers: Peers
+    _caches: WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
     _groups_before: list[Group | None] = field(default_factory=list)
 
     @property
@@ -92,14 +82,12 @@ class Group:
     def __index__(self) -> int:
         return self.size
 
-    __int__ = __index__
-
     @cached_property
     def local_ranks(self) -> range:
         """The ranks whose devices belong to this process: all, unless the group spans several."""
         here = jax.process_index()
         ranks = [rank for rank, device in enumerate(self.devices) if device.process_index == here]
-        return range(ranks[0], ranks[-1] + 1) if ranks else range(0)
+        return range(ranks[0], ranks[-1] + 1)
 
     @cached_property
     def is_multi_process(self) -> bool:
@@ -114,30 +102,27 @@ class Group:
     @cached_property
     def stacked(self) -> NamedSharding:
         """The sharding of an array with axis 0 over the replicas."""
-        return NamedSharding(self.mesh, P() if self.is_simulated else P(AXIS))
+        return NamedSharding(self.mesh, PartitionSpec() if self.is_simulated else PartitionSpec(AXIS))
 
     @cached_property
     def replicated(self) -> NamedSharding:
         """The sharding of a value that all replicas share."""
-        return NamedSharding(self.mesh, P())
+        return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
     def limits_in_flight(self) -> bool:
-        """Must programs in flight be counted?"""
-        return limits_in_flight(self.platform, len(set(self.devices)))
+        """Can launches that nobody waits for wedge the devices?"""
+        return CPU_CAN_WEDGE and self.platform == "cpu" and len(set(self.devices)) > 1
 
     def subgroup(self, start: int, stop: int) -> Group:
-        """Return ranks `start` to `stop` as a group of their own."""
+        """Return ranks `start` to `stop`, of this process, as a group of their own."""
         if (start, stop) == (0, self.size):
             return self
-        return self.cached(self, (start, stop), lambda: self._within(self.devices[start:stop], self.is_simulated))
+        return self.cached(self, (start, stop), lambda: make_group(self.devices[start:stop], self.is_simulated))
 
     def simulated(self, n: int) -> Group:
         """Return a group of n replicas simulated on this group's first device."""
-        return self.cached(self, n, lambda: self._within(self.devices[:1] * n, True))
-
-    def _within(self, devices: tuple[Device, ...], is_simulated: bool) -> Group:
-        return make_group(devices, is_simulated, self.peers.of_one_process())
+        return self.cached(self, n, lambda: make_group(self.devices[:1] * n, True))
 
     def cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Keep what `make` gives, a pure function of `key`, as long as group and owner live; the newest ones alone."""
@@ -164,24 +149,17 @@ class Group:
         self._groups_before.append(CURRENT.enter(self))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         CURRENT.group = self._groups_before.pop()
 
 
 class _CurrentGroup:
-    """The one mutable global: the current group, and how a first one is made.
-
-    Attributes:
-      group: the current one, if one has been made.
-      make_default: makes the group of all devices.
-    """
+    """The one mutable global: the current group, if one has been made."""
 
     def __init__(self) -> None:
         self.group: Group | None = None
-        self.make_default: Callable[[], Group]
-        self._made: tuple[Group, Group | None, set[Any]] | None = None
+        self.make_default: Callable[[], Group]  # of all devices
+        self._made: tuple[Group, Group | None, set[Any]] | None = None  # the newest, what was before, where it was made
 
     def use(self, new: Group) -> Group:
         """Make a new group the current one, for `with` or for good."""
@@ -210,26 +188,22 @@ class _CurrentGroup:
 
 def _lines() -> Iterator[tuple[str, int, int]]:
     """Where the lines under way outside this package are: file, frame and line, the innermost first."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in walk_stack(sys._getframe(1)):
         if not frame.f_code.co_filename.startswith(_PACKAGE):
-            yield frame.f_code.co_filename, id(frame), frame.f_lineno
-        frame = frame.f_back
+            yield frame.f_code.co_filename, id(frame), line
 
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 CURRENT = _CurrentGroup()
 
 
 def current_group() -> Group:
     """The current group, made of all devices on first use."""
-    return CURRENT.group if CURRENT.group is not None else CURRENT.make_default()
+    return CURRENT.group or CURRENT.make_default()
 
 
-def make_group(devices: tuple[Device, ...], is_simulated: bool = False, peers: Peers | None = None) -> Group:
+def make_group(devices: tuple[Device, ...], is_simulated: bool, peers: Peers | None = None) -> Group:
     """A group of these devices."""
     on = devices[:1] if is_simulated else devices
     # Auto: newer JAX makes Explicit axes by default, which change what jnp functions accept.
     mesh = Mesh(np.array(on), (AXIS,), axis_types=(AxisType.Auto,))
-    return Group(devices, mesh, is_simulated, Peers() if peers is None else peers)
+    return Group(devices, mesh, is_simulated, peers or Peers())

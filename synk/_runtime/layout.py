@@ -7,7 +7,6 @@ Between programs an array is *stacked* (one entry a replica on axis 0), *rows* (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -18,10 +17,11 @@ from .dispatch import LOCK
 from .group import Group
 
 Layout: TypeAlias = Literal["replicated", "stacked", "rows"]
+Layouts: TypeAlias = Sequence[Layout]
 
 
 def layouts(layout: Layout, count: int) -> list[Layout]:
-    """Of so many arrays."""
+    """The layouts of so many arrays."""
     return [layout] * count
 
 
@@ -38,14 +38,10 @@ def put(group: Group, value: Any, layout: Layout) -> jax.Array:
     if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
         group.peers.before_launch(f"an argument ({describe_shapes([value])}) moved to its place")
         with LOCK:  # awaited, so it need not be counted among those in flight
-            return jax.block_until_ready(_reshard(where)(value))
+            reshard = group.cached(group, where, lambda: jax.jit(lambda value: value, out_shardings=where))
+            return jax.block_until_ready(reshard(value))
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, where, host.__getitem__)
-
-
-@lru_cache(maxsize=256)
-def _reshard(where: NamedSharding) -> Any:
-    return jax.jit(lambda value: value, out_shardings=where)
 
 
 def replicate(group: Group, leaf: Any) -> jax.Array:
@@ -68,19 +64,15 @@ def shards(group: Group, array: jax.Array) -> list[jax.Array]:
 
 
 def shard_of_rank(group: Group, array: jax.Array, rank: int) -> jax.Array:
-    """One replica's own value of a result that claims to be replicated."""
+    """What lies on the device of one replica, of this process; simulated ones share it."""
     return array if group.is_simulated else shards(group, array)[rank - group.local_ranks.start]
 
 
-def local_replica_to_host(
-    group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None = None
-) -> np.ndarray:
+def local_replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
     """The entry of a replica of this process in host memory, cut to so many rows; a view on CPU."""
-    if group.is_simulated:
-        entry = np.asarray(array) if layout == "replicated" else np.asarray(array)[rank, ...]
-    else:
-        entry = np.asarray(shards(group, array)[rank - group.local_ranks.start])
-        entry = entry if layout == "replicated" else entry[0, ...]
+    entry = np.asarray(shard_of_rank(group, array, rank))
+    if layout != "replicated":
+        entry = entry[rank if group.is_simulated else 0, ...]
     return entry if rows is None else entry[:rows]
 
 
@@ -88,7 +80,7 @@ def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Arra
     """A stacked array with one replica's entry replaced; the others' memory is shared with the old one."""
     if group.is_simulated:
         return array.at[rank].set(new)
-    parts = list(shards(group, array))
+    parts = shards(group, array)
     if rank in group.local_ranks:
         parts[rank - group.local_ranks.start] = jax.device_put(np.array(new)[None], group.devices[rank])
     return jax.make_array_from_single_device_arrays(array.shape, group.stacked, parts)
@@ -96,18 +88,17 @@ def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Arra
 
 def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Array:
     """Stack one array a replica, each padded to `rows` rows (None: they have one shape)."""
-    shape = (group.size, *parts[0].shape) if rows is None else (group.size, rows, *parts[0].shape[1:])
+    shape = parts[0].shape if rows is None else (rows, *parts[0].shape[1:])
 
     def padded(part: Any) -> np.ndarray:
-        host = np.asarray(part)
-        full = np.zeros((1, *shape[1:]), host.dtype)
-        full[0, ... if rows is None else slice(len(host))] = host
+        full = np.zeros((1, *shape), part.dtype)
+        full[0, ... if rows is None else slice(len(part))] = part
         return full
 
     if group.is_simulated:
         return jax.device_put(np.concatenate([padded(part) for part in parts]), group.stacked)
     placed = [jax.device_put(padded(parts[rank]), group.devices[rank]) for rank in group.local_ranks]
-    return jax.make_array_from_single_device_arrays(shape, group.stacked, placed)
+    return jax.make_array_from_single_device_arrays((group.size, *shape), group.stacked, placed)
 
 
 def describe_shapes(args: Sequence[Any]) -> str:
