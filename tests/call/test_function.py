@@ -357,10 +357,10 @@ def test_no_second_trace_of_uneven_rows(group, rows):
 def test_no_second_trace_of_slices(group):
     """Nor do sliced calls, of as many slices or of more of the same size."""
     step, _ = counted(counts := [])
-    x, y = numbers(64), numbers(64)[:, 0]
-    step(x[:32], y[:32], 0.1, num_slices=2)
+    x, y = numbers(96), numbers(96)[:, 0]
+    step(x[:48], y[:48], 0.1, num_slices=2)
     before = len(counts), step.stats.compilations
-    step(x[:32], y[:32], 0.1, num_slices=2)
+    step(x[:48], y[:48], 0.1, num_slices=2)
     step(x, y, 0.1, num_slices=4)
     assert (len(counts), step.stats.compilations) == before
 

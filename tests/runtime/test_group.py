@@ -38,11 +38,13 @@ def test_some_devices():
 
 def test_members(group):
     """Size, devices, mesh, platform, and a readable repr."""
-    assert len(group.devices) == group.size == group.mesh.size
+    assert len(group.devices) == group.size
+    assert group.mesh.size == (1 if group.is_simulated else group.size)
     assert group.mesh.axis_names == ("replica",)
     assert group.platform == jax.devices()[0].platform
-    ids = ", ".join(str(device.id) for device in group.devices)
-    assert repr(group) == f"Group({group.size} replicas on {group.platform}:{ids})"
+    ids = ", ".join(str(device.id) for device in dict.fromkeys(group.devices))
+    kind = "simulated replicas" if group.is_simulated else "replicas"
+    assert repr(group) == f"Group({group.size} {kind} on {group.platform}:{ids})"
 
 
 def test_simulated():

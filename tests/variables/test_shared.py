@@ -348,14 +348,14 @@ GIVERS = {
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
 def test_arrays_of_the_user_stay_alive(group, way, kind):
     """Whatever is given to a variable is copied: updates and donations do not reach it, nor its changes the variable."""
-    array = (jnp if kind == "jax" else np).ones(8, np.float32)
-    w = GIVERS[way](synk.shared(np.zeros(8, np.float32)), array)
+    array = (jnp if kind == "jax" else np).ones(24, np.float32)
+    w = GIVERS[way](synk.shared(np.zeros(24, np.float32)), array)
     step = adding(w)
-    step(np.ones(8, np.float32)), step(np.ones(8, np.float32))
-    assert float(array.sum()) == 8
+    step(np.ones(24, np.float32)), step(np.ones(24, np.float32))
+    assert float(array.sum()) == 24
     if kind == "numpy":
         array[:] = 100
-    assert float(w.get_value(0)[0]) == 17
+    assert float(w.get_value(0)[0]) == 49
 
 
 @pytest.mark.parametrize("way", ["value", "get_value", "gather", "argument"])
