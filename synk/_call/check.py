@@ -14,9 +14,7 @@ from .._runtime.dispatch import LOCK
 from .._runtime.executable import copy_to_replicas, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import put
-from .._tracing.tracer import variables_named_in
 from .._variables.access import commit_all, state_of_leaves, state_of_rows
-from .._variables.variable import Shared
 from .binding import BoundArguments
 from .compare import Parts, Tolerance, difference, differing_results, matching_ops
 from .execute import Outcome, evaluate
@@ -25,7 +23,7 @@ from .inputs import RowRequest
 from .plan import PlanCache
 from .prepare import Where, prepare
 from .spec import FunctionSpec
-from .traces import View, cannot_update_rows
+from .traces import View, cannot_update_rows, shared_in
 from .views import one_device, split_at, view_of_one, view_of_simulated
 
 
@@ -52,7 +50,7 @@ class Runner:
         function = function or self.function
         if self.home.is_multi_process and view is not None:  # replicas give each other rows now, and not in a trace
             for fn in (function.fn, function.then):
-                for variable in variables_named_in(fn, lambda value: isinstance(value, Shared)):
+                for variable in shared_in(fn):
                     if variable._state.rows_per_replica is not None:
                         view(variable)
         where = Where(group, view, None if view is None else self.home, may_donate=False)

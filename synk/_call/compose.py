@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._base.errors import SynkError
 from .._base.jax_context import trace_options
@@ -20,18 +21,18 @@ from .._data.feed import SENT
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.outputs import ResultSpec, result_spec
 from .._runtime.engine import spmd
-from .._runtime.group import Group
+from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments
 from .feeding import launches
 from .inputs import RowCall, RowRequest, look_at, select_rows
-from .parts import PartArrays
+from .parts import arrays_of, part_of
 from .plan import PlanCache
 from .prepare import checked_subset, part_form
 from .program import ProgramBuilder
-from .spec import CallSpec, FunctionSpec, Programmed
+from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 
 
@@ -130,9 +131,8 @@ def _place(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
-    traces = CallTraces(Programmed(function, group, call), None)
-    builder = ProgramBuilder(Programmed(function, group, call), traces, lambda v: "replicated")
-    builder.check_parts()
+    traces = CallTraces(function, group, call)
+    builder = ProgramBuilder(traces)
     then = builder.then
     for variable in traces.touched:
         raise SynkError(
@@ -150,13 +150,11 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
         table = np.array([parts.counts, parts.offsets, call.lengths, (0,) * n, (0,) * n], np.int32)
 
     def body(*values: jax.Array) -> list[jax.Array]:
-        count = len(call.rows)
-        arrays = PartArrays([(value, None) for value in values[:count]], None, list(values[count:]))
-        sizes = call.part_sizes[0]
-        part = builder.part(None if table is None else jnp.asarray(table), sizes[0])
-        results = builder.finish_values(builder.states(sizes, {}, arrays, part, sizes[0]), {}, arrays.broadcast, part)[
-            0
-        ]
+        sizes, arrays = call.part_sizes[0], arrays_of(call, values)
+        meta = None if table is None else jnp.asarray(table)
+        part = part_of(meta, lax.axis_index(AXIS), sizes[0], group.size)
+        states = builder.states(sizes, {}, arrays, part, sizes[0])
+        results, _ = builder.finish_values(states, {}, arrays.broadcast, part)
         return [results[i] for i in result.picked]
 
     ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]

@@ -15,7 +15,7 @@ from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .compiler import Compiler
 from .program import ProgramBuilder
-from .spec import CallSpec, FunctionSpec, Programmed
+from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, View
 
 
@@ -96,24 +96,20 @@ def make_plan(
     function: FunctionSpec, group: Group, call: CallSpec, view: View | None, plans: PlanCache
 ) -> CallPlan | NeedsLengths:
     """Trace, lower and compile a kind of call."""
-    program = Programmed(function, group, call)
-    traces = CallTraces(program, view)
-    layouts: dict[Shared, Layout] = {}
-    builder = ProgramBuilder(program, traces, lambda v: layouts.get(v) or traces.abstract(v).layout)
-    builder.check_parts()
+    traces = CallTraces(function, group, call, view)
+    builder = ProgramBuilder(traces)
     if builder.runs_each_rank and call.lengths is None:
         return NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
     then = builder.then
     depends_on = _equality_dependencies(builder)
     apart = _diverging(traces, depends_on) if group.size > 1 else set[Shared]()
-    layouts |= dict.fromkeys(apart, "stacked")
+    layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
     treedef, keys = builder.outputs.treedef, [builder.outputs.leaves[i].key for i in builder.outputs.keep]
     if then is not None:
         treedef, keys = then[0].outputs
     result = result_spec(treedef, keys, call.subset, function.name)
-    made = Compiler(builder, result, tuple(depends_on), plans)
-    steps, finish = made.compile()
-    function.stats.compilations += made.compiled
+    compiler = Compiler(builder, result, tuple(depends_on), layouts)
+    steps, finish = compiler.compile(plans)
     updates: list[UpdateSlice] = []
     at = len(result.picked)
     for variable, needed in depends_on.items():
@@ -125,13 +121,13 @@ def make_plan(
     return CallPlan(
         launches=steps,
         finish=finish,
-        reads=made.reads,
+        reads=compiler.reads,
         accepts={
             v: tuple(dict.fromkeys((traces.abstract(v), with_layout(traces.abstract(v), layouts.get(v)))))
             for v in traces.touched
         },
         held=tuple(v for v in traces.touched if traces.holds_rows(v)),
-        layouts={v: builder.layout_of(v) for v in traces.touched},
+        layouts=layouts,
         updates=tuple(updates),
         result=result,
         own=tuple(j for j, i in enumerate(result.picked) if i in own) if then is None else (),

@@ -23,7 +23,7 @@ from .execute import ReadyCall
 from .feeding import launches
 from .inputs import RowCall, RowInputs, RowRequest, look_at, select_rows
 from .plan import CallPlan, NeedsLengths, PlanCache, make_plan
-from .spec import CallSpec, FunctionSpec, PartForm, Programmed
+from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View
 
 
@@ -115,7 +115,7 @@ def _rows_of_variable(
     name, taken = function.name, None if rows.lengths is None else rows.lengths[0]
 
     def find() -> _Holder:
-        traces = CallTraces(Programmed(function, where.group, call._replace(held_index=None)), where.view)
+        traces = CallTraces(function, where.group, call._replace(held_index=None), where.view)
         traced = traces.of_rows(taken)
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
         return _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})

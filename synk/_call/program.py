@@ -1,15 +1,11 @@
-"""Program: the bodies that one kind of call compiles: map the parts, combine them, and then.
-
-`step` does it all in one launch. Where rows are sliced, `accumulate` runs one slice of every replica and adds to
-states that stay on the devices, and `finish` combines these.
-"""
+"""Program: the bodies that one kind of call compiles: map the parts, combine them, and then."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, groupby
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,34 +17,34 @@ from .._data.feed import read_rows
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, combine_replicas, prepare_parts
 from .._runtime.group import AXIS
-from .._runtime.layout import Layout
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
 from .feeding import launches
-from .parts import Part, PartArrays, pad_rows, run_slices
-from .spec import Programmed
-from .traces import CallTraces
-
-State = dict[Shared, list[jax.Array]]  # stored leaves on one replica
+from .parts import Part, PartArrays, pad_rows
+from .traces import CallTraces, State
 
 
-@dataclass
 class ProgramBuilder:
-    """Builds the programs of one kind of call.
+    """What the programs of one kind of call do on one replica.
+
+    A part gives states: its own outputs, then those of what is combined, then those of updates.
 
     Attributes:
-      program: the function, the group and the kind of call.
-      traces: what was traced for it.
-      layout_of: of a variable, as programs take and give it.
+      traced: `fn` over each number of rows that it runs over, most first.
+      outputs: the structure of what `fn` returns.
+      own: which of its outputs are the first replica's own.
+      combined: which are not.
+      reduced: how these combine.
+      updates: what `fn` writes, and how slices of that combine.
+      reductions: how the states of slices combine, one a state.
     """
 
-    program: Programmed
-    traces: CallTraces
-    layout_of: Callable[[Shared], Layout]
-
-    def __post_init__(self) -> None:
-        self.call, self.group, self.function = self.program.call, self.program.group, self.program.function
-        self.first: TracedFunction = self.traces.of_rows(self.sizes()[0])
+    def __init__(self, traces: CallTraces) -> None:
+        self.traces, self.function, self.group, self.call = traces, traces.function, traces.group, traces.call
+        self.traced: dict[int | None, TracedFunction] = {}
+        for size in self._sizes():
+            self.traced[size] = traces.of_rows(size)
+            self._check_like_first(self.traced[size])
         self.outputs: OutputSpec = self.first.outputs
         # The first replica's own value lies on its device alone; what follows needs it on all.
         has_devices = not (self.group.is_multi_process or self.group.is_simulated or self.call.is_composed)
@@ -56,130 +52,106 @@ class ProgramBuilder:
         leaves = self.outputs.reduced
         self.own = [i for i, leaf in enumerate(leaves) if is_own and leaf.reduction.name == "first"]
         self.combined = [i for i in range(len(leaves)) if i not in self.own]
-        at = {old: new for new, old in enumerate(self.combined)}
         self.reduced = [
-            leaf if leaf.weight is None else leaf._replace(weight=at[leaf.weight])
+            leaf if leaf.weight is None else leaf._replace(weight=self.combined.index(leaf.weight))
             for leaf in (leaves[i] for i in self.combined)
         ]
-        self.writes = self.first.writes
+        last = UPDATES["last"]
+        self.updates: list[tuple[Shared, Reduction]] = [
+            (variable, UPDATES[slices] if slices and self.call.is_sliced else last)
+            for variable, slices in self.first.writes
+        ]
+        of_updates = [reduction for variable, reduction in self.updates for _ in traces.abstract(variable).shapes]
+        self.reductions = [*(last for _ in self.own), *(leaf.reduction for leaf in self.reduced), *of_updates]
 
-    def sizes(self) -> list[int | None]:
+    @property
+    def first(self) -> TracedFunction:
+        """`fn` over the most rows."""
+        return next(iter(self.traced.values()))
+
+    def _sizes(self) -> Iterable[int | None]:
         """All numbers of rows that `fn` runs over."""
         sizes = [size for sizes in self.call.part_sizes for size in sizes if size != 0]
         if self.call.is_composed and self.call.is_sliced:
-            sizes = [part.rows for size in sizes for part in self._slices(size or 0)]
-        return list(dict.fromkeys(sizes))
+            sizes = [part.rows for size in sizes for part in self._slices(size)]
+        return dict.fromkeys(sizes)
 
-    def _slices(self, rows: int) -> list[RowRange]:
+    def _slices(self, rows: int | None) -> list[RowRange]:
         """Where one program runs the slices of a replica's rows."""
-        return split_rows(rows, min(self.call.num_slices, rows))
+        return split_rows(rows or 1, min(self.call.num_slices, rows or 1))
 
-    def check_parts(self) -> None:
-        """Trace all parts: what combines needs equal shapes and updates, whatever their rows."""
-        name = self.function.name
-        for size in self.sizes():
-            other = self.traces.of_rows(size)
-            for leaf, one, two in zip(self.outputs.leaves, self.first.shapes, other.shapes, strict=False):
-                if not leaf.reduced.reduction.has_row_entries and one.shape != two.shape:
-                    op = "a callable" if leaf.op == "callable" else leaf.op
-                    raise ValueError(
-                        f"{name}: output{leaf.path} has shape {one.shape} on one part, {two.shape} on another, but "
-                        f'parts under {op!r} need equal shapes. For one row an input row, use "concat".'
-                    )
-            if self.writes != other.writes or self.outputs.treedef != other.outputs.treedef:
+    def _check_like_first(self, other: TracedFunction) -> None:
+        """What combines needs equal shapes and updates, whatever the rows of a part."""
+        name, first = self.function.name, self.first
+        for leaf, one, two in zip(first.outputs.leaves, first.shapes, other.shapes, strict=False):
+            if not leaf.reduced.reduction.has_row_entries and one.shape != two.shape:
+                op = "a callable" if leaf.op == "callable" else leaf.op
                 raise ValueError(
-                    f"{name}: what it returns or which shared variables it assigns depends on its number of rows, "
-                    f"which differs between parts. Make it the same for all."
+                    f"{name}: output{leaf.path} has shape {one.shape} on one part, {two.shape} on another, but "
+                    f'parts under {op!r} need equal shapes. For one row an input row, use "concat".'
                 )
+        if first.writes != other.writes or first.outputs.treedef != other.outputs.treedef:
+            raise ValueError(
+                f"{name}: what it returns or which shared variables it assigns depends on its number of rows, "
+                f"which differs between parts. Make it the same for all."
+            )
 
-    # The state of parts.
-
-    @cached_property
-    def updates(self) -> list[tuple[Shared, Reduction | None]]:
-        """What `fn` writes, and how slices of that combine; None where there is one part."""
-        return [(v, UPDATES[slices or "last"] if self.call.is_sliced else None) for v, slices in self.writes]
-
-    def part(self, meta: jax.Array | None, rows: int | None, rank: jax.Array | None = None) -> Part:
-        """This replica's part."""
-        rank = lax.axis_index(AXIS) if rank is None else rank
-        if meta is None:  # all replicas have as many rows
-            first_row = rank if rows is None else rank * rows
-            return Part(rank, rows, first_row, 0, 1.0 / self.group.size, 1.0, 0, 0)
-        counts, offsets, lengths, row_slots, part_slots = meta
-        real = jnp.result_type(float)
-        before = jnp.where(jnp.arange(self.group.size, dtype=jnp.int32) < rank, lengths, 0).sum(dtype=jnp.int32)
-        count, length = counts[rank], lengths[rank]
-        weight = count.astype(real) / lengths.sum(dtype=jnp.int32).astype(real)
-        share = count.astype(real) / jnp.maximum(length, 1).astype(real)
-        return Part(
-            rank, count, before + offsets[rank], offsets[rank], weight, share, row_slots[rank], part_slots[rank]
-        )
+    # The states of parts.
 
     def states(
         self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, tall: int | None
     ) -> list[jax.Array]:
-        """This replica's states: of its own outputs, of combined ones, of updates; of a part of one of these sizes."""
-        run: Callable[..., list[jax.Array]] = partial(self.run_part, state=state, arrays=arrays, part=part, tall=tall)
+        """This replica's states, of a part of one of these sizes; of what is gathered, `tall` entries."""
+        run = partial(self._run_part, state=state, arrays=arrays, part=part, tall=tall)
         if self.call.is_composed and self.call.is_sliced:
-            run = partial(run_slices, self, arrays=arrays, part=part)
-        if len(sizes) == 1 and sizes[0] != 0:
-            return run(sizes[0])
-        like = jax.eval_shape(lambda: run(tall))
-        if len(sizes) == 1:
-            return self._no_rows(state, like)
-        branches = [partial(run, size) if size else partial(self._no_rows, state, like) for size in sizes]
+            run = partial(self._run_slices, arrays=arrays, part=part)
+        branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
+        if len(branches) == 1:
+            return branches[0]()
         number = jnp.argmax(part.count == jnp.array(sizes, jnp.int32)).astype(jnp.int32)
-        return _select(number, branches) if self.selects_branches() else lax.switch(number, branches)
+        if self.selects_branches:
+            return [lax.select_n(number, *leaves) for leaves in zip(*(branch() for branch in branches), strict=True)]
+        return lax.switch(number, branches)
 
+    @cached_property
     def selects_branches(self) -> bool:
-        """Shall all branches run, and one be selected?
+        """Shall all branches run, and one be selected, and nothing run in loops?
 
         XLA's CPU backend compiles convolutions inside a branch or a loop to naive loops, 30 to 57 times slower
         (jax-ml/jax#12868, open; jaxlib 0.12 still does).
         """
-        traced = [self.traces.of_rows(size) for size in self.sizes()]
-        has_effects = any(each.has_effects for each in traced)
-        return self.group.platform == "cpu" and not has_effects and any(each.has_convolution for each in traced)
+        has_convolution = any(each.has_convolution for each in self.traced.values())
+        return self.group.platform == "cpu" and has_convolution and not self._has_effects
+
+    @cached_property
+    def _has_effects(self) -> bool:
+        return any(each.has_effects for each in self.traced.values())
 
     @cached_property
     def runs_each_rank(self) -> bool:
         """Must simulated replicas run one by one? Mapped together all run every branch, also what prints."""
-        traced = [self.traces.of_rows(size) for size in self.sizes()]
         is_mapped = self.group.is_simulated and not self.call.is_plain and not self.call.is_composed
-        return is_mapped and any(each.has_effects for each in traced)
+        return is_mapped and self._has_effects
 
-    def run_part(
+    def _run_part(
         self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None
     ) -> list[jax.Array]:
-        """Run `fn` over a part of so many rows; what is gathered is filled up to `tall` entries."""
-        traced = self.traces.of_rows(size)
+        """Run `fn` over a part of so many rows."""
+        traced = self.traced[size]
         rows = [read_rows(array, index, size or 0) for array, index in arrays.arrays]
-        seen = {v: self._part_rows(v, leaves, arrays, part, size) for v, leaves in state.items()}
         leaves = self.call.arguments.in_tree_order(rows, arrays.broadcast)
         first_row = jnp.asarray(part.first_row, jnp.int32)
-        results = traced.run(*chain(*(seen[v] for v in traced.variables)), *leaves, part.rank, first_row)
-        outs, new = results[: len(self.outputs.leaves)], results[len(self.outputs.leaves) :]
+        seen = chain(*(self._part_rows(v, state[v], arrays, part, size) for v in traced.variables))
+        results = traced.run(*seen, *leaves, part.rank, first_row)
+        count = len(self.outputs.leaves)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
-        states = prepare_parts([outs[i] for i in self.combined], self.reduced, info)
         states = [
-            pad_rows(each, tall) if leaf.reduction.has_row_entries else each
-            for each, leaf in zip(states, self.reduced, strict=True)
+            *(results[i] for i in self.own),
+            *prepare_parts([results[i] for i in self.combined], self.reduced, info),
+            *self._prepare_updates(state, results[count:], part),
         ]
-        return [*(outs[i] for i in self.own), *states, *self._prepare_updates(state, new, part)]
-
-    def _prepare_updates(self, state: State, new: list[jax.Array], part: Part) -> list[jax.Array]:
-        """The states of what one part has written."""
-        rest, found = list(new), list[jax.Array]()
-        for variable, reduction in self.updates:
-            for i, shape in enumerate(self.traces.abstract(variable).shapes):
-                leaf = rest.pop(0)
-                if reduction is None:
-                    found.append(pad_rows(leaf, shape.shape[0]) if self.traces.holds_rows(variable) else leaf)
-                    continue
-                if reduction is UPDATES["add"]:
-                    leaf = leaf - state[variable][i]
-                found.append(reduction.prepare(leaf, PartInfo(part.share, True)))
-        return found
+        pairs = zip(states, self.reductions, strict=True)
+        return [pad_rows(each, tall) if reduction.has_row_entries else each for each, reduction in pairs]
 
     def _part_rows(
         self, variable: Shared, leaves: list[jax.Array], arrays: PartArrays, part: Part, size: int | None
@@ -187,35 +159,74 @@ class ProgramBuilder:
         """This part's rows of a variable that holds rows, or the whole value."""
         if not self.traces.holds_rows(variable) or size is None:
             return leaves
-        index = arrays.held_index
-        if index is None and self.call.is_sliced:
-            index = part.offset
+        index = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
         return [read_rows(leaf, index, size) for leaf in leaves]
 
-    def _no_rows(self, state: State, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-        """The states of no part: identities; and old values of what would be written."""
-        reductions: list[Reduction | None] = [None for _ in self.own]
-        reductions += [leaf.reduction for leaf in self.reduced]
-        found = [
-            jnp.full(shape.shape, 0 if reduction is None else reduction.identity(shape.dtype), shape.dtype)
-            for reduction, shape in zip(reductions, like, strict=False)
-        ]
-        rest = list(like[len(found) :])
+    def _prepare_updates(self, state: State, written: Iterable[jax.Array], part: Part) -> Iterable[jax.Array]:
+        """The states of what one part has written."""
+        new = self.traces.leaves_of([variable for variable, _ in self.updates], written)
         for variable, reduction in self.updates:
-            for old in state[variable]:
-                shape = rest.pop(0)
-                is_kept = reduction is None or reduction.name == "last"
-                found.append(old if is_kept else jnp.full(shape.shape, reduction.identity(shape.dtype), shape.dtype))  # type: ignore[union-attr]
-        return found
+            for i, (leaf, shape) in enumerate(zip(new[variable], self.traces.abstract(variable).shapes, strict=True)):
+                if self.traces.holds_rows(variable):
+                    leaf = pad_rows(leaf, shape.shape[0])
+                if reduction is UPDATES["add"]:
+                    leaf = leaf - state[variable][i]
+                yield reduction.prepare(leaf, PartInfo(part.share, True))
+
+    def state_shapes(self, entries: dict[bool, int]) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of a replica's states with so many entries of what is gathered."""
+        info = PartInfo(1.0, True)
+        outs = self.first.shapes
+        combined = [outs[i] for i in self.combined]
+        shapes = [
+            *(outs[i] for i in self.own),
+            *jax.eval_shape(lambda *values: prepare_parts(values, self.reduced, info), *combined),
+            *(
+                jax.eval_shape(reduction.prepare, shape, info)
+                for variable, reduction in self.updates
+                for shape in self.traces.abstract(variable).shapes
+            ),
+        ]
+        for i, reduction in enumerate(self.reductions):
+            if reduction.collective == "gather" and self.call.has_rows:
+                shape = (entries[reduction.has_row_entries], *shapes[i].shape[1:])
+                shapes[i] = jax.ShapeDtypeStruct(shape, shapes[i].dtype)
+        return shapes
+
+    def _no_rows(self, state: State, tall: int | None) -> list[jax.Array]:
+        """The states of no part: identities; and old values of what would be written."""
+        olds = [*(None for _ in (*self.own, *self.reduced)), *chain(*(state[variable] for variable, _ in self.updates))]
+        shapes = self.state_shapes(self.slots if self.call.is_composed else {True: tall or 0, False: 1})
+        return [
+            jnp.full(shape.shape, reduction.identity(shape.dtype), shape.dtype)
+            if old is None or reduction is not UPDATES["last"]
+            else old
+            for old, shape, reduction in zip(olds, shapes, self.reductions, strict=True)
+        ]
+
+    # Slices.
+
+    @cached_property
+    def slots(self) -> dict[bool, int]:
+        """How many entries a replica has of what is gathered an entry a row (True) or a part (False): each launch has
+        its place."""
+        tall = self.call.part_sizes[0][0] or 1
+        if self.call.is_composed or self.call.lengths is None:
+            return {True: tall, False: min(self.call.num_slices, tall)}
+        by_launch = launches(self.call.lengths, self.call.num_slices)
+        return {True: sum(parts.tall for parts in by_launch), False: len(by_launch)}
+
+    def first_states(self, new: Sequence[jax.Array]) -> list[jax.Array]:
+        """The states of the first slices, with room for what others gather."""
+        return [
+            pad_rows(state, self.slots[reduction.has_row_entries]) if reduction.collective == "gather" else state
+            for state, reduction in zip(new, self.reductions, strict=True)
+        ]
 
     def accumulate_states(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
         """The states of this replica's parts so far and of one more; where that has no rows, those so far."""
-        reductions = [leaf.reduction for leaf in self.reduced]
-        reductions += [
-            r for variable, r in self.updates if r is not None for _ in self.traces.abstract(variable).shapes
-        ]
         found: list[jax.Array] = []
-        for old, one, reduction in zip(before, new, reductions, strict=True):
+        for old, one, reduction in zip(before, new, self.reductions, strict=True):
             if reduction.collective == "gather":
                 slot = part.row_slot if reduction.has_row_entries else part.part_slot
                 found.append(lax.dynamic_update_slice_in_dim(old, one, slot, 0))
@@ -223,29 +234,36 @@ class ProgramBuilder:
                 found.append(jnp.where(part.count > 0, reduction.accumulate(old, one), old))
         return found
 
-    def first_states(self, new: Sequence[jax.Array]) -> list[jax.Array]:
-        """The states of the first slices, with room for what others gather."""
-        padded = [
-            pad_rows(state, self.slots(leaf.reduction.has_row_entries))
-            if leaf.reduction.collective == "gather"
-            else state
-            for state, leaf in zip(new, self.reduced, strict=False)
-        ]
-        return [*padded, *new[len(padded) :]]
+    def _run_slices(self, size: int | None, *, arrays: PartArrays, part: Part) -> list[jax.Array]:
+        """Run `fn` over the slices of a part, one after the other; there are no variables."""
+        total = sum(self.call.lengths or ())
+        states: list[jax.Array] = []
+        for rows, group in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
+            numbers, starts = np.array([(number, each.start) for number, each in group], np.int32).T
+            chunks = [
+                array[starts[0] : starts[-1] + rows].reshape(len(starts), rows, *array.shape[1:])
+                for array, _ in arrays.arrays
+            ]
 
-    def slots(self, is_rows: bool) -> int:
-        """How many entries of what is gathered a replica has: each launch has its place."""
-        if self.call.is_composed:
-            tall = self.call.part_sizes[0][0] or 1
-            return tall if is_rows else min(self.call.num_slices, tall)
-        if not self.call.is_sliced:
-            return (self.call.part_sizes[0][0] or 1) if is_rows else 1
-        by_launch = launches(self.call.lengths or (), self.call.num_slices)
-        return sum(parts.tall for parts in by_launch) if is_rows else len(by_launch)
+            def add(before: list[jax.Array], chunk: Any, rows: int = rows) -> tuple[list[jax.Array], None]:
+                blocks, number, start = chunk
+                first_row = jnp.asarray(part.first_row, jnp.int32) + start
+                its = Part(part.rank, rows, first_row, start, rows / total, 1.0, start, number)
+                its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
+                new = self._run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
+                return self.accumulate_states(before, new, its) if before else self.first_states(new), None
+
+            xs = (chunks, numbers, starts)
+            if not states:
+                states, _ = add([], jax.tree.map(lambda x: x[0], xs))
+                xs = jax.tree.map(lambda x: x[1:], xs)
+            if len(xs[1]):
+                states, _ = lax.scan(add, states, xs, unroll=self.selects_branches)
+        return states
 
     # Combining, and then.
 
-    def valid_entries(self) -> list[np.ndarray | None]:
+    def _valid_entries(self) -> list[np.ndarray | None]:
         """Of what is gathered, which entries count, in row order; None for all of them."""
         lengths = self.call.lengths
         if lengths is None or (self.call.is_even and not self.call.is_sliced):
@@ -257,38 +275,28 @@ class ProgramBuilder:
             slot = 0
             for j, launch in enumerate(by_launch):
                 start = launch.offsets[rank] if self.call.is_composed else slot
-                rows.append(rank * self.slots(True) + start + np.arange(launch.counts[rank]))
-                parts += [rank * self.slots(False) + j] * bool(launch.counts[rank])
+                rows.append(rank * self.slots[True] + start + np.arange(launch.counts[rank]))
+                parts += [rank * self.slots[False] + j] * bool(launch.counts[rank])
                 slot += launch.tall
         index = {True: np.concatenate(rows), False: np.array(parts, np.int64)}
         return [index[leaf.reduction.has_row_entries] for leaf in self.reduced]
 
     def combine(self, states: Sequence[jax.Array]) -> list[jax.Array]:
-        """Whole outputs from the states of all replicas, the first replica's own ones first."""
-        own, rest = list(states[: len(self.own)]), states[len(self.own) :]
-        whole = combine_replicas(rest, self.reduced, self.valid_entries(), has_gradients=self.call.is_composed)
-        by_leaf = dict(zip(self.combined, whole, strict=True))
-        by_leaf |= dict(zip(self.own, own, strict=True))
+        """Whole outputs from the states of all replicas."""
+        own, rest = states[: len(self.own)], states[len(self.own) :]
+        whole = combine_replicas(rest, self.reduced, self._valid_entries(), has_gradients=self.call.is_composed)
+        by_leaf = dict(zip((*self.own, *self.combined), (*own, *whole), strict=True))
         return [by_leaf[i] for i in self.outputs.keep]
 
     @cached_property
     def then(self) -> tuple[TracedFunction, list[int]] | None:
-        """`then` on the combined outputs."""
+        """`then` on the combined outputs, and which broadcast arguments follow them."""
         if self.function.then is None:
             return None
-        info = PartInfo(1.0, True)
-        outs = self.first.shapes[: len(self.outputs.leaves)]
-        chosen = [outs[i] for i in self.combined]
-        states = jax.eval_shape(lambda *values: prepare_parts(values, self.reduced, info), *chosen)
-        states = [
-            jax.ShapeDtypeStruct((self.slots(leaf.reduction.has_row_entries), *s.shape[1:]), s.dtype)
-            if leaf.reduction.collective == "gather" and self.call.is_sliced
-            else s
-            for s, leaf in zip(states, self.reduced, strict=True)
-        ]
+        states = self.state_shapes(self.slots)[: len(self.reduced)]
         axes = [(AXIS, self.group.size)]
         whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
-        return self.traces.then(self.outputs, whole)
+        return self.traces.then(self.function.then, self.outputs, whole)
 
     def finish_values(
         self, states: Sequence[jax.Array], state: State, broadcast: Sequence[jax.Array], part: Part
@@ -303,36 +311,15 @@ class ProgramBuilder:
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)
         values = traced.run(*chain(*(state[v] for v in traced.variables)), *results, *chosen, rank, rank)
-        written = values[len(traced.shapes) - sum(len(state_shapes(self.traces, v)) for v, _ in traced.writes) :]
-        results = values[: len(values) - len(written)]
-        for variable, _ in traced.writes:
-            n = len(state_shapes(self.traces, variable))
-            new[variable], written = written[:n], written[n:]
-        return results, new
+        count = traced.outputs[0].num_leaves
+        return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
 
     def _finish_updates(self, states: Sequence[jax.Array], state: State, part: Part) -> State:
-        new: State = {}
-        rest = list(states)
-        for variable, reduction in self.updates:
-            shapes = self.traces.abstract(variable).shapes
-            leaves, rest = rest[: len(shapes)], rest[len(shapes) :]
-            if reduction is not None:
-                olds = state[variable]
-                if reduction is UPDATES["add"]:
-                    leaves = [old.astype(leaf.dtype) + leaf for old, leaf in zip(olds, leaves, strict=True)]
-                leaves = [
-                    jnp.where(part.count > 0, leaf.astype(old.dtype), old)
-                    for old, leaf in zip(olds, leaves, strict=True)
-                ]
-            new[variable] = leaves
+        new = self.traces.leaves_of([variable for variable, _ in self.updates], states)
+        for variable, reduction in self.updates if self.call.is_sliced else ():
+            olds, leaves = state[variable], new[variable]
+            if reduction is UPDATES["add"]:
+                leaves = [old.astype(leaf.dtype) + leaf for old, leaf in zip(olds, leaves, strict=True)]
+            pairs = zip(olds, leaves, strict=True)
+            new[variable] = [jnp.where(part.count > 0, leaf.astype(old.dtype), old) for old, leaf in pairs]
         return new
-
-
-def state_shapes(traces: CallTraces, variable: Shared) -> Sequence[jax.ShapeDtypeStruct]:
-    """Shapes of a variable's stored leaves on one replica."""
-    return traces.abstract(variable).shapes
-
-
-def _select(number: jax.Array, branches: Sequence[Callable[[], list[jax.Array]]]) -> list[jax.Array]:
-    each = [branch() for branch in branches]
-    return [lax.select_n(number, *leaves) for leaves in zip(*each, strict=True)]

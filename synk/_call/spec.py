@@ -14,7 +14,6 @@ import numpy as np
 from .._base.pytree import PyTree
 from .._data.feed import InputFeed
 from .._data.selection import IndexKind
-from .._runtime.group import Group
 from .binding import ArgumentBinder, ArgumentSpec
 
 
@@ -121,15 +120,6 @@ class CallSpec(NamedTuple):
     def has_rows(self) -> bool:
         """Are there rows?"""
         return self.part_sizes != ((None,),)
-
-
-@dataclass(frozen=True, eq=False)
-class Programmed:
-    """A function in a group, called in one way."""
-
-    function: FunctionSpec
-    group: Group
-    call: CallSpec
 
 
 def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,26 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
-from .._runtime.group import AXIS
+from .._runtime.group import AXIS, Group
 from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
 from .._variables.state import AbstractState, VariableState
 from .._variables.variable import Shared
 from .binding import call_with
-from .spec import Programmed
+from .spec import CallSpec, FunctionSpec
 
 View = Callable[[Shared], VariableState]  # of a variable as another group sees it
+State = dict[Shared, list[jax.Array]]  # stored leaves on one replica
 
 
 class CallTraces:
-    """What is traced for one kind of call; variables are looked at, and not placed.
+    """A function in a group, called in one way, and what is traced for that; variables are looked at, and not placed.
 
     Attributes:
       touched: the variables that something reads or writes.
     """
 
-    def __init__(self, program: Programmed, view: View | None) -> None:
-        self._program, self._view = program, view
-        self._by_rows: dict[int | None, TracedFunction] = {}
+    def __init__(self, function: FunctionSpec, group: Group, call: CallSpec, view: View | None = None) -> None:
+        self.function, self.group, self.call, self._view = function, group, call, view
         self.touched: dict[Shared, None] = {}
 
     def abstract(self, variable: Shared) -> AbstractState:
@@ -44,40 +44,37 @@ class CallTraces:
         """Does every replica hold rows of its own?"""
         return self.abstract(variable).rows_per_replica is not None
 
-    def _expected(self, fn: Any) -> tuple[Shared, ...]:
-        """Variables that a function's own lines name, so that one trace is enough; none where looking at one that is
-        not read could raise."""
-        is_variable = lambda value: isinstance(value, Shared)  # noqa: E731  # as an argument
-        return tuple(dict.fromkeys(variables_named_in(fn, is_variable))) if self._view is None else ()
+    def leaves_of(self, variables: Iterable[Shared], values: Iterable[jax.Array]) -> State:
+        """The leaves of each of these variables, which come one after another."""
+        rest = iter(values)
+        return {variable: [next(rest) for _ in self.abstract(variable).shapes] for variable in variables}
+
+    def _expected(self, fn: Any) -> list[Shared]:
+        """So that one trace is enough; none where looking at one that is not read could raise."""
+        return shared_in(fn) if self._view is None else []
 
     def of_rows(self, rows: int | None) -> TracedFunction:
-        """`fn` over so many rows of one replica."""
-        if rows not in self._by_rows:
-            self._by_rows[rows] = self._trace(rows)
-        return self._by_rows[rows]
-
-    def _trace(self, rows: int | None) -> TracedFunction:
-        function, call = self._program.function, self._program.call
+        """Trace `fn` over so many rows of one replica."""
+        function, call = self.function, self.call
         has_axis = call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
         structs = [jax.ShapeDtypeStruct((rows, *s.shape), s.dtype) for s in call.row_shapes]
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
-        args, kwargs = call.arguments.treedef.unflatten(leaves)
         rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part)
         request = TraceRequest(
             fn=function.fn,
             call=lambda *args, **kwargs: call_with(function.fn, args, kwargs),
-            arguments=(args, kwargs),
+            arguments=call.arguments.treedef.unflatten(leaves),
             keys=call.keys,
             pack=partial(pack_outputs, rules),
             name=function.name,
-            size=self._program.group.size,
+            size=self.group.size,
             shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
             variables=self._expected(function.fn),
             slices=2 if call.is_sliced else 1,
             has_axis=has_axis,
         )
         try:
-            traced = trace(request)
+            traced = self._touched_by(trace(request))
         except NameError as error:
             if has_axis or "unbound axis" not in str(error):
                 raise
@@ -85,7 +82,6 @@ class CallTraces:
                 f"{function.name}: it communicates inside (over the axis {AXIS!r}), so every replica and slice needs "
                 f"as many rows. Communicate in then, or give a number of rows that divides."
             ) from error
-        self._touch(traced)
         for variable, slices in traced.writes:
             if self.holds_rows(variable) and call.held_index is not None:
                 raise cannot_update_rows(function.name, variable.name)
@@ -93,11 +89,12 @@ class CallTraces:
                 self._check_slices(variable, slices)
         return traced
 
-    def _touch(self, traced: TracedFunction) -> None:
+    def _touched_by(self, traced: TracedFunction) -> TracedFunction:
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
+        return traced
 
     def _check_slices(self, variable: Shared, slices: str | None) -> None:
-        name, shapes = self._program.function.name, self.abstract(variable).shapes
+        name, shapes = self.function.name, self.abstract(variable).shapes
         if self.holds_rows(variable):
             raise ValueError(f"{name}: {variable.name} holds rows, so it cannot be updated with num_slices > 1.")
         if slices == "add" and any(shape.dtype == np.bool_ for shape in shapes):
@@ -113,47 +110,46 @@ class CallTraces:
                 )
 
     def then(
-        self, outputs: OutputSpec, shapes: Sequence[jax.ShapeDtypeStruct]
-    ) -> tuple[TracedFunction, list[int]] | None:
-        """`then` on combined outputs of these shapes, and which broadcast arguments follow them."""
-        function, call = self._program.function, self._program.call
-        if function.then is None:
-            return None
-        then = function.then
-        keys = [outputs.leaves[i].key for i in outputs.keep]
+        self, then: Callable[..., Any], outputs: OutputSpec, shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> tuple[TracedFunction, list[int]]:
+        """Trace `then` on combined outputs of these shapes; and which broadcast arguments follow them."""
+        function, call, arguments = self.function, self.call, self.call.arguments
         numbers = outputs.treedef.unflatten(range(len(shapes)))
         given = numbers if type(numbers) is tuple else (numbers,)
         names = function.then_parameters(len(given))
-        constants = {name: call.arguments.constants[name] for name in names if name in call.arguments.constants}
-        trees = {name: call.arguments.parameters[name] for name in names if name in call.arguments.parameters}
-        at = {place: i for i, place in enumerate(call.arguments.broadcast)}
-        extra = [at[place] for place in jax.tree.leaves(trees)]
-        by_number = dict(enumerate(shapes))
-        by_place = {place: call.broadcast_shapes[i] for place, i in at.items()}
+        constants = {name: arguments.constants[name] for name in names if name in arguments.constants}
+        trees = {name: arguments.parameters[name] for name in names if name in arguments.parameters}
+        places = jax.tree.leaves(trees)
         request = TraceRequest(
             fn=then,
             call=lambda *args, **kwargs: then(*args, **{**kwargs, **constants}),
-            arguments=(jax.tree.map(by_number.__getitem__, given), jax.tree.map(by_place.__getitem__, trees)),
-            keys=[*keys, *(call.keys[place] for place in jax.tree.leaves(trees))],
+            arguments=(
+                jax.tree.map(shapes.__getitem__, given),
+                jax.tree.map(lambda place: call.broadcast_shapes[arguments.broadcast.index(place)], trees),
+            ),
+            keys=[*(outputs.leaves[i].key for i in outputs.keep), *(call.keys[place] for place in places)],
             pack=pack_result,
             name=f"{function.name}.then",
-            size=self._program.group.size,
+            size=self.group.size,
             shapes_of=self._whole_shapes,
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
         )
-        traced = trace(request)
-        self._touch(traced)
-        return traced, extra
+        return self._touched_by(trace(request)), [arguments.broadcast.index(place) for place in places]
 
     def _whole_shapes(self, variable: Shared) -> Sequence[jax.ShapeDtypeStruct]:
         state = self.abstract(variable)
-        lengths, name = state.rows_per_replica, self._program.function.name
+        lengths, name = state.rows_per_replica, self.function.name
         if lengths is not None and len(set(lengths)) > 1:
             raise ValueError(
                 f"{name}.then: {variable.name} holds {list(lengths)} rows on the replicas; then runs one "
                 f"program on all, so there they need as many. Use {variable.name} in {name} itself."
             )
         return state.shapes
+
+
+def shared_in(fn: Any) -> list[Shared]:
+    """The variables that a function's own lines name."""
+    return list(dict.fromkeys(variables_named_in(fn, lambda value: isinstance(value, Shared))))
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:
