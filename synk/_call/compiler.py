@@ -31,31 +31,29 @@ Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]  # arguments: layout and glob
 
 
 class _Launch(NamedTuple):
-    """What one program runs on: the leaves of variables, a list each; a list of states; and one of all else.
+    """What one program does: run parts, and combine them or add them to the states so far.
 
     Attributes:
-      sizes: numbers of rows of its parts, most first; none where it only ends a call.
+      sizes: numbers of rows of its parts, most first; none where it only combines states.
       counts: rows of each replica's part, where programs depend on them.
-      variables: that it takes.
-      held: shapes of the states that it takes.
-      outs: layouts of its results.
-      donate: lists that may be overwritten.
+      is_last: whether it ends the call.
+      held: shapes of the states so far, those of a replica.
     """
 
-    sizes: Sequence[int | None]
-    counts: Sequence[int]
-    variables: Sequence[Shared]
-    held: Sequence[jax.ShapeDtypeStruct]
-    outs: Sequence[Layout]
-    donate: Sequence[int]
+    sizes: tuple[int | None, ...]
+    counts: tuple[int, ...]
+    is_last: bool
+    held: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
 class Compiler:
     """Compiles the programs of a builder.
 
     Attributes:
-      reads: the variables that programs that run `fn` take, and those of the one that ends the call.
+      updates: the variables that the call writes.
       layouts: of the variables, as programs take and give them.
+      states: shapes of the states of a replica between launches.
+      reads: the variables that programs that run `fn` take, and those of the one that ends the call.
     """
 
     def __init__(
@@ -63,6 +61,7 @@ class Compiler:
     ) -> None:
         self.builder, self.result, self.updates, self.layouts = builder, result, updates, layouts
         self.call, self.group, self.traces = builder.call, builder.group, builder.traces
+        self.states = tuple(builder.state_shapes(builder.slots)) if self.call.is_sliced else ()
         reads = dict.fromkeys(chain(*(traced.variables for traced in builder.traced.values())))
         written = [variable for variable, _ in builder.updates]
         has_gaps = any(0 in sizes for sizes in self.call.part_sizes)
@@ -80,106 +79,86 @@ class Compiler:
         builder, call = self.builder, self.call
         if not call.is_sliced:
             counts = launches(call.lengths, 1)[0].counts if call.lengths else ()
-            return {True: self._step(call.part_sizes[0], counts)}, None
+            return {True: self._compile(_Launch(call.part_sizes[0], counts, True))}, None
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
-        writes = builder.first.writes
-        about = (call._replace(part_sizes=()), builder.function.then is None, builder.outputs, writes, touched)
-        states = tuple(builder.state_shapes(builder.slots))
+        has_then, writes = builder.function.then is not None, builder.first.writes
+        about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states)
 
-        def cached(kind: Any, make: Callable[[], Executable]) -> Executable:
-            return self.group.cached(owner, ("program", kind, states, *about), make)
+        def cached(launch: _Launch) -> Executable:
+            return self.group.cached(owner, ("program", launch, *about), partial(self._compile, launch))
 
         kinds: list[tuple[bool, Any, Any]] = [(j == 0, sizes, ()) for j, sizes in enumerate(call.part_sizes)]
         if builder.runs_each_rank and call.lengths:
             parts = enumerate(launches(call.lengths, call.num_slices))
             kinds = list(dict.fromkeys((j == 0, each.sizes, each.counts) for j, each in parts))
+        held = tuple(_without_empty(self.states))
         programs = {
-            (kind[0], kind[2] or kind[1]): cached(kind, partial(self._accumulate, *kind, states)) for kind in kinds
+            (is_first, counts or sizes): cached(_Launch(sizes, counts, False, () if is_first else held))
+            for is_first, sizes, counts in kinds
         }
-        return programs, cached("finish", partial(self._finish, states))
+        return programs, cached(_Launch((), (), True, held))
 
-    def _step(self, sizes: Sequence[int | None], counts: Sequence[int]) -> Executable:
-        """One launch: map, combine and then."""
-
-        def end(state: State, held: Arrays, new: Arrays, broadcast: Arrays, part: Part) -> list[jax.Array]:
-            return self._end(new, state, broadcast, part)
-
-        return self._compile(_Launch(sizes, counts, self.reads[1], (), self._outs(), self._donated()), end)
-
-    def _accumulate(
-        self, is_first: bool, sizes: Sequence[int | None], counts: Sequence[int], states: Sequence[Any]
-    ) -> Executable:
-        """One slice of every replica, added to the states so far."""
-
-        def end(state: State, held: Arrays, new: Arrays, broadcast: Arrays, part: Part) -> list[jax.Array]:
-            if is_first:
-                found = self.builder.first_states(new)
-            else:
-                found = self.builder.accumulate_states(_with_empty(held, states), new, part)
-            return _without_empty(found)
-
-        held = () if is_first else _without_empty(states)
-        outs, donate = layouts("stacked", len(_without_empty(states))), () if is_first else (len(self.reads[0]),)
-        return self._compile(_Launch(sizes, counts, self.reads[0], held, outs, donate), end)
-
-    def _finish(self, states: Sequence[jax.ShapeDtypeStruct]) -> Executable:
-        """The states of all slices across the replicas, and then."""
-
-        def end(state: State, held: Arrays, new: Arrays, broadcast: Arrays, part: Part) -> list[jax.Array]:
-            return self._end(_with_empty(held, states), state, broadcast, part)
-
-        launch = _Launch((), (), self.reads[1], _without_empty(states), self._outs(), self._donated())
-        return self._compile(launch, end)
-
-    def _compile(self, launch: _Launch, end: Body) -> Executable:
-        """Compile what runs the parts of a launch and hands their states to `end`."""
-        builder, size = self.builder, self.group.size
-        placed = self._placed(launch)
-        is_mapped = builder.runs_each_rank and bool(launch.sizes)
-        tall = launch.sizes[0] if launch.sizes else None
-
-        def unpack(values: Arrays, rank: jax.Array | None = None) -> tuple[State, Arrays, list[jax.Array], Part]:
-            given = iter(values)
-            state = self.traces.leaves_of(launch.variables, given)
-            held, rest = list(islice(given, len(launch.held))), list(given)
-            meta = None if self.call.is_plain else rest.pop()
-            return state, held, rest, part_of(meta, lax.axis_index(AXIS) if rank is None else rank, tall, size)
-
-        def run(values: Arrays, sizes: Sequence[int | None], rank: jax.Array | None = None) -> list[jax.Array]:
-            state, _, rest, part = unpack(values, rank)
-            return builder.states(sizes, state, arrays_of(self.call, rest), part, tall) if sizes else []
-
-        def finish(values: Arrays, states: Arrays) -> list[jax.Array]:
-            state, held, rest, part = unpack(values)
-            return end(state, held, states, rest[len(rest) - len(self.call.broadcast) :], part)
+    def _compile(self, launch: _Launch) -> Executable:
+        function, is_mapped = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
+        arguments = self._arguments(launch)
+        given = [layout for layout, _ in chain(*arguments)]
+        run, finish = self._bodies(launch)
 
         def body(*values: jax.Array) -> list[jax.Array]:
             return finish(values, run(values, launch.sizes))
 
         spec = ProgramSpec(
-            body=self._each_rank(launch, [*chain(*placed)], run, finish) if is_mapped else body,
-            ins=[[layout for layout, _ in each] for each in placed],
-            shapes=[[shape for _, shape in each] for each in placed],
-            outs=launch.outs,
-            donate=tuple(launch.donate),
-            engine=builder.function.engine,
-            name=builder.function.name,
+            body=self._each_rank(launch, given, run, finish) if is_mapped else body,
+            ins=[[layout for layout, _ in each] for each in arguments],
+            shapes=[[shape for _, shape in each] for each in arguments],
+            outs=self._outs(launch),
+            donate=self._donated(launch),
+            engine=function.engine,
+            name=function.name,
             is_mapped=is_mapped,
         )
         program = Executable(self.group, spec)
-        builder.function.stats.compilations += 1
+        function.stats.compilations += 1
         return program
 
-    def _each_rank(self, launch: _Launch, placed: Placed, run: Body, finish: Body) -> Body:
+    def _bodies(self, launch: _Launch) -> tuple[Body, Body]:
+        """What gives the states of a replica, and what makes results of them."""
+        builder, variables = self.builder, self.reads[launch.is_last]
+        tall = launch.sizes[0] if launch.sizes else None
+
+        def unpack(values: Arrays, rank: jax.Array | None = None) -> tuple[State, Arrays, list[jax.Array], Part]:
+            given = iter(values)
+            state = self.traces.leaves_of(variables, given)
+            held, rest = list(islice(given, len(launch.held))), list(given)
+            meta, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
+            return state, held, rest, part_of(meta, rank, tall, self.group.size)
+
+        def run(values: Arrays, sizes: Sequence[int | None], rank: jax.Array | None = None) -> list[jax.Array]:
+            state, held, rest, part = unpack(values, rank)
+            if not sizes:
+                return self._with_empty(held)
+            return builder.states(sizes, state, arrays_of(self.call, rest), part, tall)
+
+        def finish(values: Arrays, states: Arrays) -> list[jax.Array]:
+            state, held, rest, part = unpack(values)
+            if launch.is_last:
+                return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
+            if launch.held:
+                return _without_empty(builder.accumulate_states(self._with_empty(held), states, part))
+            return _without_empty(builder.first_states(states))
+
+        return run, finish
+
+    def _each_rank(self, launch: _Launch, given: Sequence[Layout], run: Body, finish: Body) -> Body:
         """A body of all replicas' arrays: run simulated replicas one after another, and map what follows."""
-        size, given = self.group.size, [layout for layout, _ in placed]
+        size = self.group.size
 
         def body(*values: jax.Array) -> list[jax.Array]:
             parts = [[_of_rank(v, at, r, size) for v, at in zip(values, given, strict=True)] for r in range(size)]
             each = [run(part, [n], jnp.int32(r)) for r, (part, n) in enumerate(zip(parts, launch.counts, strict=True))]
             states = [jnp.stack(leaves) for leaves in zip(*each, strict=True)]
             ins: list[Layout] = [*layouts("stacked", len(states)), *given]
-            mapped = spmd(self.group, lambda *v: finish(v[len(states) :], v[: len(states)]), ins, launch.outs)
+            mapped = spmd(self.group, lambda *v: finish(v[len(states) :], v[: len(states)]), ins, self._outs(launch))
             return list(mapped(*states, *values))
 
         return body
@@ -187,10 +166,10 @@ class Compiler:
     def _abstract(self, variable: Shared) -> AbstractState:
         return with_layout(self.traces.abstract(variable), self.layouts[variable])
 
-    def _placed(self, launch: _Launch) -> list[Placed]:
-        """The arguments of a launch, in lists."""
+    def _arguments(self, launch: _Launch) -> list[Placed]:
+        """What a program takes: the leaves of variables, a list each; states; and all else."""
         call, size = self.call, self.group.size
-        abstracts = [self._abstract(variable) for variable in launch.variables]
+        abstracts = [self._abstract(variable) for variable in self.reads[launch.is_last]]
         held: Placed = [("stacked", jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.held]
         rest: Placed = []
         if launch.sizes:
@@ -204,29 +183,33 @@ class Compiler:
             rest.append(("replicated", jax.ShapeDtypeStruct((5, size), np.int32)))
         return [*([(a.layout, s) for s in a.global_shapes(size)] for a in abstracts), held, rest]
 
-    def _outs(self) -> list[Layout]:
-        replicated = layouts("replicated", len(self.result.picked))
-        return [*replicated, *(a.layout for a in map(self._abstract, self.updates) for _ in a.shapes)]
+    def _outs(self, launch: _Launch) -> list[Layout]:
+        if not launch.is_last:
+            return layouts("stacked", len(_without_empty(self.states)))
+        new = [abstract.layout for abstract in map(self._abstract, self.updates) for _ in abstract.shapes]
+        return [*layouts("replicated", len(self.result.picked)), *new]
 
-    def _end(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:
+    def _donated(self, launch: _Launch) -> tuple[int, ...]:
+        """The lists of arguments that may be overwritten: states so far, or old values."""
+        if not launch.is_last:
+            return (len(self.reads[0]),)
+        return tuple(i for i, v in enumerate(self.reads[1]) if v in self.updates) if self.call.donate else ()
+
+    def _results(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:
         """What the program that ends a call returns."""
         results, new = self.builder.finish_values(states, state, broadcast, part)
         return [*(results[i] for i in self.result.picked), *chain(*(new[v] for v in self.updates))]
 
-    def _donated(self) -> list[int]:
-        return [i for i, v in enumerate(self.reads[1]) if v in self.updates] if self.call.donate else []
+    def _with_empty(self, held: Arrays) -> list[jax.Array]:
+        """All states of a replica, from those that have a size."""
+        rest = iter(held)
+        return [next(rest) if state.size else jnp.zeros(state.shape, state.dtype) for state in self.states]
 
 
 def _without_empty(states: Sequence[Any]) -> list[Any]:
     """States, or shapes of them. Where one has no size, jaxlib 0.10.2 fails to partition: "func.call op expected at
     least one operand ... produced by a GlobalToLocalShape"; so those of no size are made anew."""
     return [state for state in states if state.size]
-
-
-def _with_empty(held: Arrays, states: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """All states of a replica, from those that have a size."""
-    rest = iter(held)
-    return [next(rest) if state.size else jnp.zeros(state.shape, state.dtype) for state in states]
 
 
 def _of_rank(array: jax.Array, layout: Layout, rank: int, size: int) -> jax.Array:
