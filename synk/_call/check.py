@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -12,18 +13,18 @@ from .._base.errors import LawError
 from .._base.pytree import PyTree
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import copy_to_replicas, replica_to_host
-from .._runtime.group import Group, current_group
+from .._runtime.group import Group
 from .._runtime.layout import put
 from .._variables.access import commit_all, state_of_leaves, state_of_rows
 from .binding import BoundArguments
-from .compare import Parts, Tolerance, difference, differing_results, matching_ops
-from .execute import Outcome, evaluate
+from .compare import Tolerance, difference, matching_ops
+from .execute import Outcome, ReadyCall, evaluate
 from .feeding import launches
 from .inputs import RowRequest
 from .plan import PlanCache
 from .prepare import Where, prepare
 from .spec import FunctionSpec
-from .traces import View, cannot_update_rows, shared_in
+from .traces import cannot_update_rows, shared_in
 from .views import one_device, split_at, view_of_one, view_of_simulated
 
 
@@ -33,7 +34,7 @@ class Runner:
 
     Attributes:
       function: what is run.
-      plans: of it.
+      plans: of it; kept by what a call depends on, those of views serve where an equal state is met again.
       bound: its arguments.
       request: which rows.
       home: the group that shared variables and data live in.
@@ -45,32 +46,43 @@ class Runner:
     request: RowRequest
     home: Group
 
-    def run(self, group: Group, view: View | None, function: FunctionSpec | None = None) -> Outcome:
-        """The outcome in a group, with a view of the variables there."""
-        function = function or self.function
-        if self.home.is_multi_process and view is not None:  # replicas give each other rows now, and not in a trace
-            for fn in (function.fn, function.then):
-                for variable in shared_in(fn):
-                    if variable._state.rows_per_replica is not None:
-                        view(variable)
-        where = Where(group, view, None if view is None else self.home, may_donate=False)
-        request = self.request if group is not one_device(self.home) else self.request._replace(num_slices=1)
-        # Plans are kept by what a call depends on, so those of views serve where an equal state is met again.
-        outcome = evaluate(prepare(function, self.plans, self.bound, request, None, where), view)
+    @cached_property
+    def serial(self) -> Where:
+        """One device, for all rows."""
+        view = view_of_one(self.home, self.request.batch_s)
+        if self.home.is_multi_process:  # replicas give each other rows now, and not in a trace
+            for variable in (*shared_in(self.function.fn), *shared_in(self.function.then)):
+                if variable._state.rows_per_replica is not None:
+                    view(variable)
+        return Where(one_device(self.home), view, self.home, may_donate=False)
+
+    @cached_property
+    def parallel(self) -> Where:
+        """The replicas; one is the serial program itself, but two simulated ones are not."""
+        if self.home.size > 1:
+            return Where(self.home, may_donate=False)
+        group = self.home.simulated(2)
+        view = view_of_simulated(self.home, group, self.request.batch_s)
+        return Where(group, view, self.home, may_donate=False)
+
+    def ready(self, where: Where, function: FunctionSpec) -> ReadyCall:
+        """A call of the function, or of one made of it."""
+        request = self.request._replace(num_slices=1) if where is self.serial else self.request
+        return prepare(function, self.plans, self.bound, request, None, where)
+
+    def run(self, where: Where, function: FunctionSpec) -> Outcome:
+        """Its outcome."""
+        outcome = evaluate(self.ready(where, function), where.view)
         for variable, state in outcome.updates.items():
             if self.request.batch_s is not None and state.rows_per_replica:
                 raise cannot_update_rows(function.name, variable.name)
         return outcome
 
-    def serial(self, function: FunctionSpec | None = None) -> Outcome:
-        """The outcome on one device, over all rows."""
-        return self.run(one_device(self.home), view_of_one(self.home, self.request.batch_s), function)
-
 
 def run_serial(runner: Runner, update: bool) -> PyTree:
     """Run once on one device; commit on request."""
     with LOCK:
-        outcome, home = runner.serial(), runner.home
+        outcome, home = runner.run(runner.serial, runner.function), runner.home
         states = []
         for variable, state in outcome.updates.items() if update else ():
             held = variable._state.rows_per_replica
@@ -89,60 +101,61 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
 def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
     """Compare both ways from one state; LawError names what differs."""
     with LOCK:
-        home = current_group()
-        parallel, view = home, None
-        if home.size == 1:  # one replica is the serial program itself; two simulated ones are not
-            parallel = home.simulated(2)
-            view = view_of_simulated(home, parallel, runner.request.batch_s)
-        found = list(_differing_outputs(runner, mapping, parallel, view, tolerance))
-        if runner.function.then is not None or not found:
-            one, many = runner.serial(), runner.run(parallel, view)
-            if runner.function.then is not None:
-                treedef = one.plan.result.treedef
-                paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
-                found += differing_results([keystr(path) for path, _ in paths], one.leaves, many.leaves, tolerance)
-            found += _differing_updates(one, many, tolerance, parallel)
+        function, parallel = runner.function, runner.parallel
+        many, one = runner.run(parallel, mapping), runner.run(runner.serial, mapping)
+        found = list(_differing_outputs(runner, mapping, one, many, tolerance))
+        if function.then is not None:
+            one, many = runner.run(runner.serial, function), runner.run(parallel, function)
+            treedef = one.plan.result.treedef
+            paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
+            for (path, _), a, b in zip(paths, one.leaves, many.leaves, strict=True):
+                if not tolerance.admits(a, b):
+                    found.append(f"result{keystr(path)} of then: {difference(a, b)}.")
+        if function.then is not None or not found:
+            found += _differing_updates(one, many, tolerance, parallel.group)
     if found:
         lines = "\n  ".join(dict.fromkeys(found))
         raise LawError(
-            f"{runner.function.name}: on {parallel.size} replicas the answer is not the serial one.\n  {lines}\n"
+            f"{function.name}: on {parallel.group.size} replicas the answer is not the serial one.\n  {lines}\n"
             f"  Name ops with outputs= or reduce=, and update shared variables in then."
         )
 
 
 def _differing_outputs(
-    runner: Runner, mapping: FunctionSpec, parallel: Group, view: View | None, tolerance: Tolerance
+    runner: Runner, mapping: FunctionSpec, one: Outcome, many: Outcome, tolerance: Tolerance
 ) -> Iterator[str]:
     """Combined outputs, before any then; each that differs, with the ops that would have matched."""
-    many, one = runner.run(parallel, view, mapping), runner.serial(mapping)
     leaves = [many.plan.outputs.leaves[i] for i in many.plan.outputs.keep]
+    compared = zip(leaves, one.leaves, many.leaves, strict=True)
     differing = [
         i
-        for i, leaf in enumerate(leaves)
-        if leaf.reduced.reduction.is_lawful and not tolerance.admits(one.leaves[i], many.leaves[i], leaf.reduced.dtype)
+        for i, (leaf, a, b) in enumerate(compared)
+        if leaf.reduced.reduction.is_lawful and not tolerance.admits(a, b, leaf.reduced.dtype)
     ]
-    parts = _parts(runner, mapping, parallel, view) if differing else None
+    parts = _parts(runner, replace(mapping, per_part=True)) if differing else None
     for i in differing:
-        hint = matching_ops(parts, i, one.leaves[i], tolerance) if parts else ['"concat"'] * (leaves[i].op != "concat")
+        leaf, a, b = leaves[i], one.leaves[i], many.leaves[i]
+        hint = ['"concat"'] * (leaf.op != "concat")
+        if parts is not None:
+            hint = matching_ops(parts[0][i], parts[1], a, tolerance)
         fits = f"{' or '.join(hint)} would have matched" if hint else "no op would have matched"
-        op = '"mean" of Weighted' if leaves[i].reduced.weight is not None else f'"{leaves[i].op}"'
-        yield f"output{leaves[i].path} combined by {op}: {difference(one.leaves[i], many.leaves[i])}; {fits}."
+        op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
+        yield f"output{leaf.path} combined by {op}: {difference(a, b)}; {fits}."
 
 
-def _parts(runner: Runner, mapping: FunctionSpec, parallel: Group, view: View | None) -> Parts | None:
-    """Every output's parts as they come; None where their shapes differ."""
-    raw = replace(mapping, per_part=True)
-    where = Where(parallel, view, None if view is None else runner.home, may_donate=False)
+def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndarray] | None:
+    """Every output's parts as they come, and the rows of each; None where their shapes differ."""
     try:
-        ready = prepare(raw, runner.plans, runner.bound, runner.request, None, where)
-        outcome = evaluate(ready, view)
+        ready = runner.ready(runner.parallel, raw)
+        outcome = evaluate(ready, runner.parallel.view)
     except ValueError:
         return None
-    rows = [1] * parallel.size
-    if ready.rows.lengths is not None:
-        by_launch = launches(ready.rows.lengths, runner.request.num_slices)
-        rows = [each.counts[r] for r in range(parallel.size) for each in by_launch if each.counts[r]]
-    return Parts([np.asarray(leaf) for leaf in outcome.leaves], np.array(rows, np.float64))
+    size, lengths = runner.parallel.group.size, ready.rows.lengths
+    rows = [1] * size
+    if lengths is not None:
+        by_launch = launches(lengths, runner.request.num_slices)
+        rows = [each.counts[rank] for rank in range(size) for each in by_launch if each.counts[rank]]
+    return [np.asarray(leaf) for leaf in outcome.leaves], np.array(rows, np.float64)
 
 
 def _differing_updates(one: Outcome, many: Outcome, tolerance: Tolerance, parallel: Group) -> Iterator[str]:

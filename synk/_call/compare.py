@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,13 +30,6 @@ class Tolerance(NamedTuple):
         return np.allclose(one.astype(wide), other.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
 
 
-class Parts(NamedTuple):
-    """An output's parts as they come, and the rows of each."""
-
-    values: Sequence[np.ndarray]
-    rows: np.ndarray
-
-
 def difference(one: Any, other: Any) -> str:
     """Where a value is off the serial one most."""
     one, other = np.asarray(one), np.asarray(other)
@@ -49,15 +41,14 @@ def difference(one: Any, other: Any) -> str:
     return f"it is {other[at]:.6g}, serially {one[at]:.6g}" + (" where they differ most" if one.ndim else "")
 
 
-def matching_ops(parts: Parts, i: int, serial: Any, tolerance: Tolerance) -> list[str]:
-    """The ops under which the parts of output i are the serial one."""
-    value, weights = parts.values[i], parts.rows
-    if value.ndim == 0 or len(value) != len(weights):
+def matching_ops(value: np.ndarray, rows: np.ndarray, serial: Any, tolerance: Tolerance) -> list[str]:
+    """The ops under which an output's parts, of so many rows each, are the serial one."""
+    if value.ndim == 0 or len(value) != len(rows):
         return []
     number = value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
     is_complex = np.iscomplexobj(value)
     combined: dict[str, Any] = {
-        "mean": np.tensordot(weights / weights.sum(), number, 1),
+        "mean": np.tensordot(rows / rows.sum(), number, 1),
         "sum": number.sum(0),
         "max": np.nan if is_complex else number.max(0),
         "min": np.nan if is_complex else number.min(0),
@@ -68,10 +59,3 @@ def matching_ops(parts: Parts, i: int, serial: Any, tolerance: Tolerance) -> lis
     if value.dtype == bool:
         combined = {"any": value.any(0), "all": value.all(0)}
     return [f'"{op}"' for op, whole in combined.items() if tolerance.admits(serial, np.asarray(whole), serial.dtype)]
-
-
-def differing_results(paths: Sequence[str], one: Any, many: Any, tolerance: Tolerance) -> Iterator[str]:
-    """Results of `then` that differ."""
-    for path, a, b in zip(paths, one, many, strict=True):
-        if not tolerance.admits(a, b):
-            yield f"result{path} of then: {difference(a, b)}."

@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from .._data.feed import index_shape
-from .._reductions.outputs import ResultSpec
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import AXIS
@@ -56,10 +55,8 @@ class Compiler:
       reads: the variables that programs that run `fn` take, and those of the one that ends the call.
     """
 
-    def __init__(
-        self, builder: ProgramBuilder, result: ResultSpec, updates: Sequence[Shared], layouts: dict[Shared, Layout]
-    ) -> None:
-        self.builder, self.result, self.updates, self.layouts = builder, result, updates, layouts
+    def __init__(self, builder: ProgramBuilder, updates: Sequence[Shared], layouts: dict[Shared, Layout]) -> None:
+        self.builder, self.updates, self.layouts = builder, updates, layouts
         self.call, self.group, self.traces = builder.call, builder.group, builder.traces
         self.states = tuple(builder.state_shapes(builder.slots)) if self.call.is_sliced else ()
         reads = dict.fromkeys(chain(*(traced.variables for traced in builder.traced.values())))
@@ -101,7 +98,7 @@ class Compiler:
     def _compile(self, launch: _Launch) -> Executable:
         function, is_mapped = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
         arguments = self._arguments(launch)
-        given = [layout for layout, _ in chain(*arguments)]
+        given: list[Layout] = [layout for layout, _ in chain(*arguments)]
         run, finish = self._bodies(launch)
 
         def body(*values: jax.Array) -> list[jax.Array]:
@@ -143,9 +140,7 @@ class Compiler:
             state, held, rest, part = unpack(values)
             if launch.is_last:
                 return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
-            if launch.held:
-                return _without_empty(builder.accumulate_states(self._with_empty(held), states, part))
-            return _without_empty(builder.first_states(states))
+            return _without_empty(builder.accumulate(self._with_empty(held) if held else (), states, part))
 
         return run, finish
 
@@ -169,7 +164,10 @@ class Compiler:
     def _arguments(self, launch: _Launch) -> list[Placed]:
         """What a program takes: the leaves of variables, a list each; states; and all else."""
         call, size = self.call, self.group.size
-        abstracts = [self._abstract(variable) for variable in self.reads[launch.is_last]]
+        leaves: list[Placed] = [
+            [(self.layouts[variable], shape) for shape in self._abstract(variable).global_shapes(size)]
+            for variable in self.reads[launch.is_last]
+        ]
         held: Placed = [("stacked", jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.held]
         rest: Placed = []
         if launch.sizes:
@@ -178,16 +176,16 @@ class Compiler:
                 rest += zip(feed.layouts, feed.shapes(row, tall, size), strict=True)
             if call.held_index is not None:
                 rest.append(("stacked", index_shape(call.held_index, tall, size)))
-        rest += [("replicated", shape) for shape in call.broadcast_shapes]
+        rest.extend(("replicated", shape) for shape in call.broadcast_shapes)
         if not call.is_plain:
             rest.append(("replicated", jax.ShapeDtypeStruct((5, size), np.int32)))
-        return [*([(a.layout, s) for s in a.global_shapes(size)] for a in abstracts), held, rest]
+        return [*leaves, held, rest]
 
     def _outs(self, launch: _Launch) -> list[Layout]:
         if not launch.is_last:
             return layouts("stacked", len(_without_empty(self.states)))
-        new = [abstract.layout for abstract in map(self._abstract, self.updates) for _ in abstract.shapes]
-        return [*layouts("replicated", len(self.result.picked)), *new]
+        new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
+        return [*layouts("replicated", len(self.builder.result.picked)), *new]
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
         """The lists of arguments that may be overwritten: states so far, or old values."""
@@ -198,7 +196,7 @@ class Compiler:
     def _results(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:
         """What the program that ends a call returns."""
         results, new = self.builder.finish_values(states, state, broadcast, part)
-        return [*(results[i] for i in self.result.picked), *chain(*(new[v] for v in self.updates))]
+        return [*(results[i] for i in self.builder.result.picked), *chain(*(new[v] for v in self.updates))]
 
     def _with_empty(self, held: Arrays) -> list[jax.Array]:
         """All states of a replica, from those that have a size."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -19,7 +18,7 @@ from .._base.pytree import PyTree
 from .._data.dataset import Data
 from .._data.feed import SENT
 from .._data.process_rows import ProcessLocalRows
-from .._reductions.outputs import ResultSpec, result_spec
+from .._reductions.outputs import ResultSpec
 from .._runtime.engine import spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
@@ -36,19 +35,12 @@ from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 
 
-@dataclass(frozen=True, eq=False)
-class ComposedPlan:
-    """The step program of one kind of call, to be inlined.
-
-    Attributes:
-      mapped: takes rows in equal blocks and broadcast arguments.
-      result: the structure of what it returns.
-      accepts: the states of variables that it is for: of none.
-    """
+class ComposedPlan(NamedTuple):
+    """The step program of one kind of call, to be inlined: it takes rows in equal blocks, and broadcast arguments."""
 
     mapped: Callable[..., Sequence[jax.Array]]
     result: ResultSpec
-    accepts: dict[Shared, tuple[AbstractState, ...]]
+    accepts: dict[Shared, tuple[AbstractState, ...]]  # states of variables: it has none
 
 
 def compose(
@@ -81,10 +73,8 @@ def compose(
         **part_form(lengths, 1, False)._replace(lengths=lengths, num_slices=slices)._asdict(),
     )
     plan = plans.find(group, call, lambda variable: variable._state.abstract, lambda: _make(function, group, call))
-    placed_as: list[Layout] = [*layouts("rows", len(sources)), *layouts("replicated", len(broadcast))]
-    if lengths is not None:
-        sources = [_in_blocks(source, lengths) for source in sources]
-    placed = [_place(group, a, layout) for a, layout in zip([*sources, *broadcast], placed_as, strict=True)]
+    blocks = [_place(group, _in_blocks(source, lengths or ()), "rows") for source in sources]
+    placed = [*blocks, *(_place(group, leaf, "replicated") for leaf in broadcast)]
     try:
         values = plan.mapped(*placed)
     except ValueError as error:
@@ -118,41 +108,35 @@ def _in_blocks(source: jax.Array, lengths: Sequence[int]) -> jax.Array:
     """Rows in equal blocks, one a replica, filled up with copies of real rows."""
     if len(set(lengths)) == 1:
         return source
-    parts = split_rows(sum(lengths), len(lengths))
-    index = [np.minimum(part.start + np.arange(lengths[0]), sum(lengths) - 1) for part in parts]
-    return source.at[np.concatenate(index)].get(mode="promise_in_bounds")
+    starts = np.cumsum([0, *lengths[:-1]])[:, None]
+    index = np.minimum(starts + np.arange(lengths[0]), sum(lengths) - 1).ravel()
+    return source.at[index].get(mode="promise_in_bounds")
 
 
 def _place(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
     """What one device holds cannot enter a program over several; a traced value has no place yet."""
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return array
-    return put(group, array, "replicated" if layout == "replicated" else "stacked")
+    return put(group, array, layout)
 
 
 def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
-    traces = CallTraces(function, group, call)
-    builder = ProgramBuilder(traces)
-    then = builder.then
-    for variable in traces.touched:
+    builder = ProgramBuilder(CallTraces(function, group, call))
+    result = builder.result
+    for variable in builder.traces.touched:
         raise SynkError(
             f"{function.name}: it uses the shared variable {variable.name}, so it cannot run inside jit, grad or vmap: "
             f'they would keep the value of now. Make it a "broadcast" argument and pass {variable.name}.value.'
         )
-    treedef, keys = builder.outputs.treedef, [builder.outputs.leaves[i].key for i in builder.outputs.keep]
-    if then is not None:
-        treedef, keys = then[0].outputs
-    result = result_spec(treedef, keys, call.subset, function.name)
     table = None
-    if call.lengths is not None and not (call.is_even and call.num_slices == 1):
+    if call.lengths is not None and not call.is_plain:
         parts = launches(call.lengths, 1)[0]
-        n = group.size
-        table = np.array([parts.counts, parts.offsets, call.lengths, (0,) * n, (0,) * n], np.int32)
+        zeros = (0,) * group.size
+        table = np.array([parts.counts, parts.offsets, call.lengths, zeros, zeros], np.int32)
 
     def body(*values: jax.Array) -> list[jax.Array]:
         sizes, arrays = call.part_sizes[0], arrays_of(call, values)
-        meta = None if table is None else jnp.asarray(table)
-        part = part_of(meta, lax.axis_index(AXIS), sizes[0], group.size)
+        part = part_of(table, lax.axis_index(AXIS), sizes[0], group.size)
         states = builder.states(sizes, {}, arrays, part, sizes[0])
         results, _ = builder.finish_values(states, {}, arrays.broadcast, part)
         return [results[i] for i in result.picked]

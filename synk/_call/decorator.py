@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 from .._base.errors import public_api
 from .._base.old_names import refuse_keywords
@@ -89,35 +89,17 @@ def function(
     """
     refuse_keywords("function", removed)
 
+    ops = reduce if outputs is None else outputs
+
     def make(fn: Callable[..., PyTree]) -> Function:
         if not callable(fn):
             raise TypeError(f"synk.function: fn is {fn!r}; give a function of arrays.")
-        return make_function(
-            FunctionOptions(fn, inputs, reduce if outputs is None else outputs, then, engine, donate, name)
-        )
+        called = name or getattr(fn, "__name__", type(fn).__name__)
+        engines = [each for each in ENGINES if each != "vmap"]
+        if engine not in engines:
+            raise ValueError(f"{called}: engine={engine!r}; use {' or '.join(map(repr, engines))}.")
+        binder = ArgumentBinder(fn, inputs, called)
+        spec = FunctionSpec(called, fn, check_ops(ops, called), None, lambda count: (), engine, donate, Stats())
+        return Function(spec if then is None else with_then(spec, binder, then), binder)
 
     return make if fn is None else make(fn)
-
-
-class FunctionOptions(NamedTuple):
-    """What `synk.function` takes."""
-
-    fn: Callable[..., PyTree]
-    inputs: Inputs
-    ops: PyTree
-    then: Callable[..., PyTree] | None = None
-    engine: str = "shard_map"
-    donate: bool = True
-    name: str | None = None
-
-
-def make_function(options: FunctionOptions) -> Function:
-    """Check what a user has given, and make the function."""
-    name = options.name or getattr(options.fn, "__name__", type(options.fn).__name__)
-    engines = [engine for engine in ENGINES if engine != "vmap"]
-    if options.engine not in engines:
-        raise ValueError(f"{name}: engine={options.engine!r}; use {' or '.join(map(repr, engines))}.")
-    binder = ArgumentBinder(options.fn, options.inputs, name)
-    ops = check_ops(options.ops, name)
-    spec = FunctionSpec(name, options.fn, ops, None, lambda count: (), options.engine, options.donate, Stats())
-    return Function(spec if options.then is None else with_then(spec, binder, options.then), binder)

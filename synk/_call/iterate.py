@@ -20,10 +20,9 @@ from .spec import FunctionSpec
 
 
 class _Ahead(NamedTuple):
-    """A call made ready: its arguments, its batch where data still has to be picked, and what that depends on."""
+    """A call made ready: its arguments, the batch where there is data to pick from, and versions of that."""
 
     bound: BoundArguments
-    batch: Any
     versions: list[int]
     kept: Any
     seconds: float
@@ -63,7 +62,7 @@ class Batches:
                 given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
         kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
         bound = self.bound._replace(leaves=given)
-        return _Ahead(bound, kept if self.resident else None, versions, kept, perf_counter() - start)
+        return _Ahead(bound, versions, kept, perf_counter() - start)
 
     def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
         leaf, name = self.sources[i], self.function.name
@@ -96,6 +95,6 @@ def iterate(
             item = rows.ahead(item.kept)
             seconds += item.seconds
         rows.function.stats.sending += seconds
-        return call(item.bound, rows.request._replace(batch=item.batch))
+        return call(item.bound, rows.request._replace(batch=item.kept if rows.resident else None))
 
     return Prefetch(batches, size, rows.ahead, arrive, f"{name}.iterate: prefetch", refuse)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .spec import CallSpec
 
@@ -33,11 +34,11 @@ class PartArrays(NamedTuple):
     broadcast: list[jax.Array]
 
 
-def part_of(meta: jax.Array | None, rank: jax.Array, rows: int | None, replicas: int) -> Part:
+def part_of(meta: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | None, replicas: int) -> Part:
     """The part of a replica, as `meta` tells; without it all replicas have as many rows."""
     if meta is None:
         return Part(rank, rows, rank if rows is None else rank * rows, 0, 1.0 / replicas, 1.0, 0, 0)
-    counts, offsets, lengths, row_slots, part_slots = meta
+    counts, offsets, lengths, row_slots, part_slots = jnp.asarray(meta)
     before = jnp.where(jnp.arange(replicas, dtype=jnp.int32) < rank, lengths, 0).sum(dtype=jnp.int32)
     real = jnp.result_type(float)
     count = counts[rank].astype(real)

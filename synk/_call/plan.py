@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .._data.transfer import PartRows
-from .._reductions.outputs import OutputSpec, ResultSpec, result_spec
+from .._reductions.outputs import OutputSpec, ResultSpec
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
@@ -104,11 +104,8 @@ def make_plan(
     depends_on = _equality_dependencies(builder)
     apart = _diverging(traces, depends_on) if group.size > 1 else set[Shared]()
     layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
-    treedef, keys = builder.outputs.treedef, [builder.outputs.leaves[i].key for i in builder.outputs.keep]
-    if then is not None:
-        treedef, keys = then[0].outputs
-    result = result_spec(treedef, keys, call.subset, function.name)
-    compiler = Compiler(builder, result, tuple(depends_on), layouts)
+    result = builder.result
+    compiler = Compiler(builder, tuple(depends_on), layouts)
     steps, finish = compiler.compile(plans)
     updates: list[UpdateSlice] = []
     at = len(result.picked)

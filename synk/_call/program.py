@@ -14,7 +14,7 @@ from jax import lax
 
 from .._base.partition import RowRange, split_rows
 from .._data.feed import read_rows
-from .._reductions.outputs import OutputSpec
+from .._reductions.outputs import OutputSpec, ResultSpec, result_spec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, combine_replicas, prepare_parts
 from .._runtime.group import AXIS
 from .._tracing.tracer import TracedFunction
@@ -141,7 +141,12 @@ class ProgramBuilder:
         rows = [read_rows(array, index, size or 0) for array, index in arrays.arrays]
         leaves = self.call.arguments.in_tree_order(rows, arrays.broadcast)
         first_row = jnp.asarray(part.first_row, jnp.int32)
-        seen = chain(*(self._part_rows(v, state[v], arrays, part, size) for v in traced.variables))
+        held = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
+        seen = [
+            read_rows(leaf, held, size) if size is not None and self.traces.holds_rows(variable) else leaf
+            for variable in traced.variables
+            for leaf in state[variable]
+        ]
         results = traced.run(*seen, *leaves, part.rank, first_row)
         count = len(self.outputs.leaves)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
@@ -152,15 +157,6 @@ class ProgramBuilder:
         ]
         pairs = zip(states, self.reductions, strict=True)
         return [pad_rows(each, tall) if reduction.has_row_entries else each for each, reduction in pairs]
-
-    def _part_rows(
-        self, variable: Shared, leaves: list[jax.Array], arrays: PartArrays, part: Part, size: int | None
-    ) -> list[jax.Array]:
-        """This part's rows of a variable that holds rows, or the whole value."""
-        if not self.traces.holds_rows(variable) or size is None:
-            return leaves
-        index = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
-        return [read_rows(leaf, index, size) for leaf in leaves]
 
     def _prepare_updates(self, state: State, written: Iterable[jax.Array], part: Part) -> Iterable[jax.Array]:
         """The states of what one part has written."""
@@ -216,22 +212,21 @@ class ProgramBuilder:
         by_launch = launches(self.call.lengths, self.call.num_slices)
         return {True: sum(parts.tall for parts in by_launch), False: len(by_launch)}
 
-    def first_states(self, new: Sequence[jax.Array]) -> list[jax.Array]:
-        """The states of the first slices, with room for what others gather."""
-        return [
-            pad_rows(state, self.slots[reduction.has_row_entries]) if reduction.collective == "gather" else state
-            for state, reduction in zip(new, self.reductions, strict=True)
-        ]
+    def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
+        """The states of this replica's parts so far and of one more; where that has no rows, those so far.
 
-    def accumulate_states(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-        """The states of this replica's parts so far and of one more; where that has no rows, those so far."""
+        Those of the first part have room for what others gather.
+        """
         found: list[jax.Array] = []
-        for old, one, reduction in zip(before, new, self.reductions, strict=True):
-            if reduction.collective == "gather":
-                slot = part.row_slot if reduction.has_row_entries else part.part_slot
-                found.append(lax.dynamic_update_slice_in_dim(old, one, slot, 0))
+        for i, (one, reduction) in enumerate(zip(new, self.reductions, strict=True)):
+            is_row = reduction.has_row_entries
+            if not before:
+                found.append(pad_rows(one, self.slots[is_row]) if reduction.collective == "gather" else one)
+            elif reduction.collective == "gather":
+                slot = part.row_slot if is_row else part.part_slot
+                found.append(lax.dynamic_update_slice_in_dim(before[i], one, slot, 0))
             else:
-                found.append(jnp.where(part.count > 0, reduction.accumulate(old, one), old))
+                found.append(jnp.where(part.count > 0, reduction.accumulate(before[i], one), before[i]))
         return found
 
     def _run_slices(self, size: int | None, *, arrays: PartArrays, part: Part) -> list[jax.Array]:
@@ -251,7 +246,7 @@ class ProgramBuilder:
                 its = Part(part.rank, rows, first_row, start, rows / total, 1.0, start, number)
                 its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
                 new = self._run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
-                return self.accumulate_states(before, new, its) if before else self.first_states(new), None
+                return self.accumulate(before, new, its), None
 
             xs = (chunks, numbers, starts)
             if not states:
@@ -287,6 +282,14 @@ class ProgramBuilder:
         whole = combine_replicas(rest, self.reduced, self._valid_entries(), has_gradients=self.call.is_composed)
         by_leaf = dict(zip((*self.own, *self.combined), (*own, *whole), strict=True))
         return [by_leaf[i] for i in self.outputs.keep]
+
+    @cached_property
+    def result(self) -> ResultSpec:
+        """The structure of what the call returns."""
+        treedef, keys = self.outputs.treedef, [self.outputs.leaves[i].key for i in self.outputs.keep]
+        if self.then is not None:
+            treedef, keys = self.then[0].outputs
+        return result_spec(treedef, keys, self.call.subset, self.function.name)
 
     @cached_property
     def then(self) -> tuple[TracedFunction, list[int]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -30,16 +31,16 @@ def view_of_one(group: Group, batch_s: Any) -> View:
     """Variables for one replica: the value that all share, or the rows picked of all, in rank order."""
     one, rank = one_device(group), group.local_ranks.start
 
+    @cache
     def look(variable: Shared) -> VariableState:
         state = bind(variable, group)
         if state.rows_per_replica is not None:
-            rows, count = _picked_rows(variable, batch_s)
-            return _of_rows(one, state, rows, (count,), True)
+            return _of_rows(one, variable, state, batch_s)
         if not state.is_equal:
             raise DivergedError(divergence(variable))
         return replace(state, leaves=[_of_rank(group, one, leaf, state, rank) for leaf in state.leaves])
 
-    return _once(look)
+    return look
 
 
 def _of_rank(group: Group, one: Group, leaf: jax.Array, state: VariableState, rank: int) -> jax.Array:
@@ -56,48 +57,35 @@ def _of_rank(group: Group, one: Group, leaf: jax.Array, state: VariableState, ra
 def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
     """Variables of a group of one replica, for several simulated ones."""
 
+    @cache
     def look(variable: Shared) -> VariableState:
         state = bind(variable, group)
         if state.rows_per_replica is not None:
-            rows, count = _picked_rows(variable, batch_s)
-            return _of_rows(parallel, state, rows, tuple(part.rows for part in split_rows(count, parallel.size)), False)
+            return _of_rows(parallel, variable, state, batch_s)
         first = [leaf[0] for leaf in stacked_leaves(variable, group)]
-        abstract = replace(state.abstract, layout="stacked")
-        return replace(state, leaves=copy_to_replicas(parallel, first, "stacked"), abstract=abstract)
+        return replace(
+            state,
+            leaves=copy_to_replicas(parallel, first, "stacked"),
+            abstract=replace(state.abstract, layout="stacked"),
+        )
 
-    return _once(look)
-
-
-def _once(look: View) -> View:
-    states: dict[Shared, VariableState] = {}
-
-    def view(variable: Shared) -> VariableState:
-        if variable not in states:
-            states[variable] = look(variable)
-        return states[variable]
-
-    return view
+    return look
 
 
-def _picked_rows(variable: Shared, batch_s: Any) -> tuple[list[np.ndarray], int]:
-    """The rows that a variable holds on all replicas, those picked alone; and how many."""
+def _of_rows(group: Group, variable: Shared, state: VariableState, batch_s: Any) -> VariableState:
+    """The rows that a variable holds on all replicas, those picked alone, dealt out to the replicas of a group."""
     rows, lengths = all_rows(variable), variable._state.rows_per_replica or ()
     if batch_s is not None:
         chosen = select_on_replicas(batch_s, lengths, "batch_s", variable.name)
         together = merge_replicas(chosen)
         index = together.positions(0, together.rows)
         rows, lengths = [leaf[index] for leaf in rows], chosen.lengths
-    return rows, sum(lengths)
-
-
-def _of_rows(
-    group: Group, state: VariableState, rows: Sequence[np.ndarray], lengths: tuple[int, ...], is_equal: bool
-) -> VariableState:
+    lengths = tuple(part.rows for part in split_rows(sum(lengths), group.size))
     parts = split_at(rows, lengths)
     leaves = [stack_parts(group, [part[i] for part in parts], max(lengths)) for i in range(len(rows))]
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves)
     abstract = replace(state.abstract, shapes=shapes, layout="stacked", rows_per_replica=lengths)
-    return replace(state, leaves=leaves, abstract=abstract, is_equal=is_equal)
+    return replace(state, leaves=leaves, abstract=abstract, is_equal=group.size == 1)
 
 
 def split_at(rows: Sequence[np.ndarray], lengths: Sequence[int]) -> list[list[np.ndarray]]:

@@ -12,7 +12,8 @@ import numpy as np
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
-from .._call.decorator import FunctionOptions, Inputs, make_function
+from .._call import decorator
+from .._call.decorator import Inputs
 from .._call.function import Function
 from .._call.inputs import check_slices
 from .._data.prefetch import Prefetch
@@ -205,7 +206,7 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bo
         return combined["loss"]
 
     ops = {"loss": "mean", "weights": "stack", "number": "mean", "count": "max", "key": "stack"}
-    return make_function(FunctionOptions(own, None, ops, take, donate=donate, name=name))
+    return decorator.function(own, None, ops, then=take, donate=donate, name=name)
 
 
 @public_api
