@@ -101,11 +101,11 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
 def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
     """Compare both ways from one state; LawError names what differs."""
     with LOCK:
-        function, parallel = runner.function, runner.parallel
-        many, one = runner.run(parallel, mapping), runner.run(runner.serial, mapping)
+        function, serial, parallel = runner.function, runner.serial, runner.parallel
+        many, one = runner.run(parallel, mapping), runner.run(serial, mapping)
         found = list(_differing_outputs(runner, mapping, one, many, tolerance))
         if function.then is not None:
-            one, many = runner.run(runner.serial, function), runner.run(parallel, function)
+            one, many = runner.run(serial, function), runner.run(parallel, function)
             treedef = one.plan.result.treedef
             paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
             for (path, _), a, b in zip(paths, one.leaves, many.leaves, strict=True):
@@ -126,18 +126,15 @@ def _differing_outputs(
 ) -> Iterator[str]:
     """Combined outputs, before any then; each that differs, with the ops that would have matched."""
     leaves = [many.plan.outputs.leaves[i] for i in many.plan.outputs.keep]
-    compared = zip(leaves, one.leaves, many.leaves, strict=True)
     differing = [
         i
-        for i, (leaf, a, b) in enumerate(compared)
+        for i, (leaf, a, b) in enumerate(zip(leaves, one.leaves, many.leaves, strict=True))
         if leaf.reduced.reduction.is_lawful and not tolerance.admits(a, b, leaf.reduced.dtype)
     ]
     parts = _parts(runner, replace(mapping, per_part=True)) if differing else None
     for i in differing:
         leaf, a, b = leaves[i], one.leaves[i], many.leaves[i]
-        hint = ['"concat"'] * (leaf.op != "concat")
-        if parts is not None:
-            hint = matching_ops(parts[0][i], parts[1], a, tolerance)
+        hint = matching_ops(parts[0][i], parts[1], a, tolerance) if parts else ['"concat"'] * (leaf.op != "concat")
         fits = f"{' or '.join(hint)} would have matched" if hint else "no op would have matched"
         op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
         yield f"output{leaf.path} combined by {op}: {difference(a, b)}; {fits}."

@@ -61,8 +61,7 @@ class Batches:
             if i not in self.resident:
                 given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
         kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
-        bound = self.bound._replace(leaves=given)
-        return _Ahead(bound, versions, kept, perf_counter() - start)
+        return _Ahead(self.bound._replace(leaves=given), versions, kept, perf_counter() - start)
 
     def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
         leaf, name = self.sources[i], self.function.name

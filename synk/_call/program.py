@@ -204,13 +204,9 @@ class ProgramBuilder:
 
     @cached_property
     def slots(self) -> dict[bool, int]:
-        """How many entries a replica has of what is gathered an entry a row (True) or a part (False): each launch has
-        its place."""
-        tall = self.call.part_sizes[0][0] or 1
-        if self.call.is_composed or self.call.lengths is None:
-            return {True: tall, False: min(self.call.num_slices, tall)}
-        by_launch = launches(self.call.lengths, self.call.num_slices)
-        return {True: sum(parts.tall for parts in by_launch), False: len(by_launch)}
+        """How many entries a replica has of what is gathered an entry a row (True) or a part (False)."""
+        rows = max(self.call.lengths) if self.call.lengths else self.call.part_sizes[0][0] or 1
+        return {True: rows, False: min(self.call.num_slices, rows)}
 
     def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
         """The states of this replica's parts so far and of one more; where that has no rows, those so far.
@@ -232,6 +228,8 @@ class ProgramBuilder:
     def _run_slices(self, size: int | None, *, arrays: PartArrays, part: Part) -> list[jax.Array]:
         """Run `fn` over the slices of a part, one after the other; there are no variables."""
         total = sum(self.call.lengths or ())
+        # Where each slice has its entries: that of the longest part, so that all replicas agree.
+        places = np.array([each.start for each in self._slices(self.slots[True])], np.int32)
         states: list[jax.Array] = []
         for rows, group in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
             numbers, starts = np.array([(number, each.start) for number, each in group], np.int32).T
@@ -241,14 +239,14 @@ class ProgramBuilder:
             ]
 
             def add(before: list[jax.Array], chunk: Any, rows: int = rows) -> tuple[list[jax.Array], None]:
-                blocks, number, start = chunk
+                blocks, number, start, row_slot = chunk
                 first_row = jnp.asarray(part.first_row, jnp.int32) + start
-                its = Part(part.rank, rows, first_row, start, rows / total, 1.0, start, number)
+                its = Part(part.rank, rows, first_row, start, rows / total, 1.0, row_slot, number)
                 its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
                 new = self._run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
                 return self.accumulate(before, new, its), None
 
-            xs = (chunks, numbers, starts)
+            xs = (chunks, numbers, starts, places[numbers])
             if not states:
                 states, _ = add([], jax.tree.map(lambda x: x[0], xs))
                 xs = jax.tree.map(lambda x: x[1:], xs)
@@ -263,14 +261,12 @@ class ProgramBuilder:
         lengths = self.call.lengths
         if lengths is None or (self.call.is_even and not self.call.is_sliced):
             return [None for _ in self.reduced]
-        by_launch = launches(lengths, self.call.num_slices)
         rows: list[np.ndarray] = []
         parts: list[int] = []
         for rank in range(self.group.size):
             slot = 0
-            for j, launch in enumerate(by_launch):
-                start = launch.offsets[rank] if self.call.is_composed else slot
-                rows.append(rank * self.slots[True] + start + np.arange(launch.counts[rank]))
+            for j, launch in enumerate(launches(lengths, self.call.num_slices)):  # each has its place
+                rows.append(rank * self.slots[True] + slot + np.arange(launch.counts[rank]))
                 parts += [rank * self.slots[False] + j] * bool(launch.counts[rank])
                 slot += launch.tall
         index = {True: np.concatenate(rows), False: np.array(parts, np.int64)}

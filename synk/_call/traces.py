@@ -57,7 +57,7 @@ class CallTraces:
         """Trace `fn` over so many rows of one replica."""
         function, call = self.function, self.call
         has_axis = call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
-        structs = [jax.ShapeDtypeStruct((rows, *s.shape), s.dtype) for s in call.row_shapes]
+        structs = [jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in call.rows]
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
         rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part)
         request = TraceRequest(
@@ -74,7 +74,7 @@ class CallTraces:
             has_axis=has_axis,
         )
         try:
-            traced = self._touched_by(trace(request))
+            traced = self._trace(request)
         except NameError as error:
             if has_axis or "unbound axis" not in str(error):
                 raise
@@ -89,7 +89,8 @@ class CallTraces:
                 self._check_slices(variable, slices)
         return traced
 
-    def _touched_by(self, traced: TracedFunction) -> TracedFunction:
+    def _trace(self, request: TraceRequest) -> TracedFunction:
+        traced = trace(request)
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
         return traced
 
@@ -134,7 +135,7 @@ class CallTraces:
             shapes_of=self._whole_shapes,
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
         )
-        return self._touched_by(trace(request)), [arguments.broadcast.index(place) for place in places]
+        return self._trace(request), [arguments.broadcast.index(place) for place in places]
 
     def _whole_shapes(self, variable: Shared) -> Sequence[jax.ShapeDtypeStruct]:
         state = self.abstract(variable)
