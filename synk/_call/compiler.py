@@ -79,7 +79,7 @@ class Compiler:
             return {True: self._compile(_Launch(call.part_sizes[0], counts, True))}, None
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
-        about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states)
+        about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
 
         def cached(launch: _Launch) -> Executable:
             return self.group.cached(owner, ("program", launch, *about), partial(self._compile, launch))
