@@ -46,15 +46,9 @@ class Minibatches:
 
 @public_api
 def minibatches(
-    rows: int,
-    batch_size: int,
-    *,
-    shuffle: bool = True,
-    seed: int = 0,
-    drop_last: bool = False,
-    epochs: int = 1,
-    start: int = 0,
-) -> Minibatches:
+    rows: int, batch_size: int, *,
+    shuffle: bool = True, seed: int = 0, drop_last: bool = False, epochs: int = 1, start: int = 0,
+) -> Minibatches:  # fmt: skip
     """Deal rows out into batches, for `batch=`: every row once an epoch, the last batch as short as it comes.
 
     Args:
@@ -79,13 +73,9 @@ def minibatches(
       >>> len(batches), [len(batch) for batch in batches], sorted(int(i) for batch in batches for i in batch)
       (3, [2, 2, 1], [0, 1, 2, 3, 4])
     """
-    for name, value, least in (
-        ("rows", rows, 1),
-        ("batch_size", batch_size, 1),
-        ("seed", seed, 0),
-        ("epochs", epochs, 1),
-        ("start", start, 0),
-    ):
+    given = {"rows": rows, "batch_size": batch_size, "seed": seed, "epochs": epochs, "start": start}
+    for name, value in given.items():
+        least = 0 if name in ("seed", "start") else 1
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"synk.minibatches: {name} is {value!r}; give an integer >= {least}.")
         if value < least:
