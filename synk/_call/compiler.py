@@ -214,7 +214,7 @@ class Compiler:
         call, size = self.builder.call, self.builder.group.size
         found: Placed = []
         for row, feed in zip(call.row_shapes, call.feeds, strict=True):
-            found += zip(feed.layouts, feed.shapes(row, tall or 0, size), strict=True)
+            found += feed.arrays(row, tall or 0, size)
         if call.held_index is not None:
             found.append(("stacked", index_shape(call.held_index, tall or 0, size)))
         return [*found, *self._tail(has_meta)]

@@ -96,12 +96,8 @@ class Data:
     @public_api
     def __getitem__(self, index: Any) -> Any:
         source = source_of(self)
-        if not isinstance(source, Reader):
-            rows = np.asarray(source)[: self._length][index]
-        elif self._length == len(source):
-            rows = np.asarray(source.of[index])
-        else:
-            rows = source.read(slice(0, self._length))[index]
+        host = source if isinstance(source, Reader) else np.asarray(source)
+        rows = (host if self._length == len(host) else host[0 : self._length])[index]
         return rows if rows.dtype == self._dtype else rows.astype(self._dtype)
 
     @public_api
@@ -111,10 +107,7 @@ class Data:
             raise ValueError(
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
-        if isinstance(source, Reader):
-            source.of[index] = rows
-        else:
-            source[: self._length][index] = rows
+        (source if isinstance(source, Reader) else source[: self._length])[index] = rows
         self._version += 1
         self._mark(touched_rows(index, self._length))
 
@@ -123,13 +116,10 @@ class Data:
 
     @public_api
     def set_value(self, value: Any) -> None:
-        """Hold another array instead, without a copy; rows may be more or fewer.
+        """Hold another array instead, without a copy, of any number of rows; ValueError where they have another shape.
 
         Args:
-          value: as for `synk.data`; its rows have the shape that they had, its dtype becomes this one's where read.
-
-        Raises:
-          ValueError: its rows have another shape.
+          value: as for `synk.data`; its dtype becomes this one's where read.
 
         Example:
           >>> import numpy as np, synk
@@ -149,13 +139,7 @@ class Data:
 
     @public_api
     def set_length(self, rows: int) -> None:
-        """Let only the first rows count, from none to all that the array held has.
-
-        Args:
-          rows: how many.
-
-        Raises:
-          ValueError: the array has fewer.
+        """Let only so many first rows count, from none to all of the array held; ValueError where it has fewer.
 
         Example:
           >>> import numpy as np, synk
@@ -178,16 +162,10 @@ class Data:
 
     @public_api
     def to(self, place: Place) -> Data:
-        """Let its rows live elsewhere from now on; they move when next read, once.
+        """Let its rows live elsewhere from now on, and return itself; they move when next read, once.
 
         Args:
-          place: "host" (copies on devices are freed), "scatter" or "broadcast".
-
-        Returns:
-          Itself.
-
-        Raises:
-          ValueError: `place` is none of these.
+          place: "host" (copies on devices are freed), "scatter" or "broadcast"; ValueError where it is none of these.
 
         Example:
           >>> import numpy as np, synk

@@ -33,15 +33,12 @@ class Minibatches:
     def __iter__(self) -> Iterator[np.ndarray]:
         first, skipped = divmod(self.start, self.per_epoch)
         for epoch in range(first, self.epochs):
-            order = self._order(epoch)
+            order = np.arange(self.rows)
+            if self.shuffle:
+                # NumPy keeps RandomState's stream for good; that of newer generators may change with a release.
+                order = np.random.RandomState([self.seed, epoch]).permutation(self.rows)
             for i in range(skipped if epoch == first else 0, self.per_epoch):
                 yield order[i * self.batch_size : (i + 1) * self.batch_size]
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.rows)
-        # NumPy keeps RandomState's stream for good; that of newer generators may change with a release.
-        return np.random.RandomState([self.seed, epoch]).permutation(self.rows)
 
 
 @public_api
@@ -87,8 +84,6 @@ def minibatches(
         raise ValueError(
             f"synk.minibatches: {rows} rows make no batch of {batch_size} with drop_last=True. Make batches smaller."
         )
-    if start > epochs * batches.per_epoch:
-        raise ValueError(
-            f"synk.minibatches: start={start} is beyond the {epochs * batches.per_epoch} batches of {epochs} epoch(s)."
-        )
+    if (total := epochs * batches.per_epoch) < start:
+        raise ValueError(f"synk.minibatches: start={start} is beyond the {total} batches of {epochs} epoch(s).")
     return batches

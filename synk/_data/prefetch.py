@@ -124,9 +124,6 @@ class Prefetch(Iterator[R], Generic[T, R]):
             raise TypeError("The number of items is not known: what gives them has no len().")
         return self._length
 
-    def __iter__(self) -> Prefetch[T, R]:
-        return self
-
     @public_api
     def __next__(self) -> R:
         self._refuse()

@@ -41,10 +41,9 @@ def select(batch: Any, rows: int, function: str, name: str, option: str = "batch
     if batch is None:
         return Selection(None, 0, rows)
     if isinstance(batch, slice):
-        chosen = range(*batch.indices(rows))
-        found = Selection(None, chosen.start, len(chosen))
-        if chosen.step != 1:
-            found = Selection(np.arange(chosen.start, chosen.stop, chosen.step), 0, len(chosen))
+        start, stop, step = batch.indices(rows)
+        count = max(0, stop - start)
+        found = Selection(None, start, count) if step == 1 else selection_of(np.arange(start, stop, step))
     else:
         what = f"{function}: {option}"
         index = _index_array(batch, what)

@@ -35,15 +35,17 @@ class Reader:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.of[...], dtype)
 
-    def read(self, index: slice | np.ndarray) -> np.ndarray:
-        """Rows of a contiguous slice, or of indexes in any order: files give each row once, in ascending order."""
-        if isinstance(index, slice):
-            return np.asarray(self.of[index])
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.asarray(self.of[index])
+
+    def __setitem__(self, index: Any, rows: Any) -> None:
+        self.of[index] = rows
+
+    def gather(self, index: np.ndarray) -> np.ndarray:
+        """Rows of indexes in any order: files give each row once, in ascending order."""
         unique, inverse = np.unique(index, return_inverse=True)
         first, stop = int(unique[0]), int(unique[-1]) + 1
-        if stop - first <= 2 * len(unique):
-            return np.asarray(self.of[first:stop])[index - first]
-        return np.asarray(self.of[unique])[inverse]
+        return self[first:stop][index - first] if stop - first <= 2 * len(unique) else self[unique][inverse]
 
 
 HostSource: TypeAlias = np.ndarray | Reader
@@ -134,10 +136,10 @@ class Rows(NamedTuple):
         """Fill the buffer."""
         buffer, source, stop = self.buffer, self.source, self.start + len(self.buffer)
         rows = slice(self.start, stop) if self.indexes is None else self.indexes[self.start : stop]
-        if isinstance(source, Reader):
-            buffer[...] = source.read(rows)
-        elif isinstance(rows, slice):
+        if isinstance(rows, slice):
             buffer[...] = source[rows]
+        elif isinstance(source, Reader):
+            buffer[...] = source.gather(rows)
         elif source.dtype == buffer.dtype and source.flags.c_contiguous and source.flags.aligned:
             # The indexes were checked once; "clip" is the mode that neither checks nor copies again.
             np.take(source, rows, axis=0, out=buffer, mode="clip")

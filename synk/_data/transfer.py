@@ -18,19 +18,12 @@ from .sources import HostSource, Source, copy_rows
 
 
 class PartRows(NamedTuple):
-    """The rows of one launch.
+    """The rows of one launch."""
 
-    Attributes:
-      tall: of the longest part; others are filled up to as many.
-      counts: of each replica's part.
-      starts: where each part begins among all rows of the call.
-      offsets: and among its replica's own.
-    """
-
-    tall: int
-    counts: tuple[int, ...]
-    starts: tuple[int, ...]
-    offsets: tuple[int, ...]
+    tall: int  # rows of the longest part; others are filled up to as many
+    counts: tuple[int, ...]  # rows of each replica's part
+    starts: tuple[int, ...]  # where each part begins among all rows of the call
+    offsets: tuple[int, ...]  # and among its replica's own
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -44,14 +37,12 @@ class PartRows(NamedTuple):
         if count == self.tall:
             return positions
         filler = positions[:1] if count else selection.positions(0, 1)
-        return np.concatenate([positions, np.broadcast_to(filler, self.tall - count)])
+        return np.concatenate([positions, np.repeat(filler, self.tall - count)])
 
 
 def send_rows(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> Any:
-    """Bring each replica its rows of the selection, as one array of the layout "rows".
-
-    The result never shares memory with an array of the user's, unless it is that `jax.Array` itself, in its place.
-    """
+    """Bring each replica its rows of the selection, as one array of the layout "rows". It never shares memory with an
+    array of the user's, unless it is that `jax.Array` itself, in its place."""
     tall = part_rows.tall
     if isinstance(source, jax.Array):
         is_all = selection.indexes is None and len(source) == selection.rows == tall * group.size
