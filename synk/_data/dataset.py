@@ -39,14 +39,7 @@ class Data:
     """
 
     def __init__(
-        self,
-        value: Any,
-        name: str,
-        *,
-        place: Place = "host",
-        minibatch: bool = False,
-        dtype: Any = None,
-        key: Any = None,
+        self, value: Any, name: str, place: Place = "host", minibatch: bool = False, dtype: Any = None, key: Any = None
     ) -> None:
         source = _as_source(value, name)
         self.name = name
@@ -116,7 +109,7 @@ class Data:
 
     @public_api
     def set_value(self, value: Any) -> None:
-        """Hold another array instead, without a copy, of any number of rows; ValueError where they have another shape.
+        """Hold another array instead, without a copy, of any number of rows of the shape that it has; else ValueError.
 
         Args:
           value: as for `synk.data`; its dtype becomes this one's where read.

@@ -30,7 +30,7 @@ def replicate_rows(
         return read(0, rows)
     first = min(stale.start, rows - size)
     args = [copy, read(first, size), put(group, np.array([first], np.int32), "replicated")]
-    return run_collective(group, _write_rows, ["replicated"] * 3, ["replicated"], args)[0]
+    return run_collective(group, _write_rows, ["replicated", "replicated", "replicated"], ["replicated"], args)[0]
 
 
 def _write_rows(array: jax.Array, rows: jax.Array, start: jax.Array) -> list[jax.Array]:

@@ -162,7 +162,8 @@ def _rows_in(buffer: np.ndarray, size: int) -> int:
 def copy_rows(parts: Sequence[Rows]) -> None:
     """Copy all these rows, of one source, by as many threads as pay."""
     total = sum(part.buffer.nbytes for part in parts)
-    workers = min(_cores(), THREADS, 2 * total // SHARED) - 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores, THREADS, 2 * total // SHARED) - 1
     # Readers, h5py and the like, may not allow several threads.
     if workers < 1 or any(isinstance(part.source, Reader) for part in parts):
         for part in parts:
@@ -187,10 +188,6 @@ def copy_rows(parts: Sequence[Rows]) -> None:
         for other in others:
             if not other.cancel():  # it has begun
                 other.result()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache
