@@ -12,7 +12,9 @@ from .._runtime.executable import run_collective
 from .._runtime.group import Group
 from .._runtime.layout import put, shards
 from .host_buffers import fresh
-from .sources import HostSource, Rows, copy_rows
+from .selection import Selection
+from .sources import HostSource, copy_rows
+from .transfer import fill_parts
 
 
 def replicate_rows(
@@ -22,7 +24,7 @@ def replicate_rows(
 
     def read(start: int, count: int) -> jax.Array:
         buffer = fresh((count, *source.shape[1:]), dtype)
-        copy_rows([Rows(buffer, source, None, start)])
+        copy_rows([Selection(None, start, count).into(buffer, source, 0)])
         return put(group, buffer, "replicated")  # CPU devices may share the buffer: no one else writes to it
 
     size = min(1 << (len(stale) - 1).bit_length(), rows)  # few sizes: each is a program
@@ -45,12 +47,7 @@ def scatter_rows(
     is_all = copy is None or group.is_simulated
     ranks = [rank for rank in group.local_ranks if is_all or _overlaps(parts[rank], stale)]
     whole = fresh((len(ranks), parts[0].rows, *source.shape[1:]), dtype)
-    copies: list[Rows] = []
-    for buffer, rank in zip(whole, ranks, strict=True):
-        start, count = parts[rank]
-        copies.append(Rows(buffer[:count], source, None, start))
-        copies.append(Rows(buffer[count:], source, None, 0))  # a filler of one row at most; any real one will do
-    copy_rows(copies)
+    fill_parts([*whole], source, Selection(None, 0, rows), [parts[rank] for rank in ranks])
     if group.is_simulated:
         return put(group, whole, "stacked")
     placed = {} if copy is None else dict(zip(group.local_ranks, shards(group, copy), strict=True))

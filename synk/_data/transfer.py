@@ -53,15 +53,14 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
             return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
-    shape = (tall * group.size, *source.shape[1:])
-    starts, counts, ranks = part_rows.starts, part_rows.counts, group.local_ranks
+    shape, ranks = (tall * group.size, *source.shape[1:]), group.local_ranks
+    ranges = list(zip(part_rows.starts, part_rows.counts, strict=True))
     if group.has_one_device:
         whole = acquire(shape, dtype)
-        _fill([whole[at : at + tall] for at in range(0, len(whole), tall)], source, selection, starts, counts)
+        fill_parts([whole[at : at + tall] for at in range(0, len(whole), tall)], source, selection, ranges)
         return whole  # One device: let the compiled call transfer the NumPy array itself; a device_put is slower.
     parts = acquire_parts(len(ranks), (tall, *shape[1:]), dtype)
-    here = slice(ranks.start, ranks.stop)
-    _fill(parts, source, selection, starts[here], counts[here])
+    fill_parts(parts, source, selection, ranges[ranks.start : ranks.stop])
 
     def part_at(index: Any) -> np.ndarray:
         return parts[(index[0].start or 0) // tall - ranks.start]
@@ -69,17 +68,17 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
     return jax.make_array_from_callback(shape, group.stacked, part_at)
 
 
-def _fill(
-    parts: Sequence[np.ndarray], source: HostSource, selection: Selection, starts: Sequence[int], counts: Sequence[int]
+def fill_parts(
+    parts: Sequence[np.ndarray], source: HostSource, selection: Selection, ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Copy each part's rows, and real rows after them."""
+    """Copy the rows of the selection that each part has (from which one on, how many), and real rows after them."""
     if not selection.rows:  # A process that holds no rows at all has no real ones; then nothing reads what it has.
         for part in parts:
             part[:] = 0
         return
-    ours = list(zip(parts, starts, counts, strict=True))
-    copy_rows([selection.into(part[: max(count, 1)], source, start if count else 0) for part, start, count in ours])
-    for part, _, count in ours:
+    copies = zip(parts, ranges, strict=True)
+    copy_rows([selection.into(part[: max(n, 1)], source, start if n else 0) for part, (start, n) in copies])
+    for part, (_, count) in zip(parts, ranges, strict=True):
         if count < len(part):
             part[max(count, 1) :] = part[:1]
 
