@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -54,13 +54,13 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
     shape, ranks = (tall * group.size, *source.shape[1:]), group.local_ranks
-    ranges = list(zip(part_rows.starts, part_rows.counts, strict=True))
+    ranges = zip(part_rows.starts, part_rows.counts, strict=True)
     if group.has_one_device:
         whole = acquire(shape, dtype)
         fill_parts([whole[at : at + tall] for at in range(0, len(whole), tall)], source, selection, ranges)
         return whole  # One device: let the compiled call transfer the NumPy array itself; a device_put is slower.
     parts = acquire_parts(len(ranks), (tall, *shape[1:]), dtype)
-    fill_parts(parts, source, selection, ranges[ranks.start : ranks.stop])
+    fill_parts(parts, source, selection, list(ranges)[ranks.start : ranks.stop])
 
     def part_at(index: Any) -> np.ndarray:
         return parts[(index[0].start or 0) // tall - ranks.start]
@@ -69,18 +69,21 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
 
 
 def fill_parts(
-    parts: Sequence[np.ndarray], source: HostSource, selection: Selection, ranges: Sequence[tuple[int, int]]
+    parts: Sequence[np.ndarray], source: HostSource, selection: Selection, ranges: Iterable[tuple[int, int]]
 ) -> None:
     """Copy the rows of the selection that each part has (from which one on, how many), and real rows after them."""
     if not selection.rows:  # A process that holds no rows at all has no real ones; then nothing reads what it has.
         for part in parts:
             part[:] = 0
         return
-    copies = zip(parts, ranges, strict=True)
-    copy_rows([selection.into(part[: max(n, 1)], source, start if n else 0) for part, (start, n) in copies])
-    for part, (_, count) in zip(parts, ranges, strict=True):
-        if count < len(part):
-            part[max(count, 1) :] = part[:1]
+    copies = [
+        selection.into(part[:count], source, start) if count else selection.into(part[:1], source, 0)
+        for part, (start, count) in zip(parts, ranges, strict=True)
+    ]
+    copy_rows(copies)
+    for part, copied in zip(parts, copies, strict=True):
+        if len(copied.buffer) < len(part):
+            part[len(copied.buffer) :] = part[:1]
 
 
 def send_index(group: Group, values: np.ndarray) -> Any:
