@@ -120,11 +120,9 @@ def hide_internal_frames(error: Exception) -> None:
     while traceback is not None:
         frames.append(traceback)
         traceback = traceback.tb_next
-    if not frames:
-        return
     first = next((i for i, frame in enumerate(frames) if i and not _is_internal(frame)), None)
     if first is None:
-        if _is_deliberate(frames[-1]):
+        if frames and _is_deliberate(frames[-1]):
             error.__traceback__ = None  # raised again, it shows the public call alone
         return
     linked: TracebackType | None = None
@@ -144,10 +142,7 @@ def _is_internal(frame: TracebackType) -> bool:
     return is_python or file.startswith((_OURS, _JAX, "<frozen", "<string"))
 
 
-# A bare `raise` of what has lost its frames ends in the second.
-_RAISES = (dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"])
-
-
 def _is_deliberate(frame: TracebackType) -> bool:
     """Did a `raise` of synk's end here, and not a KeyError or the like that nobody meant?"""
-    return _is_ours(frame) and frame.tb_frame.f_code.co_code[frame.tb_lasti] in _RAISES
+    raises = dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]  # a bare one of what has lost its frames: the second
+    return _is_ours(frame) and frame.tb_frame.f_code.co_code[frame.tb_lasti] in raises

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, get_abstract_mesh
 trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
 EAGER = trace_state()
 _NO_MESH = Mesh(np.empty((), object), ())
-_config: Any = jax.config
+config: Any = jax.config  # its options are not typed
 
 # Every option that JAX lists among those of a trace (a test compares), and three that change a program beside it.
 _NAMES = """
@@ -32,18 +32,18 @@ _NAMES = """
     use_shardy_partitioner use_simplified_jaxpr_constants xla_profile_version
     default_prng_impl debug_nans debug_infs
 """.split()
-TRACE_OPTIONS = tuple(f"jax_{name}" for name in _NAMES if hasattr(_config, f"jax_{name}"))
+TRACE_OPTIONS = tuple(f"jax_{name}" for name in _NAMES if hasattr(config, f"jax_{name}"))
 _values_of = attrgetter(*TRACE_OPTIONS)
 
 
 def trace_options() -> tuple[Any, ...]:
     """The values of JAX's options that change what is traced or compiled; programs are kept for each."""
-    return _values_of(_config)
+    return _values_of(config)
 
 
 def checks_floats() -> bool:
     """Does the user have JAX look at every result for NaN or infinity (`jax_debug_nans`, `jax_debug_infs`)?"""
-    return _config.jax_debug_nans or _config.jax_debug_infs
+    return config.jax_debug_nans or config.jax_debug_infs
 
 
 def is_traced() -> bool:
@@ -53,15 +53,11 @@ def is_traced() -> bool:
 
 def has_user_jax_context() -> bool:
     """True if the user set a mesh or disable_jit and nothing is traced, so that synk's own programs must reset both."""
-    return (_config.jax_disable_jit or not get_abstract_mesh().empty) and not is_traced()
+    return (config.jax_disable_jit or not get_abstract_mesh().empty) and not is_traced()
 
 
 @contextmanager
 def default_jax_context() -> Generator[None]:
     """Run synk's programs with JAX's defaults: jit enabled, no ambient mesh."""
-    with ExitStack() as stack:
-        if _config.jax_disable_jit:
-            stack.enter_context(jax.disable_jit(False))
-        if not get_abstract_mesh().empty:
-            stack.enter_context(jax.set_mesh(_NO_MESH))
+    with jax.disable_jit(False), nullcontext() if get_abstract_mesh().empty else jax.set_mesh(_NO_MESH):
         yield

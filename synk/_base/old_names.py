@@ -40,9 +40,8 @@ def refuse_keywords(call: str, given: Mapping[str, Any]) -> None:
 
 def refuse_member(kind: str, name: str) -> AttributeError:
     """For a member that there is not, with what replaces one of Synkhronos's."""
-    if name in _MEMBERS:
-        return AttributeError(f"a synk {kind} has no {name!r}, as Synkhronos's had. Instead: {_MEMBERS[name]}.")
-    return AttributeError(f"a synk {kind} has no {name!r}")
+    instead = f", as Synkhronos's had. Instead: {_MEMBERS[name]}." if name in _MEMBERS else ""
+    return AttributeError(f"a synk {kind} has no {name!r}{instead}")
 
 
 def refuse_function(name: str) -> AttributeError:

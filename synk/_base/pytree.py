@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .errors import SynkError
+from .jax_context import config
 
 PyTree: TypeAlias = Any
 SCALARS = (bool, int, float, complex)
@@ -35,7 +36,7 @@ def as_data(leaf: Any) -> Any:
 
 def narrow(dtype: np.dtype) -> np.dtype:
     """As JAX has it: 64 bits as 32 unless they are enabled, in the machine's order."""
-    return _narrow(dtype, jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # options are not typed
+    return _narrow(dtype, config.jax_enable_x64)
 
 
 @lru_cache(maxsize=256)

@@ -173,7 +173,7 @@ class Compiler:
         if launch.sizes:
             tall = launch.sizes[0] or 0
             for row, feed in zip(call.row_shapes, call.feeds, strict=True):
-                rest += zip(feed.layouts, feed.shapes(row, tall, size), strict=True)
+                rest += feed.arrays(row, tall, size)
             if call.held_index is not None:
                 rest.append(("stacked", index_shape(call.held_index, tall, size)))
         rest.extend(("replicated", shape) for shape in call.broadcast_shapes)

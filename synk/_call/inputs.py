@@ -11,7 +11,7 @@ import numpy as np
 
 from .._base.partition import split_rows
 from .._base.pytree import SCALARS, as_data, key_of, narrow
-from .._data.dataset import Data, parts_of, resident, source_of
+from .._data.dataset import Data, resident, source_of
 from .._data.feed import SENT, InputFeed
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
@@ -135,7 +135,7 @@ def select_rows(call: RowCall) -> RowInputs:
     on_replicas = None
     if held:
         common_rows(name, names, leaves, held)
-        lengths = [part.rows for part in parts_of(leaves[held[0]], data_group or group)]
+        lengths = _lengths(len(leaves[held[0]]), (data_group or group).size)
         on_replicas = select_on_replicas(batch_s, lengths, name, names[held[0]])
     rows = common_rows(name, names, leaves, picked)
     if rows is None and batch is not None:

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from .._base.pytree import PyTree, as_keys, narrow
-from .._data.dataset import Data, data_version, make_data, source_of
+from .._data.dataset import Data, source_of
 from .._data.prefetch import Prefetch
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
@@ -50,7 +50,7 @@ class Batches:
 
     def versions(self) -> list[int]:
         """Of the data picked from."""
-        return [data_version(source) for source in self.followed]
+        return [source._version for source in self.followed]
 
     def ahead(self, batch: Any) -> _Ahead:
         """Pick the rows of what is on the host; what is resident is picked from where it is."""
@@ -72,7 +72,7 @@ class Batches:
         is_cut = self.request.num_slices == 1
         there = place_rows_ahead(self.group, source, selection, narrow(leaf.dtype), is_cut=is_cut)
         if self.resident:  # to which the batch still applies
-            return make_data(there, self.names[i], is_minibatch=True, key=self.keys[i])
+            return Data(there, self.names[i], minibatch=True, key=self.keys[i])
         return as_keys(there, self.keys[i])
 
 

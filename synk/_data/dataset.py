@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import numpy as np
 
 from .._base.errors import SynkError, public_api
-from .._base.partition import RowRange, split_rows
 from .._base.pytree import narrow
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
-from .resident_rows import joint, replicate_rows, scatter_rows, touched_rows
-from .sources import Reader, Source, as_number_dtype, as_rows, is_in_memory
+from .resident_rows import replicate_rows, scatter_rows, touched_rows
+from .sources import Reader, Source, as_number_dtype, as_rows
 
 Place: TypeAlias = Literal["host", "scatter", "broadcast"]
-PLACES = ("host", "scatter", "broadcast")
 _numbers = itertools.count()
 
 
@@ -40,20 +38,22 @@ class Data:
       (Data(x: float32[5, 2], place="host"), 5, 10, 2.0)
     """
 
-    def __init__(self, source: Source, place: Place, is_minibatch: bool, dtype: np.dtype, name: str, key: Any) -> None:
+    def __init__(
+        self, value: Any, name: str, place: Place = "host", minibatch: bool = False, dtype: Any = None, key: Any = None
+    ) -> None:
+        source = _as_source(value, name)
         self.name = name
-        self.is_minibatch = is_minibatch
+        self.is_minibatch = minibatch
         self._place: Place = place
         self._source: Source | None = source
         self._length = len(source)
         self._row_shape = source.shape[1:]
-        self._dtype = dtype
+        self._dtype = source.dtype if dtype is None else as_number_dtype(dtype, name)
         self._key = key  # the PRNG implementation, where it holds raw data of typed keys
         self._version = 0  # counts changes
-        self._abstract: AbstractData | None = None  # kept until it changes
         self._group: Group | None = None
         self._copy: jax.Array | None = None  # on the devices of that group
-        self._stale: RowRange | None = None  # rows that were written since
+        self._stale: range | None = None  # rows that were written since
 
     def __repr__(self) -> str:
         return f'Data({self.name}: {self.dtype.name}{list(self.shape)}, place="{self.place}")'
@@ -89,11 +89,8 @@ class Data:
     @public_api
     def __getitem__(self, index: Any) -> Any:
         source = source_of(self)
-        if isinstance(source, Reader):
-            is_all = self._length == len(source)
-            rows = np.asarray(source.of[index]) if is_all else source.read(slice(0, self._length))[index]
-        else:
-            rows = np.asarray(source)[: self._length][index]
+        host = source if isinstance(source, Reader) else np.asarray(source)
+        rows = (host if self._length == len(host) else host[0 : self._length])[index]
         return rows if rows.dtype == self._dtype else rows.astype(self._dtype)
 
     @public_api
@@ -103,10 +100,7 @@ class Data:
             raise ValueError(
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
-        if isinstance(source, Reader):
-            source.of[index] = rows
-        else:
-            source[: self._length][index] = rows
+        (source if isinstance(source, Reader) else source[: self._length])[index] = rows
         self._version += 1
         self._mark(touched_rows(index, self._length))
 
@@ -115,13 +109,10 @@ class Data:
 
     @public_api
     def set_value(self, value: Any) -> None:
-        """Hold another array instead, without a copy; rows may be more or fewer.
+        """Hold another array instead, without a copy, of any number of rows of the shape that it has; else ValueError.
 
         Args:
-          value: as for `synk.data`; its rows have the shape that they had, its dtype becomes this one's where read.
-
-        Raises:
-          ValueError: its rows have another shape.
+          value: as for `synk.data`; its dtype becomes this one's where read.
 
         Example:
           >>> import numpy as np, synk
@@ -141,13 +132,7 @@ class Data:
 
     @public_api
     def set_length(self, rows: int) -> None:
-        """Let only the first rows count, from none to all that the array held has.
-
-        Args:
-          rows: how many.
-
-        Raises:
-          ValueError: the array has fewer.
+        """Let only so many first rows count, from none to all of the array held; ValueError where it has fewer.
 
         Example:
           >>> import numpy as np, synk
@@ -170,24 +155,17 @@ class Data:
 
     @public_api
     def to(self, place: Place) -> Data:
-        """Let its rows live elsewhere from now on; they move when next read, once.
+        """Let its rows live elsewhere from now on, and return itself; they move when next read, once.
 
         Args:
-          place: "host" (copies on devices are freed), "scatter" or "broadcast".
-
-        Returns:
-          Itself.
-
-        Raises:
-          ValueError: `place` is none of these.
+          place: "host" (copies on devices are freed), "scatter" or "broadcast"; ValueError where it is none of these.
 
         Example:
           >>> import numpy as np, synk
           >>> synk.data(np.zeros(5)).to("scatter").place
           'scatter'
         """
-        if place not in PLACES:
-            raise ValueError(f"{self.name}.to: place is {place!r}; use {', '.join(map(repr, PLACES))}.")
+        _check_place(place, f"{self.name}.to")
         if place != self._place:
             self._place = place
             self._drop()
@@ -207,40 +185,29 @@ class Data:
         self._source, self._length = None, 0
         self._drop()
 
-    def _mark(self, written: RowRange | None) -> None:
+    def _mark(self, written: range | None) -> None:
         """Note rows that devices do not have yet."""
-        if written is not None and written.rows:
-            self._stale = written if self._stale is None else joint(self._stale, written)
+        if written:
+            old = self._stale or written
+            self._stale = range(min(old.start, written.start), max(old.stop, written.stop))
 
     def _drop(self) -> None:
         with LOCK:
-            self._copy = self._group = self._stale = self._abstract = None
+            self._copy = self._group = self._stale = None
             self._version += 1
 
 
-# What other modules need of a `Data`. Callers hold the lock.
+def _check_place(place: str, name: str) -> None:
+    if place not in get_args(Place):
+        raise ValueError(f"{name}: place is {place!r}; use {', '.join(map(repr, get_args(Place)))}.")
 
 
-class AbstractData(NamedTuple):
-    """What the plan of a call depends on."""
-
-    place: Place
-    length: int
-    row_shape: tuple[int, ...]
-    dtype: np.dtype
-    is_in_memory: bool
-    is_minibatch: bool
-    key: Any
-
-
-def abstract_data(data: Data) -> AbstractData:
-    """What the plan of a call depends on; the same object until it changes."""
-    if data._abstract is None:
-        source, shape = source_of(data), data._row_shape
-        data._abstract = AbstractData(
-            data._place, data._length, shape, data._dtype, is_in_memory(source), data.is_minibatch, data._key
-        )
-    return data._abstract
+def _as_source(value: Any, name: str) -> Source:
+    if not isinstance(value, Data):
+        return as_rows(value, name)
+    source = source_of(value)
+    is_whole = len(value) == len(source) and value.dtype == source.dtype
+    return source if is_whole else as_rows(value[:], name)
 
 
 def source_of(data: Data) -> Source:
@@ -250,18 +217,11 @@ def source_of(data: Data) -> Source:
     return data._source
 
 
-def data_version(data: Data) -> int:
-    """How often its rows have changed."""
-    return data._version
-
-
-def parts_of(data: Data, group: Group) -> list[RowRange]:
-    """The rows that each replica holds, where they are scattered."""
-    return split_rows(data._length, group.size)
-
-
 def resident(data: Data, group: Group) -> jax.Array:
-    """Its rows on the devices: replicated, or stacked, each replica's filled up to as many with real ones."""
+    """Its rows on the devices: replicated, or stacked, each replica's filled up to as many with real ones.
+
+    Callers hold the lock.
+    """
     copy, dtype = data._copy, narrow(data._dtype)
     if copy is not None and (data._group is not group or copy.dtype != dtype):
         copy = None
@@ -275,7 +235,7 @@ def resident(data: Data, group: Group) -> jax.Array:
     stale, data._stale = data._stale, None  # what is written from here on is sent next time
     send = scatter_rows if data._place == "scatter" else replicate_rows
     try:
-        data._copy = send(group, host, data._length, dtype, copy, stale or RowRange(0, data._length))
+        data._copy = send(group, host, data._length, dtype, copy, stale or range(data._length))
     except BaseException:
         data._mark(stale)
         raise
@@ -283,30 +243,9 @@ def resident(data: Data, group: Group) -> jax.Array:
     return data._copy
 
 
-def _as_source(value: Any, name: str) -> Source:
-    if not isinstance(value, Data):
-        return as_rows(value, name)
-    source = source_of(value)
-    is_whole = len(value) == len(source) and value.dtype == source.dtype
-    return source if is_whole else as_rows(value[:], name)
-
-
-def make_data(
-    value: Any, name: str, *, place: Place = "host", is_minibatch: bool = False, dtype: Any = None, key: Any = None
-) -> Data:
-    """A `Data` of rows; `key` is the PRNG implementation where they are raw data of typed keys."""
-    source = _as_source(value, name)
-    return Data(source, place, is_minibatch, source.dtype if dtype is None else as_number_dtype(dtype, name), name, key)
-
-
 @public_api
 def data(
-    value: Any,
-    *,
-    place: Place = "host",
-    minibatch: bool = False,
-    dtype: Any = None,
-    name: str | None = None,
+    value: Any, *, place: Place = "host", minibatch: bool = False, dtype: Any = None, name: str | None = None
 ) -> Data:
     """Hold an array of rows for the inputs of functions, which `batch` and `batch_s` pick from.
 
@@ -335,6 +274,5 @@ def data(
       (9.0, 45.0)
     """
     name = name or f"data_{next(_numbers)}"
-    if place not in PLACES:
-        raise ValueError(f"{name}: place is {place!r}; use {', '.join(map(repr, PLACES))}.")
-    return make_data(value, name, place=place, is_minibatch=minibatch, dtype=dtype)
+    _check_place(place, name)
+    return Data(value, name, place=place, minibatch=minibatch, dtype=dtype)

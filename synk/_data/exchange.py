@@ -17,23 +17,16 @@ from .._runtime.layout import put
 
 
 def exchange(group: Group, data: jax.Array, rows: int, index: np.ndarray) -> jax.Array:
-    """Give each replica its part of the rows picked.
+    """Give each replica its part of those of all `rows` of the data that an index picks, filled up with real ones; both
+    are stacked, of shape (replicas, rows of the longest part, ...).
 
     Only rows that were picked travel: each replica sends each other what it wants, in rounds of one all-to-all of a
     fixed size, which one round nearly always meets where rows are picked at random. The index is data.
-
-    Args:
-      data: stacked, of shape (replicas, n, ...): each replica's part of the rows.
-      rows: how many rows there are in all.
-      index: of shape (b,), which of them.
-
-    Returns:
-      Stacked, of shape (replicas, m, ...): each replica's part of those picked, filled up to as many with real ones.
     """
     picked = split_rows(len(index), group.size)
     tall = picked[0].rows
-    blocks = [index[np.minimum(part.start + np.arange(tall), len(index) - 1)] for part in picked]
-    wanted = put(group, np.concatenate(blocks).astype(np.int32), "replicated")
+    places = np.add.outer([part.start for part in picked], np.arange(tall)).ravel()
+    wanted = put(group, index.take(places, mode="clip").astype(np.int32), "replicated")
     body = _body(group.size, rows, tall)
     return run_collective(group, body, ["stacked", "replicated"], ["stacked"], [data, wanted])[0]
 
@@ -41,9 +34,7 @@ def exchange(group: Group, data: jax.Array, rows: int, index: np.ndarray) -> jax
 @lru_cache(maxsize=1024)
 def _body(size: int, rows: int, tall: int) -> Body:
     """The program: `size` replicas hold `rows` rows, and each wants `tall` of them."""
-    shares = [part.rows for part in split_rows(rows, size)]
-    ends = np.cumsum(shares).astype(np.int32)
-    starts = (ends - shares).astype(np.int32)
+    starts = np.array([part.start for part in split_rows(rows, size)], np.int32)
     expected = tall / size
     capacity = min(tall, int(np.ceil(expected + 4 * expected**0.5)) + 4)  # of one message, in rows
 
@@ -53,7 +44,7 @@ def _body(size: int, rows: int, tall: int) -> Body:
         if is_small:  # some back ends widen these on the way, and change some NaNs with it
             data = lax.bitcast_convert_type(data, jnp.uint8 if dtype.itemsize == 1 else jnp.uint16)
         wanted = index.reshape(size, tall)  # by each replica
-        owner = jnp.searchsorted(ends, wanted.ravel(), side="right").reshape(size, tall).astype(jnp.int32)
+        owner = jnp.searchsorted(starts, wanted, side="right").astype(jnp.int32) - 1
         number, largest = _number_by_pair(owner)
         local, outgoing = wanted - jnp.asarray(starts)[rank], jnp.where(owner == rank, number, -1)
         sender, incoming = owner[rank], number[rank]

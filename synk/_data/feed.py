@@ -13,29 +13,18 @@ from .selection import IndexKind
 
 
 class InputFeed(NamedTuple):
-    """How one argument's rows come.
-
-    Attributes:
-      layout: of its array.
-      index: None where a replica's part of that begins with the very rows; else a second array says which: the first
-        of consecutive rows ("slice"), or the index of each ("gather"), an entry a replica.
-      size: rows of a resident array that a replica sees; 0 where rows are sent.
-    """
+    """How one argument's rows come: in an array, and where its parts do not begin with the very rows, a second one, an
+    entry a replica, says which they are: the first of consecutive ones ("slice"), or the index of each ("gather")."""
 
     layout: Layout = "rows"
     index: IndexKind | None = None  # type: ignore[assignment]  # a tuple has a method of that name
-    size: int = 0
+    size: int = 0  # rows of a resident array that a replica sees
 
-    @property
-    def layouts(self) -> list[Layout]:
-        """Of its arrays."""
-        return [self.layout] if self.index is None else [self.layout, "stacked"]
-
-    def shapes(self, row: jax.ShapeDtypeStruct, tall: int, replicas: int) -> list[jax.ShapeDtypeStruct]:
-        """Global shapes of its arrays, where the longest part has `tall` rows of this shape."""
+    def arrays(self, row: jax.ShapeDtypeStruct, tall: int, replicas: int) -> list[tuple[Layout, jax.ShapeDtypeStruct]]:
+        """Layouts and global shapes, where the longest part has `tall` rows of this shape."""
         front = {"rows": (tall * replicas,), "stacked": (replicas, self.size or tall), "replicated": (self.size,)}
-        array = jax.ShapeDtypeStruct((*front[self.layout], *row.shape), row.dtype)
-        return [array] if self.index is None else [array, index_shape(self.index, tall, replicas)]
+        array = self.layout, jax.ShapeDtypeStruct((*front[self.layout], *row.shape), row.dtype)
+        return [array] if self.index is None else [array, ("stacked", index_shape(self.index, tall, replicas))]
 
 
 SENT = InputFeed()  # rows that each call brings

@@ -33,28 +33,19 @@ class Minibatches:
     def __iter__(self) -> Iterator[np.ndarray]:
         first, skipped = divmod(self.start, self.per_epoch)
         for epoch in range(first, self.epochs):
-            order = self._order(epoch)
+            order = np.arange(self.rows)
+            if self.shuffle:
+                # NumPy keeps RandomState's stream for good; that of newer generators may change with a release.
+                order = np.random.RandomState([self.seed, epoch]).permutation(self.rows)
             for i in range(skipped if epoch == first else 0, self.per_epoch):
                 yield order[i * self.batch_size : (i + 1) * self.batch_size]
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.rows)
-        # NumPy keeps RandomState's stream for good; that of newer generators may change with a release.
-        return np.random.RandomState([self.seed, epoch]).permutation(self.rows)
 
 
 @public_api
 def minibatches(
-    rows: int,
-    batch_size: int,
-    *,
-    shuffle: bool = True,
-    seed: int = 0,
-    drop_last: bool = False,
-    epochs: int = 1,
-    start: int = 0,
-) -> Minibatches:
+    rows: int, batch_size: int, *,
+    shuffle: bool = True, seed: int = 0, drop_last: bool = False, epochs: int = 1, start: int = 0,
+) -> Minibatches:  # fmt: skip
     """Deal rows out into batches, for `batch=`: every row once an epoch, the last batch as short as it comes.
 
     Args:
@@ -79,13 +70,9 @@ def minibatches(
       >>> len(batches), [len(batch) for batch in batches], sorted(int(i) for batch in batches for i in batch)
       (3, [2, 2, 1], [0, 1, 2, 3, 4])
     """
-    for name, value, least in (
-        ("rows", rows, 1),
-        ("batch_size", batch_size, 1),
-        ("seed", seed, 0),
-        ("epochs", epochs, 1),
-        ("start", start, 0),
-    ):
+    given = {"rows": rows, "batch_size": batch_size, "seed": seed, "epochs": epochs, "start": start}
+    for name, value in given.items():
+        least = 0 if name in ("seed", "start") else 1
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise TypeError(f"synk.minibatches: {name} is {value!r}; give an integer >= {least}.")
         if value < least:
@@ -97,8 +84,6 @@ def minibatches(
         raise ValueError(
             f"synk.minibatches: {rows} rows make no batch of {batch_size} with drop_last=True. Make batches smaller."
         )
-    if start > epochs * batches.per_epoch:
-        raise ValueError(
-            f"synk.minibatches: start={start} is beyond the {epochs * batches.per_epoch} batches of {epochs} epoch(s)."
-        )
+    if (total := epochs * batches.per_epoch) < start:
+        raise ValueError(f"synk.minibatches: start={start} is beyond the {total} batches of {epochs} epoch(s).")
     return batches

@@ -9,14 +9,13 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
 from .._base.errors import SynkError, public_api
-from .._base.jax_context import is_traced
+from .._base.jax_context import config, is_traced
 from .._base.pytree import SCALARS, PyTree, narrow
 from .._runtime.group import Group, current_group
 from .selection import Selection
@@ -26,7 +25,6 @@ from .transfer import place_rows_ahead
 T = TypeVar("T")
 R = TypeVar("R")
 _PATIENCE = 2.0  # seconds that the end of a program waits for all threads
-_config: Any = jax.config
 
 
 class _Worker:
@@ -108,14 +106,9 @@ class Prefetch(Iterator[R], Generic[T, R]):
     """
 
     def __init__(
-        self,
-        source: Iterable[T],
-        size: int,
-        ahead: Callable[[T], Any],
-        arrive: Callable[[Any], R],
-        name: str,
+        self, source: Iterable[T], size: int, ahead: Callable[[T], Any], arrive: Callable[[Any], R], name: str,
         refuse: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise TypeError(f"{name} is {size!r}; give an integer >= 0.")
         if size < 0:
@@ -124,15 +117,12 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._steps: tuple[Iterator[Any], Callable[[Any], R]] | None = _prepare(source, ahead), arrive
         self._worker: _Worker | None = None
         self._length = len(source) if isinstance(source, Sized) else None
-        self._is_x64: bool = _config.jax_enable_x64
+        self._is_x64: bool = config.jax_enable_x64
 
     def __len__(self) -> int:
         if self._length is None:
             raise TypeError("The number of items is not known: what gives them has no len().")
         return self._length
-
-    def __iter__(self) -> Prefetch[T, R]:
-        return self
 
     @public_api
     def __next__(self) -> R:
@@ -163,9 +153,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
     def __enter__(self) -> Prefetch[T, R]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -224,26 +212,23 @@ def _refuse_trace() -> None:
 
 def _place_batch(group: Group, tree: PyTree) -> PyTree:
     """A tree of rows on the devices."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    placed: list[Any] = []
-    rows: int | None = None
-    first = ""
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path)
+    first: tuple[str, int] | None = None
+
+    def place(path: Any, leaf: Any) -> Any:
+        nonlocal first
         if isinstance(leaf, SCALARS):
-            placed.append(leaf)
-            continue
-        source = as_source(leaf, f"synk.prefetch: batch{name}", "give arrays and numbers")
+            return leaf
+        name = f"batch{jax.tree_util.keystr(path)}"
+        source = as_source(leaf, f"synk.prefetch: {name}", "give arrays and numbers")
         if source.ndim == 0 or not isinstance(source.dtype, np.dtype):  # typed keys stay where they are
-            placed.append(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf)  # who made it may use it again
-            continue
-        if rows is None:
-            rows, first = source.shape[0], name
-        if source.shape[0] != rows or rows == 0:
+            return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf  # who made it may use it again
+        rows = source.shape[0]
+        first = first or (name, rows)
+        if rows != first[1] or rows == 0:
             raise ValueError(
-                f"synk.prefetch: batch{name} has {source.shape[0]} rows, batch{first} has {rows}. Arrays of a batch "
-                f"share their rows, at least one."
+                f"synk.prefetch: {name} has {rows} rows, {first[0]} has {first[1]}. Arrays of a batch share their "
+                f"rows, at least one."
             )
-        selection = Selection(None, 0, source.shape[0])
-        placed.append(place_rows_ahead(group, source, selection, narrow(source.dtype), is_cut=True))
-    return treedef.unflatten(placed)
+        return place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
+
+    return jax.tree_util.tree_map_with_path(place, tree)

@@ -13,8 +13,9 @@ from .._base.partition import split_rows
 from .._base.pytree import refuse_tracer
 from .._runtime.executable import run_collective
 from .._runtime.group import AXIS, Group
+from .._runtime.layout import put
 from .selection import Selection
-from .sources import Reader, as_source
+from .sources import HostSource, as_source
 from .transfer import gather_rows
 
 
@@ -23,7 +24,7 @@ class ProcessLocalRows:
 
     __slots__ = ("dtype", "ndim", "shape", "source")
 
-    def __init__(self, source: np.ndarray | Reader) -> None:
+    def __init__(self, source: HostSource) -> None:
         self.source = source
         self.shape, self.ndim, self.dtype = source.shape, source.ndim, source.dtype
 
@@ -60,17 +61,17 @@ def local(value: Any) -> ProcessLocalRows:
 
 def rows_of_replicas(group: Group, rows: int) -> tuple[int, ...]:
     """How many rows each replica has, where this process deals out so many over its own; all processes ask together."""
-    own = [np.array([part.rows], np.int32) for part in split_rows(rows, len(group.local_ranks))]
-    placed = [jax.device_put(each, group.devices[rank]) for each, rank in zip(own, group.local_ranks, strict=True)]
-    stacked = jax.make_array_from_single_device_arrays((group.size,), group.stacked, placed)
-    return tuple(np.asarray(run_collective(group, _gather, ["stacked"], ["replicated"], [stacked])[0]).tolist())
+    own = np.zeros(group.size, np.int32)  # the others' entries are not looked at
+    own[group.local_ranks] = [part.rows for part in split_rows(rows, len(group.local_ranks))]
+    every = run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, own, "stacked")])[0]
+    return tuple(np.asarray(every).tolist())
 
 
 def _gather(rows: jax.Array) -> list[jax.Array]:
     return [jax.lax.all_gather(rows, AXIS)]
 
 
-def rows_of_processes(source: np.ndarray | Reader) -> np.ndarray:
+def rows_of_processes(source: HostSource) -> np.ndarray:
     """The rows of all processes, in each of them."""
     host = gather_rows(source, Selection(None, 0, source.shape[0]), source.dtype)
     counts = multihost_utils.process_allgather(np.array([len(host)]))[:, 0]

@@ -10,49 +10,44 @@ import numpy as np
 from .._base.partition import RowRange, split_rows
 from .._runtime.executable import run_collective
 from .._runtime.group import Group
-from .._runtime.layout import Layout, put, shards
+from .._runtime.layout import put, shards
 from .host_buffers import fresh
-from .sources import HostSource, Rows, copy_rows
+from .selection import Selection
+from .sources import HostSource, copy_rows
+from .transfer import fill_parts
 
 
 def replicate_rows(
-    group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: RowRange
+    group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range
 ) -> jax.Array:
     """Bring every replica the first rows of a source, or where it has a copy of them those that are stale."""
 
     def read(start: int, count: int) -> jax.Array:
         buffer = fresh((count, *source.shape[1:]), dtype)
-        copy_rows([Rows(buffer, source, None, start)])
+        copy_rows([Selection(None, start, count).into(buffer, source, 0)])
         return put(group, buffer, "replicated")  # CPU devices may share the buffer: no one else writes to it
 
-    size = min(1 << (stale.rows - 1).bit_length(), rows)  # few sizes: each is a program
+    size = min(1 << (len(stale) - 1).bit_length(), rows)  # few sizes: each is a program
     if copy is None or 4 * size > rows or (group.platform == "cpu" and len(set(group.devices)) > 1):
         return read(0, rows)
     first = min(stale.start, rows - size)
     args = [copy, read(first, size), put(group, np.array([first], np.int32), "replicated")]
-    ins: list[Layout] = ["replicated"] * 3
-    return run_collective(group, _write_rows, ins, ["replicated"], args)[0]
+    return run_collective(group, _write_rows, ["replicated", "replicated", "replicated"], ["replicated"], args)[0]
 
 
-def _write_rows(*values: jax.Array) -> list[jax.Array]:
-    array, rows, start = values
+def _write_rows(array: jax.Array, rows: jax.Array, start: jax.Array) -> list[jax.Array]:
     return [jax.lax.dynamic_update_slice_in_dim(array, rows, start[0], 0)]
 
 
 def scatter_rows(
-    group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: RowRange
+    group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range
 ) -> jax.Array:
     """Bring each replica its part of the first rows, or where it has a copy of it the part if rows of it are stale."""
     parts = split_rows(rows, group.size)
     is_all = copy is None or group.is_simulated
-    ranks = [rank for rank in group.local_ranks if is_all or _do_overlap(parts[rank], stale)]
+    ranks = [rank for rank in group.local_ranks if is_all or _overlaps(parts[rank], stale)]
     whole = fresh((len(ranks), parts[0].rows, *source.shape[1:]), dtype)
-    copies: list[Rows] = []
-    for buffer, rank in zip(whole, ranks, strict=True):
-        start, count = parts[rank]
-        copies.append(Rows(buffer[:count], source, None, start))
-        copies.append(Rows(buffer[count:], source, None, 0))  # a filler of one row at most; any real one will do
-    copy_rows(copies)
+    fill_parts([*whole], source, Selection(None, 0, rows), [parts[rank] for rank in ranks])
     if group.is_simulated:
         return put(group, whole, "stacked")
     placed = {} if copy is None else dict(zip(group.local_ranks, shards(group, copy), strict=True))
@@ -61,26 +56,22 @@ def scatter_rows(
     return jax.make_array_from_single_device_arrays(shape, group.stacked, [placed[r] for r in group.local_ranks])
 
 
-def _do_overlap(one: RowRange, other: RowRange) -> bool:
-    return one.start < other.start + other.rows and other.start < one.start + one.rows
+def _overlaps(part: RowRange, stale: range) -> bool:
+    return part.start < stale.stop and stale.start < part.start + part.rows
 
 
-def joint(one: RowRange, other: RowRange) -> RowRange:
-    """From the first row of both to the last."""
-    start = min(one.start, other.start)
-    return RowRange(start, max(one.start + one.rows, other.start + other.rows) - start)
-
-
-def touched_rows(index: Any, length: int) -> RowRange:
+def touched_rows(index: Any, length: int) -> range:
     """The rows that an index of NumPy's may touch, from the first to the last."""
     first = (index[0] if index else ...) if isinstance(index, tuple) else index
     if isinstance(first, slice):
         run = range(length)[first]
         touched = np.array(run[:: max(1, len(run) - 1)])
-    elif first is None or first is ... or np.asarray(first).dtype.kind not in "iub":
-        return RowRange(0, length)
-    elif np.asarray(first).dtype == bool:
-        touched = np.flatnonzero(first) if np.ndim(first) == 1 else np.array([0, length - 1])
     else:
-        touched = np.asarray(first, np.int64).ravel() % max(length, 1)
-    return RowRange(int(touched.min()), int(np.ptp(touched)) + 1) if touched.size else RowRange(0, 0)
+        numbers = np.asarray(first)
+        if numbers.dtype.kind in "iu":
+            touched = numbers.astype(np.int64) % max(length, 1)
+        elif numbers.dtype == bool and numbers.ndim == 1:
+            touched = np.flatnonzero(numbers)
+        else:
+            return range(length)
+    return range(int(touched.min()), int(touched.max()) + 1) if touched.size else range(0)

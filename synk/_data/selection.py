@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .sources import Reader, Rows
+from .sources import HostSource, Rows
 
 IndexKind: TypeAlias = Literal["slice", "gather"]
 
 
 class Selection(NamedTuple):
-    """Which rows are taken, in order: those at `indexes`, or (None) consecutive ones from `start` on."""
+    """Which rows are taken, in order: those at `indexes` (`start` is 0), or (None) consecutive ones from `start`."""
 
     indexes: np.ndarray | None
     start: int
@@ -21,13 +21,11 @@ class Selection(NamedTuple):
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """Where rows `start` to `stop` of the selection lie in the source."""
-        return (
-            self.indexes[start:stop] if self.indexes is not None else np.arange(self.start + start, self.start + stop)
-        )
+        return np.arange(self.start + start, self.start + stop) if self.indexes is None else self.indexes[start:stop]
 
-    def into(self, buffer: np.ndarray, source: np.ndarray | Reader, at: int) -> Rows:
+    def into(self, buffer: np.ndarray, source: HostSource, at: int) -> Rows:
         """Fill a buffer with rows of the selection, from `at` on."""
-        return Rows(buffer, source, self.indexes, at if self.indexes is not None else self.start + at)
+        return Rows(buffer, source, self.indexes, self.start + at)
 
 
 class ReplicaSelection(NamedTuple):
@@ -43,73 +41,60 @@ def select(batch: Any, rows: int, function: str, name: str, option: str = "batch
     if batch is None:
         return Selection(None, 0, rows)
     if isinstance(batch, slice):
-        chosen = range(*batch.indices(rows))
-        if chosen.step == 1:
-            found = Selection(None, chosen.start, len(chosen))
-        else:
-            found = Selection(np.arange(chosen.start, chosen.stop, chosen.step), 0, len(chosen))
+        start, stop, step = batch.indices(rows)
+        count = max(0, stop - start)
+        found = Selection(None, start, count) if step == 1 else selection_of(np.arange(start, stop, step))
     else:
-        index = _index_array(batch, function, option)
+        what = f"{function}: {option}"
+        index = _index_array(batch, what)
         if index.ndim == 0:
-            found = _first(int(index), rows, function, name, option)
+            count = int(index)
+            if not 0 <= count <= rows:
+                raise IndexError(
+                    f"{what}={count} asks for the first {count} rows, but {name} has {rows}. Give 1 to {rows}, or a "
+                    f"slice, which is cut to what there is."
+                )
+            found = Selection(None, 0, count)
         elif index.dtype == bool:
             if len(index) != rows:
                 raise ValueError(
-                    f"{function}: {option} is a mask of length {len(index)}, but {name} has {rows} rows. "
-                    f"Give one entry a row."
+                    f"{what} is a mask of length {len(index)}, but {name} has {rows} rows. Give one entry a row."
                 )
             found = selection_of(np.flatnonzero(index))
         else:
-            found = selection_of(_in_range(index, rows, function, name, option))
+            found = selection_of(_from_0_on(index, rows, what, name))
     if found.rows == 0 and not is_part:
         shown = f"{option}={batch}" if isinstance(batch, slice | int) else f"the {option}"
         raise ValueError(f"{function}: {shown} selects no rows. A call needs at least one.")
     return found
 
 
-def _index_array(batch: Any, function: str, option: str) -> np.ndarray:
+def _index_array(batch: Any, what: str) -> np.ndarray:
     wanted = "give a number of rows, a slice, a boolean mask or integer indexes"
     if isinstance(batch, bool | np.bool_):
-        raise TypeError(f"{function}: {option} is {batch}; {wanted}.")
+        raise TypeError(f"{what} is {batch}; {wanted}.")
     index = np.asarray(batch)
     if index.size == 0 and not hasattr(batch, "dtype"):
         index = index.astype(np.int64)  # the dtype of [] says nothing
     if index.dtype.kind not in "iub":
-        raise TypeError(f"{function}: {option} has dtype {index.dtype}; {wanted}.")
+        raise TypeError(f"{what} has dtype {index.dtype}; {wanted}.")
     if index.ndim > 1:
-        raise ValueError(f"{function}: {option} has shape {index.shape}; give indexes or a mask of one dimension.")
+        raise ValueError(f"{what} has shape {index.shape}; give indexes or a mask of one dimension.")
     return index
 
 
-def _first(count: int, rows: int, function: str, name: str, option: str) -> Selection:
-    if not 0 <= count <= rows:
-        raise IndexError(
-            f"{function}: {option}={count} asks for the first {count} rows, but {name} has {rows}. "
-            f"Give 1 to {rows}, or a slice, which is cut to what there is."
-        )
-    return Selection(None, 0, count)
-
-
-def _in_range(index: np.ndarray, rows: int, function: str, name: str, option: str) -> np.ndarray:
-    """Indexes from 0 on."""
-    if index.size == 0:
-        return index.astype(np.int64)
+def _from_0_on(index: np.ndarray, rows: int, what: str, name: str) -> np.ndarray:
+    """Check indexes, of which negative ones count from the end."""
     wide = index.astype(np.int64, copy=False)
-    if index.dtype != np.uint64 and _are_below(wide, rows):
+    bits = wide.view(np.uint64)  # in which negative ones are huge, so that one pass over them suffices
+    if index.size == 0 or bits.item(bits.argmax()) < rows:  # quicker than max, which goes through a ufunc's reduction
         return wide
     if not (-rows <= int(index.min()) and int(index.max()) < rows):
         wrong = next(int(i) for i in index if not -rows <= int(i) < rows)
         raise IndexError(
-            f"{function}: {option} holds the index {wrong}, but {name} has {rows} rows. Indexes run from {-rows} "
-            f"to {rows - 1}."
+            f"{what} holds the index {wrong}, but {name} has {rows} rows. Indexes run from {-rows} to {rows - 1}."
         )
     return np.where(wide < 0, wide + rows, wide)
-
-
-def _are_below(index: np.ndarray, rows: int) -> bool:
-    """Are these signed integers, at least one, all from 0 on and less than `rows`? One pass over them."""
-    wide = index.astype(np.int64, copy=False).view(np.uint64)  # negative ones are huge there
-    return wide.item(wide.argmax()) < rows  # quicker than max, which goes through a ufunc's reduction
 
 
 def selection_of(index: np.ndarray) -> Selection:
@@ -122,18 +107,17 @@ def selection_of(index: np.ndarray) -> Selection:
 
 def select_on_replicas(batch_s: Any, held: Sequence[int], function: str, name: str) -> ReplicaSelection:
     """Check a `batch_s` against the rows that replicas hold: one selection for all, or one for each."""
-    each = [batch_s] * len(held)
-    if not _is_one_each(batch_s):
-        if len(set(held)) == 1:  # Equal lengths: the same selection is valid on every replica.
-            one = select(batch_s, held[0], function, f"{name} on each replica", "batch_s")
-            return ReplicaSelection(tuple(held), (one,) * len(held), (one.rows,) * len(held))
-    else:
-        each = list(batch_s)
-        if len(each) != len(held):
-            raise ValueError(
-                f"{function}: batch_s has {len(each)} selections, but there are {len(held)} replicas. Give one for all "
-                f"or one for each."
-            )
+    held, size = tuple(held), len(held)
+    is_one_each = _is_one_each(batch_s)
+    if not is_one_each and len(set(held)) == 1:  # the same selection is valid on every replica
+        one = select(batch_s, held[0], function, f"{name} on each replica", "batch_s")
+        return ReplicaSelection(held, (one,) * size, (one.rows,) * size)
+    each = list(batch_s) if is_one_each else [batch_s] * size
+    if len(each) != size:
+        raise ValueError(
+            f"{function}: batch_s has {len(each)} selections, but there are {size} replicas. Give one for all "
+            f"or one for each."
+        )
     chosen = tuple(
         select(one, rows, function, f"{name} on replica {rank}", "batch_s", is_part=True)
         for rank, (one, rows) in enumerate(zip(each, held, strict=True))
@@ -141,7 +125,7 @@ def select_on_replicas(batch_s: Any, held: Sequence[int], function: str, name: s
     lengths = tuple(selection.rows for selection in chosen)
     if not any(lengths):
         raise ValueError(f"{function}: batch_s selects no rows on any replica. A call needs at least one.")
-    return ReplicaSelection(tuple(held), chosen, lengths)
+    return ReplicaSelection(held, chosen, lengths)
 
 
 def _is_one_each(batch_s: Any) -> bool:

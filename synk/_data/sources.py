@@ -35,15 +35,17 @@ class Reader:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.of[...], dtype)
 
-    def read(self, index: slice | np.ndarray) -> np.ndarray:
-        """Rows of a contiguous slice, or of indexes in any order: files give each row once, in ascending order."""
-        if isinstance(index, slice):
-            return np.asarray(self.of[index])
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.asarray(self.of[index])
+
+    def __setitem__(self, index: Any, rows: Any) -> None:
+        self.of[index] = rows
+
+    def gather(self, index: np.ndarray) -> np.ndarray:
+        """Rows of indexes in any order: files give each row once, in ascending order."""
         unique, inverse = np.unique(index, return_inverse=True)
         first, stop = int(unique[0]), int(unique[-1]) + 1
-        if stop - first <= 2 * len(unique):
-            return np.asarray(self.of[first:stop])[index - first]
-        return np.asarray(self.of[unique])[inverse]
+        return self[first:stop][index - first] if stop - first <= 2 * len(unique) else self[unique][inverse]
 
 
 HostSource: TypeAlias = np.ndarray | Reader
@@ -57,9 +59,12 @@ def as_source(value: Any, what: str, advice: str) -> Source:
     if type(value) is not np.ndarray:
         if isinstance(value, np.ma.MaskedArray):
             raise TypeError(f"{what} is a masked array, whose mask would be lost; give .filled(...).")
-        if isinstance(value, str | bytes) or not (hasattr(value, "__array__") or _is_read_by_rows(value)):
+        if _is_read_by_rows(value):
+            value = Reader(value)
+        elif hasattr(value, "__array__") and not isinstance(value, str | bytes):
+            value = np.asarray(value)
+        else:
             raise TypeError(f"{what} is a {type(value).__name__}; {advice}.")
-        value = Reader(value) if _is_read_by_rows(value) else np.asarray(value)
     if not is_number(value.dtype):
         raise TypeError(f"{what} has dtype {value.dtype}; give numbers or booleans.")
     return value
@@ -86,8 +91,8 @@ def as_number_dtype(dtype: Any, name: str) -> np.dtype:
     try:
         found = np.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not is_number(found):
+        found = np.dtype(object)
+    if not is_number(found):
         raise TypeError(f"{name}: dtype is {dtype!r}; give one of numbers or booleans.")
     return found
 
@@ -107,19 +112,16 @@ def is_number(dtype: np.dtype) -> bool:
 
 def _is_read_by_rows(value: Any) -> bool:
     """Is it indexed by position, and would `__array__` read all of it? Not where that shares its memory."""
-    if isinstance(value, np.ndarray | np.generic) or not all(hasattr(value, a) for a in ("shape", "dtype")):
+    if not all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__")):
         return False
-    if not hasattr(value, "__getitem__") or any(hasattr(value, a) for a in _SHARES_MEMORY):
+    # Of arrays in memory, NumPy's among them; and of pandas, which indexes by label.
+    if any(hasattr(value, name) for name in ("__array_interface__", "__array_struct__", "__dlpack__", "iloc")):
         return False
     try:
         np.dtype(value.dtype)
     except TypeError:
         return False
     return isinstance(value.shape, tuple) and len(value.shape) > 0
-
-
-# Of arrays in memory; and of pandas, which indexes by label.
-_SHARES_MEMORY = ("__array_interface__", "__array_struct__", "__dlpack__", "iloc")
 
 
 class Rows(NamedTuple):
@@ -134,10 +136,10 @@ class Rows(NamedTuple):
         """Fill the buffer."""
         buffer, source, stop = self.buffer, self.source, self.start + len(self.buffer)
         rows = slice(self.start, stop) if self.indexes is None else self.indexes[self.start : stop]
-        if isinstance(source, Reader):
-            buffer[...] = source.read(rows)
-        elif isinstance(rows, slice):
+        if isinstance(rows, slice):
             buffer[...] = source[rows]
+        elif isinstance(source, Reader):
+            buffer[...] = source.gather(rows)
         elif source.dtype == buffer.dtype and source.flags.c_contiguous and source.flags.aligned:
             # The indexes were checked once; "clip" is the mode that neither checks nor copies again.
             np.take(source, rows, axis=0, out=buffer, mode="clip")
@@ -146,12 +148,10 @@ class Rows(NamedTuple):
             for at in range(0, len(buffer), step):
                 buffer[at : at + step] = source[rows[at : at + step]]
 
-    def split(self, rows: int) -> list[Rows]:
-        """The same in pieces of at most so many rows."""
-        return [
-            self._replace(buffer=self.buffer[at : at + rows], start=self.start + at)
-            for at in range(0, len(self.buffer), rows)
-        ]
+    def split(self, size: int) -> list[Rows]:
+        """The same in pieces of about so many bytes."""
+        buffer, start, step = self.buffer, self.start, _rows_in(self.buffer, size)
+        return [self._replace(buffer=buffer[i : i + step], start=start + i) for i in range(0, len(buffer), step)]
 
 
 def _rows_in(buffer: np.ndarray, size: int) -> int:
@@ -160,19 +160,17 @@ def _rows_in(buffer: np.ndarray, size: int) -> int:
 
 
 def copy_rows(parts: Sequence[Rows]) -> None:
-    """Copy all these rows, by as many threads as pay."""
-    for part in parts:
-        if isinstance(part.source, Reader):  # h5py and the like may not allow several threads
-            part.copy()
-    parts = [part for part in parts if not isinstance(part.source, Reader)]
+    """Copy all these rows, of one source, by as many threads as pay."""
     total = sum(part.buffer.nbytes for part in parts)
-    workers = min(_cores(), THREADS, 2 * total // SHARED) - 1
-    if total < SHARED or workers < 1:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(cores, THREADS, 2 * total // SHARED) - 1
+    # Readers, h5py and the like, may not allow several threads.
+    if workers < 1 or any(isinstance(part.source, Reader) for part in parts):
         for part in parts:
             part.copy()
         return
     size = max(BLOCK, total // (4 * (workers + 1)))
-    pieces = deque(piece for part in parts for piece in part.split(_rows_in(part.buffer, size)))
+    pieces = deque(piece for part in parts for piece in part.split(size))
 
     def work() -> None:
         while True:
@@ -190,10 +188,6 @@ def copy_rows(parts: Sequence[Rows]) -> None:
         for other in others:
             if not other.cancel():  # it has begun
                 other.result()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache

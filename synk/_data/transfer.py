@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -10,26 +11,19 @@ import numpy as np
 
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
-from .._runtime.layout import put, sharding_of
+from .._runtime.layout import put
 from .host_buffers import acquire, acquire_parts
 from .selection import Selection
-from .sources import Reader, Rows, Source, copy_rows
+from .sources import HostSource, Source, copy_rows
 
 
 class PartRows(NamedTuple):
-    """The rows of one launch.
+    """The rows of one launch."""
 
-    Attributes:
-      tall: of the longest part; others are filled up to as many.
-      counts: of each replica's part.
-      starts: where each part begins among all rows of the call.
-      offsets: and among its replica's own.
-    """
-
-    tall: int
-    counts: tuple[int, ...]
-    starts: tuple[int, ...]
-    offsets: tuple[int, ...]
+    tall: int  # rows of the longest part; others are filled up to as many
+    counts: tuple[int, ...]  # rows of each replica's part
+    starts: tuple[int, ...]  # where each part begins among all rows of the call
+    offsets: tuple[int, ...]  # and among its replica's own
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -38,65 +32,58 @@ class PartRows(NamedTuple):
 
     def positions(self, selection: Selection, rank: int) -> np.ndarray:
         """Where this replica's rows lie in the source, filled up with real ones."""
-        return _filled(selection, self.starts[rank], self.counts[rank], self.tall)
-
-
-def _filled(selection: Selection, start: int, count: int, tall: int) -> np.ndarray:
-    positions = selection.positions(start, start + count)
-    if count == tall:
-        return positions
-    filler = positions[:1] if count else selection.positions(0, 1)
-    return np.concatenate([positions, np.broadcast_to(filler, tall - count)])
+        start, count = self.starts[rank], self.counts[rank]
+        positions = selection.positions(start, start + count)
+        if count == self.tall:
+            return positions
+        filler = positions[:1] if count else selection.positions(0, 1)
+        return np.concatenate([positions, np.repeat(filler, self.tall - count)])
 
 
 def send_rows(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> Any:
-    """Bring each replica its rows of the selection, as one array of the layout "rows".
-
-    The result never shares memory with an array of the user's, unless it is that `jax.Array` itself, in its place.
-    """
+    """Bring each replica its rows of the selection, as one array of the layout "rows". It never shares memory with an
+    array of the user's, unless it is that `jax.Array` itself, in its place."""
     tall = part_rows.tall
     if isinstance(source, jax.Array):
         is_all = selection.indexes is None and len(source) == selection.rows == tall * group.size
         if is_all and source.dtype == dtype:
-            return source if source.sharding == group.stacked else put(group, source, "stacked")
+            return source if source.sharding == group.stacked else put(group, source, "rows")
         host = to_host(group, source)
         if host is None:
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
-            return put(group, _take(source, index.astype(np.int32)).astype(dtype), "stacked")
+            return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
-    shape = (tall * group.size, *source.shape[1:])
+    shape, ranks = (tall * group.size, *source.shape[1:]), group.local_ranks
+    ranges = zip(part_rows.starts, part_rows.counts, strict=True)
     if group.has_one_device:
         whole = acquire(shape, dtype)
-        _fill([whole[rank * tall : (rank + 1) * tall] for rank in range(group.size)], source, selection, part_rows)
+        fill_parts([whole[at : at + tall] for at in range(0, len(whole), tall)], source, selection, ranges)
         return whole  # One device: let the compiled call transfer the NumPy array itself; a device_put is slower.
-    ranks = group.local_ranks
     parts = acquire_parts(len(ranks), (tall, *shape[1:]), dtype)
-    here = part_rows._replace(
-        counts=part_rows.counts[ranks.start : ranks.stop], starts=part_rows.starts[ranks.start : ranks.stop]
-    )
-    _fill(parts, source, selection, here)
+    fill_parts(parts, source, selection, list(ranges)[ranks.start : ranks.stop])
 
     def part_at(index: Any) -> np.ndarray:
         return parts[(index[0].start or 0) // tall - ranks.start]
 
-    return jax.make_array_from_callback(shape, sharding_of(group, "rows"), part_at)
+    return jax.make_array_from_callback(shape, group.stacked, part_at)
 
 
-def _fill(parts: Sequence[np.ndarray], source: np.ndarray | Reader, selection: Selection, rows: PartRows) -> None:
-    """Copy each part's rows, and real rows after them."""
-    copies: list[Rows] = []
-    short: list[tuple[np.ndarray, int]] = []
-    for part, start, count in zip(parts, rows.starts, rows.counts, strict=True):
-        if count:
-            copies.append(selection.into(part[:count], source, start))
-        if count < len(part):
-            short.append((part, count))
-            if count == 0 and selection.rows:
-                copies.append(selection.into(part[:1], source, 0))
+def fill_parts(
+    parts: Sequence[np.ndarray], source: HostSource, selection: Selection, ranges: Iterable[tuple[int, int]]
+) -> None:
+    """Copy the rows of the selection that each part has (from which one on, how many), and real rows after them."""
+    if not selection.rows:  # A process that holds no rows at all has no real ones; then nothing reads what it has.
+        for part in parts:
+            part[:] = 0
+        return
+    copies = [
+        selection.into(part[:count], source, start) if count else selection.into(part[:1], source, 0)
+        for part, (start, count) in zip(parts, ranges, strict=True)
+    ]
     copy_rows(copies)
-    for part, count in short:
-        # A process that holds no rows at all has no real ones; then nothing reads what it has.
-        part[max(count, 1) if selection.rows else 0 :] = part[:1] if selection.rows else 0
+    for part, copied in zip(parts, copies, strict=True):
+        if len(copied.buffer) < len(part):
+            part[len(copied.buffer) :] = part[:1]
 
 
 def send_index(group: Group, values: np.ndarray) -> Any:
@@ -106,7 +93,7 @@ def send_index(group: Group, values: np.ndarray) -> Any:
     return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)
 
 
-def to_host(group: Group, source: Source) -> np.ndarray | Reader | None:
+def to_host(group: Group, source: Source) -> HostSource | None:
     """A source as what threads can copy from; None where that would bring it from a device."""
     if not isinstance(source, jax.Array):
         return source
@@ -114,33 +101,25 @@ def to_host(group: Group, source: Source) -> np.ndarray | Reader | None:
     return np.asarray(source) if is_here and (group.platform == "cpu" or group.is_multi_process) else None
 
 
-def gather_rows(source: np.ndarray | Reader, selection: Selection, dtype: np.dtype) -> np.ndarray:
+def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np.ndarray:
     """The rows of a selection in host memory of their own."""
     buffer = acquire((selection.rows, *source.shape[1:]), dtype)
     copy_rows([selection.into(buffer, source, 0)])
     return buffer
 
 
-def even_parts(rows: int, replicas: int) -> PartRows:
-    """Rows that divide, each replica's part whole."""
-    tall = rows // replicas
-    return PartRows(tall, (tall,) * replicas, tuple(range(0, rows, tall)), (0,) * replicas)
-
-
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
     """Rows cut over the replicas for a later call; where they do not divide or shall not be cut, in own memory."""
-    host = to_host(group, source)
-    if is_cut and selection.rows % group.size == 0:
-        parts = even_parts(selection.rows, group.size)
-        if host is not None:
+    host, rows, size = to_host(group, source), selection.rows, group.size
+    with LOCK if host is None else nullcontext():  # programs pick rows on devices
+        if is_cut and rows % size == 0:
+            tall = rows // size
+            parts = PartRows(tall, (tall,) * size, tuple(range(0, rows, tall)), (0,) * size)
             sent = send_rows(group, source, selection, parts, dtype)
             return put(group, sent, "rows") if isinstance(sent, np.ndarray) else sent
-        with LOCK:  # programs pick rows on devices
-            return send_rows(group, source, selection, parts, dtype)
-    if host is not None:
-        return gather_rows(host, selection, dtype)
-    with LOCK:
-        return source[selection.positions(0, selection.rows)].astype(dtype)  # type: ignore[index]  # on devices
+        if host is not None:
+            return gather_rows(host, selection, dtype)
+        return source[selection.positions(0, rows)].astype(dtype)  # type: ignore[index]  # on devices
 
 
 @jax.jit
