@@ -30,21 +30,13 @@ from .views import one_device, split_at, view_of_one, view_of_simulated
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs one call of a function without committing or donating anything.
+    """Runs one call of a function without committing or donating anything."""
 
-    Attributes:
-      function: what is run.
-      plans: of it; kept by what a call depends on, those of views serve where an equal state is met again.
-      bound: its arguments.
-      request: which rows.
-      home: the group that shared variables and data live in.
-    """
-
-    function: FunctionSpec
-    plans: PlanCache
-    bound: BoundArguments
-    request: RowRequest
-    home: Group
+    function: FunctionSpec  # what is run
+    plans: PlanCache  # of it; kept by what a call depends on, those of views serve where an equal state is met again
+    bound: BoundArguments  # its arguments
+    request: RowRequest  # which rows
+    home: Group  # the group that shared variables and data live in
 
     @cached_property
     def serial(self) -> Where:

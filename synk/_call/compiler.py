@@ -30,19 +30,12 @@ Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]  # arguments: layout and glob
 
 
 class _Launch(NamedTuple):
-    """What one program does: run parts, and combine them or add them to the states so far.
+    """What one program does: run parts, and combine them or add them to the states so far."""
 
-    Attributes:
-      sizes: numbers of rows of its parts, most first; none where it only combines states.
-      counts: rows of each replica's part, where programs depend on them.
-      is_last: whether it ends the call.
-      held: shapes of the states so far, those of a replica.
-    """
-
-    sizes: tuple[int | None, ...]
-    counts: tuple[int, ...]
-    is_last: bool
-    held: tuple[jax.ShapeDtypeStruct, ...] = ()
+    sizes: tuple[int | None, ...]  # numbers of rows of its parts, most first; none where it only combines states
+    counts: tuple[int, ...]  # rows of each replica's part, where programs depend on them
+    is_last: bool  # whether it ends the call
+    held: tuple[jax.ShapeDtypeStruct, ...] = ()  # shapes of the states so far, those of a replica
 
 
 class Compiler:
