@@ -1,7 +1,5 @@
 """Errors: synk's own exceptions, and which frames of synk's a traceback shows."""
 
-from __future__ import annotations
-
 import dis
 import functools
 import os

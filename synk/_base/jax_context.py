@@ -1,7 +1,5 @@
 """JAX context: what a user asks of JAX around a call, what of it changes a trace, and how synk keeps clear of it."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter

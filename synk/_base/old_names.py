@@ -1,7 +1,5 @@
 """Old names: what Synkhronos called what has another name here, for messages."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

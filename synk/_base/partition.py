@@ -1,7 +1,5 @@
 """Partition: cut rows into parts for replicas, and a replica's rows into slices. Pure arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple

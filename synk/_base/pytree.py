@@ -1,7 +1,5 @@
 """Pytree: leaves as JAX has them: typed PRNG keys and raw data, dtypes, tracers that nothing may keep."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Binding: which argument is scattered, broadcast or static, and how leaves become arguments again."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Check: the serial answer, and whether the parallel one is equal to it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Compare: outcome against outcome: what differs, and which op would have matched. NumPy only."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Compiler: the programs of one kind of call, lowered from shapes and compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice

@@ -1,7 +1,5 @@
 """Compose: a call under an outer jit, grad, vmap or checkpoint, as one traced operation: the same step program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

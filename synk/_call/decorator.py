@@ -1,7 +1,5 @@
 """Decorator: `synk.function`, which checks what its user has given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 

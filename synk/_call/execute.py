@@ -1,7 +1,5 @@
 """Execute: feed, launch and commit one call of a plan; or do all but commit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Feeding: which rows each launch of a call runs, and how its arrays are brought."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs: the scattered arguments of a call, which of their rows it takes, and how these reach the replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple

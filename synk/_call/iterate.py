@@ -1,7 +1,5 @@
 """Iterate: a function over many batches, the next ones picked and sent while the current one runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from time import perf_counter

@@ -1,7 +1,5 @@
 """Parts: what one replica runs on in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any value."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Prepare: bind, select and plan: from arguments to a call that only has to run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple

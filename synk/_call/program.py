@@ -1,7 +1,5 @@
 """Program: the bodies that one kind of call compiles: map the parts, combine them, and then."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from itertools import chain, groupby

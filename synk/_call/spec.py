@@ -1,7 +1,5 @@
 """Spec: what a function is asked to do, and all that the programs of one kind of call depend on."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Traces: the user's function and `then` as jaxprs, for the part sizes of one kind of call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any

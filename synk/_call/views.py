@@ -1,7 +1,5 @@
 """Views: shared variables as one device, or simulated replicas, see them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Exchange: rows picked by a global batch from scattered data, brought from the replicas that hold them."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import jax

@@ -1,7 +1,5 @@
 """Feed: how the rows of one argument reach a replica's program: sent there, or picked from what lies there."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """Host buffers: aligned memory for rows on their way to a device, used again once nothing refers to it."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Minibatches: the order in which a training loop sees rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Process rows: rows that one process alone holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

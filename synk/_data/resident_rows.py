@@ -1,7 +1,5 @@
 """Resident rows: all rows of a source on the devices, of which only those are sent again that were written."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

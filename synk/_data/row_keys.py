@@ -1,7 +1,5 @@
 """Row keys: one PRNG key a row, so that noise does not depend on who runs the row."""
 
-from __future__ import annotations
-
 import jax
 
 from .._base.errors import public_api

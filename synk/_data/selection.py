@@ -1,7 +1,5 @@
 """Selection: which rows a call picks, checked against what is there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 

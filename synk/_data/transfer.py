@@ -1,7 +1,5 @@
 """Transfer: the rows of a selection, picked by threads, as one array over the group."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Agreement: processes compare what they are about to run, before it runs, and learn why one of them is gone."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Init: make the group of devices that a user asks for, and make it the current one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

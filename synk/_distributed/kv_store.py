@@ -1,7 +1,5 @@
 """KV store: the key-value store of JAX's runtime, which all processes share. Nothing else reaches into private JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

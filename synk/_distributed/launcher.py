@@ -1,7 +1,5 @@
 """`python -m synk launch`: one program in several processes of this machine, for development and tests."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -1,7 +1,5 @@
 """Liveness: one program in several processes, on JAX's own runtime; and how a process leaves without hanging."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """Preemption: has this machine been told to stop?"""
 
-from __future__ import annotations
-
 import signal
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Dispatch: one lock for calls, whole commits, and no more programs in flight than the runtime can finish."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """Engine: the one place that knows how JAX maps a program over replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """Executable: a body mapped over a group, lowered from shapes, agreed on, compiled, launched."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain

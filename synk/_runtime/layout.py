@@ -4,8 +4,6 @@ Between programs an array is *stacked* (one entry a replica on axis 0), *rows* (
 *replicated* (one value that all share). A program's body sees one replica's part of each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """Watchdog: end a process that hangs, and show where."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 from time import monotonic
