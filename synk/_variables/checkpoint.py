@@ -16,12 +16,12 @@ import numpy as np
 
 from .._base.errors import public_api
 from .._runtime.dispatch import uninterrupted
-from .._runtime.executable import copy_to_replicas, replica_to_host
+from .._runtime.executable import copy_to_replicas
 from .._runtime.group import current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
-from .access import commit_all, group_of, read, state_of_leaves, state_of_rows
-from .combine import each_of, logical_shapes
+from .access import commit_all, group_of, host_leaves, logical_shapes, read, state_of_leaves, state_of_rows
+from .combine import each_of
 from .state import VariableState
 from .variable import Shared
 
@@ -33,12 +33,7 @@ Folder = str | os.PathLike[str]
 
 @public_api
 def save(
-    folder: Folder,
-    variables: Mapping[str, Shared],
-    *,
-    step: int,
-    extra: Any = None,
-    keep: int | None = 3,
+    folder: Folder, variables: Mapping[str, Shared], *, step: int, extra: Any = None, keep: int | None = 3
 ) -> None:
     """Save shared variables, so that `synk.load` finds all of them or, if anything dies before the end, none.
 
@@ -75,12 +70,7 @@ def save(
     with eager():
         arrays = dict(_arrays(variables))
         about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": described(variables)}
-
-        def write() -> str:
-            _write(Path(folder), int(step), arrays, about, keep)
-            return ""
-
-        current_group().peers.run_on_process_0(write, "synk.save")
+        current_group().peers.run_on_process_0(lambda: _write(Path(folder), arrays, about, keep), "synk.save")
 
 
 @public_api
@@ -164,17 +154,19 @@ def _checked_extra(extra: Any) -> Any:
 
 def described(variables: Mapping[str, Shared]) -> dict[str, Any]:
     """What is to be known of each, as JSON has it."""
+    return {name: _described(variable) for name, variable in variables.items()}
+
+
+def _described(variable: Shared) -> dict[str, Any]:
+    spec, state = variable._spec, variable._state
     return {
-        name: {
-            "leaves": [
-                {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
-                for path, s, key in zip(v._spec.paths, logical_shapes(v), v._spec.keys, strict=True)
-            ],
-            "is_equal": v._state.is_equal,
-            "lengths": v._state.rows_per_replica and list(v._state.rows_per_replica),
-            "replicas": group_of(v).size,
-        }
-        for name, v in variables.items()
+        "leaves": [
+            {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
+            for path, s, key in zip(spec.paths, logical_shapes(variable), spec.keys, strict=True)
+        ],
+        "is_equal": state.is_equal,
+        "lengths": state.rows_per_replica and list(state.rows_per_replica),
+        "replicas": group_of(variable).size,
     }
 
 
@@ -182,15 +174,14 @@ def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]
     """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype."""
     for name, variable in variables.items():
         group, leaves = group_of(variable), read(variable, list)
-        state = variable._state
-        for rank in range(1 if state.is_equal else group.size):
-            rows = None if state.rows_per_replica is None else state.rows_per_replica[rank]
-            # Where all are equal any replica's will do, and every process has one of its own.
-            which = group.local_ranks.start if state.is_equal else rank
-            to_host = local_replica_to_host if state.is_equal else replica_to_host
-            entries = [to_host(group, leaf, state.layout, which, rows) for leaf in leaves]
+        state, own = variable._state, group.local_ranks.start
+        for rank in [None] if state.is_equal else range(group.size):
+            if rank is None:  # any replica's will do, and every process has one of its own
+                entries = [local_replica_to_host(group, leaf, state.layout, own) for leaf in leaves]
+            else:
+                entries = host_leaves(variable, rank)
             for i, leaf in enumerate(variable._spec.unpack(entries)):
-                yield _member(name, i, None if state.is_equal else rank), _storable(leaf)
+                yield _member(name, i, rank), _storable(leaf)
 
 
 def _member(name: str, leaf: int, rank: int | None) -> str:
@@ -203,22 +194,19 @@ def _storable(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.isbuiltin == 1 else array.copy("C").view(f"u{array.dtype.itemsize}")
 
 
-def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any, keep: int | None) -> None:
-    """Into a folder of another name, which takes its own in one rename."""
+def _write(folder: Path, arrays: Mapping[str, np.ndarray], about: Any, keep: int | None) -> str:
+    """Into a folder of another name, which takes its own, what is returned, in one rename."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
         _delete(left)
-    name = f"step-{step:08d}"
+    name = f"step-{about['step']:08d}"
     new, final, old = folder / f".saving-{name}-{os.getpid()}", folder / name, folder / f"{name}~"
     new.mkdir()
     try:
-        with open(new / "arrays.npz", "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # names and arrays
-            _to_disk(file)
-        with open(new / "about.json", "w") as file:
-            json.dump(about, file, indent=1)
-            _to_disk(file)
-        _folder_to_disk(new)
+        np.savez(new / "arrays.npz", **arrays)  # type: ignore[arg-type]  # names and arrays
+        (new / "about.json").write_text(json.dumps(about, indent=1))
+        for written in (new / "arrays.npz", new / "about.json", new):
+            _to_disk(written)
     except BaseException:
         _delete(new)
         raise
@@ -227,12 +215,14 @@ def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any
             _remove(old)
         os.rename(final, old)
     os.rename(new, final)
-    _folder_to_disk(folder)
-    steps = sorted({number for number, _ in _found(folder)})
-    gone = steps[:-keep] if keep is not None else []
-    for number, path in list(_found(folder)):
-        if (number in gone and number != step) or path == old:
+    _to_disk(folder)
+    found = list(_found(folder))
+    steps = sorted({step for step, _ in found})
+    gone = set(steps[:-keep]) - {about["step"]} if keep is not None else set[int]()
+    for step, path in found:
+        if step in gone or path == old:
             _remove(path)
+    return name
 
 
 def _remove(path: Path) -> None:
@@ -247,13 +237,8 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _folder_to_disk(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -290,30 +275,26 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
 
 
 def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
-    spec = variable._spec
+    own = _described(variable)
 
     def differ(what: str, there: Any, here: Any) -> ValueError:
         return ValueError(f"{where}: {name}{what} was {there}, but {variable.name} has {here}.")
 
-    paths = [leaf["path"] for leaf in kept["leaves"]]
-    for there, here in zip_longest(paths, spec.paths):
+    paths = [[leaf["path"] for leaf in each["leaves"]] for each in (kept, own)]
+    for there, here in zip_longest(*paths):
         if there != here:
             raise differ("'s tree", f"one with {there or 'nothing'}", f"{here or 'nothing'} there")
-    if kept["lengths"] is not None and spec.slots is not None:
+    if kept["lengths"] is not None and variable._spec.buffers is not None:
         raise differ("", "rows", "one buffer a dtype (flat=True), which cannot hold rows")
-    has_rows = kept["lengths"] is not None or variable._state.rows_per_replica is not None
-    for path, shape, key, leaf in zip(spec.paths, logical_shapes(variable), spec.keys, kept["leaves"], strict=True):
-        there, here = leaf["shape"], list(shape.shape)
-        if there[has_rows:] != here[has_rows:] or len(there) != len(here):
-            raise differ(f"{path}'s shape", there, here)
-        if leaf["dtype"] != shape.dtype.name:
-            raise differ(f"{path}'s dtype", leaf["dtype"], shape.dtype.name)
-        if leaf["key"] != (None if key is None else str(key)):
-            raise differ(f"{path}'s PRNG keys", leaf["key"], key)
-    size = group_of(variable).size
-    if not kept["is_equal"] and kept["replicas"] != size:
+    has_rows = kept["lengths"] is not None or own["lengths"] is not None
+    for there, here in zip(kept["leaves"], own["leaves"], strict=True):
+        for what, said in (("shape", "shape"), ("dtype", "dtype"), ("key", "PRNG keys")):
+            may_differ = has_rows and what == "shape" and there[what][1:] == here[what][1:]
+            if there[what] != here[what] and not (may_differ and len(there[what]) == len(here[what])):
+                raise differ(f"{here['path']}'s {said}", there[what], here[what])
+    if not kept["is_equal"] and kept["replicas"] != own["replicas"]:
         raise ValueError(
-            f"{where}: {name} differed on {kept['replicas']} replicas, but there are {size} now. "
+            f"{where}: {name} differed on {kept['replicas']} replicas, but there are {own['replicas']} now. "
             f"Load into as many, or make it equal before it is saved."
         )
 
@@ -321,11 +302,12 @@ def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
 def _loaded_state(name: str, variable: Shared, kept: Any, arrays: Any) -> VariableState:
     """What the variable holds once it has what was kept."""
     group, spec = group_of(variable), variable._spec
-    dtypes = [np.dtype(shape.dtype) for shape in spec.shapes]
 
     def stored(rank: int | None) -> list[np.ndarray]:
-        found = [arrays[_member(name, i, rank)] for i in range(len(dtypes))]
-        return spec.pack([a if a.dtype == d else a.view(d) for a, d in zip(found, dtypes, strict=True)])
+        found = [arrays[_member(name, i, rank)] for i in range(len(spec.shapes))]
+        return spec.pack(
+            [a if a.dtype == s.dtype else a.view(s.dtype) for a, s in zip(found, spec.shapes, strict=True)]
+        )
 
     if kept["is_equal"]:
         layout = variable._state.layout
@@ -333,5 +315,5 @@ def _loaded_state(name: str, variable: Shared, kept: Any, arrays: Any) -> Variab
     parts = [stored(rank) for rank in range(group.size)]
     if kept["lengths"] is not None:
         return state_of_rows(variable, parts)
-    stacked = [stack_parts(group, [part[i] for part in parts], None) for i in range(len(parts[0]))]
+    stacked = [stack_parts(group, leaves, None) for leaves in zip(*parts, strict=True)]
     return state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")

@@ -9,9 +9,9 @@ from .._base.errors import public_api
 from .._base.pytree import PyTree
 from .._reductions.reduction import Op
 from .._tracing.context import current_trace, eager
-from . import combine
-from .access import commit_all, copied_state, group_of, rows_of_rank, state_of_leaves, state_of_rows, state_with_rank
-from .combine import Variables, each_of
+from . import access, combine
+from .access import commit_all, group_of, state_of_leaves
+from .combine import Variables, each_of, each_with_value
 from .variable import Shared
 
 # Each makes the new states of all its variables before any variable takes one: all change, or on any error none.
@@ -40,10 +40,10 @@ def broadcast(variables: Variables, value: PyTree = None) -> None:
     each = each_of(variables, "broadcast")
     with eager():
         if value is None:
-            commit_all([(variable, combine.state_of_first(variable)) for variable in each])
+            commit_all([(v, combine.state_of_first(v)) for v in each])
         else:
-            news = zip(each, combine.value_of_each(variables, value, "broadcast"), strict=True)
-            commit_all([(variable, copied_state(variable, new, "broadcast")) for variable, new in news])
+            news = each_with_value(variables, value, "broadcast")
+            commit_all([(v, access.copied_state(v, new, "broadcast")) for v, new in news])
 
 
 @public_api
@@ -70,14 +70,10 @@ def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
       ...     synk.get_lengths(w), w.get_value(1).tolist()
       ([3, 2, 2], [3, 4])
     """
-    each = each_of(variables, "scatter")
-    combine.refuse_flat(each, "scatter")
+    each = each_with_value(variables, value, "scatter", with_rows=True)
     with eager():
-        states = []
-        for variable, new in zip(each, combine.value_of_each(variables, value, "scatter"), strict=True):
-            parts = combine.split_value(variable, new, batch, group_of(variable).size, "scatter")
-            states.append((variable, state_of_rows(variable, parts)))
-        commit_all(states)
+        parts = ((v, combine.split_value(v, new, batch, group_of(v).size, "scatter")) for v, new in each)
+        commit_all([(v, access.state_of_rows(v, rows)) for v, rows in parts])
 
 
 @public_api
@@ -102,9 +98,7 @@ def gather(variables: Variables, nd_up: int = 1) -> Any:
       ...     synk.gather(w, nd_up=0).tolist()
       [0, 1, 2]
     """
-    each = each_of(variables, "gather")
-    if not nd_up:
-        combine.refuse_flat(each, "gather")
+    each = each_of(variables, "gather", with_rows=not nd_up)
     if nd_up not in (0, 1):
         raise ValueError(f"synk.gather: nd_up={nd_up!r}; give 1 for a replica axis or 0 to concatenate rows.")
     with eager():
@@ -134,10 +128,10 @@ def all_gather(variables: Any) -> Any:
       ...     w.value.tolist()
       [0, 1, 2]
     """
-    if current_trace() is not None and not combine.names_shared(variables):
-        return combine.gather_traced(variables)
-    each = each_of(variables, "all_gather")
-    combine.refuse_flat(each, "all_gather")
+    context = current_trace()
+    if context is not None and not combine.names_shared(variables):
+        return combine.gather_traced(context, variables)
+    each = each_of(variables, "all_gather", with_rows=True)
     with eager():
         gathered = [(v, combine.gather_leaves(v, "all_gather", 0, v._state.layout)) for v in each]
         commit_all([(v, state_of_leaves(v, leaves, v._state.layout)) for v, leaves in gathered])
@@ -168,10 +162,9 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
     """
     each = each_of(variables, "reduce")
     with eager():
-        combined = [(v, combine.reduce_leaves(v, "reduce", op, None, in_place, "replicated")) for v in each]
         if not in_place:
-            return _like(variables, [v._spec.tree(leaves) for v, leaves in combined])
-        commit_all([(v, combine.state_with_first(v, leaves)) for v, leaves in combined])
+            return _like(variables, [v._spec.tree(combine.reduce_leaves(v, "reduce", op, None, "none")) for v in each])
+        commit_all([(v, combine.state_of_reduced(v, op)) for v in each])
     return None
 
 
@@ -200,11 +193,12 @@ def all_reduce(variables: Any, op: Op = "mean", weights: Sequence[float] | None 
       ...     w.value.tolist()
       [0.75]
     """
-    if current_trace() is not None and not combine.names_shared(variables):
-        return combine.reduce_traced(variables, op, weights)
+    context = current_trace()
+    if context is not None and not combine.names_shared(variables):
+        return combine.reduce_traced(context, variables, op, weights)
     each = each_of(variables, "all_reduce")
     with eager():
-        combined = [(v, combine.reduce_leaves(v, "all_reduce", op, weights, True, v._state.layout)) for v in each]
+        combined = [(v, combine.reduce_leaves(v, "all_reduce", op, weights, "all")) for v in each]
         commit_all([(v, state_of_leaves(v, leaves, v._state.layout)) for v, leaves in combined])
     return None
 
@@ -243,16 +237,11 @@ def set_value(rank: int, variables: Variables, value: PyTree, batch: Any = None)
       ...     synk.get_lengths(w), w.get_value(1).tolist()
       ([2, 3], [4, 0, 3])
     """
-    each = each_of(variables, "set_value")
-    if batch is not None:
-        combine.refuse_flat(each, "set_value")
+    each = each_with_value(variables, value, "set_value", with_rows=batch is not None)
     with eager():
-        states = []
-        for variable, new in zip(each, combine.value_of_each(variables, value, "set_value"), strict=True):
-            if batch is not None:
-                new = variable._spec.tree(combine.split_value(variable, new, batch, 1, "set_value")[0])
-            states.append((variable, state_with_rank(variable, rank, new)))
-        commit_all(states)
+        if batch is not None:
+            each = [(v, v._spec.tree(combine.split_value(v, new, batch, 1, "set_value")[0])) for v, new in each]
+        commit_all([(v, access.state_with_rank(v, rank, new)) for v, new in each])
 
 
 @public_api
@@ -274,11 +263,11 @@ def get_lengths(variables: Variables) -> Any:
     return _like(variables, [_lengths(variable) for variable in each_of(variables, "get_lengths")])
 
 
-def _lengths(variable: Shared) -> list[int]:
-    found = [rows_of_rank(variable, rank) for rank in range(group_of(variable).size)]
-    if any(rows is None for rows in found):
+def _lengths(variable: Shared) -> list[Any]:
+    found = [access.rows_of_rank(variable, rank) for rank in range(group_of(variable).size)]
+    if None in found:
         raise ValueError(f"synk.get_lengths: the leaves of {variable.name} have no common axis 0, so it has no rows.")
-    return [rows for rows in found if rows is not None]
+    return found
 
 
 @public_api
@@ -298,10 +287,9 @@ def get_shapes(variables: Variables) -> Any:
 
 
 def _shapes(variable: Shared) -> list[Any]:
-    spec, abstract = variable._spec, variable._state.abstract
-    rows = abstract.rows_per_replica or (None,) * group_of(variable).size
-    each = [combine.logical_shapes(variable) if count is None else abstract.part_shapes(count) for count in rows]
-    return [spec.treedef.unflatten([s.shape for s in shapes]) for shapes in each]
+    on_each = variable._state.rows_per_replica or (None,) * group_of(variable).size
+    shapes = [[s.shape for s in access.logical_shapes(variable, rows)] for rows in on_each]
+    return [variable._spec.treedef.unflatten(each) for each in shapes]
 
 
 def _like(variables: Any, results: list[Any]) -> Any:

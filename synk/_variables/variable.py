@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import jax
@@ -13,11 +13,11 @@ from .._base.errors import SynkError, public_api
 from .._base.pytree import PyTree, abstract_array
 from .._runtime.group import Group
 from .._tracing.context import current_trace, eager
-from .access import commit, common_value, copied_state, refuse_inside, state_with_rank, value_of_rank
+from . import access
 from .state import AbstractState, VariableState
 from .value import conform, spec_of_value
 
-_names = (f"shared_{i}" for i in itertools.count())
+_numbers = count()
 SLICES = ("mean", "max", "min", "last", "add")
 
 
@@ -36,20 +36,17 @@ class Shared:
     """
 
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
-        self.name = name or next(_names)
+        self.name = name or f"shared_{next(_numbers)}"
         self._spec, pending = spec_of_value(value, self.name, borrow, flat)
         self._pending: list[Any] | None = pending
         self._group: Group | None = None
-        shapes = tuple(abstract_array(leaf) for leaf in pending)
-        keys = tuple(map(str, self._spec.keys))
-        self._state = VariableState([], AbstractState(shapes, "replicated", None, keys, self._spec.treedef))
+        self._state = VariableState([], AbstractState(tuple(abstract_array(leaf) for leaf in pending)))
         self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
 
     def __repr__(self) -> str:
-        shapes = self._spec.shapes if self._spec.slots else self._state.abstract.shapes
-        shown = ", ".join(f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4])
-        more = ", ..." if len(shapes) > 4 else ""
-        return f"Shared({self.name}: {shown}{more}{'; flat' if self._spec.slots else ''})"
+        shapes = access.logical_shapes(self)
+        shown = ", ".join([f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4]] + ["..."] * (len(shapes) > 4))
+        return f"Shared({self.name}: {shown}{'; flat' if self._spec.buffers else ''})"
 
     @property
     @public_api
@@ -67,7 +64,7 @@ class Shared:
         if context is not None:
             return context.read(self)
         with eager():
-            return common_value(self)
+            return access.common_value(self)
 
     @value.setter
     @public_api
@@ -78,7 +75,7 @@ class Shared:
             return
         with eager():
             any_rows = self._state.rows_per_replica is not None
-            commit(self, copied_state(self, new, f"{self.name}.value", any_rows=any_rows))
+            access.commit_all([(self, access.copied_state(self, new, f"{self.name}.value", any_rows=any_rows))])
 
     @public_api
     def update(self, new: PyTree, slices: str | None = None) -> None:
@@ -132,9 +129,9 @@ class Shared:
           ...     synk.shared(np.arange(3)).get_value(1).tolist()
           [0, 1, 2]
         """
-        refuse_inside(self, "get_value")
+        access.refuse_inside(self, "get_value")
         with eager():
-            return value_of_rank(self, rank, borrow)
+            return access.value_of_rank(self, rank, borrow)
 
     @public_api
     def set_value(self, new: PyTree, rank: int | None = None, borrow: bool = False) -> None:
@@ -157,9 +154,13 @@ class Shared:
           ...     w.value.tolist()
           [1.0, 1.0]
         """
-        refuse_inside(self, "set_value")
+        access.refuse_inside(self, "set_value")
         with eager():
-            commit(self, copied_state(self, new, borrow=borrow) if rank is None else state_with_rank(self, rank, new))
+            if rank is None:
+                state = access.copied_state(self, new, borrow=borrow)
+            else:
+                state = access.state_with_rank(self, rank, new)
+            access.commit_all([(self, state)])
 
     # What tracing calls (TracedState).
 
@@ -167,8 +168,8 @@ class Shared:
         return self._spec.tree(leaves)
 
     def _conform(self, new: PyTree, shapes: Sequence[jax.ShapeDtypeStruct], call: str) -> list[Any]:
-        shapes = self._spec.shapes if self._spec.slots else shapes
-        return self._spec.pack(conform(self._spec, new, shapes, self.name, call))
+        logical = shapes if self._spec.buffers is None else self._spec.shapes
+        return self._spec.pack(conform(self._spec, new, logical, self.name, call))
 
     # What users try instead of `.value`.
 
