@@ -52,7 +52,7 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
             raise ValueError(f"synk.orbax.save: {name} is flat and differs on the replicas. Use synk.save.")
     with eager():
         state = {name: _copy(variable) for name, variable in variables.items()}
-        about = {"extra": plain_numbers(extra), "variables": described(variables)}
+        about = {"extra": plain_numbers(extra), "variables": {name: described(v) for name, v in variables.items()}}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
         return bool(manager.save(int(step), args=args))
 

@@ -27,8 +27,7 @@ class Variable(Protocol):
 
     name: str
     _spec: ValueSpec
-    _pending: list[Any] | None  # stored leaves that have not been placed yet
-    _group: Group | None
+    _group: Group | None  # None: its leaves have not been placed yet
     _state: VariableState
     # States whose program has died, by id: the state itself, so that its id stays its own, and what came before.
     _superseded: dict[int, tuple[VariableState, VariableState]]
@@ -41,10 +40,9 @@ def group_of(variable: Variable) -> Group:
 
 def bind(variable: Variable, group: Group) -> VariableState:
     """Return its state in this group, placing the value on first use."""
-    if variable._pending is not None:
-        leaves = copy_to_replicas(group, variable._pending, variable._state.layout)
-        variable._group, variable._state = group, replace(variable._state, leaves=leaves)
-        variable._pending = None
+    if variable._group is None:
+        leaves = copy_to_replicas(group, variable._state.leaves, variable._state.layout)
+        variable._state, variable._group = replace(variable._state, leaves=leaves), group
     if variable._group is not group:
         raise SynkError(
             f"{variable.name}: it lives in {variable._group}, but the current group is {group}. Use it in its own "
@@ -82,8 +80,7 @@ def commit_all(states: Sequence[tuple[Variable, VariableState]]) -> None:
     """Replace what variables hold: all or none, Ctrl-C included."""
     with uninterrupted():
         for variable, state in states:
-            variable._group = group_of(variable)
-            variable._pending, variable._state = None, state
+            variable._group, variable._state = group_of(variable), state
 
 
 def invalidate(variable: Variable, state: VariableState, name: str, cause: Exception) -> None:
@@ -150,28 +147,30 @@ def logical_shapes(variable: Variable, rows: int | None = None) -> Sequence[jax.
     return variable._state.abstract.part_shapes(rows) if spec.buffers is None else spec.shapes
 
 
-def conform_rows(variable: Variable, new: PyTree, call: str, any_rows: bool = True) -> list[Any]:
-    """Check a new value, whose number of rows may differ from the old one's; return its logical leaves."""
+def new_leaves(variable: Variable, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
+    """Stored leaves of a new value, checked, synk's own unless borrowed; its number of rows may differ."""
     spec = variable._spec
-    return conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and spec.buffers is None)
+    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and spec.buffers is None)
+    return spec.pack([as_owned_array(leaf, variable.name, borrow) for leaf in leaves])
 
 
 def copied_state(
     variable: Variable, new: PyTree, call: str = "set_value", *, borrow: bool = False, any_rows: bool = True
 ) -> VariableState:
     """What it holds once every replica has a copy of `new`."""
-    group, layout = group_of(variable), variable._state.layout
-    leaves = [as_owned_array(leaf, variable.name, borrow) for leaf in conform_rows(variable, new, call, any_rows)]
-    return state_of_leaves(variable, copy_to_replicas(group, variable._spec.pack(leaves), layout), layout)
+    return state_of_copies(variable, new_leaves(variable, new, call, borrow, any_rows))
+
+
+def state_of_copies(variable: Variable, leaves: list[Any]) -> VariableState:
+    """What it holds once every replica has a copy of these stored leaves."""
+    layout = variable._state.layout
+    return state_of_leaves(variable, copy_to_replicas(group_of(variable), leaves, layout), layout)
 
 
 def state_with_rank(variable: Variable, rank: int, new: PyTree) -> VariableState:
     """What it holds once one replica has `new`; the others keep theirs."""
-    group, name = group_of(variable), variable.name
-    state = bind(variable, group)
-    _check_rank(variable, rank, group)
-    leaves = [as_owned_array(leaf, name, borrow=False) for leaf in conform_rows(variable, new, "set_value")]
-    leaves = variable._spec.pack(leaves)
+    group, state = _bind_rank(variable, rank)
+    leaves = new_leaves(variable, new, "set_value", borrow=False)
     is_same = [leaf.shape for leaf in leaves] == [s.shape for s in state.abstract.shapes]
     if state.rows_per_replica is None and is_same:
         held = zip(stacked_leaves(variable, group), leaves, strict=True)
@@ -179,7 +178,7 @@ def state_with_rank(variable: Variable, rank: int, new: PyTree) -> VariableState
         by = f"set_value(rank={rank})" if group.size > 1 else ""
         return state_of_leaves(variable, stacked, "stacked", diverged_by=by)
     if shared_rows(leaves) is None or None in [rows_of_rank(variable, other) for other in range(group.size)]:
-        raise ValueError(f"set_value: {name} changes its number of rows, so all leaves need as many.")
+        raise ValueError(f"set_value: {variable.name} changes its number of rows, so all leaves need as many.")
     parts = [leaves if other == rank else host_leaves(variable, other) for other in range(group.size)]
     return state_of_rows(variable, parts)
 
@@ -225,13 +224,12 @@ def host_leaves(variable: Variable, rank: int) -> list[Any]:
 
 
 def value_of_rank(variable: Variable, rank: int, borrow: bool) -> PyTree:
-    group = group_of(variable)
-    rows = bind(variable, group).rows_per_replica
-    _check_rank(variable, rank, group)
+    group, state = _bind_rank(variable, rank)
+    rows = state.rows_per_replica
 
     def copy(leaves: list[jax.Array]) -> list[Any]:
         if variable._state.layout == "replicated":
-            return list(relayout(group, leaves, "replicated", "replicated"))
+            return relayout(group, leaves, "replicated", "replicated")
         copies = broadcast_from(group, leaves, rank, "replicated")
         return copies if rows is None else [leaf[: rows[rank]] for leaf in copies]
 
@@ -242,11 +240,15 @@ def value_of_rank(variable: Variable, rank: int, borrow: bool) -> PyTree:
     return variable._spec.tree(read(variable, copy))
 
 
-def _check_rank(variable: Variable, rank: int, group: Group) -> None:
+def _bind_rank(variable: Variable, rank: int) -> tuple[Group, VariableState]:
+    """Its group and its state there; an error where the group has no such rank."""
+    group = group_of(variable)
+    state = bind(variable, group)
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
         raise TypeError(f"{variable.name}: rank is {rank!r}; give an integer from 0 to {group.size - 1}.")
     if not 0 <= rank < group.size:
         raise IndexError(f"{variable.name}: there is no rank {rank}; ranks are 0 to {group.size - 1}.")
+    return group, state
 
 
 def _in_a_line(error: Exception) -> str:

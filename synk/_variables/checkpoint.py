@@ -16,11 +16,19 @@ import numpy as np
 
 from .._base.errors import public_api
 from .._runtime.dispatch import uninterrupted
-from .._runtime.executable import copy_to_replicas
 from .._runtime.group import current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
-from .access import commit_all, group_of, host_leaves, logical_shapes, read, state_of_leaves, state_of_rows
+from .access import (
+    commit_all,
+    group_of,
+    host_leaves,
+    logical_shapes,
+    read,
+    state_of_copies,
+    state_of_leaves,
+    state_of_rows,
+)
 from .combine import each_of
 from .state import VariableState
 from .variable import Shared
@@ -69,7 +77,8 @@ def save(
     extra = _checked_extra(extra)
     with eager():
         arrays = dict(_arrays(variables))
-        about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": described(variables)}
+        kept = {name: described(variable) for name, variable in variables.items()}
+        about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": kept}
         current_group().peers.run_on_process_0(lambda: _write(Path(folder), arrays, about, keep), "synk.save")
 
 
@@ -93,15 +102,11 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
       ValueError: names, trees, shapes, dtypes or the number of replicas differ; the message names the first difference.
 
     Example:
-      See `synk.save`.
-
       >>> import synk, tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     try:
-      ...         synk.load(folder, {})
-      ...     except FileNotFoundError as error:
-      ...         print(str(error).split(":")[0])
-      synk.load
+      ...     synk.save(folder, {"w": synk.shared(1.0)}, step=7)
+      ...     synk.load(folder, {"w": synk.shared(0.0)})
+      (7, None)
     """
     check_variables(variables, "load")
     place = Path(folder)
@@ -152,12 +157,8 @@ def _checked_extra(extra: Any) -> Any:
     return extra
 
 
-def described(variables: Mapping[str, Shared]) -> dict[str, Any]:
-    """What is to be known of each, as JSON has it."""
-    return {name: _described(variable) for name, variable in variables.items()}
-
-
-def _described(variable: Shared) -> dict[str, Any]:
+def described(variable: Shared) -> dict[str, Any]:
+    """What is to be known of it, as JSON has it."""
     spec, state = variable._spec, variable._state
     return {
         "leaves": [
@@ -216,7 +217,7 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray], about: Any, keep: int
         os.rename(final, old)
     os.rename(new, final)
     _to_disk(folder)
-    found = list(_found(folder))
+    found = _found(folder)
     steps = sorted({step for step, _ in found})
     gone = set(steps[:-keep]) - {about["step"]} if keep is not None else set[int]()
     for step, path in found:
@@ -245,16 +246,14 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _found(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Checkpoints by step; one that was being replaced only where its successor did not come."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _STEP.fullmatch(path.name)
-        if match:
-            yield int(match[1]), path
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """Checkpoints by step; of one that was being replaced its successor, if it did come, before it."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [(int(match[1]), path) for path in paths if (match := _STEP.fullmatch(path.name))]
 
 
 def _chosen(folder: Path, step: int | None) -> str:
-    found = {number: path.name for number, path in reversed(list(_found(folder)))}  # without ~ comes first, so wins
+    found = {number: path.name for number, path in reversed(_found(folder))}  # without ~ comes first, so wins
     if not found:
         raise FileNotFoundError(f"synk.load: {folder} has no checkpoint; synk.save makes one.")
     if step is None:
@@ -275,7 +274,7 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
 
 
 def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
-    own = _described(variable)
+    own = described(variable)
 
     def differ(what: str, there: Any, here: Any) -> ValueError:
         return ValueError(f"{where}: {name}{what} was {there}, but {variable.name} has {here}.")
@@ -301,19 +300,16 @@ def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
 
 def _loaded_state(name: str, variable: Shared, kept: Any, arrays: Any) -> VariableState:
     """What the variable holds once it has what was kept."""
-    group, spec = group_of(variable), variable._spec
+    spec = variable._spec
 
     def stored(rank: int | None) -> list[np.ndarray]:
         found = [arrays[_member(name, i, rank)] for i in range(len(spec.shapes))]
-        return spec.pack(
-            [a if a.dtype == s.dtype else a.view(s.dtype) for a, s in zip(found, spec.shapes, strict=True)]
-        )
+        return spec.pack([a.view(s.dtype) for a, s in zip(found, spec.shapes, strict=True)])
 
     if kept["is_equal"]:
-        layout = variable._state.layout
-        return state_of_leaves(variable, copy_to_replicas(group, stored(None), layout), layout)
-    parts = [stored(rank) for rank in range(group.size)]
+        return state_of_copies(variable, stored(None))
+    parts = [stored(rank) for rank in range(kept["replicas"])]
     if kept["lengths"] is not None:
         return state_of_rows(variable, parts)
-    stacked = [stack_parts(group, leaves, None) for leaves in zip(*parts, strict=True)]
+    stacked = [stack_parts(group_of(variable), leaves, None) for leaves in zip(*parts, strict=True)]
     return state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")

@@ -48,9 +48,7 @@ def broadcast(variables: Variables, value: PyTree = None) -> None:
 
 @public_api
 def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
-    """Deal the rows of a value out over the replicas: the variable then *holds rows*.
-
-    Functions that read it see their replica's rows, which count as scattered input.
+    """Deal the rows of a value out over the replicas: the variable then *holds rows*, which count as scattered input.
 
     Args:
       variables: a shared variable or a list of them.
@@ -78,14 +76,11 @@ def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
 
 @public_api
 def gather(variables: Variables, nd_up: int = 1) -> Any:
-    """Return the values of all replicas; the variables stay as they are.
+    """Return the values of all replicas (a list for a list), lying on every one; the variables stay as they are.
 
     Args:
       variables: a shared variable or a list of them.
       nd_up: 1 adds an axis of replicas in front; 0 concatenates their rows, of any lengths, in rank order.
-
-    Returns:
-      The value (a list for a list), lying on every replica.
 
     Raises:
       ValueError: with `nd_up=1` the lengths differ.
@@ -107,14 +102,11 @@ def gather(variables: Variables, nd_up: int = 1) -> Any:
 
 @public_api
 def all_gather(variables: Any) -> Any:
-    """Give every replica all rows; inside a function, of a traced value.
+    """Give every replica all rows; inside a function, return all rows of a traced value, the same on every replica.
 
     Args:
       variables: a shared variable or a list of them, each of which takes the rows of all replicas, in rank order; or,
         inside a function, a pytree of traced arrays of this replica's rows.
-
-    Returns:
-      Inside a function all rows, the same on every replica; else nothing.
 
     Raises:
       ValueError: inside a function where replicas have different rows.
@@ -135,7 +127,6 @@ def all_gather(variables: Any) -> Any:
     with eager():
         gathered = [(v, combine.gather_leaves(v, "all_gather", 0, v._state.layout)) for v in each]
         commit_all([(v, state_of_leaves(v, leaves, v._state.layout)) for v, leaves in gathered])
-    return None
 
 
 @public_api
@@ -145,10 +136,8 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
     Args:
       variables: a shared variable or a list of them.
       op: "sum", "mean", "max", "min", "prod", "any" or "all".
-      in_place: whether rank 0 takes the combination; else it is returned and nothing changes.
-
-    Returns:
-      None; without `in_place` the combination (a list for a list), lying on every replica.
+      in_place: whether rank 0 takes the combination; else nothing changes, and it is returned (a list for a list),
+        lying on every replica.
 
     Raises:
       ValueError: lengths differ, or the op is not elementwise.
@@ -165,20 +154,16 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
         if not in_place:
             return _like(variables, [v._spec.tree(combine.reduce_leaves(v, "reduce", op, None, "none")) for v in each])
         commit_all([(v, combine.state_of_reduced(v, op)) for v in each])
-    return None
 
 
 @public_api
 def all_reduce(variables: Any, op: Op = "mean", weights: Sequence[float] | None = None) -> Any:
-    """Combine the values of all replicas elementwise on every one; inside a function, traced values.
+    """Combine the values of all replicas elementwise on every one; inside a function, return that of traced values.
 
     Args:
       variables: a shared variable or a list of them; or, inside a function, a pytree of traced arrays.
       op: "sum", "mean", "max", "min", "prod", "any" or "all".
       weights: with "mean", one number a replica, e.g. the rows each has trained on.
-
-    Returns:
-      Inside a function the combination, the same on every replica; else nothing.
 
     Raises:
       ValueError: lengths differ, the op is not elementwise, or weights do not fit.
@@ -200,7 +185,6 @@ def all_reduce(variables: Any, op: Op = "mean", weights: Sequence[float] | None 
     with eager():
         combined = [(v, combine.reduce_leaves(v, "all_reduce", op, weights, "all")) for v in each]
         commit_all([(v, state_of_leaves(v, leaves, v._state.layout)) for v, leaves in combined])
-    return None
 
 
 @public_api
@@ -246,10 +230,7 @@ def set_value(rank: int, variables: Variables, value: PyTree, batch: Any = None)
 
 @public_api
 def get_lengths(variables: Variables) -> Any:
-    """Return the number of rows of the value on each replica.
-
-    Returns:
-      A list of ints in rank order (a list of such for a list).
+    """Return the number of rows of the value on each replica, a list of ints in rank order (for a list, one each).
 
     Raises:
       ValueError: the value has no rows.
@@ -272,10 +253,7 @@ def _lengths(variable: Shared) -> list[Any]:
 
 @public_api
 def get_shapes(variables: Variables) -> Any:
-    """Return the shapes of the value on each replica.
-
-    Returns:
-      A list in rank order of shapes, one tuple of ints a leaf in the value's tree (a list of such for a list).
+    """Return a list, in rank order, of the value's tree with the shape of each leaf (a list of such for a list).
 
     Example:
       >>> import numpy as np, synk

@@ -24,7 +24,7 @@ from .._runtime.executable import broadcast_from, run_collective
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout, layouts, put
 from .._tracing.context import TraceContext, current_trace
-from .access import bind, conform_rows, group_of, refuse_inside, stacked_leaves, state_of_leaves
+from .access import bind, group_of, new_leaves, refuse_inside, stacked_leaves, state_of_leaves
 from .state import VariableState
 from .variable import Shared
 
@@ -67,7 +67,7 @@ def names_shared(variables: Any) -> bool:
 
 def split_value(variable: Shared, new: PyTree, batch: Any, parts: int, call: str) -> list[list[np.ndarray]]:
     """The selected rows of a new value, cut for so many replicas."""
-    leaves = [np.asarray(leaf) for leaf in conform_rows(variable, new, f"synk.{call}")]
+    leaves = [np.asarray(leaf) for leaf in new_leaves(variable, new, f"synk.{call}", borrow=True)]
     rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(rows) != 1 or None in rows:
         raise ValueError(

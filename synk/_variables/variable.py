@@ -7,7 +7,6 @@ from itertools import count
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._base.errors import SynkError, public_api
 from .._base.pytree import PyTree, abstract_array
@@ -19,6 +18,13 @@ from .value import conform, spec_of_value
 
 _numbers = count()
 SLICES = ("mean", "max", "min", "last", "add")
+
+
+def _refusal(how: str) -> Any:
+    def refuse(self: Shared, *others: Any, **options: Any) -> Any:
+        raise TypeError(f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
+
+    return refuse
 
 
 class Shared:
@@ -37,10 +43,9 @@ class Shared:
 
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
         self.name = name or f"shared_{next(_numbers)}"
-        self._spec, pending = spec_of_value(value, self.name, borrow, flat)
-        self._pending: list[Any] | None = pending
+        self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
         self._group: Group | None = None
-        self._state = VariableState([], AbstractState(tuple(abstract_array(leaf) for leaf in pending)))
+        self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
         self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
 
     def __repr__(self) -> str:
@@ -175,25 +180,13 @@ class Shared:
 
     __array_ufunc__ = None  # NumPy's operators leave it to those below
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        raise self._no_array("read as an array")
-
-    def __jax_array__(self) -> jax.Array:
-        raise self._no_array("used as an array")
-
-    def _no_array(self, how: str) -> TypeError:
-        return TypeError(f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
+    __array__ = _refusal("read as an array")
+    __jax_array__ = _refusal("used as an array")
 
 
-def _refuse_arithmetic(self: Shared, *others: Any) -> Any:
-    raise self._no_array("used as a number")
-
-
-for _name in "add sub mul truediv floordiv mod pow matmul".split():
-    for _side in ("", "r"):
-        setattr(Shared, f"__{_side}{_name}__", _refuse_arithmetic)
-for _name in "neg pos abs lt le gt ge getitem float".split():
-    setattr(Shared, f"__{_name}__", _refuse_arithmetic)
+_BINARY = "add sub mul truediv floordiv mod pow matmul".split()
+for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *"neg pos abs lt le gt ge getitem float".split()]:
+    setattr(Shared, f"__{_name}__", _refusal("used as a number"))
 
 
 @public_api
