@@ -59,7 +59,7 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
 
 @public_api
 def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = None) -> tuple[int, Any]:
-    """Set shared variables to what `synk.orbax.save` has saved: all of them, or on any error none.
+    """Set shared variables to what `synk.orbax.save` has saved, all of them or, on any error, none.
 
     Args:
       manager: an `orbax.checkpoint.CheckpointManager`.
@@ -80,11 +80,10 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
         if step is None:
             raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has none; synk.orbax.save makes one.")
         about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        compare(variables, about["variables"], f"synk.orbax.load: {manager.directory} step {step}")
-        wanted = {name: _wanted(variable, about["variables"][name]) for name, variable in variables.items()}
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        state = manager.restore(step, args=args)["state"]
         kept = about["variables"]
+        compare(variables, kept, f"synk.orbax.load: {manager.directory} step {step}")
+        wanted = {name: _wanted(variable, kept[name]) for name, variable in variables.items()}
+        state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
         commit_all([(v, _restored_state(v, kept[name], state[name])) for name, v in variables.items()])
     return int(step), about["extra"]
 

@@ -19,16 +19,8 @@ from .._runtime.dispatch import uninterrupted
 from .._runtime.group import current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
-from .access import (
-    commit_all,
-    group_of,
-    host_leaves,
-    logical_shapes,
-    read,
-    state_of_copies,
-    state_of_leaves,
-    state_of_rows,
-)
+from . import access
+from .access import group_of
 from .combine import each_of
 from .state import VariableState
 from .variable import Shared
@@ -45,8 +37,8 @@ def save(
 ) -> None:
     """Save shared variables, so that `synk.load` finds all of them or, if anything dies before the end, none.
 
-    In a group over processes all of them call it; process 0 writes. What replicas share is written once; what differs,
-    for each replica. The folder `step-<step>` holds `arrays.npz` and `about.json`.
+    What replicas share is written once; what differs, for each replica. The folder `step-<step>` holds `arrays.npz` and
+    `about.json`. In a group over processes all of them call it; process 0 writes.
 
     Args:
       folder: where checkpoints of one run lie; made where it does not exist.
@@ -123,7 +115,7 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
         kept = about["variables"]
         compare(variables, kept, f"synk.load: {place / found}")
         with np.load(place / found / "arrays.npz") as arrays:
-            commit_all([(v, _loaded_state(name, v, kept[name], arrays)) for name, v in variables.items()])
+            access.commit_all([(v, _loaded_state(name, v, kept[name], arrays)) for name, v in variables.items()])
     return about["step"], about["extra"]
 
 
@@ -147,14 +139,12 @@ def plain_numbers(extra: Any) -> Any:
 def _checked_extra(extra: Any) -> Any:
     try:
         extra = plain_numbers(extra)
-        is_same = json.loads(json.dumps(extra)) == extra
+        back = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
         raise TypeError(f"synk.save: extra is no JSON ({error}). Keep arrays in shared variables.") from None
-    if not is_same:
-        raise TypeError(
-            "synk.save: extra does not come back from JSON as it was; use lists for tuples, strings as keys."
-        )
-    return extra
+    if back == extra:
+        return extra
+    raise TypeError("synk.save: extra does not come back from JSON as it was; use lists for tuples, strings as keys.")
 
 
 def described(variable: Shared) -> dict[str, Any]:
@@ -163,7 +153,7 @@ def described(variable: Shared) -> dict[str, Any]:
     return {
         "leaves": [
             {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
-            for path, s, key in zip(spec.paths, logical_shapes(variable), spec.keys, strict=True)
+            for path, s, key in zip(spec.paths, access.logical_shapes(variable), spec.keys, strict=True)
         ],
         "is_equal": state.is_equal,
         "lengths": state.rows_per_replica and list(state.rows_per_replica),
@@ -174,13 +164,13 @@ def described(variable: Shared) -> dict[str, Any]:
 def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]:
     """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype."""
     for name, variable in variables.items():
-        group, leaves = group_of(variable), read(variable, list)
+        group, leaves = group_of(variable), access.read(variable, list)
         state, own = variable._state, group.local_ranks.start
         for rank in [None] if state.is_equal else range(group.size):
             if rank is None:  # any replica's will do, and every process has one of its own
                 entries = [local_replica_to_host(group, leaf, state.layout, own) for leaf in leaves]
             else:
-                entries = host_leaves(variable, rank)
+                entries = access.host_leaves(variable, rank)
             for i, leaf in enumerate(variable._spec.unpack(entries)):
                 yield _member(name, i, rank), _storable(leaf)
 
@@ -270,32 +260,32 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
         parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(more)} besides"] * bool(more)
         raise ValueError(f"{where} {' and '.join(parts)}. Give the variables that were saved.")
     for name, variable in variables.items():
-        _compare(name, variable, kept[name], where)
+        there, size = kept[name], group_of(variable).size
+        for what, was, has in _differences(there, variable):
+            raise ValueError(f"{where}: {name}{what} was {was}, but {variable.name} has {has}.")
+        if not there["is_equal"] and there["replicas"] != size:
+            raise ValueError(
+                f"{where}: {name} differed on {there['replicas']} replicas, but there are {size} now. "
+                f"Load into as many, or make it equal before it is saved."
+            )
 
 
-def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
+def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
     own = described(variable)
-
-    def differ(what: str, there: Any, here: Any) -> ValueError:
-        return ValueError(f"{where}: {name}{what} was {there}, but {variable.name} has {here}.")
-
     paths = [[leaf["path"] for leaf in each["leaves"]] for each in (kept, own)]
-    for there, here in zip_longest(*paths):
-        if there != here:
-            raise differ("'s tree", f"one with {there or 'nothing'}", f"{here or 'nothing'} there")
+    for was, has in zip_longest(*paths):
+        if was != has:
+            yield "'s tree", f"one with {was or 'nothing'}", f"{has or 'nothing'} there"
     if kept["lengths"] is not None and variable._spec.buffers is not None:
-        raise differ("", "rows", "one buffer a dtype (flat=True), which cannot hold rows")
-    has_rows = kept["lengths"] is not None or own["lengths"] is not None
+        yield "", "rows", "one buffer a dtype (flat=True), which cannot hold rows"
+    skip = kept["lengths"] is not None or own["lengths"] is not None  # axis 0
     for there, here in zip(kept["leaves"], own["leaves"], strict=True):
-        for what, said in (("shape", "shape"), ("dtype", "dtype"), ("key", "PRNG keys")):
-            may_differ = has_rows and what == "shape" and there[what][1:] == here[what][1:]
-            if there[what] != here[what] and not (may_differ and len(there[what]) == len(here[what])):
-                raise differ(f"{here['path']}'s {said}", there[what], here[what])
-    if not kept["is_equal"] and kept["replicas"] != own["replicas"]:
-        raise ValueError(
-            f"{where}: {name} differed on {kept['replicas']} replicas, but there are {own['replicas']} now. "
-            f"Load into as many, or make it equal before it is saved."
-        )
+        was, has = there["shape"], here["shape"]
+        if was[skip:] != has[skip:] or len(was) != len(has):
+            yield f"{here['path']}'s shape", was, has
+        for field, what in (("dtype", "dtype"), ("key", "PRNG keys")):
+            if there[field] != here[field]:
+                yield f"{here['path']}'s {what}", there[field], here[field]
 
 
 def _loaded_state(name: str, variable: Shared, kept: Any, arrays: Any) -> VariableState:
@@ -307,9 +297,9 @@ def _loaded_state(name: str, variable: Shared, kept: Any, arrays: Any) -> Variab
         return spec.pack([a.view(s.dtype) for a, s in zip(found, spec.shapes, strict=True)])
 
     if kept["is_equal"]:
-        return state_of_copies(variable, stored(None))
+        return access.state_of_copies(variable, stored(None))
     parts = [stored(rank) for rank in range(kept["replicas"])]
     if kept["lengths"] is not None:
-        return state_of_rows(variable, parts)
+        return access.state_of_rows(variable, parts)
     stacked = [stack_parts(group_of(variable), leaves, None) for leaves in zip(*parts, strict=True)]
-    return state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")
+    return access.state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")

@@ -127,8 +127,7 @@ def reduce_leaves(
                 f'Use "sum", "max" or "min", or reduce(in_place=False).'
             )
     body = _reduce_body(name, _shares(weights, name, group_of(variable).size, call), takers == "first")
-    layout: Layout = {"all": state.layout, "first": "stacked", "none": "replicated"}[takers]
-    return _run(variable, body, layout)
+    return _run(variable, body, state.layout if takers == "all" else "stacked" if takers == "first" else "replicated")
 
 
 def state_of_reduced(variable: Shared, op: Op) -> VariableState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from .._base.errors import DivergedError, public_api
 from .._runtime.engine import Body
 from .._runtime.executable import as_bits, run_collective
 from .._runtime.group import AXIS
+from .._runtime.layout import Layout
 from .._tracing.context import eager
 from .access import bind, divergence, group_of
 from .combine import each_of
@@ -43,11 +45,9 @@ def check_replicas(*variables: Shared) -> None:
     with eager():
         group = group_of(each[0])
         states = [bind(variable, group) for variable in each]
-        body = _fingerprints(
-            tuple((len(state.leaves), v._spec.unpacker) for state, v in zip(states, each, strict=True))
-        )
+        body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpacker) for v in each))
         leaves = [leaf for state in states for leaf in state.leaves]
-        layouts = [state.layout for state in states for _ in state.leaves]
+        layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
         table = np.asarray(run_collective(group, body, layouts, ["replicated"], leaves)[0])
     names = [f"{variable.name}{path}" for variable in each for path in variable._spec.paths]
     for i, name in enumerate(names):
@@ -64,11 +64,8 @@ def _fingerprints(variables: tuple[tuple[int, Body], ...]) -> Body:
     """A program for variables of so many stored leaves each, and what unpacks them."""
 
     def body(*leaves: jax.Array) -> list[jax.Array]:
-        rest = list(leaves)
-        prints: list[jax.Array] = []
-        for count, unpack in variables:
-            own, rest = rest[:count], rest[count:]
-            prints += map(_fingerprint, unpack(*own))
+        rest = iter(leaves)
+        prints = [_fingerprint(leaf) for count, unpack in variables for leaf in unpack(*islice(rest, count))]
         return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
 
     return body

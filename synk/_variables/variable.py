@@ -115,15 +115,12 @@ class Shared:
 
     @public_api
     def get_value(self, rank: int = 0, borrow: bool = False) -> PyTree:
-        """Return a copy of the value of one replica.
+        """Return a copy of the value of one replica, arrays that lie on every replica.
 
         Args:
           rank: whose.
-          borrow: whether the result may share memory with the variable: then it is a NumPy view where that costs no
-            copy, and not to be read after the variable has changed.
-
-        Returns:
-          The value; arrays that lie on every replica (NumPy arrays with `borrow`).
+          borrow: whether to return NumPy arrays instead, which share memory with the variable where that saves a copy,
+            and are not to be read after it has changed.
 
         Raises:
           IndexError: there is no such rank.
@@ -202,9 +199,6 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, flat
       flat: whether to keep one buffer a dtype behind the tree: a call then takes and returns as many arrays, where it
         took one a leaf (a few microseconds each). Reading and assigning `value` cuts and joins them inside the
         program, which then takes longer to compile. It cannot hold rows.
-
-    Returns:
-      The variable.
 
     Raises:
       TypeError: a leaf is no array.
