@@ -35,15 +35,7 @@ def distribute() -> None:
 
 @public_api
 def build_inputs(*values: Any, place: Place = "host", minibatch: bool = False) -> tuple[Data, ...]:
-    """Make the data of a function's inputs: `synk.data` of each.
-
-    Args:
-      *values: one array an input.
-      place: as for `synk.data`.
-      minibatch: as for `synk.data`.
-
-    Returns:
-      As many.
+    """Make the data of a function's inputs, one of each array: `synk.data(value, place=place, minibatch=minibatch)`.
 
     Example:
       >>> import numpy as np, synk

@@ -10,12 +10,11 @@ import numpy as np
 
 from ._base.errors import public_api
 from ._runtime.executable import relayout, run_collective
-from ._runtime.layout import Layout, put
+from ._runtime.layout import layouts, put
 from ._tracing.context import eager
 from ._variables.access import commit_all, group_of, read, state_of_leaves
 from ._variables.checkpoint import check_variables, compare, described, plain_numbers
 from ._variables.state import VariableState
-from ._variables.value import unpacker
 from ._variables.variable import Shared
 
 __all__ = ["load", "save"]
@@ -49,18 +48,18 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
     ocp = _orbax()
     check_variables(variables, "orbax.save")
     for name, variable in variables.items():
-        if variable._spec.slots is not None and not variable._state.is_equal:
+        if variable._spec.buffers is not None and not variable._state.is_equal:
             raise ValueError(f"synk.orbax.save: {name} is flat and differs on the replicas. Use synk.save.")
     with eager():
         state = {name: _copy(variable) for name, variable in variables.items()}
-        about = {"extra": plain_numbers(extra), "variables": described(variables)}
+        about = {"extra": plain_numbers(extra), "variables": {name: described(v) for name, v in variables.items()}}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
         return bool(manager.save(int(step), args=args))
 
 
 @public_api
 def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = None) -> tuple[int, Any]:
-    """Set shared variables to what `synk.orbax.save` has saved: all of them, or on any error none.
+    """Set shared variables to what `synk.orbax.save` has saved, all of them or, on any error, none.
 
     Args:
       manager: an `orbax.checkpoint.CheckpointManager`.
@@ -81,27 +80,25 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
         if step is None:
             raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has none; synk.orbax.save makes one.")
         about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-        compare(variables, about["variables"], f"synk.orbax.load: {manager.directory} step {step}")
-        wanted = {name: _wanted(variable, about["variables"][name]) for name, variable in variables.items()}
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
-        state = manager.restore(step, args=args)["state"]
         kept = about["variables"]
+        compare(variables, kept, f"synk.orbax.load: {manager.directory} step {step}")
+        wanted = {name: _wanted(variable, kept[name]) for name, variable in variables.items()}
+        state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
         commit_all([(v, _restored_state(v, kept[name], state[name])) for name, v in variables.items()])
     return int(step), about["extra"]
 
 
 def _copy(variable: Shared) -> list[jax.Array]:
     """Its leaves as the user sees them, in memory of their own; stacked where replicas differ."""
-    group, slots = group_of(variable), variable._spec.slots
+    group, spec = group_of(variable), variable._spec
 
     def copy(leaves: list[jax.Array]) -> list[jax.Array]:
         state = variable._state
         copies = relayout(group, leaves, state.layout, "replicated" if state.is_equal else "stacked")
-        if slots is None:
+        if spec.buffers is None:
             return copies
-        ins: list[Layout] = ["replicated" for _ in copies]
-        outs: list[Layout] = ["replicated" for _ in slots]
-        return run_collective(group, unpacker(slots), ins, outs, copies)
+        ins, outs = layouts("replicated", len(copies)), layouts("replicated", len(spec.shapes))
+        return run_collective(group, spec.unpacker, ins, outs, copies)
 
     return read(variable, copy)
 
@@ -123,7 +120,7 @@ def _restored_state(variable: Shared, kept: Any, leaves: list[jax.Array]) -> Var
     if not kept["is_equal"]:
         stacked = relayout(group, leaves, "stacked", "stacked")
         return state_of_leaves(variable, stacked, "stacked", kept["lengths"], diverged_by="what was saved")
-    if variable._spec.slots is not None:
+    if variable._spec.buffers is not None:
         leaves = [put(group, leaf, "replicated") for leaf in variable._spec.pack(leaves)]
     layout = variable._state.layout
     return state_of_leaves(variable, relayout(group, leaves, "replicated", layout), layout)

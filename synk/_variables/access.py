@@ -18,8 +18,8 @@ from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, re
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout, set_replica, stack_parts
 from .._tracing.context import current_trace
-from .state import VariableState
-from .value import ValueSpec, as_owned_array, conform
+from .state import AbstractState, VariableState
+from .value import ValueSpec, as_owned_array, conform, shared_rows
 
 
 class Variable(Protocol):
@@ -27,8 +27,7 @@ class Variable(Protocol):
 
     name: str
     _spec: ValueSpec
-    _pending: list[Any] | None  # stored leaves that have not been placed yet
-    _group: Group | None
+    _group: Group | None  # None: its leaves have not been placed yet
     _state: VariableState
     # States whose program has died, by id: the state itself, so that its id stays its own, and what came before.
     _superseded: dict[int, tuple[VariableState, VariableState]]
@@ -41,18 +40,16 @@ def group_of(variable: Variable) -> Group:
 
 def bind(variable: Variable, group: Group) -> VariableState:
     """Return its state in this group, placing the value on first use."""
-    if variable._pending is not None:
-        leaves = copy_to_replicas(group, variable._pending, variable._state.layout)
-        variable._group, variable._state = group, replace(variable._state, leaves=leaves)
-        variable._pending = None
+    if variable._group is None:
+        leaves = copy_to_replicas(group, variable._state.leaves, variable._state.layout)
+        variable._state, variable._group = replace(variable._state, leaves=leaves), group
     if variable._group is not group:
         raise SynkError(
             f"{variable.name}: it lives in {variable._group}, but the current group is {group}. Use it in its own "
             f"group (`with group:`), or make a new one from {variable.name}.get_value()."
         )
-    failure = variable._state.failure
-    if failure is not None:
-        name, cause = failure
+    if variable._state.failure is not None:
+        name, cause = variable._state.failure
         if isinstance(cause, PeerError):  # nothing that is set now would help
             raise cause
         raise SharedLostError(
@@ -71,31 +68,19 @@ def stacked_leaves(variable: Variable, group: Group) -> list[jax.Array]:
 
 
 def state_of_leaves(
-    variable: Variable,
-    leaves: list[jax.Array],
-    layout: Layout,
-    rows: Sequence[int] | None = None,
-    diverged_by: str = "",
+    variable: Variable, leaves: list[Any], layout: Layout, rows: Sequence[int] | None = None, diverged_by: str = ""
 ) -> VariableState:
     """A state of new leaves with this layout; replicas are equal unless something is named that made them differ."""
-    axes = 1 if layout == "stacked" else 0
-    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype) for leaf in leaves)
-    rows = None if rows is None else tuple(rows)
-    abstract = replace(variable._state.abstract, shapes=shapes, layout=layout, rows_per_replica=rows)
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[layout == "stacked" :], leaf.dtype) for leaf in leaves)
+    abstract = AbstractState(shapes, layout, None if rows is None else tuple(rows))
     return VariableState(leaves, abstract, not diverged_by and rows is None, diverged_by)
-
-
-def commit(variable: Variable, state: VariableState) -> None:
-    """Replace what it holds, whatever that was."""
-    commit_all([(variable, state)])
 
 
 def commit_all(states: Sequence[tuple[Variable, VariableState]]) -> None:
     """Replace what variables hold: all or none, Ctrl-C included."""
     with uninterrupted():
         for variable, state in states:
-            variable._group = group_of(variable)
-            variable._pending, variable._state = None, state
+            variable._group, variable._state = group_of(variable), state
 
 
 def invalidate(variable: Variable, state: VariableState, name: str, cause: Exception) -> None:
@@ -153,41 +138,48 @@ def rows_of_rank(variable: Variable, rank: int) -> int | None:
     state = variable._state
     if state.rows_per_replica is not None:
         return state.rows_per_replica[rank]
-    rows = {s.shape[0] if s.shape and variable._spec.slots is None else None for s in state.abstract.shapes}
-    return rows.pop() if len(rows) == 1 else None
+    return shared_rows(state.abstract.shapes) if variable._spec.buffers is None else None
+
+
+def logical_shapes(variable: Variable, rows: int | None = None) -> Sequence[jax.ShapeDtypeStruct]:
+    """Of the leaves that the user sees, on a replica with so many rows; None: on that with the most."""
+    spec = variable._spec
+    return variable._state.abstract.part_shapes(rows) if spec.buffers is None else spec.shapes
+
+
+def new_leaves(variable: Variable, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
+    """Stored leaves of a new value, checked, synk's own unless borrowed; its number of rows may differ."""
+    spec = variable._spec
+    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and spec.buffers is None)
+    return spec.pack([as_owned_array(leaf, variable.name, borrow) for leaf in leaves])
 
 
 def copied_state(
     variable: Variable, new: PyTree, call: str = "set_value", *, borrow: bool = False, any_rows: bool = True
 ) -> VariableState:
     """What it holds once every replica has a copy of `new`."""
-    group, spec = group_of(variable), variable._spec
-    shapes = spec.shapes if spec.slots else variable._state.abstract.shapes
-    leaves = conform(spec, new, shapes, variable.name, call, any_rows and spec.slots is None)
-    held = leaves if borrow else [as_owned_array(leaf, variable.name, borrow=False) for leaf in leaves]
+    return state_of_copies(variable, new_leaves(variable, new, call, borrow, any_rows))
+
+
+def state_of_copies(variable: Variable, leaves: list[Any]) -> VariableState:
+    """What it holds once every replica has a copy of these stored leaves."""
     layout = variable._state.layout
-    return state_of_leaves(variable, copy_to_replicas(group, spec.pack(held), layout), layout)
+    return state_of_leaves(variable, copy_to_replicas(group_of(variable), leaves, layout), layout)
 
 
 def state_with_rank(variable: Variable, rank: int, new: PyTree) -> VariableState:
     """What it holds once one replica has `new`; the others keep theirs."""
-    group, spec, name = group_of(variable), variable._spec, variable.name
-    state = bind(variable, group)
-    _check_rank(variable, rank, group)
-    shapes = spec.shapes if spec.slots else state.abstract.shapes
-    leaves = conform(spec, new, shapes, name, "set_value", spec.slots is None)
-    leaves = spec.pack([as_owned_array(leaf, name, False) for leaf in leaves])
-    is_same = all(a.shape == b.shape for a, b in zip(leaves, state.abstract.shapes, strict=True))
+    group, state = _bind_rank(variable, rank)
+    leaves = new_leaves(variable, new, "set_value", borrow=False)
+    is_same = [leaf.shape for leaf in leaves] == [s.shape for s in state.abstract.shapes]
     if state.rows_per_replica is None and is_same:
         held = zip(stacked_leaves(variable, group), leaves, strict=True)
         stacked = [set_replica(group, old, leaf, rank) for old, leaf in held]
         by = f"set_value(rank={rank})" if group.size > 1 else ""
         return state_of_leaves(variable, stacked, "stacked", diverged_by=by)
-    rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
-    if len(rows) != 1 or None in [rows_of_rank(variable, other) for other in range(group.size)]:
-        raise ValueError(f"set_value: {name} changes its number of rows, so all leaves need as many.")
-    parts = [_host_leaves_of_rank(variable, other) for other in range(group.size)]
-    parts[rank] = leaves
+    if shared_rows(leaves) is None or None in [rows_of_rank(variable, other) for other in range(group.size)]:
+        raise ValueError(f"set_value: {variable.name} changes its number of rows, so all leaves need as many.")
+    parts = [leaves if other == rank else host_leaves(variable, other) for other in range(group.size)]
     return state_of_rows(variable, parts)
 
 
@@ -195,14 +187,14 @@ def state_of_rows(variable: Variable, parts: Sequence[Sequence[Any]]) -> Variabl
     """What it holds once each replica has rows of its own: `parts[rank]` are its leaves."""
     group = group_of(variable)
     rows = tuple(int(leaves[0].shape[0]) for leaves in parts)
-    stacked = [stack_parts(group, [leaves[i] for leaves in parts], max(rows)) for i in range(len(parts[0]))]
+    stacked = [stack_parts(group, leaves, max(rows)) for leaves in zip(*parts, strict=True)]
     return state_of_leaves(variable, stacked, "stacked", rows)
 
 
 def all_rows(variable: Variable) -> list[np.ndarray]:
     """All replicas' rows in rank order, of each leaf."""
-    parts = [_host_leaves_of_rank(variable, rank) for rank in range(group_of(variable).size)]
-    return [np.concatenate([part[i] for part in parts]) for i in range(len(parts[0]))]
+    parts = [host_leaves(variable, rank) for rank in range(group_of(variable).size)]
+    return [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
 
 
 def refuse_inside(variable: Variable, call: str) -> None:
@@ -217,44 +209,46 @@ def refuse_inside(variable: Variable, call: str) -> None:
 
 def common_value(variable: Variable) -> PyTree:
     group = group_of(variable)
-    bind(variable, group)
-    if not variable._state.is_equal:
+    if not bind(variable, group).is_equal:
         raise DivergedError(divergence(variable))
-    return variable._spec.tree(
-        read(variable, lambda leaves: relayout(group, leaves, variable._state.layout, "replicated"))
+    leaves = read(variable, lambda leaves: relayout(group, leaves, variable._state.layout, "replicated"))
+    return variable._spec.tree(leaves)
+
+
+def host_leaves(variable: Variable, rank: int) -> list[Any]:
+    """One replica's leaves in host memory, views where that costs no copy. Over processes all ask together."""
+    group, rows = group_of(variable), rows_of_rank(variable, rank)
+    return read(
+        variable, lambda leaves: [replica_to_host(group, a, variable._state.layout, rank, rows) for a in leaves]
     )
 
 
-def _host_leaves_of_rank(variable: Variable, rank: int) -> list[Any]:
-    group, state, rows = group_of(variable), variable._state, rows_of_rank(variable, rank)
-    return [replica_to_host(group, leaf, state.layout, rank, rows) for leaf in state.leaves]
-
-
 def value_of_rank(variable: Variable, rank: int, borrow: bool) -> PyTree:
-    group = group_of(variable)
-    state = bind(variable, group)
-    _check_rank(variable, rank, group)
-    rows = None if state.rows_per_replica is None else state.rows_per_replica[rank]
-
-    def view(leaves: list[jax.Array]) -> list[Any]:
-        return [replica_to_host(group, leaf, variable._state.layout, rank, rows) for leaf in leaves]
+    group, state = _bind_rank(variable, rank)
+    rows = state.rows_per_replica
 
     def copy(leaves: list[jax.Array]) -> list[Any]:
-        if is_traced():  # around this line: a program with ranks of its own would mix with it
-            return [jnp.array(leaf) for leaf in view(leaves)]
         if variable._state.layout == "replicated":
-            return list(relayout(group, leaves, "replicated", "replicated"))
+            return relayout(group, leaves, "replicated", "replicated")
         copies = broadcast_from(group, leaves, rank, "replicated")
-        return [leaf if rows is None else leaf[:rows] for leaf in copies]
+        return copies if rows is None else [leaf[: rows[rank]] for leaf in copies]
 
-    return variable._spec.tree(read(variable, view if borrow else copy))
+    if borrow:
+        return variable._spec.tree(host_leaves(variable, rank))
+    if is_traced():  # around this line: a program with ranks of its own would mix with it
+        return variable._spec.tree([jnp.array(leaf) for leaf in host_leaves(variable, rank)])
+    return variable._spec.tree(read(variable, copy))
 
 
-def _check_rank(variable: Variable, rank: int, group: Group) -> None:
+def _bind_rank(variable: Variable, rank: int) -> tuple[Group, VariableState]:
+    """Its group and its state there; an error where the group has no such rank."""
+    group = group_of(variable)
+    state = bind(variable, group)
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
         raise TypeError(f"{variable.name}: rank is {rank!r}; give an integer from 0 to {group.size - 1}.")
     if not 0 <= rank < group.size:
         raise IndexError(f"{variable.name}: there is no rank {rank}; ranks are 0 to {group.size - 1}.")
+    return group, state
 
 
 def _in_a_line(error: Exception) -> str:

@@ -16,12 +16,12 @@ import numpy as np
 
 from .._base.errors import public_api
 from .._runtime.dispatch import uninterrupted
-from .._runtime.executable import copy_to_replicas, replica_to_host
 from .._runtime.group import current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
-from .access import commit_all, group_of, read, state_of_leaves, state_of_rows
-from .combine import each_of, logical_shapes
+from . import access
+from .access import group_of
+from .combine import each_of
 from .state import VariableState
 from .variable import Shared
 
@@ -33,17 +33,12 @@ Folder = str | os.PathLike[str]
 
 @public_api
 def save(
-    folder: Folder,
-    variables: Mapping[str, Shared],
-    *,
-    step: int,
-    extra: Any = None,
-    keep: int | None = 3,
+    folder: Folder, variables: Mapping[str, Shared], *, step: int, extra: Any = None, keep: int | None = 3
 ) -> None:
     """Save shared variables, so that `synk.load` finds all of them or, if anything dies before the end, none.
 
-    In a group over processes all of them call it; process 0 writes. What replicas share is written once; what differs,
-    for each replica. The folder `step-<step>` holds `arrays.npz` and `about.json`.
+    What replicas share is written once; what differs, for each replica. The folder `step-<step>` holds `arrays.npz` and
+    `about.json`. In a group over processes all of them call it; process 0 writes.
 
     Args:
       folder: where checkpoints of one run lie; made where it does not exist.
@@ -74,13 +69,9 @@ def save(
     extra = _checked_extra(extra)
     with eager():
         arrays = dict(_arrays(variables))
-        about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": described(variables)}
-
-        def write() -> str:
-            _write(Path(folder), int(step), arrays, about, keep)
-            return ""
-
-        current_group().peers.run_on_process_0(write, "synk.save")
+        kept = {name: described(variable) for name, variable in variables.items()}
+        about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": kept}
+        current_group().peers.run_on_process_0(lambda: _write(Path(folder), arrays, about, keep), "synk.save")
 
 
 @public_api
@@ -103,15 +94,11 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
       ValueError: names, trees, shapes, dtypes or the number of replicas differ; the message names the first difference.
 
     Example:
-      See `synk.save`.
-
       >>> import synk, tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
-      ...     try:
-      ...         synk.load(folder, {})
-      ...     except FileNotFoundError as error:
-      ...         print(str(error).split(":")[0])
-      synk.load
+      ...     synk.save(folder, {"w": synk.shared(1.0)}, step=7)
+      ...     synk.load(folder, {"w": synk.shared(0.0)})
+      (7, None)
     """
     check_variables(variables, "load")
     place = Path(folder)
@@ -128,7 +115,7 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
         kept = about["variables"]
         compare(variables, kept, f"synk.load: {place / found}")
         with np.load(place / found / "arrays.npz") as arrays:
-            commit_all([(v, _loaded_state(name, v, kept[name], arrays)) for name, v in variables.items()])
+            access.commit_all([(v, _loaded_state(name, v, kept[name], arrays)) for name, v in variables.items()])
     return about["step"], about["extra"]
 
 
@@ -152,45 +139,40 @@ def plain_numbers(extra: Any) -> Any:
 def _checked_extra(extra: Any) -> Any:
     try:
         extra = plain_numbers(extra)
-        is_same = json.loads(json.dumps(extra)) == extra
+        back = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
         raise TypeError(f"synk.save: extra is no JSON ({error}). Keep arrays in shared variables.") from None
-    if not is_same:
-        raise TypeError(
-            "synk.save: extra does not come back from JSON as it was; use lists for tuples, strings as keys."
-        )
-    return extra
+    if back == extra:
+        return extra
+    raise TypeError("synk.save: extra does not come back from JSON as it was; use lists for tuples, strings as keys.")
 
 
-def described(variables: Mapping[str, Shared]) -> dict[str, Any]:
-    """What is to be known of each, as JSON has it."""
+def described(variable: Shared) -> dict[str, Any]:
+    """What is to be known of it, as JSON has it."""
+    spec, state = variable._spec, variable._state
     return {
-        name: {
-            "leaves": [
-                {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
-                for path, s, key in zip(v._spec.paths, logical_shapes(v), v._spec.keys, strict=True)
-            ],
-            "is_equal": v._state.is_equal,
-            "lengths": v._state.rows_per_replica and list(v._state.rows_per_replica),
-            "replicas": group_of(v).size,
-        }
-        for name, v in variables.items()
+        "leaves": [
+            {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
+            for path, s, key in zip(spec.paths, access.logical_shapes(variable), spec.keys, strict=True)
+        ],
+        "is_equal": state.is_equal,
+        "lengths": state.rows_per_replica and list(state.rows_per_replica),
+        "replicas": group_of(variable).size,
     }
 
 
 def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]:
     """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype."""
     for name, variable in variables.items():
-        group, leaves = group_of(variable), read(variable, list)
-        state = variable._state
-        for rank in range(1 if state.is_equal else group.size):
-            rows = None if state.rows_per_replica is None else state.rows_per_replica[rank]
-            # Where all are equal any replica's will do, and every process has one of its own.
-            which = group.local_ranks.start if state.is_equal else rank
-            to_host = local_replica_to_host if state.is_equal else replica_to_host
-            entries = [to_host(group, leaf, state.layout, which, rows) for leaf in leaves]
+        group, leaves = group_of(variable), access.read(variable, list)
+        state, own = variable._state, group.local_ranks.start
+        for rank in [None] if state.is_equal else range(group.size):
+            if rank is None:  # any replica's will do, and every process has one of its own
+                entries = [local_replica_to_host(group, leaf, state.layout, own) for leaf in leaves]
+            else:
+                entries = access.host_leaves(variable, rank)
             for i, leaf in enumerate(variable._spec.unpack(entries)):
-                yield _member(name, i, None if state.is_equal else rank), _storable(leaf)
+                yield _member(name, i, rank), _storable(leaf)
 
 
 def _member(name: str, leaf: int, rank: int | None) -> str:
@@ -203,22 +185,19 @@ def _storable(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.isbuiltin == 1 else array.copy("C").view(f"u{array.dtype.itemsize}")
 
 
-def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any, keep: int | None) -> None:
-    """Into a folder of another name, which takes its own in one rename."""
+def _write(folder: Path, arrays: Mapping[str, np.ndarray], about: Any, keep: int | None) -> str:
+    """Into a folder of another name, which takes its own, what is returned, in one rename."""
     folder.mkdir(parents=True, exist_ok=True)
     for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
         _delete(left)
-    name = f"step-{step:08d}"
+    name = f"step-{about['step']:08d}"
     new, final, old = folder / f".saving-{name}-{os.getpid()}", folder / name, folder / f"{name}~"
     new.mkdir()
     try:
-        with open(new / "arrays.npz", "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]  # names and arrays
-            _to_disk(file)
-        with open(new / "about.json", "w") as file:
-            json.dump(about, file, indent=1)
-            _to_disk(file)
-        _folder_to_disk(new)
+        np.savez(new / "arrays.npz", **arrays)  # type: ignore[arg-type]  # names and arrays
+        (new / "about.json").write_text(json.dumps(about, indent=1))
+        for written in (new / "arrays.npz", new / "about.json", new):
+            _to_disk(written)
     except BaseException:
         _delete(new)
         raise
@@ -227,12 +206,14 @@ def _write(folder: Path, step: int, arrays: Mapping[str, np.ndarray], about: Any
             _remove(old)
         os.rename(final, old)
     os.rename(new, final)
-    _folder_to_disk(folder)
-    steps = sorted({number for number, _ in _found(folder)})
-    gone = steps[:-keep] if keep is not None else []
-    for number, path in list(_found(folder)):
-        if (number in gone and number != step) or path == old:
+    _to_disk(folder)
+    found = _found(folder)
+    steps = sorted({step for step, _ in found})
+    gone = set(steps[:-keep]) - {about["step"]} if keep is not None else set[int]()
+    for step, path in found:
+        if step in gone or path == old:
             _remove(path)
+    return name
 
 
 def _remove(path: Path) -> None:
@@ -247,29 +228,22 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _folder_to_disk(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _found(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Checkpoints by step; one that was being replaced only where its successor did not come."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        match = _STEP.fullmatch(path.name)
-        if match:
-            yield int(match[1]), path
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """Checkpoints by step; of one that was being replaced its successor, if it did come, before it."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [(int(match[1]), path) for path in paths if (match := _STEP.fullmatch(path.name))]
 
 
 def _chosen(folder: Path, step: int | None) -> str:
-    found = {number: path.name for number, path in reversed(list(_found(folder)))}  # without ~ comes first, so wins
+    found = {number: path.name for number, path in reversed(_found(folder))}  # without ~ comes first, so wins
     if not found:
         raise FileNotFoundError(f"synk.load: {folder} has no checkpoint; synk.save makes one.")
     if step is None:
@@ -286,52 +260,46 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
         parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(more)} besides"] * bool(more)
         raise ValueError(f"{where} {' and '.join(parts)}. Give the variables that were saved.")
     for name, variable in variables.items():
-        _compare(name, variable, kept[name], where)
+        there, size = kept[name], group_of(variable).size
+        for what, was, has in _differences(there, variable):
+            raise ValueError(f"{where}: {name}{what} was {was}, but {variable.name} has {has}.")
+        if not there["is_equal"] and there["replicas"] != size:
+            raise ValueError(
+                f"{where}: {name} differed on {there['replicas']} replicas, but there are {size} now. "
+                f"Load into as many, or make it equal before it is saved."
+            )
 
 
-def _compare(name: str, variable: Shared, kept: Any, where: str) -> None:
-    spec = variable._spec
-
-    def differ(what: str, there: Any, here: Any) -> ValueError:
-        return ValueError(f"{where}: {name}{what} was {there}, but {variable.name} has {here}.")
-
-    paths = [leaf["path"] for leaf in kept["leaves"]]
-    for there, here in zip_longest(paths, spec.paths):
-        if there != here:
-            raise differ("'s tree", f"one with {there or 'nothing'}", f"{here or 'nothing'} there")
-    if kept["lengths"] is not None and spec.slots is not None:
-        raise differ("", "rows", "one buffer a dtype (flat=True), which cannot hold rows")
-    has_rows = kept["lengths"] is not None or variable._state.rows_per_replica is not None
-    for path, shape, key, leaf in zip(spec.paths, logical_shapes(variable), spec.keys, kept["leaves"], strict=True):
-        there, here = leaf["shape"], list(shape.shape)
-        if there[has_rows:] != here[has_rows:] or len(there) != len(here):
-            raise differ(f"{path}'s shape", there, here)
-        if leaf["dtype"] != shape.dtype.name:
-            raise differ(f"{path}'s dtype", leaf["dtype"], shape.dtype.name)
-        if leaf["key"] != (None if key is None else str(key)):
-            raise differ(f"{path}'s PRNG keys", leaf["key"], key)
-    size = group_of(variable).size
-    if not kept["is_equal"] and kept["replicas"] != size:
-        raise ValueError(
-            f"{where}: {name} differed on {kept['replicas']} replicas, but there are {size} now. "
-            f"Load into as many, or make it equal before it is saved."
-        )
+def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
+    own = described(variable)
+    paths = [[leaf["path"] for leaf in each["leaves"]] for each in (kept, own)]
+    for was, has in zip_longest(*paths):
+        if was != has:
+            yield "'s tree", f"one with {was or 'nothing'}", f"{has or 'nothing'} there"
+    if kept["lengths"] is not None and variable._spec.buffers is not None:
+        yield "", "rows", "one buffer a dtype (flat=True), which cannot hold rows"
+    skip = kept["lengths"] is not None or own["lengths"] is not None  # axis 0
+    for there, here in zip(kept["leaves"], own["leaves"], strict=True):
+        was, has = there["shape"], here["shape"]
+        if was[skip:] != has[skip:] or len(was) != len(has):
+            yield f"{here['path']}'s shape", was, has
+        for field, what in (("dtype", "dtype"), ("key", "PRNG keys")):
+            if there[field] != here[field]:
+                yield f"{here['path']}'s {what}", there[field], here[field]
 
 
 def _loaded_state(name: str, variable: Shared, kept: Any, arrays: Any) -> VariableState:
     """What the variable holds once it has what was kept."""
-    group, spec = group_of(variable), variable._spec
-    dtypes = [np.dtype(shape.dtype) for shape in spec.shapes]
+    spec = variable._spec
 
     def stored(rank: int | None) -> list[np.ndarray]:
-        found = [arrays[_member(name, i, rank)] for i in range(len(dtypes))]
-        return spec.pack([a if a.dtype == d else a.view(d) for a, d in zip(found, dtypes, strict=True)])
+        found = [arrays[_member(name, i, rank)] for i in range(len(spec.shapes))]
+        return spec.pack([a.view(s.dtype) for a, s in zip(found, spec.shapes, strict=True)])
 
     if kept["is_equal"]:
-        layout = variable._state.layout
-        return state_of_leaves(variable, copy_to_replicas(group, stored(None), layout), layout)
-    parts = [stored(rank) for rank in range(group.size)]
+        return access.state_of_copies(variable, stored(None))
+    parts = [stored(rank) for rank in range(kept["replicas"])]
     if kept["lengths"] is not None:
-        return state_of_rows(variable, parts)
-    stacked = [stack_parts(group, [part[i] for part in parts], None) for i in range(len(parts[0]))]
-    return state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")
+        return access.state_of_rows(variable, parts)
+    stacked = [stack_parts(group_of(variable), leaves, None) for leaves in zip(*parts, strict=True)]
+    return access.state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")

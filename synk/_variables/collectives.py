@@ -9,9 +9,9 @@ from .._base.errors import public_api
 from .._base.pytree import PyTree
 from .._reductions.reduction import Op
 from .._tracing.context import current_trace, eager
-from . import combine
-from .access import commit_all, copied_state, group_of, rows_of_rank, state_of_leaves, state_of_rows, state_with_rank
-from .combine import Variables, each_of
+from . import access, combine
+from .access import commit_all, group_of, state_of_leaves
+from .combine import Variables, each_of, each_with_value
 from .variable import Shared
 
 # Each makes the new states of all its variables before any variable takes one: all change, or on any error none.
@@ -40,17 +40,15 @@ def broadcast(variables: Variables, value: PyTree = None) -> None:
     each = each_of(variables, "broadcast")
     with eager():
         if value is None:
-            commit_all([(variable, combine.state_of_first(variable)) for variable in each])
+            commit_all([(v, combine.state_of_first(v)) for v in each])
         else:
-            news = zip(each, combine.value_of_each(variables, value, "broadcast"), strict=True)
-            commit_all([(variable, copied_state(variable, new, "broadcast")) for variable, new in news])
+            news = each_with_value(variables, value, "broadcast")
+            commit_all([(v, access.copied_state(v, new, "broadcast")) for v, new in news])
 
 
 @public_api
 def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
-    """Deal the rows of a value out over the replicas: the variable then *holds rows*.
-
-    Functions that read it see their replica's rows, which count as scattered input.
+    """Deal the rows of a value out over the replicas: the variable then *holds rows*, which count as scattered input.
 
     Args:
       variables: a shared variable or a list of them.
@@ -70,26 +68,19 @@ def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
       ...     synk.get_lengths(w), w.get_value(1).tolist()
       ([3, 2, 2], [3, 4])
     """
-    each = each_of(variables, "scatter")
-    combine.refuse_flat(each, "scatter")
+    each = each_with_value(variables, value, "scatter", with_rows=True)
     with eager():
-        states = []
-        for variable, new in zip(each, combine.value_of_each(variables, value, "scatter"), strict=True):
-            parts = combine.split_value(variable, new, batch, group_of(variable).size, "scatter")
-            states.append((variable, state_of_rows(variable, parts)))
-        commit_all(states)
+        parts = ((v, combine.split_value(v, new, batch, group_of(v).size, "scatter")) for v, new in each)
+        commit_all([(v, access.state_of_rows(v, rows)) for v, rows in parts])
 
 
 @public_api
 def gather(variables: Variables, nd_up: int = 1) -> Any:
-    """Return the values of all replicas; the variables stay as they are.
+    """Return the values of all replicas (a list for a list), lying on every one; the variables stay as they are.
 
     Args:
       variables: a shared variable or a list of them.
       nd_up: 1 adds an axis of replicas in front; 0 concatenates their rows, of any lengths, in rank order.
-
-    Returns:
-      The value (a list for a list), lying on every replica.
 
     Raises:
       ValueError: with `nd_up=1` the lengths differ.
@@ -102,9 +93,7 @@ def gather(variables: Variables, nd_up: int = 1) -> Any:
       ...     synk.gather(w, nd_up=0).tolist()
       [0, 1, 2]
     """
-    each = each_of(variables, "gather")
-    if not nd_up:
-        combine.refuse_flat(each, "gather")
+    each = each_of(variables, "gather", with_rows=not nd_up)
     if nd_up not in (0, 1):
         raise ValueError(f"synk.gather: nd_up={nd_up!r}; give 1 for a replica axis or 0 to concatenate rows.")
     with eager():
@@ -113,14 +102,11 @@ def gather(variables: Variables, nd_up: int = 1) -> Any:
 
 @public_api
 def all_gather(variables: Any) -> Any:
-    """Give every replica all rows; inside a function, of a traced value.
+    """Give every replica all rows; inside a function, return all rows of a traced value, the same on every replica.
 
     Args:
       variables: a shared variable or a list of them, each of which takes the rows of all replicas, in rank order; or,
         inside a function, a pytree of traced arrays of this replica's rows.
-
-    Returns:
-      Inside a function all rows, the same on every replica; else nothing.
 
     Raises:
       ValueError: inside a function where replicas have different rows.
@@ -134,14 +120,13 @@ def all_gather(variables: Any) -> Any:
       ...     w.value.tolist()
       [0, 1, 2]
     """
-    if current_trace() is not None and not combine.names_shared(variables):
-        return combine.gather_traced(variables)
-    each = each_of(variables, "all_gather")
-    combine.refuse_flat(each, "all_gather")
+    context = current_trace()
+    if context is not None and not combine.names_shared(variables):
+        return combine.gather_traced(context, variables)
+    each = each_of(variables, "all_gather", with_rows=True)
     with eager():
         gathered = [(v, combine.gather_leaves(v, "all_gather", 0, v._state.layout)) for v in each]
         commit_all([(v, state_of_leaves(v, leaves, v._state.layout)) for v, leaves in gathered])
-    return None
 
 
 @public_api
@@ -151,10 +136,8 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
     Args:
       variables: a shared variable or a list of them.
       op: "sum", "mean", "max", "min", "prod", "any" or "all".
-      in_place: whether rank 0 takes the combination; else it is returned and nothing changes.
-
-    Returns:
-      None; without `in_place` the combination (a list for a list), lying on every replica.
+      in_place: whether rank 0 takes the combination; else nothing changes, and it is returned (a list for a list),
+        lying on every replica.
 
     Raises:
       ValueError: lengths differ, or the op is not elementwise.
@@ -168,24 +151,19 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
     """
     each = each_of(variables, "reduce")
     with eager():
-        combined = [(v, combine.reduce_leaves(v, "reduce", op, None, in_place, "replicated")) for v in each]
         if not in_place:
-            return _like(variables, [v._spec.tree(leaves) for v, leaves in combined])
-        commit_all([(v, combine.state_with_first(v, leaves)) for v, leaves in combined])
-    return None
+            return _like(variables, [v._spec.tree(combine.reduce_leaves(v, "reduce", op, None, "none")) for v in each])
+        commit_all([(v, combine.state_of_reduced(v, op)) for v in each])
 
 
 @public_api
 def all_reduce(variables: Any, op: Op = "mean", weights: Sequence[float] | None = None) -> Any:
-    """Combine the values of all replicas elementwise on every one; inside a function, traced values.
+    """Combine the values of all replicas elementwise on every one; inside a function, return that of traced values.
 
     Args:
       variables: a shared variable or a list of them; or, inside a function, a pytree of traced arrays.
       op: "sum", "mean", "max", "min", "prod", "any" or "all".
       weights: with "mean", one number a replica, e.g. the rows each has trained on.
-
-    Returns:
-      Inside a function the combination, the same on every replica; else nothing.
 
     Raises:
       ValueError: lengths differ, the op is not elementwise, or weights do not fit.
@@ -200,13 +178,13 @@ def all_reduce(variables: Any, op: Op = "mean", weights: Sequence[float] | None 
       ...     w.value.tolist()
       [0.75]
     """
-    if current_trace() is not None and not combine.names_shared(variables):
-        return combine.reduce_traced(variables, op, weights)
+    context = current_trace()
+    if context is not None and not combine.names_shared(variables):
+        return combine.reduce_traced(context, variables, op, weights)
     each = each_of(variables, "all_reduce")
     with eager():
-        combined = [(v, combine.reduce_leaves(v, "all_reduce", op, weights, True, v._state.layout)) for v in each]
+        combined = [(v, combine.reduce_leaves(v, "all_reduce", op, weights, "all")) for v in each]
         commit_all([(v, state_of_leaves(v, leaves, v._state.layout)) for v, leaves in combined])
-    return None
 
 
 @public_api
@@ -243,24 +221,16 @@ def set_value(rank: int, variables: Variables, value: PyTree, batch: Any = None)
       ...     synk.get_lengths(w), w.get_value(1).tolist()
       ([2, 3], [4, 0, 3])
     """
-    each = each_of(variables, "set_value")
-    if batch is not None:
-        combine.refuse_flat(each, "set_value")
+    each = each_with_value(variables, value, "set_value", with_rows=batch is not None)
     with eager():
-        states = []
-        for variable, new in zip(each, combine.value_of_each(variables, value, "set_value"), strict=True):
-            if batch is not None:
-                new = variable._spec.tree(combine.split_value(variable, new, batch, 1, "set_value")[0])
-            states.append((variable, state_with_rank(variable, rank, new)))
-        commit_all(states)
+        if batch is not None:
+            each = [(v, v._spec.tree(combine.split_value(v, new, batch, 1, "set_value")[0])) for v, new in each]
+        commit_all([(v, access.state_with_rank(v, rank, new)) for v, new in each])
 
 
 @public_api
 def get_lengths(variables: Variables) -> Any:
-    """Return the number of rows of the value on each replica.
-
-    Returns:
-      A list of ints in rank order (a list of such for a list).
+    """Return the number of rows of the value on each replica, a list of ints in rank order (for a list, one each).
 
     Raises:
       ValueError: the value has no rows.
@@ -274,19 +244,16 @@ def get_lengths(variables: Variables) -> Any:
     return _like(variables, [_lengths(variable) for variable in each_of(variables, "get_lengths")])
 
 
-def _lengths(variable: Shared) -> list[int]:
-    found = [rows_of_rank(variable, rank) for rank in range(group_of(variable).size)]
-    if any(rows is None for rows in found):
+def _lengths(variable: Shared) -> list[Any]:
+    found = [access.rows_of_rank(variable, rank) for rank in range(group_of(variable).size)]
+    if None in found:
         raise ValueError(f"synk.get_lengths: the leaves of {variable.name} have no common axis 0, so it has no rows.")
-    return [rows for rows in found if rows is not None]
+    return found
 
 
 @public_api
 def get_shapes(variables: Variables) -> Any:
-    """Return the shapes of the value on each replica.
-
-    Returns:
-      A list in rank order of shapes, one tuple of ints a leaf in the value's tree (a list of such for a list).
+    """Return a list, in rank order, of the value's tree with the shape of each leaf (a list of such for a list).
 
     Example:
       >>> import numpy as np, synk
@@ -298,10 +265,9 @@ def get_shapes(variables: Variables) -> Any:
 
 
 def _shapes(variable: Shared) -> list[Any]:
-    spec, abstract = variable._spec, variable._state.abstract
-    rows = abstract.rows_per_replica or (None,) * group_of(variable).size
-    each = [combine.logical_shapes(variable) if count is None else abstract.part_shapes(count) for count in rows]
-    return [spec.treedef.unflatten([s.shape for s in shapes]) for shapes in each]
+    on_each = variable._state.rows_per_replica or (None,) * group_of(variable).size
+    shapes = [[s.shape for s in access.logical_shapes(variable, rows)] for rows in on_each]
+    return [variable._spec.treedef.unflatten(each) for each in shapes]
 
 
 def _like(variables: Any, results: list[Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,33 +17,22 @@ from .._base.partition import split_rows
 from .._base.pytree import PyTree, as_data, as_keys, key_of
 from .._data.selection import select
 from .._data.transfer import gather_rows
-from .._reductions import collectives
-from .._reductions.reduction import (
-    ELEMENTWISE,
-    REDUCTIONS,
-    Op,
-    PartInfo,
-    Reduced,
-    combine_replicas,
-    prepare_parts,
-    reduction_of,
-    result_dtype,
-)
+from .._reductions import collectives, reduction
+from .._reductions.reduction import Op
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, run_collective
 from .._runtime.group import AXIS
-from .._runtime.layout import Layout, put
+from .._runtime.layout import Layout, layouts, put
 from .._tracing.context import TraceContext, current_trace
-from .access import bind, group_of, refuse_inside, stacked_leaves, state_of_leaves
+from .access import bind, group_of, new_leaves, refuse_inside, stacked_leaves, state_of_leaves
 from .state import VariableState
-from .value import conform
 from .variable import Shared
 
 Variables: TypeAlias = Shared | Sequence[Shared]
 
 
-def each_of(variables: Any, call: str) -> list[Shared]:
-    """One or several variables, as a list."""
+def each_of(variables: Any, call: str, with_rows: bool = False) -> list[Shared]:
+    """One or several variables, as a list; ValueError where they are to hold rows and one cannot."""
     several = [variables] if isinstance(variables, Shared) else variables
     if not isinstance(several, list | tuple) or not all(isinstance(v, Shared) for v in several):
         raise TypeError(f"synk.{call}: {variables!r} is no shared variable (or list of them); make one by synk.shared.")
@@ -54,47 +43,37 @@ def each_of(variables: Any, call: str) -> list[Shared]:
                 f"synk.{call}: it runs when called, but {variable.name} is used inside jit, grad, vmap or the like, "
                 f"which would run it once and never again. Call it outside."
             )
-    return list(several)
-
-
-def value_of_each(variables: Any, value: Any, call: str) -> list[Any]:
-    """One value for each variable."""
-    if isinstance(variables, Shared):
-        return [value]
-    if not isinstance(value, list | tuple) or len(value) != len(variables):
-        raise ValueError(f"synk.{call}: {len(variables)} variables need a list of as many values.")
-    return list(value)
-
-
-def refuse_flat(variables: Sequence[Shared], call: str) -> None:
-    """ValueError where one cannot hold rows."""
-    for variable in variables:
-        if variable._spec.slots is not None:
+        if with_rows and variable._spec.buffers is not None:
             raise ValueError(
                 f"synk.{call}: {variable.name} is flat, one buffer a dtype, so it cannot hold rows. Make it without "
                 f"flat=True."
             )
+    return list(several)
+
+
+def each_with_value(variables: Any, value: Any, call: str, with_rows: bool = False) -> list[tuple[Shared, Any]]:
+    """Each variable and a value for it."""
+    each = each_of(variables, call, with_rows)
+    values = [value] if isinstance(variables, Shared) else value
+    if not isinstance(values, list | tuple) or len(values) != len(each):
+        raise ValueError(f"synk.{call}: {len(each)} variables need a list of as many values.")
+    return list(zip(each, values, strict=True))
 
 
 def names_shared(variables: Any) -> bool:
     """Are these shared variables, rather than traced values?"""
-    return isinstance(variables, Shared) or any(isinstance(leaf, Shared) for leaf in jax.tree.leaves(variables))
-
-
-def logical_shapes(variable: Shared) -> Sequence[jax.ShapeDtypeStruct]:
-    """Of the leaves that the user sees; where it holds rows, on the replica with the most."""
-    return variable._state.abstract.shapes if variable._spec.slots is None else variable._spec.shapes
+    return any(isinstance(leaf, Shared) for leaf in jax.tree.leaves(variables))
 
 
 def split_value(variable: Shared, new: PyTree, batch: Any, parts: int, call: str) -> list[list[np.ndarray]]:
     """The selected rows of a new value, cut for so many replicas."""
-    name = variable.name
-    conformed = conform(variable._spec, new, logical_shapes(variable), name, f"synk.{call}", any_rows=True)
-    leaves = [np.asarray(leaf) for leaf in conformed]
+    leaves = [np.asarray(leaf) for leaf in new_leaves(variable, new, f"synk.{call}", borrow=True)]
     rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(rows) != 1 or None in rows:
-        raise ValueError(f"synk.{call}: the leaves of {name} have {rows} rows; all need as many, and one axis.")
-    selection = select(batch, rows.pop() or 0, f"synk.{call}", name)
+        raise ValueError(
+            f"synk.{call}: the leaves of {variable.name} have {rows} rows; all need as many, and one axis."
+        )
+    selection = select(batch, rows.pop() or 0, f"synk.{call}", variable.name)
     picked = [gather_rows(leaf, selection, leaf.dtype) for leaf in leaves]
     return [[leaf[start : start + count] for leaf in picked] for start, count in split_rows(selection.rows, parts)]
 
@@ -103,12 +82,11 @@ def state_of_first(variable: Shared) -> VariableState:
     """What it holds once every replica has what the first one holds."""
     group = group_of(variable)
     state = bind(variable, group)
-    rows, layout = state.rows_per_replica, state.layout
     # Also where replicas are taken to be equal: a host callback may have made them differ.
-    leaves = broadcast_from(group, stacked_leaves(variable, group), 0, layout)
-    if rows is not None:
-        leaves = [put(group, leaf[:, : rows[0]], "stacked") for leaf in leaves]
-    return state_of_leaves(variable, leaves, layout)
+    leaves = broadcast_from(group, stacked_leaves(variable, group), 0, state.layout)
+    if state.rows_per_replica is not None:
+        leaves = [put(group, leaf[:, : state.rows_per_replica[0]], "stacked") for leaf in leaves]
+    return state_of_leaves(variable, leaves, state.layout)
 
 
 def gather_leaves(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax.Array]:
@@ -127,76 +105,65 @@ def _gather_body(nd_up: int, rows: tuple[int, ...] | None) -> Body:
         gathered = collectives.all_gather(leaves)
         if nd_up:
             return gathered
-        whole = [collectives.merge_leading_axes(entries) for entries in gathered]
         if rows is None or len(set(rows)) == 1:
-            return whole
-        tall = max(rows)
-        valid = np.concatenate([rank * tall + np.arange(n) for rank, n in enumerate(rows)])
-        return [entries.at[valid].get(mode="promise_in_bounds") for entries in whole]
+            return [collectives.merge_leading_axes(entries) for entries in gathered]
+        return [jnp.concatenate([entries[rank, :n] for rank, n in enumerate(rows)]) for entries in gathered]
 
     return body
 
 
 def reduce_leaves(
-    variable: Shared, call: str, op: Op, weights: Sequence[float] | None, keeps_dtype: bool, layout: Layout
+    variable: Shared, call: str, op: Op, weights: Sequence[float] | None, takers: Literal["all", "first", "none"]
 ) -> list[jax.Array]:
-    """Stored leaves of all replicas, combined elementwise."""
+    """Stored leaves of all replicas, combined elementwise; stacked with the others' own where the first takes them."""
     name = _elementwise(op, call)
-    group, spec = group_of(variable), variable._spec
-    state = bind(variable, group)
+    spec, state = variable._spec, bind(variable, group_of(variable))
     _refuse_unequal_rows(variable, state, call)
     for shape, key, path in zip(spec.shapes, spec.keys, spec.paths, strict=True):
-        if key is not None or (keeps_dtype and result_dtype(shape.dtype, name) != shape.dtype):
+        if key is not None or (takers != "none" and reduction.result_dtype(shape.dtype, name) != shape.dtype):
             what = "PRNG keys" if key is not None else shape.dtype.name
             raise TypeError(
                 f'synk.{call}: {variable.name}{path} holds {what}, which "{name}" does not keep. '
                 f'Use "sum", "max" or "min", or reduce(in_place=False).'
             )
-    return _run(variable, _reduce_body(name, _shares(weights, name, group.size, call)), layout)
+    body = _reduce_body(name, _shares(weights, name, group_of(variable).size, call), takers == "first")
+    return _run(variable, body, state.layout if takers == "all" else "stacked" if takers == "first" else "replicated")
+
+
+def state_of_reduced(variable: Shared, op: Op) -> VariableState:
+    """What it holds once the first replica has the combination of all; the others keep theirs."""
+    leaves = reduce_leaves(variable, "reduce", op, None, "first")
+    by = "synk.reduce" if group_of(variable).size > 1 else ""
+    return state_of_leaves(variable, leaves, "stacked", variable._state.rows_per_replica, by)
 
 
 def _run(variable: Shared, body: Body, layout: Layout) -> list[jax.Array]:
     """Run a program on the leaves of a variable that is bound."""
-    state = variable._state
-    ins: list[Layout] = [state.layout for _ in state.leaves]
-    outs: list[Layout] = [layout for _ in state.leaves]
-    return run_collective(group_of(variable), body, ins, outs, state.leaves)
+    state, n = variable._state, len(variable._state.leaves)
+    return run_collective(group_of(variable), body, layouts(state.layout, n), layouts(layout, n), state.leaves)
 
 
 @lru_cache(maxsize=256)
-def _reduce_body(op: str, shares: tuple[float, ...]) -> Body:
+def _reduce_body(op: str, shares: tuple[float, ...], is_for_first: bool) -> Body:
     def body(*arrays: jax.Array) -> list[jax.Array]:
         context = current_trace()  # whose own rank does not make what is combined depend on it
         rank = lax.axis_index(AXIS) if context is None else context.info.rank
         weight = jnp.asarray(np.array(shares, np.dtype(jnp.result_type(float))))[rank]
-        leaves = [Reduced(REDUCTIONS[op], array.dtype) for array in arrays]
-        states = prepare_parts(arrays, leaves, PartInfo(weight, rank == 0))
-        return combine_replicas(states, leaves, [None] * len(leaves), has_gradients=context is not None)
+        leaves = [reduction.Reduced(reduction.REDUCTIONS[op], array.dtype) for array in arrays]
+        states = reduction.prepare_parts(arrays, leaves, reduction.PartInfo(weight, rank == 0))
+        whole = reduction.combine_replicas(states, leaves, [None] * len(leaves), has_gradients=context is not None)
+        if is_for_first:
+            return [jnp.where(rank == 0, new, old) for new, old in zip(whole, arrays, strict=True)]
+        return whole
 
     return body
 
 
-def state_with_first(variable: Shared, new: list[jax.Array]) -> VariableState:
-    """What it holds once the first replica has `new`, replicated; the others keep theirs."""
-    group = group_of(variable)
-    held = stacked_leaves(variable, group)
-    outs: list[Layout] = ["stacked" for _ in held]
-    ins: list[Layout] = [*["replicated" for _ in new], *outs]
-    mixed = run_collective(group, _on_first, ins, outs, [*new, *held])
-    by = "synk.reduce" if group.size > 1 else ""
-    return state_of_leaves(variable, mixed, "stacked", variable._state.rows_per_replica, diverged_by=by)
-
-
-def _on_first(*values: jax.Array) -> list[jax.Array]:
-    n = len(values) // 2
-    is_first = lax.axis_index(AXIS) == 0
-    return [jnp.where(is_first, new, old) for new, old in zip(values[:n], values[n:], strict=True)]
-
-
 def _elementwise(op: Op, call: str) -> str:
-    name = reduction_of(op, f"synk.{call}").name
-    if name not in ELEMENTWISE:
-        raise ValueError(f"synk.{call}: op {op!r} does not combine elementwise; use one of {', '.join(ELEMENTWISE)}.")
+    name = reduction.reduction_of(op, f"synk.{call}").name
+    if name not in reduction.ELEMENTWISE:
+        names = ", ".join(reduction.ELEMENTWISE)
+        raise ValueError(f"synk.{call}: op {op!r} does not combine elementwise; use one of {names}.")
     return name
 
 
@@ -220,18 +187,18 @@ def _refuse_unequal_rows(variable: Shared, state: VariableState, call: str) -> N
         )
 
 
-def reduce_traced(tree: PyTree, op: Op, weights: Sequence[float] | None) -> PyTree:
+def reduce_traced(context: TraceContext, tree: PyTree, op: Op, weights: Sequence[float] | None) -> PyTree:
     """Combine each leaf elementwise over the replicas, inside a function."""
-    context = _communicate("all_reduce")
+    _check_axis(context, "all_reduce")
     name = _elementwise(op, "all_reduce")
     arrays, treedef = jax.tree.flatten(tree)
-    body = _reduce_body(name, _shares(weights, name, context.size, "all_reduce"))
+    body = _reduce_body(name, _shares(weights, name, context.size, "all_reduce"), False)
     return treedef.unflatten(body(*map(jnp.asarray, arrays)))
 
 
-def gather_traced(tree: PyTree) -> PyTree:
+def gather_traced(context: TraceContext, tree: PyTree) -> PyTree:
     """Concatenate each leaf's rows of all replicas, inside a function."""
-    _communicate("all_gather")
+    _check_axis(context, "all_gather")
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     if any(array.ndim == 0 for array in arrays):
@@ -240,14 +207,9 @@ def gather_traced(tree: PyTree) -> PyTree:
     return treedef.unflatten([as_keys(rows, key_of(array)) for rows, array in zip(gathered, arrays, strict=True)])
 
 
-def _communicate(call: str) -> TraceContext:
-    """The function being traced, whose replicas can communicate; an error where there is none."""
-    context = current_trace()
-    if context is None:
-        raise SynkError(f"synk.{call}: traced values communicate only inside a function.")
+def _check_axis(context: TraceContext, call: str) -> None:
     if not context.has_axis:
         raise ValueError(
             f"{context.name}: synk.{call} communicates inside, so every replica and slice needs as many rows. "
             f"Communicate in then, or give a number of rows that divides."
         )
-    return context

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from .._runtime.layout import Layout
 from .._tracing.context import eager
 from .access import bind, divergence, group_of
 from .combine import each_of
-from .value import unpacker
 from .variable import Shared
 
 
@@ -46,11 +45,10 @@ def check_replicas(*variables: Shared) -> None:
     with eager():
         group = group_of(each[0])
         states = [bind(variable, group) for variable in each]
-        body = _fingerprints(tuple((len(state.leaves), v._spec.slots) for state, v in zip(states, each, strict=True)))
+        body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpacker) for v in each))
         leaves = [leaf for state in states for leaf in state.leaves]
         layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
-        prints = run_collective(group, body, layouts, ["replicated"], leaves)
-    table = np.asarray(prints[0])
+        table = np.asarray(run_collective(group, body, layouts, ["replicated"], leaves)[0])
     names = [f"{variable.name}{path}" for variable in each for path in variable._spec.paths]
     for i, name in enumerate(names):
         wrong = [rank for rank in range(group.size) if (table[rank, i] != table[0, i]).any()]
@@ -62,15 +60,12 @@ def check_replicas(*variables: Shared) -> None:
 
 
 @lru_cache(maxsize=256)
-def _fingerprints(variables: tuple[tuple[int, Any], ...]) -> Body:
-    """A program for variables of so many leaves each, or buffers to be cut."""
+def _fingerprints(variables: tuple[tuple[int, Body], ...]) -> Body:
+    """A program for variables of so many stored leaves each, and what unpacks them."""
 
     def body(*leaves: jax.Array) -> list[jax.Array]:
-        rest = list(leaves)
-        prints: list[jax.Array] = []
-        for count, slots in variables:
-            own, rest = rest[:count], rest[count:]
-            prints += [_fingerprint(leaf) for leaf in (own if slots is None else unpacker(slots)(*own))]
+        rest = iter(leaves)
+        prints = [_fingerprint(leaf) for count, unpack in variables for leaf in unpack(*islice(rest, count))]
         return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
 
     return body

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
@@ -13,21 +12,11 @@ from .._runtime.layout import Layout
 
 @dataclass(frozen=True)
 class AbstractState:
-    """What programs depend on: shapes and dtypes of stored leaves on one replica, their layout, rows.
+    """What programs depend on, beside the value's tree, which stays."""
 
-    Attributes:
-      shapes: of each stored leaf on one replica; where it holds rows, of the replica with the most.
-      layout: "replicated" as long as nothing has made replicas differ, then "stacked".
-      rows_per_replica: where it holds rows.
-      keys: PRNG implementations of the logical leaves, as text.
-      treedef: of the logical value.
-    """
-
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    layout: Layout
-    rows_per_replica: tuple[int, ...] | None
-    keys: tuple[str, ...]
-    treedef: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of each stored leaf on one replica; of rows, on that with the most
+    layout: Layout = "replicated"  # as long as nothing has made replicas differ, then "stacked"
+    rows_per_replica: tuple[int, ...] | None = None  # where it holds rows
 
     def part_shapes(self, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
         """Of the value that a function sees; of one that holds rows, of so many."""
@@ -43,30 +32,20 @@ class AbstractState:
 
 @dataclass(frozen=True, eq=False)
 class VariableState:
-    """The leaves of a shared variable and what is known of them.
+    """The leaves of a shared variable and what is known of them."""
 
-    Attributes:
-      leaves: stored leaves, global arrays of the variable's group.
-      abstract: their shapes, layout and rows.
-      is_equal: whether all replicas hold one value, as far as synk knows.
-      diverged_by: what made them differ.
-      failure: (function, cause) where the value was donated to a program that died.
-    """
-
-    leaves: list[jax.Array]
+    leaves: list[jax.Array]  # stored leaves, global arrays of the variable's group
     abstract: AbstractState
-    is_equal: bool = True
-    diverged_by: str = ""
-    failure: tuple[str, Exception] | None = None
+    is_equal: bool = True  # whether all replicas hold one value, as far as synk knows
+    diverged_by: str = ""  # what made them differ
+    failure: tuple[str, Exception] | None = None  # (function, cause) where it was donated to a program that died
 
     @property
     def layout(self) -> Layout:
-        """How the leaves lie on the devices."""
         return self.abstract.layout
 
     @property
     def rows_per_replica(self) -> tuple[int, ...] | None:
-        """Rows on each replica, where the variable holds rows."""
         return self.abstract.rows_per_replica
 
 

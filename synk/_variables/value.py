@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
@@ -15,68 +14,57 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from .._base.pytree import PyTree, abstract_array, as_data, as_keys, key_of, narrow, refuse_tracer
+from .._base.pytree import SCALARS, PyTree, abstract_array, as_data, as_keys, key_of, narrow, refuse_tracer
 from .._tracing.context import current_trace
 
-
-class Slot(NamedTuple):
-    """Where a leaf is stored in buffers: which one, and from where."""
-
-    buffer: int
-    start: int
-    shape: tuple[int, ...]
+Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
+Buffers: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of the leaves that lie one after another in each
 
 
 @dataclass(frozen=True, eq=False)
 class ValueSpec:
-    """The tree of a value, and how its *logical* leaves, which the user sees, are *stored*.
-
-    Attributes:
-      treedef: the user's tree.
-      paths: of the logical leaves, as messages write them.
-      keys: the PRNG implementation of each, None for plain arrays.
-      shapes: of each, raw key data where it is a typed key; of what holds rows axis 0 may change.
-      slots: where each is stored in one buffer a dtype; None where leaves are stored as they are.
-    """
+    """The tree of a value, and how its *logical* leaves, which the user sees, are *stored*."""
 
     treedef: Any
-    paths: tuple[str, ...]
-    keys: tuple[Any, ...]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    slots: tuple[Slot, ...] | None = None
+    paths: tuple[str, ...]  # of the logical leaves, as messages write them
+    keys: tuple[Any, ...]  # the PRNG implementation of each, None for plain arrays
+    shapes: Shapes  # of each, raw key data where it is a typed key; of what holds rows axis 0 may change
+    buffers: Buffers | None  # one a dtype, in which a flat variable is stored; None: leaves are stored as they are
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
         """Stored leaves from logical ones."""
-        if self.slots is None:
+        if self.buffers is None:
             return list(leaves)
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-        numpy: Any = jnp if is_traced else np
-        parts: dict[int, list[Any]] = {}
-        for slot, leaf in sorted(zip(self.slots, leaves, strict=True), key=lambda pair: pair[0].buffer):
-            parts.setdefault(slot.buffer, []).append(numpy.asarray(leaf).reshape(-1))
-        return [numpy.concatenate(each) for each in parts.values()]
+        numpy: Any = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np
+        return [numpy.concatenate([numpy.asarray(leaves[i]).reshape(-1) for i in which]) for which in self.buffers]
+
+    @property
+    def unpacker(self) -> Callable[..., list[Any]]:
+        """What gives logical leaves of stored ones, both maybe with axes in front, as a body of programs."""
+        return _as_they_are if self.buffers is None else _unpacker(self.buffers, self.shapes)
 
     def unpack(self, stored: Sequence[Any]) -> list[Any]:
-        """Logical leaves from stored ones, which may have axes in front."""
-        return list(stored) if self.slots is None else unpacker(self.slots)(*stored)
+        return self.unpacker(*stored)
 
     def tree(self, stored: Sequence[Any]) -> PyTree:
         """Stored leaves as the user's tree, raw key data as keys."""
         return self.treedef.unflatten(map(as_keys, self.unpack(stored), self.keys))
 
 
-@lru_cache(maxsize=256)
-def unpacker(slots: tuple[Slot, ...]) -> Callable[..., list[Any]]:
-    """What cuts leaves from buffers; both may have axes in front."""
+def _as_they_are(*stored: Any) -> list[Any]:
+    return list(stored)
 
-    def unpack(*buffers: Any) -> list[Any]:
-        leaves: list[Any] = []
-        for at, start, shape in slots:
-            buffer, stop = buffers[at], start + prod(shape)
-            is_host = isinstance(buffer, np.ndarray)
-            part = buffer[..., start:stop] if is_host else lax.slice_in_dim(buffer, start, stop, axis=-1)
-            leaves.append(part.reshape((*buffer.shape[:-1], *shape)))
-        return leaves
+
+@lru_cache(maxsize=256)
+def _unpacker(buffers: Buffers, shapes: Shapes) -> Callable[..., list[Any]]:
+    def unpack(*stored: Any) -> list[Any]:
+        leaves: dict[int, Any] = {}
+        for buffer, which in zip(stored, buffers, strict=True):
+            stops = np.cumsum([shapes[i].size for i in which]).tolist()
+            split = np.split if isinstance(buffer, np.ndarray) else jnp.split
+            for i, part in zip(which, split(buffer, stops[:-1], axis=-1), strict=True):
+                leaves[i] = part.reshape((*buffer.shape[:-1], *shapes[i].shape))
+        return [leaves[i] for i in range(len(shapes))]
 
     return unpack
 
@@ -85,30 +73,24 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, is_flat: bool) -> tupl
     """The spec of a first value, and its stored leaves, which are synk's own unless borrowed."""
     leaves, treedef = tree_flatten_with_path(value)
     paths = tuple(keystr(path) for path, _ in leaves)
+    owned: list[Any] = []
     for path, (_, leaf) in zip(paths, leaves, strict=True):
         refuse_tracer(leaf, f"{name}{path}: its value")
-    # What is flat is copied into its buffers anyway.
-    owned = [
-        as_owned_array(leaf, f"{name}{path}", borrow or is_flat) for path, (_, leaf) in zip(paths, leaves, strict=True)
-    ]
+        owned.append(as_owned_array(leaf, f"{name}{path}", borrow or is_flat))  # what is flat is copied into buffers
     data = [as_data(leaf) for leaf in owned]
     shapes = tuple(abstract_array(leaf) for leaf in data)
-    spec = ValueSpec(treedef, paths, tuple(map(key_of, owned)), shapes, _slots(shapes) if is_flat else None)
-    if is_flat:
-        data = [np.asarray(leaf).astype(shape.dtype, copy=False) for leaf, shape in zip(data, shapes, strict=True)]
+    of_dtype: dict[Any, list[int]] = {}
+    for i, shape in enumerate(shapes):
+        of_dtype.setdefault(shape.dtype, []).append(i)
+    buffers = tuple(map(tuple, of_dtype.values())) if is_flat else None
+    spec = ValueSpec(treedef, paths, tuple(map(key_of, owned)), shapes, buffers)
     return spec, spec.pack(data)
 
 
-def _slots(shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[Slot, ...]:
-    """One buffer a dtype, in the order in which dtypes come."""
-    dtypes = list(dict.fromkeys(shape.dtype for shape in shapes))
-    ends = [0 for _ in dtypes]
-    slots: list[Slot] = []
-    for shape in shapes:
-        at = dtypes.index(shape.dtype)
-        slots.append(Slot(at, ends[at], shape.shape))
-        ends[at] += prod(shape.shape)
-    return tuple(slots)
+def shared_rows(arrays: Sequence[Any]) -> int | None:
+    """How many rows each of them has; None where they share no axis 0."""
+    rows = {array.shape[0] if array.shape else None for array in arrays}
+    return rows.pop() if len(rows) == 1 else None
 
 
 def conform(
@@ -128,7 +110,7 @@ def conform(
 
 
 def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, call: str, any_rows: bool) -> Any:
-    if isinstance(leaf, bool | int | float | complex) and _fits(np.asarray(leaf).dtype, like.dtype):
+    if isinstance(leaf, SCALARS) and _kind(np.asarray(leaf).dtype) <= _kind(like.dtype):
         leaf = np.asarray(leaf, like.dtype)
     if current_trace() is None:
         refuse_tracer(leaf, f"{call}: the new value of {name}")
@@ -139,31 +121,24 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
         was_key = "is none" if key is None else "is a typed PRNG key"
         raise TypeError(f"{call}: the new value of {name} {is_key}, but its old one {was_key}.")
     leaf = as_data(leaf)
-    start = 1 if any_rows else 0
-    if leaf.shape[start:] != like.shape[start:] or leaf.ndim != len(like.shape):
+    if leaf.shape[any_rows:] != like.shape[any_rows:] or leaf.ndim != len(like.shape):
         raise ValueError(
             f"{call}: the new value of {name} has shape {leaf.shape}, but its old one has {like.shape}. "
             f"A new value keeps tree, shapes and dtypes."
         )
-    have = jax.dtypes.canonicalize_dtype(leaf.dtype)
-    if have != like.dtype and not (getattr(leaf, "weak_type", False) and _fits(have, like.dtype)):
+    have, is_weak = jax.dtypes.canonicalize_dtype(leaf.dtype), getattr(leaf, "weak_type", False)
+    if have != like.dtype and not (is_weak and _kind(have) <= _kind(like.dtype)):
         raise TypeError(
             f"{call}: the new value of {name} has dtype {have.name}, but its old one has {like.dtype.name}. "
             f"Convert it, e.g. with new.astype({like.dtype.name!r})."
         )
-    if isinstance(leaf, jax.Array) and (have != like.dtype or leaf.weak_type):
-        return lax.convert_element_type(leaf, like.dtype)
-    return leaf
+    return lax.convert_element_type(leaf, like.dtype) if is_weak else leaf
 
 
 def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
     """A leaf as an array of synk's own; TypeError where it is none."""
     if isinstance(leaf, jax.Array):
-        if borrow or isinstance(leaf, jax.core.Tracer):
-            return leaf
-        if key_of(leaf) is not None:
-            return as_keys(jnp.array(as_data(leaf), copy=True), key_of(leaf))
-        return jnp.array(leaf, copy=True)
+        return leaf if borrow else as_keys(jnp.array(as_data(leaf), copy=True), key_of(leaf))
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{name}: this leaf is a masked array, whose mask would be lost; give .filled(...).")
     if isinstance(leaf, str | bytes) or not (np.isscalar(leaf) or hasattr(leaf, "__array__")):
@@ -174,13 +149,10 @@ def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
     array = np.asarray(leaf) if borrow else np.array(leaf)
     if array.dtype.kind in "OSUMm":
         raise TypeError(f"{name}: a shared variable holds numbers, but this leaf has dtype {array.dtype}.")
-    wanted = narrow(array.dtype)
-    return array if array.dtype == wanted else array.astype(wanted)
+    return array.astype(narrow(array.dtype), copy=False)
 
 
-def _fits(number: np.dtype, dtype: np.dtype) -> bool:
-    """May a Python number of this dtype take the other, as in jnp: bool, int, float, complex?"""
+def _kind(dtype: np.dtype) -> int:
+    """The place of its kind in bool, int, float, complex; as in jnp, a Python number takes no lower one."""
     kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
-    return max(jnp.issubdtype(dtype, kind) * i for i, kind in enumerate(kinds)) >= max(
-        jnp.issubdtype(number, kind) * i for i, kind in enumerate(kinds)
-    )
+    return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), 0)

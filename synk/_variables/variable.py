@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._base.errors import SynkError, public_api
 from .._base.pytree import PyTree, abstract_array
 from .._runtime.group import Group
 from .._tracing.context import current_trace, eager
-from .access import commit, common_value, copied_state, refuse_inside, state_with_rank, value_of_rank
+from . import access
 from .state import AbstractState, VariableState
 from .value import conform, spec_of_value
 
-_names = (f"shared_{i}" for i in itertools.count())
+_numbers = count()
 SLICES = ("mean", "max", "min", "last", "add")
+
+
+def _refusal(how: str) -> Any:
+    def refuse(self: Shared, *others: Any, **options: Any) -> Any:
+        raise TypeError(f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
+
+    return refuse
 
 
 class Shared:
@@ -36,20 +42,16 @@ class Shared:
     """
 
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
-        self.name = name or next(_names)
-        self._spec, pending = spec_of_value(value, self.name, borrow, flat)
-        self._pending: list[Any] | None = pending
+        self.name = name or f"shared_{next(_numbers)}"
+        self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
         self._group: Group | None = None
-        shapes = tuple(abstract_array(leaf) for leaf in pending)
-        keys = tuple(map(str, self._spec.keys))
-        self._state = VariableState([], AbstractState(shapes, "replicated", None, keys, self._spec.treedef))
+        self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
         self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
 
     def __repr__(self) -> str:
-        shapes = self._spec.shapes if self._spec.slots else self._state.abstract.shapes
-        shown = ", ".join(f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4])
-        more = ", ..." if len(shapes) > 4 else ""
-        return f"Shared({self.name}: {shown}{more}{'; flat' if self._spec.slots else ''})"
+        shapes = access.logical_shapes(self)
+        shown = ", ".join([f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4]] + ["..."] * (len(shapes) > 4))
+        return f"Shared({self.name}: {shown}{'; flat' if self._spec.buffers else ''})"
 
     @property
     @public_api
@@ -67,7 +69,7 @@ class Shared:
         if context is not None:
             return context.read(self)
         with eager():
-            return common_value(self)
+            return access.common_value(self)
 
     @value.setter
     @public_api
@@ -78,7 +80,7 @@ class Shared:
             return
         with eager():
             any_rows = self._state.rows_per_replica is not None
-            commit(self, copied_state(self, new, f"{self.name}.value", any_rows=any_rows))
+            access.commit_all([(self, access.copied_state(self, new, f"{self.name}.value", any_rows=any_rows))])
 
     @public_api
     def update(self, new: PyTree, slices: str | None = None) -> None:
@@ -113,15 +115,12 @@ class Shared:
 
     @public_api
     def get_value(self, rank: int = 0, borrow: bool = False) -> PyTree:
-        """Return a copy of the value of one replica.
+        """Return a copy of the value of one replica, arrays that lie on every replica.
 
         Args:
           rank: whose.
-          borrow: whether the result may share memory with the variable: then it is a NumPy view where that costs no
-            copy, and not to be read after the variable has changed.
-
-        Returns:
-          The value; arrays that lie on every replica (NumPy arrays with `borrow`).
+          borrow: whether to return NumPy arrays instead, which share memory with the variable where that saves a copy,
+            and are not to be read after it has changed.
 
         Raises:
           IndexError: there is no such rank.
@@ -132,9 +131,9 @@ class Shared:
           ...     synk.shared(np.arange(3)).get_value(1).tolist()
           [0, 1, 2]
         """
-        refuse_inside(self, "get_value")
+        access.refuse_inside(self, "get_value")
         with eager():
-            return value_of_rank(self, rank, borrow)
+            return access.value_of_rank(self, rank, borrow)
 
     @public_api
     def set_value(self, new: PyTree, rank: int | None = None, borrow: bool = False) -> None:
@@ -157,9 +156,13 @@ class Shared:
           ...     w.value.tolist()
           [1.0, 1.0]
         """
-        refuse_inside(self, "set_value")
+        access.refuse_inside(self, "set_value")
         with eager():
-            commit(self, copied_state(self, new, borrow=borrow) if rank is None else state_with_rank(self, rank, new))
+            if rank is None:
+                state = access.copied_state(self, new, borrow=borrow)
+            else:
+                state = access.state_with_rank(self, rank, new)
+            access.commit_all([(self, state)])
 
     # What tracing calls (TracedState).
 
@@ -167,32 +170,20 @@ class Shared:
         return self._spec.tree(leaves)
 
     def _conform(self, new: PyTree, shapes: Sequence[jax.ShapeDtypeStruct], call: str) -> list[Any]:
-        shapes = self._spec.shapes if self._spec.slots else shapes
-        return self._spec.pack(conform(self._spec, new, shapes, self.name, call))
+        logical = shapes if self._spec.buffers is None else self._spec.shapes
+        return self._spec.pack(conform(self._spec, new, logical, self.name, call))
 
     # What users try instead of `.value`.
 
     __array_ufunc__ = None  # NumPy's operators leave it to those below
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        raise self._no_array("read as an array")
-
-    def __jax_array__(self) -> jax.Array:
-        raise self._no_array("used as an array")
-
-    def _no_array(self, how: str) -> TypeError:
-        return TypeError(f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
+    __array__ = _refusal("read as an array")
+    __jax_array__ = _refusal("used as an array")
 
 
-def _refuse_arithmetic(self: Shared, *others: Any) -> Any:
-    raise self._no_array("used as a number")
-
-
-for _name in "add sub mul truediv floordiv mod pow matmul".split():
-    for _side in ("", "r"):
-        setattr(Shared, f"__{_side}{_name}__", _refuse_arithmetic)
-for _name in "neg pos abs lt le gt ge getitem float".split():
-    setattr(Shared, f"__{_name}__", _refuse_arithmetic)
+_BINARY = "add sub mul truediv floordiv mod pow matmul".split()
+for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *"neg pos abs lt le gt ge getitem float".split()]:
+    setattr(Shared, f"__{_name}__", _refusal("used as a number"))
 
 
 @public_api
@@ -208,9 +199,6 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, flat
       flat: whether to keep one buffer a dtype behind the tree: a call then takes and returns as many arrays, where it
         took one a leaf (a few microseconds each). Reading and assigning `value` cuts and joins them inside the
         program, which then takes longer to compile. It cannot hold rows.
-
-    Returns:
-      The variable.
 
     Raises:
       TypeError: a leaf is no array.
