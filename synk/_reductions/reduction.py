@@ -119,6 +119,10 @@ def _as_entry(value: jax.Array, info: PartInfo) -> jax.Array:
     return value[None]
 
 
+def _if_first(value: jax.Array, info: PartInfo) -> jax.Array:
+    return jnp.where(info.is_first, value, jnp.zeros((), value.dtype))
+
+
 def _widen(value: jax.Array, op: str) -> jax.Array:
     return value.astype(accumulation_dtype(value.dtype, op))
 
@@ -135,23 +139,24 @@ def _weigh_unless_zero(value: jax.Array, info: PartInfo) -> jax.Array:
     return jnp.where(weight != 0, value, 0) * weight
 
 
-REDUCTIONS: dict[str | None, Reduction] = {
-    "sum": Reduction("sum", "sum", lambda v, _: _widen(v, "sum")),
-    "mean": Reduction("mean", "sum", _weigh),
-    "any": Reduction("any", "sum", lambda v, _: v.astype(bool).astype(np.int32)),
-    "all": Reduction("all", "sum", lambda v, _: (~v.astype(bool)).astype(np.int32), finalize=lambda n, _: n == 0),
-    "max": Reduction("max", "max", _as_it_is, jnp.maximum),
-    "min": Reduction("min", "min", _as_it_is, jnp.minimum),
-    "prod": Reduction("prod", "prod", lambda v, _: _widen(v, "prod"), jnp.multiply),
-    "concat": Reduction("concat", "gather", _as_it_is, has_row_entries=True),
-    "stack": Reduction("stack", "gather", _as_entry, is_lawful=False),
-    "first": Reduction(
-        "first", "first", lambda v, info: jnp.where(info.is_first, v, jnp.zeros((), v.dtype)), is_lawful=False
-    ),
+REDUCTIONS = {
+    reduction.name: reduction
+    for reduction in (
+        Reduction("sum", "sum", lambda v, _: _widen(v, "sum")),
+        Reduction("mean", "sum", _weigh),
+        Reduction("any", "sum", lambda v, _: v.astype(bool).astype(np.int32)),
+        Reduction("all", "sum", lambda v, _: (~v.astype(bool)).astype(np.int32), finalize=lambda n, _: n == 0),
+        Reduction("max", "max", _as_it_is, jnp.maximum),
+        Reduction("min", "min", _as_it_is, jnp.minimum),
+        Reduction("prod", "prod", lambda v, _: _widen(v, "prod"), jnp.multiply),
+        Reduction("concat", "gather", _as_it_is, has_row_entries=True),
+        Reduction("stack", "gather", _as_entry, is_lawful=False),
+        Reduction("first", "first", _if_first, is_lawful=False),
+    )
 }
 ELEMENTWISE = ("sum", "mean", "max", "min", "prod", "any", "all")
-NAMES = sorted([*REDUCTIONS, "avg", "gather"])
-REDUCTIONS |= {"avg": REDUCTIONS["mean"], "gather": REDUCTIONS["concat"], None: REDUCTIONS["first"]}
+_ALIASES = {"avg": "mean", "gather": "concat"}
+_NAMES = sorted([*REDUCTIONS, *_ALIASES])
 
 # Of synk.Weighted: a value leaf, whose total is divided by that of its weight; and the weight.
 WEIGHTED = Reduction(
@@ -174,17 +179,19 @@ UPDATES = {
 
 def reduction_of(op: Op | Reduction, where: str) -> Reduction:
     """The reduction that a user has named; ValueError or TypeError where it is none."""
+    if op is None:
+        return REDUCTIONS["first"]
     if isinstance(op, Reduction):
         return op
     if callable(op):
         return Reduction("callable", "gather", _as_entry, finalize=lambda entries, _: op(entries), is_lawful=False)
-    hint = f"use one of {', '.join(NAMES)}, None or a callable."
-    if op is not None and not isinstance(op, str):
+    hint = f"use one of {', '.join(_NAMES)}, None or a callable."
+    if not isinstance(op, str):
         raise TypeError(f"{where}: op {op!r} is none of synk's; {hint}")
-    if op in REDUCTIONS:
-        return REDUCTIONS[op]
-    for close in difflib.get_close_matches(op, NAMES, 1, 0.4):
-        hint = f'did you mean "{REDUCTIONS[close].name}"?'
+    if (name := _ALIASES.get(op, op)) in REDUCTIONS:
+        return REDUCTIONS[name]
+    if close := difflib.get_close_matches(op, _NAMES, 1, 0.4):
+        hint = f'did you mean "{_ALIASES.get(close[0], close[0])}"?'
     raise ValueError(f"{where}: op {op!r} is none of synk's; {hint}")
 
 

@@ -167,7 +167,7 @@ def _run(variable: Shared, body: Body, layout: Layout) -> list[jax.Array]:
 def _reduce_body(op: str, shares: tuple[float, ...]) -> Body:
     def body(*arrays: jax.Array) -> list[jax.Array]:
         context = current_trace()  # whose own rank does not make what is combined depend on it
-        rank = lax.axis_index(AXIS) if context is None else context.info.rank
+        rank = lax.axis_index(AXIS) if context is None else context.rank
         weight = jnp.asarray(np.array(shares, np.dtype(jnp.result_type(float))))[rank]
         leaves = [Reduced(REDUCTIONS[op], array.dtype) for array in arrays]
         states = prepare_parts(arrays, leaves, PartInfo(weight, rank == 0))
