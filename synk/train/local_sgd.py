@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from .._call.inputs import check_slices
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
 from .._variables.variable import Shared, shared
-from .model import LeafKind, TrainingModel, TrainingOptions, kinds_of
+from .model import LeafKind, TrainingModel, kinds_of
 
 
 class LocalSteps:
@@ -52,7 +51,7 @@ class LocalSteps:
         trained = shared({"weight": np.float32(0), "loss": np.float32(0)}, "trained")  # since the last average
         kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
         self.function = _local_function(model, trained)
-        self._average = _average_function(f"{model.name}.average", kept, trained, model.donate)
+        self._average = _average_function(model, kept, trained)
 
     @public_api
     def __call__(self, *args: Any, num_slices: int = 1, **options: Any) -> Any:
@@ -99,9 +98,7 @@ class LocalSteps:
     def __enter__(self) -> LocalSteps:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         if kind is None:
             self.finish()
 
@@ -143,12 +140,11 @@ def _refuse_slices(num_slices: int, name: str) -> None:
 
 def _local_function(model: TrainingModel, trained: Shared) -> Function:
     """One step on each replica, of its own rows."""
-    params, opt_state, state = model.params, model.opt_state, model.state
+    params, opt_state, state = model.params, model.opt_state, model.state  # named, so that tracing expects them
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         found = model.value_and_grad(params.value, state, args, kwargs)
-        counted = _count_rows(function, args, kwargs) if found.weight is None else found.weight
-        weight = jnp.asarray(counted).astype(jnp.float32)
+        weight = jnp.asarray(_rows(function, args, kwargs) if found.weight is None else found.weight, jnp.float32)
         before = params.value, opt_state.value
         after = model.apply_updates(*before, found.grads, found.value)
         # A part of weight 0 counts for nothing, whatever its loss is.
@@ -166,7 +162,7 @@ def _local_function(model: TrainingModel, trained: Shared) -> Function:
     return function
 
 
-def _count_rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many rows this part has."""
     bound = function._binder.bind(args, kwargs)
     if not bound.spec.scattered:
@@ -177,7 +173,7 @@ def _count_rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any
     return bound.leaves[bound.spec.scattered[0]].shape[0]
 
 
-def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bool) -> Function:
+def _average_function(model: TrainingModel, kept: list[Shared], trained: Shared) -> Function:
     """Combine what each replica holds, weighted by what it has trained on; return the loss of that."""
 
     def own() -> PyTree:
@@ -188,12 +184,8 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bo
                 leaves[kind].append(leaf)
         # Where no replica has trained (all was masked), all hold the same, and any weights will do.
         held = Weighted(leaves["number"], jnp.maximum(weight, jnp.float32(1e-30)))
-        return {
-            "loss": Weighted(trained.value["loss"] / weight, weight),
-            "weights": weight,
-            **leaves,
-            "number": held,
-        }
+        loss = Weighted(trained.value["loss"] / weight, weight)
+        return {"loss": loss, "weights": weight, **leaves, "number": held}
 
     def take(combined: dict[str, Any]) -> jax.Array:
         first = jnp.argmax(combined["weights"] > 0)
@@ -205,7 +197,7 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bo
         return combined["loss"]
 
     ops = {"loss": "mean", "weights": "stack", "number": "mean", "count": "max", "key": "stack"}
-    return make_function(FunctionOptions(own, None, ops, take, donate=donate, name=name))
+    return make_function(FunctionOptions(own, None, ops, take, donate=model.donate, name=f"{model.name}.average"))
 
 
 @public_api
@@ -232,8 +224,7 @@ def local_steps(
     that had none counts for nothing. With `every=1` and plain SGD it is the synchronous step, to rounding.
 
     Args:
-      loss: as for `synk.train.step`.
-      params: as for `synk.train.step`.
+      loss, params, inputs, aux, flat, donate, name: as for `synk.train.step`.
       optimizer: one of optax's; it sees each replica's own gradients.
       every: after how many steps to average, >= 1.
       optimizer_state: whether to average the optimizer's state too, of which integers (step counts) take the largest;
@@ -242,12 +233,7 @@ def local_steps(
         all rows trained on since the last average.
       state: as for `synk.train.step`; averaged with the parameters. Of PRNG keys those of the first replica that has
         trained since are kept, of other integers the largest.
-      inputs: as for `synk.train.step`.
-      aux: as for `synk.train.step`.
       clip: the largest global norm of each replica's own gradient.
-      flat: as for `synk.train.step`.
-      donate: as for `synk.function`.
-      name: what messages call it; the loss's name.
 
     Returns:
       A `LocalSteps`: call it with rows.
@@ -271,5 +257,8 @@ def local_steps(
         raise TypeError(f"{call}: every is {every!r}; give an integer >= 1.")
     if every < 1:
         raise ValueError(f"{call}: every is {every}; average after so many steps, >= 1.")
-    options = TrainingOptions(loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
-    return LocalSteps(TrainingModel(call, options), int(every), optimizer_state, report)
+    model = TrainingModel(
+        call, loss, params, optimizer,
+        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name,
+    )  # fmt: skip
+    return LocalSteps(model, int(every), optimizer_state, report)

@@ -16,7 +16,7 @@ from .._call.spec import Stats
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
 from .._variables.variable import Shared
-from .model import TrainingModel, TrainingOptions, state_ops
+from .model import TrainingModel, state_ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,18 +151,19 @@ def step(
       >>> print(f"{step(x, 3 * x):.1f} {step.params.value['w']:.1f}")
       117.0 7.8
     """
-    options = TrainingOptions(loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
-    model = TrainingModel("synk.train.step", options)
+    model = TrainingModel(
+        "synk.train.step", loss, params, optimizer,
+        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name,
+    )  # fmt: skip
+
+    # Named here, so that tracing expects them.
     held, opt_state, running = model.params, model.opt_state, model.state
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         found = model.value_and_grad(held.value, running, args, kwargs)
         both = (found.value, found.grads)
-        return {
-            "loss": both if found.weight is None else Weighted(both, found.weight),
-            "state": found.state,
-            "aux": found.aux,
-        }
+        mean = both if found.weight is None else Weighted(both, found.weight)
+        return {"loss": mean, "state": found.state, "aux": found.aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
@@ -171,5 +172,4 @@ def step(
             running.value = combined["state"]
         return (value, combined["aux"]) if model.has_aux else value
 
-    function = model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then)
-    return Step(function, held, opt_state, running)
+    return Step(model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then), held, opt_state, running)
