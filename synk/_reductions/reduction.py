@@ -61,26 +61,16 @@ def _plain(combined: Any, weight: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How parts combine.
+    """How parts combine."""
 
-    Attributes:
-      name: the op, as users and messages call it.
-      collective: how states combine over the replicas; "gather" keeps each part's entries, in row order; "first" adds
-        one part's value and zeros, as bits.
-      prepare: (part, info) -> its state: widened, weighed; of what is gathered, entries on axis 0.
-      accumulate: (state, state) -> state, of parts of one replica; not of what is gathered.
-      finalize: (combined state, total weight) -> the whole, before `result_dtype`.
-      has_row_entries: whether what is gathered has an entry a row, else an entry a part.
-      is_lawful: whether `f.check` compares it: whether it means the same for any parts.
-    """
-
-    name: str
+    name: str  # the op, as users and messages call it
+    # Over the replicas: "gather" keeps each part's entries, in row order; "first" adds one value and zeros, as bits.
     collective: Literal["sum", "max", "min", "prod", "gather", "first"]
-    prepare: Callable[[jax.Array, PartInfo], jax.Array]
-    accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
-    finalize: Callable[[Any, Any], Any] = _plain
-    has_row_entries: bool = False
-    is_lawful: bool = True
+    prepare: Callable[[jax.Array, PartInfo], jax.Array]  # widens and weighs; of what is gathered, entries on axis 0
+    accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add  # states of parts of one replica
+    finalize: Callable[[Any, Any], Any] = _plain  # (combined state, total weight) -> the whole, before `result_dtype`
+    has_row_entries: bool = False  # whether what is gathered has an entry a row, else an entry a part
+    is_lawful: bool = True  # whether it means the same for any parts, so that `f.check` compares it
 
     def identity(self, dtype: np.dtype) -> Any:
         """What changes nothing when it is accumulated."""
@@ -216,14 +206,8 @@ def combine_replicas(
 ) -> list[jax.Array]:
     """Combine states over all replicas: one collective a kind of reduction and dtype.
 
-    Args:
-      states: this replica's, one a leaf; of what is gathered, entries on axis 0, as many on each replica.
-      leaves: their reductions.
-      valid: of what is gathered, the indexes of the entries of all replicas that count, in row order; None for all.
-      has_gradients: whether it may be differentiated.
-
-    Returns:
-      The whole outputs, the same on every replica.
+    Of what is gathered, states are entries on axis 0, as many on each replica, and `valid` has the indexes of those of
+    all replicas that count, in row order; None for all. `has_gradients` says whether it may be differentiated.
     """
     combined = _communicate(states, leaves, has_gradients)
 

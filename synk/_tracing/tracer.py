@@ -55,47 +55,37 @@ class TracedFunction:
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
 
 
-@dataclass
-class _Seen:
-    """What one trace finds."""
-
-    outputs: Any = None
-    reads: tuple[Any, ...] = ()
-    writes: tuple[tuple[Any, str | None], ...] = ()
-    uses_rank: bool = False
-
-
 def trace(request: TraceRequest) -> TracedFunction:
     """Trace a function for one replica; again where it reads variables that it was not expected to."""
-    seen, shapes_of = _Seen(), request.shapes_of
+    found: dict[str, Any] = {}  # by the last trace: fields of TracedFunction
     variables = tuple(dict.fromkeys(request.variables))
     flat_arguments, treedef = jax.tree.flatten(request.arguments)
     number = jax.ShapeDtypeStruct((), np.int32)
     axes = [(AXIS, request.size)] if request.has_axis else None
     while True:
-        shapes = [shape for variable in variables for shape in shapes_of(variable)]
-        flat = functools.partial(_run_traced, request, seen, variables, treedef)
+        shapes = [shape for variable in variables for shape in request.shapes_of(variable)]
+        flat = functools.partial(_run_traced, request, found, variables, treedef)
         closed = jax.make_jaxpr(flat, axis_env=axes)(*shapes, *flat_arguments, number, number)
-        if set(seen.reads) <= set(variables):
+        if set(found["reads"]) <= set(variables):
             break
-        variables = tuple(dict.fromkeys((*variables, *seen.reads)))
+        variables = tuple(dict.fromkeys((*variables, *found["reads"])))
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
-    is_used = [variable in seen.reads for variable in variables for _ in shapes_of(variable)]
+    is_used = [variable in found["reads"] for variable in variables for _ in request.shapes_of(variable)]
     equations = list(_equations(closed.jaxpr))
+    found["uses_rank"] |= any(map(_tells_ranks_apart, equations))
     return TracedFunction(
         run=_runner(closed, is_used, request.name),
-        variables=tuple(variable for variable in variables if variable in seen.reads),
-        reads=seen.reads,
-        writes=seen.writes,
-        outputs=seen.outputs,
+        variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
-        uses_rank=seen.uses_rank or any(map(_tells_ranks_apart, equations)),
         has_effects=bool(closed.effects),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in equations),
+        **found,
     )
 
 
-def _run_traced(request: TraceRequest, seen: _Seen, variables: Sequence[Any], treedef: Any, *leaves: Any) -> list[Any]:
+def _run_traced(
+    request: TraceRequest, found: dict[str, Any], variables: Sequence[Any], treedef: Any, *leaves: Any
+) -> list[Any]:
     *rest, rank, first_row = leaves
     values = {variable: [rest.pop(0) for _ in request.shapes_of(variable)] for variable in variables}
     args, kwargs = treedef.unflatten(map(as_keys, rest, request.keys))
@@ -106,11 +96,11 @@ def _run_traced(request: TraceRequest, seen: _Seen, variables: Sequence[Any], tr
             request.name, rank, first_row, request.size, request.slices, request.has_axis, values, request.shapes_of
         )
         with tracing(context), _context(object()):
-            out, seen.outputs = request.pack(request.call(*args, **kwargs))
+            out, found["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()
         # And no more of the context: what is traced must not outlive its trace.
-        seen.reads, seen.uses_rank = tuple(context.reads), context.uses_rank
-        seen.writes = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
+        found.update(reads=tuple(context.reads), uses_rank=context.uses_rank)
+        found["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 
     # Through jit, so that JAX's errors name the user's function and its arguments; inlined, it leaves nothing behind.

@@ -28,9 +28,8 @@ class LocalSteps:
 
     Attributes:
       function: the `synk.Function` that takes one step on each replica.
-      params: the parameters, a shared variable; `params.value` is their tree.
-      opt_state: the optimizer's state, a shared variable.
-      state: the model's state, a shared variable; None where there is none.
+      params, opt_state, state: shared variables: the parameters, whose tree is `params.value`, the optimizer's state,
+        and the model's, None where there is none.
       steps: how many steps were taken so far.
 
     Example:
@@ -73,12 +72,7 @@ class LocalSteps:
 
     @public_api
     def iterate(self, *args: Any, num_slices: int = 1, **options: Any) -> Iterator[Any]:
-        """Take a step for each batch, and at the end average what is left; see `synk.Function.iterate`.
-
-        Args:
-          *args: the rows, as the loss takes them.
-          num_slices: 1, as in a call.
-          **options: `batches`, `prefetch` and the like.
+        """Take a step for each of `batches`, and at the end average what is left; see `synk.Function.iterate`.
 
         Returns:
           An iterator of what each call returns; it has as many as there are batches.

@@ -25,9 +25,8 @@ class Step:
 
     Attributes:
       function: the `synk.Function` that it calls.
-      params: the parameters, a shared variable; `params.value` is their tree.
-      opt_state: the optimizer's state, a shared variable.
-      state: the model's state, a shared variable; None where there is none.
+      params, opt_state, state: shared variables: the parameters, whose tree is `params.value`, the optimizer's state,
+        and the model's, None where there is none.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -65,15 +64,7 @@ class Step:
 
     @public_api
     def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
-        """Take a step for each batch; see `synk.Function.iterate`.
-
-        Args:
-          *args: the rows, as the loss takes them.
-          **options: `batches`, `prefetch`, `num_slices` and the like.
-
-        Returns:
-          An iterator of what each call returns.
-        """
+        """Take a step for each of `batches`, and return an iterator of the results; see `synk.Function.iterate`."""
         return self.function.iterate(*args, **options)
 
     @public_api
