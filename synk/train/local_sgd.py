@@ -11,7 +11,8 @@ import numpy as np
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
-from .._call.decorator import FunctionOptions, Inputs, make_function
+from .._call import decorator
+from .._call.decorator import Inputs
 from .._call.function import Function
 from .._call.inputs import check_slices
 from .._data.prefetch import Prefetch
@@ -50,7 +51,7 @@ class LocalSteps:
         trained = shared({"weight": np.float32(0), "loss": np.float32(0)}, "trained")  # since the last average
         kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
         self.function = _local_function(model, trained)
-        self._average = _average_function(model, kept, trained)
+        self._average = _average_function(f"{model.name}.average", kept, trained, model.donate)
 
     @public_api
     def __call__(self, *args: Any, num_slices: int = 1, **options: Any) -> Any:
@@ -167,7 +168,7 @@ def _rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return bound.leaves[bound.spec.scattered[0]].shape[0]
 
 
-def _average_function(model: TrainingModel, kept: list[Shared], trained: Shared) -> Function:
+def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bool) -> Function:
     """Combine what each replica holds, weighted by what it has trained on; return the loss of that."""
 
     def own() -> PyTree:
@@ -191,7 +192,7 @@ def _average_function(model: TrainingModel, kept: list[Shared], trained: Shared)
         return combined["loss"]
 
     ops = {"loss": "mean", "weights": "stack", "number": "mean", "count": "max", "key": "stack"}
-    return make_function(FunctionOptions(own, None, ops, take, donate=model.donate, name=f"{model.name}.average"))
+    return decorator.function(own, None, ops, then=take, donate=donate, name=name)
 
 
 @public_api

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from .._base.pytree import PyTree
-from .._call.decorator import FunctionOptions, Inputs, make_function
+from .._call.decorator import Inputs, function
 from .._call.function import Function
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
@@ -96,7 +96,7 @@ class TrainingModel:
         """A function of rows that looks like the loss, in messages and to `inputs`."""
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         ops = {**outputs, "aux": self.aux_ops}
-        return make_function(FunctionOptions(fn, self.inputs, ops, then, donate=self.donate, name=self.name))
+        return function(fn, self.inputs, ops, then=then, donate=self.donate, name=self.name)
 
     def value_and_grad(self, params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]) -> LossAndGrad:
         """The loss of these rows, and its gradient."""
