@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ PACK_BYTES = 64 * 1024
 
 def all_sum(values: Arrays) -> list[jax.Array]:
     """Sum each array over the replicas."""
-    return _packed(values, PACK_BYTES, lambda arrays: lax.psum(arrays, AXIS))
+    return list(values) if _is_alone() else _packed(values, PACK_BYTES, partial(lax.psum, axis_name=AXIS))
 
 
 def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
@@ -32,19 +33,26 @@ def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
     if _is_alone():
         return list(values)
     keys = [_sortable(array, low) for array, low in zip(values, is_min, strict=True)]
-    found = _packed(keys, PACK_BYTES, lambda packed: lax.pmax(packed, AXIS))
+    found = _packed(keys, PACK_BYTES, partial(lax.pmax, axis_name=AXIS))
     return [_unsortable(k, a.dtype, low) for k, a, low in zip(found, values, is_min, strict=True)]
 
 
 def all_gather(values: Arrays) -> list[jax.Array]:
     """Gather each array from all replicas: (replicas, *shape)."""
-
-    def unpack(packed: jax.Array, like: Arrays) -> list[jax.Array]:
-        return list(jax.vmap(lambda row: tuple(_unpack(row, like)))(packed))
-
     if _is_alone():
         return [value[None] for value in values]
-    return _packed(values, None, lambda arrays: [lax.all_gather(a, AXIS) for a in arrays], unpack)
+    return _packed(values, np.inf, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
+
+
+def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Fold an array over the replicas, each of which folds a piece: the memory of two, and not of one a replica."""
+    if _is_alone() or not array.size:
+        return array
+    size = lax.psum(1, AXIS)
+    piece = -(-array.size // size)
+    flat = jnp.pad(array.ravel(), (0, piece * size - array.size)).reshape(size, piece)
+    mine = fold(lax.all_to_all(flat, AXIS, 0, 0)).astype(array.dtype)
+    return lax.all_gather(mine, AXIS).ravel()[: array.size].reshape(array.shape)
 
 
 def merge_leading_axes(entries: jax.Array) -> jax.Array:
@@ -62,62 +70,44 @@ def _sortable(array: jax.Array, is_min: bool) -> jax.Array:
         key = array.astype(jnp.int32) if array.dtype == np.bool_ else array
         return ~key if is_min else key
     wide = array if array.dtype.itemsize >= 4 else array.astype(jnp.float32)
-    integer = jnp.int64 if wide.dtype.itemsize == 8 else jnp.int32
-    bits = lax.bitcast_convert_type(wide, integer)
-    most = jnp.asarray(jnp.iinfo(integer).max, integer)
-    key = jnp.where(bits < 0, bits ^ most, bits)
-    return jnp.where(wide != wide, most, ~key if is_min else key)
+    key = _ordered(lax.bitcast_convert_type(wide, jnp.int64 if wide.dtype.itemsize == 8 else jnp.int32))
+    return jnp.where(jnp.isnan(wide), jnp.iinfo(key.dtype).max, ~key if is_min else key)
 
 
 def _unsortable(key: jax.Array, dtype: np.dtype, is_min: bool) -> jax.Array:
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return (~key if is_min else key).astype(dtype)
-    most = jnp.asarray(jnp.iinfo(key.dtype).max, key.dtype)
     order = ~key if is_min else key
-    bits = jnp.where(order < 0, order ^ most, order)
-    wide = lax.bitcast_convert_type(bits, jnp.float64 if key.dtype.itemsize == 8 else jnp.float32)
-    return jnp.where(key == most, jnp.asarray(np.nan, wide.dtype), wide).astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return order.astype(dtype)
+    wide = lax.bitcast_convert_type(_ordered(order), jnp.float64 if key.dtype.itemsize == 8 else jnp.float32)
+    return jnp.where(key == jnp.iinfo(key.dtype).max, np.nan, wide).astype(dtype)
 
 
-def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Fold an array over the replicas, each of which folds a piece: the memory of two, and not of one a replica."""
-    if _is_alone() or not array.size:
-        return array
-    size = lax.psum(1, AXIS)
-    piece = -(-array.size // size)
-    flat = jnp.pad(array.ravel(), (0, piece * size - array.size)).reshape(size, piece)
-    mine = fold(lax.all_to_all(flat, AXIS, 0, 0)).astype(array.dtype)
-    return lax.all_gather(mine, AXIS).ravel()[: array.size].reshape(array.shape)
+def _ordered(bits: jax.Array) -> jax.Array:
+    """Bits of floats as integers of the same order, and back."""
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
-def _packed(
-    values: Arrays,
-    limit: int | None,
-    communicate: Callable[[list[jax.Array]], Sequence[jax.Array]],
-    unpack: Callable[[jax.Array, Arrays], list[jax.Array]] | None = None,
-) -> list[jax.Array]:
+def _packed(values: Arrays, limit: float, communicate: Callable[[list[jax.Array]], Arrays]) -> list[jax.Array]:
     """Communicate arrays of one dtype together; those of at most `limit` bytes in one buffer."""
-    if _is_alone():
-        return list(values)
     results: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
-        small = [i for i in same if limit is None or values[i].size * dtype.itemsize <= limit]
-        alone = [i for i in same if i not in set(small)]
+        small = [i for i in same if values[i].nbytes <= limit]
+        alone = [i for i in same if values[i].nbytes > limit]
         if len(small) == 1:
-            alone, small = alone + small, []
+            alone, small = same, []
         packed = [jnp.concatenate([values[i].ravel() for i in small])] if small else []
-        received = communicate(packed + [values[i] for i in alone])
+        received = communicate([*packed, *(values[i] for i in alone)])
         if small:
-            results |= zip(small, (unpack or _unpack)(received[0], [values[i] for i in small]), strict=True)
+            results |= zip(small, _unpack(received[0], [values[i] for i in small]), strict=True)
         results |= zip(alone, received[len(packed) :], strict=True)
     return [results[i] for i in range(len(values))]
 
 
 def _unpack(packed: jax.Array, like: Arrays) -> list[jax.Array]:
-    """Cut a flat buffer into arrays shaped like those that were packed."""
+    """Cut the last axis of a buffer into arrays shaped like those that were packed."""
     stops = np.cumsum([array.size for array in like])
     return [
-        lax.slice(packed, (int(stop) - array.size,), (int(stop),)).reshape(array.shape)
+        lax.slice_in_dim(packed, int(stop) - array.size, int(stop), axis=-1).reshape(*packed.shape[:-1], *array.shape)
         for array, stop in zip(like, stops, strict=True)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,33 +15,20 @@ from .reduction import PER_PART, WEIGHT, WEIGHTED, Reduced, Reduction, Weighted,
 
 
 class OutputLeaf(NamedTuple):
-    """One leaf of what `fn` returned.
+    """One leaf of what `fn` returned."""
 
-    Attributes:
-      path: in the tree, as messages write it.
-      op: the op's name, for messages.
-      reduced: how it combines.
-      key: the PRNG implementation of a typed key, whose raw data combines.
-    """
-
-    path: str
-    op: str
+    path: str  # in the tree, as messages write it
+    op: str  # the op's name, for messages
     reduced: Reduced
-    key: Any
+    key: Any  # the PRNG implementation of a typed key, whose raw data combines
 
 
 class OutputSpec(NamedTuple):
-    """The structure of what `fn` returned.
+    """The structure of what `fn` returned."""
 
-    Attributes:
-      leaves: all that combines.
-      keep: those that are outputs; the weight of a Weighted is none.
-      treedef: of the outputs.
-    """
-
-    leaves: tuple[OutputLeaf, ...]
-    keep: tuple[int, ...]
-    treedef: Any
+    leaves: tuple[OutputLeaf, ...]  # all that combines
+    keep: tuple[int, ...]  # those that are outputs; the weight of a Weighted is none
+    treedef: Any  # of the outputs
 
     @property
     def reduced(self) -> list[Reduced]:
@@ -62,29 +49,13 @@ class ResultSpec(NamedTuple):
 
 
 class OutputRules(NamedTuple):
-    """What outputs of one part must keep to.
+    """What outputs of one part must keep to."""
 
-    Attributes:
-      ops: a tree of reductions, a prefix of the outputs.
-      name: what messages call the function.
-      rows: of the part; None where there are none.
-      is_sliced: whether a replica has several parts.
-      per_part: whether every output's parts are kept as they come, for `f.check`.
-    """
-
-    ops: PyTree
-    name: str
-    rows: int | None
-    is_sliced: bool
-    per_part: bool
-
-
-class _Item(NamedTuple):
-    path: str
-    reduction: Reduction
-    value: Any
-    weight: int | None = None
-    is_output: bool = True
+    ops: PyTree  # of reductions, a prefix of the outputs
+    name: str  # what messages call the function
+    rows: int | None  # of the part; None where there are none
+    is_sliced: bool  # whether a replica has several parts
+    per_part: bool  # whether every output's parts are kept as they come, for `f.check`
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
@@ -93,26 +64,32 @@ def check_ops(outputs: PyTree, name: str) -> PyTree:
 
 
 def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], OutputSpec]:
-    """Flatten what `fn` returned for one part, and match it with the ops."""
-    items = list(_items(rules, out))
-    arrays = [_as_array(item.value, f"{rules.name}: output{item.path}") for item in items]
-    leaves = [
-        OutputLeaf(
-            item.path, item.reduction.name, Reduced(item.reduction, as_data(array).dtype, item.weight), key_of(array)
-        )
-        for item, array in zip(items, arrays, strict=True)
-    ]
-    for leaf, array in zip(leaves, arrays, strict=True):
+    """Flatten what `fn` returned for one part, and match it with the ops; a Weighted's weight follows its values."""
+    leaves: list[OutputLeaf] = []
+    arrays: list[jax.Array] = []
+
+    def add(path: str, reduction: Reduction, value: Any, weight: int | None = None) -> None:
+        array = _as_array(value, f"{rules.name}: output{path}")
+        leaf = OutputLeaf(path, reduction.name, Reduced(reduction, as_data(array).dtype, weight), key_of(array))
         _check(leaf, array, rules)
-    if rules.per_part:
-        special = (WEIGHTED, WEIGHT)
-        leaves = [
-            leaf if leaf.reduced.reduction in special else leaf._replace(reduced=Reduced(PER_PART, leaf.reduced.dtype))
-            for leaf in leaves
-        ]
+        if rules.per_part and reduction not in (WEIGHTED, WEIGHT):
+            leaf = leaf._replace(reduced=Reduced(PER_PART, leaf.reduced.dtype))
+        leaves.append(leaf)
+        arrays.append(as_data(array))
+
+    for path, reduction, value in _match_ops(rules, out):
+        if not _is_weighted(value):
+            add(path, reduction, value)
+            continue
+        _check_weighted(f"output{path}", reduction, value, rules.name)
+        inside = tree_leaves_with_path(value.value)
+        weight = len(leaves) + len(inside)
+        for sub, leaf in inside:
+            add(path + keystr(sub), WEIGHTED, leaf, weight)
+        add(f"{path}.weight", WEIGHT, value.weight)
     plain = jax.tree.map(lambda v: v.value if _is_weighted(v) else v, out, is_leaf=_is_weighted)
-    keep = tuple(i for i, item in enumerate(items) if item.is_output)
-    return [as_data(array) for array in arrays], OutputSpec(tuple(leaves), keep, jax.tree.structure(plain))
+    keep = tuple(i for i, leaf in enumerate(leaves) if leaf.reduced.reduction is not WEIGHT)
+    return arrays, OutputSpec(tuple(leaves), keep, jax.tree.structure(plain))
 
 
 def pack_result(out: PyTree) -> tuple[list[jax.Array], tuple[Any, tuple[Any, ...]]]:
@@ -137,11 +114,11 @@ def _pick(tree: PyTree, subset: Sequence[Any], name: str) -> tuple[Any, ...]:
             f"{name}: output_subset={list(subset)} names entries of a tuple, list or dict of outputs, but there is "
             f"one output."
         )
-    names = list(tree) if isinstance(tree, Mapping) else list(range(-len(tree), len(tree)))
+    is_dict = isinstance(tree, Mapping)
+    names = list(tree) if is_dict else range(-len(tree), len(tree))
     for wanted in subset:
         if wanted not in names:
-            error = KeyError if isinstance(tree, Mapping) else IndexError
-            has = f"the keys {names}" if isinstance(tree, Mapping) else f"{len(tree)} outputs"
+            error, has = (KeyError, f"the keys {names}") if is_dict else (IndexError, f"{len(tree)} outputs")
             raise error(f"{name}: output_subset names {wanted!r}, but there are {has}.")
     return tuple(tree[wanted] for wanted in subset)
 
@@ -150,13 +127,13 @@ def _is_weighted(value: Any) -> bool:
     return isinstance(value, Weighted)
 
 
-def _items(rules: OutputRules, out: PyTree) -> Iterator[_Item]:
-    """The leaves of what was returned in tree order, each with its op; a Weighted's weight follows its values."""
-    found: list[tuple[Reduction, str, Any]] = []
+def _match_ops(rules: OutputRules, out: PyTree) -> list[tuple[str, Reduction, Any]]:
+    """The leaves of what was returned in tree order, each with its path and its op."""
+    found: list[tuple[str, Reduction, Any]] = []
 
     def match(prefix: Any, reduction: Reduction, subtree: Any) -> None:
         for path, value in tree_leaves_with_path(subtree, is_leaf=_is_weighted):
-            found.append((reduction, keystr((*prefix, *path)), value))
+            found.append((keystr((*prefix, *path)), reduction, value))
 
     try:
         tree_map_with_path(match, rules.ops, out)
@@ -166,36 +143,24 @@ def _items(rules: OutputRules, out: PyTree) -> Iterator[_Item]:
             f"{rules.name}: outputs={names!r} is no prefix of what it returned, whose tree is "
             f"{jax.tree.structure(out)}. Name one op for each output, or one for all."
         ) from error
-    count = 0
-    for reduction, path, value in found:
-        items = [_Item(path, reduction, value)]
-        if _is_weighted(value):
-            items = list(_weighted_items(reduction, path, value, rules.name, count))
-        count += len(items)
-        yield from items
+    return found
 
 
-def _weighted_items(reduction: Reduction, path: str, value: Weighted, name: str, count: int) -> Iterator[_Item]:
+def _check_weighted(where: str, reduction: Reduction, value: Weighted, name: str) -> None:
     if reduction.name != "mean":
-        raise ValueError(f'{name}: output{path} is Weighted, which goes with "mean", but its op is {reduction.name!r}.')
+        raise ValueError(f'{name}: {where} is Weighted, which goes with "mean", but its op is {reduction.name!r}.')
     if jnp.ndim(value.weight):
         raise ValueError(
-            f"{name}: the weight of output{path} has shape {jnp.shape(value.weight)}; a part has one scalar weight "
-            f"for all of its value."
+            f"{name}: the weight of {where} has shape {jnp.shape(value.weight)}; a part has one scalar weight for all "
+            f"of its value."
         )
-    inside = tree_leaves_with_path(value.value)
-    for sub, leaf in inside:
-        yield _Item(path + keystr(sub), WEIGHTED, leaf, weight=count + len(inside))
-    yield _Item(f"{path}.weight", WEIGHT, value.weight, is_output=False)
 
 
 def _as_array(value: Any, what: str) -> jax.Array:
     if isinstance(value, jax.Array):
         return value
-    if (
-        isinstance(value, bool | int | float | complex | np.generic | np.ndarray)
-        and np.asarray(value).dtype.kind in "biufcV"
-    ):
+    is_number = isinstance(value, bool | int | float | complex | np.generic | np.ndarray)
+    if is_number and np.asarray(value).dtype.kind in "biufcV":
         return jnp.asarray(value)
     raise TypeError(f"{what} is a {type(value).__name__}; return arrays and numbers.")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -23,19 +22,13 @@ from .._runtime.executable import as_bits, from_bits
 from . import collectives
 
 Op: TypeAlias = str | Callable[[jax.Array], Any] | None
-Collective: TypeAlias = Literal["sum", "max", "min", "prod", "gather"]
 
 
 class PartInfo(NamedTuple):
-    """Which part a value is of; traced numbers, none compiled in where rows differ.
+    """Which part a value is of; traced numbers, none compiled in where rows differ."""
 
-    Attributes:
-      weight: its share of the rows of all parts.
-      is_first: whether it is the first part that has rows.
-    """
-
-    weight: Any
-    is_first: Any
+    weight: Any  # its share of the rows of all parts
+    is_first: Any  # whether it is the first part that has rows
 
 
 @jax.tree_util.register_dataclass
@@ -62,53 +55,62 @@ class Weighted:
     weight: Any
 
 
+def _plain(combined: Any, weight: Any) -> Any:
+    return combined
+
+
 @dataclass(frozen=True)
 class Reduction:
-    """How parts combine.
+    """How parts combine."""
 
-    Attributes:
-      name: the op, as users and messages call it.
-      collective: how states combine over the replicas; "gather" keeps each part's entries, in row order.
-      prepare: (part, info) -> its state: widened, weighed; of what is gathered, entries on axis 0.
-      accumulate: (state, state) -> state, of parts of one replica; not of what is gathered.
-      identity: dtype of the state -> the number that changes nothing.
-      finalize: (combined state, total weight) -> the whole, before `result_dtype`.
-      result_dtype: dtype of a part -> dtype of the whole.
-      has_row_entries: whether what is gathered has an entry a row, else an entry a part.
-      is_lawful: whether `f.check` compares it: whether it means the same for any parts.
-    """
+    name: str  # the op, as users and messages call it
+    # Over the replicas: "gather" keeps each part's entries, in row order; "first" adds one value and zeros, as bits.
+    collective: Literal["sum", "max", "min", "prod", "gather", "first"]
+    prepare: Callable[[jax.Array, PartInfo], jax.Array]  # widens and weighs; of what is gathered, entries on axis 0
+    accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add  # states of parts of one replica
+    finalize: Callable[[Any, Any], Any] = _plain  # (combined state, total weight) -> the whole, before `result_dtype`
+    has_row_entries: bool = False  # whether what is gathered has an entry a row, else an entry a part
+    is_lawful: bool = True  # whether it means the same for any parts, so that `f.check` compares it
 
-    name: str
-    collective: Collective
-    prepare: Callable[[jax.Array, PartInfo], jax.Array]
-    accumulate: Callable[[jax.Array, jax.Array], jax.Array]
-    identity: Callable[[np.dtype], Any]
-    finalize: Callable[[Any, Any], Any]
-    result_dtype: Callable[[np.dtype], np.dtype]
-    has_row_entries: bool = False
-    is_lawful: bool = True
+    def identity(self, dtype: np.dtype) -> Any:
+        """What changes nothing when it is accumulated."""
+        if self.collective not in ("max", "min"):
+            return int(self.collective == "prod")
+        is_max, is_inexact = self.collective == "max", jnp.issubdtype(dtype, jnp.inexact)
+        if dtype == np.bool_:
+            return not is_max
+        if is_inexact and np.isinf(np.array(np.inf).astype(dtype)):  # some of 8 bits have no infinity
+            return -np.inf if is_max else np.inf
+        limits = jnp.finfo(dtype) if is_inexact else jnp.iinfo(dtype)
+        return limits.min if is_max else limits.max
 
 
 def accumulation_dtype(dtype: np.dtype, op: str) -> np.dtype:
     """The dtype that parts of `dtype` are combined in."""
-    if op in ("any", "all"):
-        return np.dtype(np.int32)
-    if op == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.dtype(np.float32) if jnp.finfo(dtype).bits < 32 and op not in ("max", "min") else dtype
+    if op == "mean":
         return np.dtype(jnp.result_type(float))
-    if op == "sum" and dtype == np.bool_:
-        return np.dtype(np.int32)
-    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32 and op not in ("max", "min"):
-        return np.dtype(np.float32)
-    return dtype
+    return np.dtype(np.int32) if op == "sum" and dtype == np.bool_ else dtype
 
 
 def result_dtype(dtype: np.dtype, op: str) -> np.dtype:
     """The dtype of the combined output of parts of `dtype`."""
     if op in ("any", "all"):
         return np.dtype(bool)
-    if jnp.issubdtype(dtype, jnp.inexact) or op in ("first", "max", "min"):
-        return dtype
-    return accumulation_dtype(dtype, op)
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else accumulation_dtype(dtype, op)
+
+
+def _as_it_is(value: jax.Array, info: PartInfo) -> jax.Array:
+    return value
+
+
+def _as_entry(value: jax.Array, info: PartInfo) -> jax.Array:
+    return value[None]
+
+
+def _if_first(value: jax.Array, info: PartInfo) -> jax.Array:
+    return jnp.where(info.is_first, value, jnp.zeros((), value.dtype))
 
 
 def _widen(value: jax.Array, op: str) -> jax.Array:
@@ -124,124 +126,67 @@ def _weigh_unless_zero(value: jax.Array, info: PartInfo) -> jax.Array:
     value = _widen(value, "mean")
     weight = jnp.asarray(info.weight).astype(value.dtype)
     # Masked before the product: a gradient through 0 * NaN would be NaN.
-    return jnp.where(weight != jnp.zeros((), weight.dtype), value, jnp.zeros((), value.dtype)) * weight
+    return jnp.where(weight != 0, value, 0) * weight
 
 
-def _if_first(value: jax.Array, info: PartInfo) -> jax.Array:
-    return jnp.where(info.is_first, value, jnp.zeros((), value.dtype))
-
-
-def _zero(dtype: np.dtype) -> int:
-    return 0
-
-
-def _plain(combined: Any, weight: Any) -> Any:
-    return combined
-
-
-def _sum(name: str, prepare: Callable[..., jax.Array], finalize: Callable[..., Any] = _plain) -> Reduction:
-    return Reduction(name, "sum", prepare, jnp.add, _zero, finalize, lambda dtype: result_dtype(dtype, name))
-
-
-def _fold(name: Literal["max", "min", "prod"], accumulate: Callable[..., jax.Array]) -> Reduction:
-    return Reduction(
-        name, name, lambda v, _: _widen(v, name), accumulate, lambda dtype: identity_of(name, dtype), _plain,
-        lambda dtype: result_dtype(dtype, name),
-    )  # fmt: skip
-
-
-def _gather(name: str, prepare: Callable[..., jax.Array], op: Callable[[jax.Array], Any] | None = None) -> Reduction:
-    finalize = _plain if op is None else lambda entries, weight: op(entries)
-    is_rows = name == "concat"
-    return Reduction(name, "gather", prepare, jnp.add, _zero, finalize, lambda d: d, is_rows, is_lawful=is_rows)
-
-
-def identity_of(op: str, dtype: np.dtype) -> Any:
-    """What changes nothing when folded in."""
-    if op == "prod":
-        return 1
-    if dtype == np.bool_:
-        return op == "min"
-    if jnp.issubdtype(dtype, jnp.inexact):
-        if not np.isinf(np.array(np.inf).astype(dtype)):  # some of 8 bits have no infinity
-            return jnp.finfo(dtype).min if op == "max" else jnp.finfo(dtype).max
-        return -np.inf if op == "max" else np.inf
-    return jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max
-
-
-def _multiply(a: jax.Array, b: jax.Array) -> jax.Array:
-    return a & b if a.dtype == np.bool_ else a * b
-
-
-def _is_nonzero(value: jax.Array) -> jax.Array:
-    return value != jnp.zeros((), value.dtype)
-
-
-def _as_entry(value: jax.Array, info: PartInfo) -> jax.Array:
-    return value[None]
-
-
-REDUCTIONS: dict[str, Reduction] = {
-    "sum": _sum("sum", lambda v, _: _widen(v, "sum")),
-    "mean": _sum("mean", _weigh),
-    "any": _sum("any", lambda v, _: _is_nonzero(v).astype(np.int32), lambda count, _: _is_nonzero(count)),
-    "all": _sum("all", lambda v, _: (~_is_nonzero(v)).astype(np.int32), lambda count, _: ~_is_nonzero(count)),
-    "max": _fold("max", jnp.maximum),
-    "min": _fold("min", jnp.minimum),
-    "prod": _fold("prod", _multiply),
-    "concat": _gather("concat", lambda v, _: v),
-    "stack": _gather("stack", _as_entry),
-    "first": Reduction("first", "sum", _if_first, jnp.add, _zero, _plain, lambda d: d, is_lawful=False),
-}  # fmt: skip
+REDUCTIONS = {
+    reduction.name: reduction
+    for reduction in (
+        Reduction("sum", "sum", lambda v, _: _widen(v, "sum")),
+        Reduction("mean", "sum", _weigh),
+        Reduction("any", "sum", lambda v, _: v.astype(bool).astype(np.int32)),
+        Reduction("all", "sum", lambda v, _: (~v.astype(bool)).astype(np.int32), finalize=lambda n, _: n == 0),
+        Reduction("max", "max", _as_it_is, jnp.maximum),
+        Reduction("min", "min", _as_it_is, jnp.minimum),
+        Reduction("prod", "prod", lambda v, _: _widen(v, "prod"), jnp.multiply),
+        Reduction("concat", "gather", _as_it_is, has_row_entries=True),
+        Reduction("stack", "gather", _as_entry, is_lawful=False),
+        Reduction("first", "first", _if_first, is_lawful=False),
+    )
+}
+ELEMENTWISE = ("sum", "mean", "max", "min", "prod", "any", "all")
+_ALIASES = {"avg": "mean", "gather": "concat"}
+_NAMES = sorted([*REDUCTIONS, *_ALIASES])
 
 # Of synk.Weighted: a value leaf, whose total is divided by that of its weight; and the weight.
-WEIGHTED = _sum("mean", _weigh_unless_zero, lambda total, weight: total / weight.astype(total.dtype))
-WEIGHT = _sum("weight", lambda v, _: _widen(v, "mean"))
+WEIGHTED = Reduction(
+    "mean", "sum", _weigh_unless_zero, finalize=lambda total, weight: total / weight.astype(total.dtype)
+)
+WEIGHT = Reduction("weight", "sum", lambda v, _: _widen(v, "mean"))
 
 # The parts as they come, for `f.check`.
-PER_PART = _gather("parts", _as_entry)
+PER_PART = Reduction("parts", "gather", _as_entry, is_lawful=False)
 
 # How the slices of one replica's update combine; nothing travels.
-UPDATES: dict[str, Reduction] = {
+UPDATES = {
     "mean": REDUCTIONS["mean"],
-    "add": _sum("sum", lambda v, _: _widen(v, "sum")),
+    "add": REDUCTIONS["sum"],
     "max": REDUCTIONS["max"],
     "min": REDUCTIONS["min"],
-    "last": Reduction("last", "sum", lambda v, _: v, lambda a, b: b, _zero, _plain, lambda d: d),
+    "last": Reduction("last", "sum", _as_it_is, lambda before, new: new),
 }
-
-SPELLINGS = {"avg": "mean", "gather": "concat", None: "first"}
-NAMES = sorted([*REDUCTIONS, "avg", "gather"])
-ELEMENTWISE = ("sum", "mean", "max", "min", "prod", "any", "all")
 
 
 def reduction_of(op: Op | Reduction, where: str) -> Reduction:
     """The reduction that a user has named; ValueError or TypeError where it is none."""
+    if op is None:
+        return REDUCTIONS["first"]
     if isinstance(op, Reduction):
         return op
-    name = SPELLINGS.get(op, op) if op is None or isinstance(op, str) else op
-    if isinstance(name, str) and name in REDUCTIONS:
+    if callable(op):
+        return Reduction("callable", "gather", _as_entry, finalize=lambda entries, _: op(entries), is_lawful=False)
+    hint = f"use one of {', '.join(_NAMES)}, None or a callable."
+    if not isinstance(op, str):
+        raise TypeError(f"{where}: op {op!r} is none of synk's; {hint}")
+    if (name := _ALIASES.get(op, op)) in REDUCTIONS:
         return REDUCTIONS[name]
-    if callable(name):
-        return _gather("callable", _as_entry, name)
-    close = difflib.get_close_matches(op, NAMES, 1, 0.4) if isinstance(op, str) else []
-    hint = (
-        f'did you mean "{SPELLINGS.get(close[0], close[0])}"?'
-        if close
-        else f"use one of {', '.join(NAMES)}, None or a callable."
-    )
-    error = ValueError if isinstance(op, str) else TypeError
-    raise error(f"{where}: op {op!r} is none of synk's; {hint}")
+    if close := difflib.get_close_matches(op, _NAMES, 1, 0.4):
+        hint = f'did you mean "{_ALIASES.get(close[0], close[0])}"?'
+    raise ValueError(f"{where}: op {op!r} is none of synk's; {hint}")
 
 
 class Reduced(NamedTuple):
-    """One output leaf's reduction, and where its weight is.
-
-    Attributes:
-      reduction: how it combines.
-      dtype: of a part.
-      weight: the number of the leaf that holds its weight, of a `Weighted` value.
-    """
+    """One output leaf's reduction, the dtype of its parts, and, of a `Weighted` value, which leaf holds its weight."""
 
     reduction: Reduction
     dtype: np.dtype
@@ -261,62 +206,54 @@ def combine_replicas(
 ) -> list[jax.Array]:
     """Combine states over all replicas: one collective a kind of reduction and dtype.
 
-    Args:
-      states: this replica's, one a leaf; of what is gathered, entries on axis 0, as many on each replica.
-      leaves: their reductions.
-      has_gradients: whether it may be differentiated.
-      valid: of what is gathered, the indexes of the entries of all replicas that count, in row order; None for all.
-
-    Returns:
-      The whole outputs, the same on every replica.
+    Of what is gathered, states are entries on axis 0, as many on each replica, and `valid` has the indexes of those of
+    all replicas that count, in row order; None for all. `has_gradients` says whether it may be differentiated.
     """
     combined = _communicate(states, leaves, has_gradients)
 
     def finish(i: int, leaf: Reduced) -> jax.Array:
-        whole: Any = combined[i]
-        if leaf.reduction.collective == "gather":
+        whole, reduction = combined[i], leaf.reduction
+        if reduction.collective == "gather":
             whole = collectives.merge_leading_axes(whole)
             whole = whole if valid[i] is None else whole.at[valid[i]].get(mode="promise_in_bounds")
-            return leaf.reduction.finalize(whole, None)
-        if leaf.reduction.prepare is _if_first:
+            return reduction.finalize(whole, None)
+        if reduction.collective == "first":
             return whole if has_gradients else from_bits(whole, leaf.dtype)
         total = None if leaf.weight is None else combined[leaf.weight]
-        return leaf.reduction.finalize(whole, total).astype(leaf.reduction.result_dtype(leaf.dtype))
+        return reduction.finalize(whole, total).astype(result_dtype(leaf.dtype, reduction.name))
 
     return [finish(i, leaf) for i, leaf in enumerate(leaves)]
 
 
-_FOLDS: dict[str, Callable[..., jax.Array]] = {"max": jnp.max, "min": jnp.min, "prod": jnp.prod}
+_FOLDS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "max": lambda entries: entries.max(0),
+    "min": lambda entries: entries.min(0),
+    "prod": lambda entries: entries.prod(0).astype(entries.dtype),
+}
 
 
 def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gradients: bool) -> dict[int, jax.Array]:
     """States over all replicas: summed, extreme, multiplied, or all of them on a new axis 0."""
+    kinds = [leaf.reduction.collective for leaf in leaves]
 
-    def chosen(*kinds: str) -> list[int]:
-        return [i for i, leaf in enumerate(leaves) if leaf.reduction.collective in kinds]
+    def is_folded(i: int) -> bool:
+        # No all-reduce multiplies or orders complex numbers, and lax.pmax has no derivative (jax-ml/jax#7167): each
+        # replica folds what all have gathered, or a piece of it.
+        is_complex = jnp.issubdtype(states[i].dtype, jnp.complexfloating)
+        return kinds[i] == "prod" or (kinds[i] in ("max", "min") and (has_gradients or is_complex))
 
-    found: dict[int, jax.Array] = {}
-    sums, extremes = chosen("sum"), chosen("max", "min")
-    # No all-reduce multiplies or orders complex numbers, and lax.pmax has no derivative (jax-ml/jax#7167): each replica
-    # folds what all have gathered, or a piece of it.
-    is_complex = {i for i in extremes if jnp.issubdtype(states[i].dtype, jnp.complexfloating)}
-    folded = [*chosen("prod"), *(i for i in extremes if has_gradients or i in is_complex)]
-    extremes = [i for i in extremes if i not in folded]
-    gathered = [*chosen("gather"), *(i for i in folded if states[i].nbytes <= collectives.PACK_BYTES)]
+    folded = [i for i in range(len(leaves)) if is_folded(i)]
+    sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first")]
+    extremes = [i for i, kind in enumerate(kinds) if kind in ("max", "min") and i not in folded]
+    gathered = [i for i, kind in enumerate(kinds) if kind == "gather"]
+    gathered += [i for i in folded if states[i].nbytes <= collectives.PACK_BYTES]
     # The first part's value and the others' zeros add up exactly as bits, NaN and -0.0 included.
-    as_sums = [
-        as_bits(states[i]) if leaves[i].reduction.prepare is _if_first and not has_gradients else states[i]
-        for i in sums
-    ]
-    found |= zip(sums, collectives.all_sum(as_sums), strict=True)
-    is_min = [leaves[i].reduction.collective == "min" for i in extremes]
+    as_sums = [as_bits(states[i]) if kinds[i] == "first" and not has_gradients else states[i] for i in sums]
+    found = dict(zip(sums, collectives.all_sum(as_sums), strict=True))
+    is_min = [kinds[i] == "min" for i in extremes]
     found |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
     found |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)
     for i in folded:
-        fold = partial(_fold_entries, _FOLDS[leaves[i].reduction.collective])
-        found[i] = fold(found[i]) if i in gathered else collectives.all_folded(states[i], fold)
+        fold = _FOLDS[kinds[i]]
+        found[i] = fold(found[i]) if i in found else collectives.all_folded(states[i], fold)
     return found
-
-
-def _fold_entries(fold: Callable[..., jax.Array], entries: jax.Array) -> jax.Array:
-    return entries.all(0) if entries.dtype == np.bool_ else fold(entries, 0).astype(entries.dtype)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import jax
@@ -36,39 +37,18 @@ class TracedState(Protocol):
         ...
 
 
-class PartInfo:
-    """Which part of the rows a function runs on: traced numbers, none compiled in.
-
-    Attributes:
-      rank: the replica, int32.
-      first_row: the number of the part's first row among all rows of the call, int32.
-    """
-
-    def __init__(self, rank: jax.Array, first_row: jax.Array) -> None:
-        self.rank, self.first_row = rank, first_row
-
-
 @dataclass
 class TraceContext:
-    """What one function may see while it is traced.
+    """What one function may see while it is traced, and what it did."""
 
-    Attributes:
-      name: what messages call the function.
-      info: the part it runs on.
-      size: how many replicas there are.
-      slices: how many slices a replica's rows are cut into; 1 where updates need not say how they combine.
-      has_axis: whether the replicas' axis is there, to communicate over.
-      values: stored leaves of the variables it is known to read.
-      shapes_of: the shapes of a variable's stored leaves on one replica.
-    """
-
-    name: str
-    info: PartInfo
-    size: int
-    slices: int
-    has_axis: bool
-    values: Mapping[Any, Sequence[jax.Array]]
-    shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]
+    name: str  # what messages call the function
+    rank: jax.Array  # of the replica, int32
+    first_row: jax.Array  # the number of the part's first row among all rows of the call, int32
+    size: int  # how many replicas there are
+    slices: int  # of a replica's rows; 1 where updates need not say how they combine
+    has_axis: bool  # whether the replicas' axis is there, to communicate over
+    values: Mapping[Any, Sequence[jax.Array]]  # stored leaves of the variables it is known to read
+    shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
     state: Any = field(default_factory=trace_state)
     reads: dict[Any, None] = field(default_factory=dict)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict)
@@ -106,15 +86,13 @@ class TraceContext:
     def check_values_unchanged(self) -> None:
         """Changes inside a tree that was read would be lost: SynkError names the first."""
         for variable, tree, before in self.handed_out:
-            after = tree_leaves_with_path(tree)
-            for i in range(max(len(before), len(after))):
-                if i < min(len(before), len(after)) and before[i][0] == after[i][0] and before[i][1] is after[i][1]:
-                    continue
-                where = keystr((after if i < len(after) else before)[i][0])
-                raise SynkError(
-                    f"{self.name}: {variable.name}.value{where} was changed in place, which would be lost. Assign the "
-                    f"whole value: {variable.name}.value = {{**{variable.name}.value, ...}}."
-                )
+            for old, new in zip_longest(before, tree_leaves_with_path(tree), fillvalue=((), None)):
+                if old[0] != new[0] or old[1] is not new[1]:
+                    raise SynkError(
+                        f"{self.name}: {variable.name}.value{keystr(new[0] or old[0])} was changed in place, which "
+                        f"would be lost. Assign the whole value: "
+                        f"{variable.name}.value = {{**{variable.name}.value, ...}}."
+                    )
 
 
 def current_trace() -> TraceContext | None:
@@ -135,25 +113,19 @@ def tracing(context: TraceContext) -> Generator[None]:
 @contextmanager
 def eager() -> Generator[None]:
     """Hold the lock, and step out of any transformation around this line: what is read are values of now."""
-    _lock()
-    try:
-        if not is_traced():
-            yield
-            return
-        with jax.ensure_compile_time_eval():
-            yield
-    finally:
-        LOCK.release()
-
-
-def _lock() -> None:
-    """Take the lock; a callback of a running program must not wait for the call that waits for the program."""
-    is_callback = threading.current_thread().name.startswith("Dummy-")  # a thread that Python has not started
+    # A callback of a running program, in a thread that Python has not started, must not wait for the call that waits
+    # for the program.
+    is_callback = threading.current_thread().name.startswith("Dummy-")
     if not LOCK.acquire(timeout=_PATIENCE if is_callback else -1):
         raise SynkError(
             "A host callback inside a running program asks for a shared variable while a call is under way. "
             "Read the variable in the function, and pass its value to the callback."
         )
+    try:
+        with jax.ensure_compile_time_eval() if is_traced() else nullcontext():
+            yield
+    finally:
+        LOCK.release()
 
 
 @public_api
@@ -172,9 +144,7 @@ def rank() -> jax.Array:
       ...     synk.function(lambda: synk.rank(), reduce="stack")().tolist()
       [0, 1, 2]
     """
-    context = _inside("rank", "there is a rank")
-    context.uses_rank = True
-    return context.info.rank
+    return _own_part("rank", "there is a rank").rank
 
 
 @public_api
@@ -187,8 +157,7 @@ def size() -> int:
       ...     synk.size()
       3
     """
-    context = current_trace()
-    return context.size if context is not None else current_group().size
+    return (current_trace() or current_group()).size
 
 
 @public_api
@@ -217,13 +186,13 @@ def part_key(key: jax.Array) -> jax.Array:
       ...     bool(a != b)
       True
     """
-    context = _inside("part_key", "there are parts")
-    context.uses_rank = True
-    return jax.random.fold_in(key, context.info.first_row.astype(jnp.uint32))
+    return jax.random.fold_in(key, _own_part("part_key", "there are parts").first_row.astype(jnp.uint32))
 
 
-def _inside(call: str, what: str) -> TraceContext:
+def _own_part(call: str, what: str) -> TraceContext:
+    """The function being traced, whose results now depend on which part it runs on."""
     context = current_trace()
     if context is None:
         raise SynkError(f"synk.{call}: {what} only inside a synk function, on each replica.")
+    context.uses_rank = True
     return context

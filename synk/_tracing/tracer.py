@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from .._base.errors import SynkError
 from .._base.pytree import PyTree, as_keys, key_of
 from .._runtime.group import AXIS
-from .context import PartInfo, TraceContext, tracing
+from .context import TraceContext, tracing
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
 _context = jax.make_user_context(None)
@@ -25,105 +25,67 @@ _context = jax.make_user_context(None)
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What to trace.
+    """What to trace."""
 
-    Attributes:
-      fn: the user's function, whom errors name.
-      call: calls it with the arguments, perhaps with more than are traced.
-      arguments: ((positional), {keyword}): trees of shapes and dtypes, of typed PRNG keys those of their raw data.
-      keys: the PRNG implementation of each argument leaf, None for plain arrays.
-      pack: flattens what it returned; what it says of that is kept.
-      name: what messages call the function.
-      size: how many replicas there are.
-      shapes_of: the shapes of a variable's stored leaves on one replica.
-      variables: those that it is expected to read, so that one trace is enough.
-      slices: more than 1 where updates must say how slices combine.
-      has_axis: whether replicas may communicate inside.
-    """
-
-    fn: Callable[..., PyTree]
-    call: Callable[..., PyTree]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    keys: Sequence[Any]
-    pack: Callable[[PyTree], tuple[list[jax.Array], Any]]
-    name: str
-    size: int
-    shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]
-    variables: Sequence[Any] = ()
-    slices: int = 1
-    has_axis: bool = True
+    fn: Callable[..., PyTree]  # the user's function, whom errors name
+    call: Callable[..., PyTree]  # calls it with the arguments, perhaps with more than are traced
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]  # trees of shapes; of typed PRNG keys those of their raw data
+    keys: Sequence[Any]  # the PRNG implementation of each argument leaf, None for plain arrays
+    pack: Callable[[PyTree], tuple[list[jax.Array], Any]]  # flattens what it returned; what it says of that is kept
+    name: str  # what messages call the function
+    size: int  # how many replicas there are
+    shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
+    variables: Sequence[Any] = ()  # those that it is expected to read, so that one trace is enough
+    slices: int = 1  # more than 1 where updates must say how slices combine
+    has_axis: bool = True  # whether replicas may communicate inside
 
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function as a jaxpr of plain arrays: leaves of variables and arguments, rank, first row -> outputs, new leaves.
-
-    Attributes:
-      run: calls it.
-      variables: those whose leaves come first, in this order.
-      reads: the same in the order in which they are read.
-      writes: the variables written, each with how slices combine.
-      outputs: what `pack` said of the return value.
-      shapes: of the outputs, then of what is written.
-      uses_rank: whether its results may differ between replicas that were given equal values.
-      has_effects: prints or calls back to the host, so it must not run on rows that are not there.
-      has_convolution: whether XLA's CPU compiler should find it outside branches and loops.
-    """
+    """A function of plain arrays: leaves of variables and of arguments, rank, first row -> outputs, new leaves."""
 
     run: Callable[..., list[jax.Array]]
-    variables: tuple[Any, ...]
-    reads: tuple[Any, ...]
-    writes: tuple[tuple[Any, str | None], ...]
-    outputs: Any
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    uses_rank: bool
-    has_effects: bool
-    has_convolution: bool
-
-
-@dataclass
-class _Seen:
-    """What one trace finds."""
-
-    outputs: Any = None
-    reads: tuple[Any, ...] = ()
-    writes: tuple[tuple[Any, str | None], ...] = ()
-    shapes: tuple[jax.ShapeDtypeStruct, ...] = ()
-    uses_rank: bool = False
-    variables: dict[Any, None] = field(default_factory=dict)
+    variables: tuple[Any, ...]  # those whose leaves come first, in this order
+    reads: tuple[Any, ...]  # the same in the order in which they are read
+    writes: tuple[tuple[Any, str | None], ...]  # the variables written, each with how slices combine
+    outputs: Any  # what `pack` said of the return value
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the outputs, then of what is written
+    uses_rank: bool  # whether its results may differ between replicas that were given equal values
+    has_effects: bool  # prints or calls back to the host, so it must not run on rows that are not there
+    has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
 
 
 def trace(request: TraceRequest) -> TracedFunction:
-    """Trace a function for one replica; twice where it reads variables that it was not expected to."""
-    seen = _Seen(variables=dict.fromkeys(request.variables))
+    """Trace a function for one replica; again where it reads variables that it was not expected to."""
+    found: dict[str, Any] = {}  # by the last trace: fields of TracedFunction
+    variables = tuple(dict.fromkeys(request.variables))
     flat_arguments, treedef = jax.tree.flatten(request.arguments)
     number = jax.ShapeDtypeStruct((), np.int32)
+    axes = [(AXIS, request.size)] if request.has_axis else None
     while True:
-        variables = tuple(seen.variables)
         shapes = [shape for variable in variables for shape in request.shapes_of(variable)]
-        flat = functools.partial(_traced_once, request, seen, variables, treedef)
-        axes = [(AXIS, request.size)] if request.has_axis else None
+        flat = functools.partial(_run_traced, request, found, variables, treedef)
         closed = jax.make_jaxpr(flat, axis_env=axes)(*shapes, *flat_arguments, number, number)
-        if set(seen.reads) <= set(variables):
+        if set(found["reads"]) <= set(variables):
             break
-        seen.variables.update(dict.fromkeys(seen.reads))
+        variables = tuple(dict.fromkeys((*variables, *found["reads"])))
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
-    is_used = [variable in seen.reads for variable in variables for _ in request.shapes_of(variable)]
-    names = set(_primitives(closed.jaxpr))
+    is_used = [variable in found["reads"] for variable in variables for _ in request.shapes_of(variable)]
+    equations = list(_equations(closed.jaxpr))
+    found["uses_rank"] |= any(map(_tells_ranks_apart, equations))
     return TracedFunction(
         run=_runner(closed, is_used, request.name),
-        variables=tuple(variable for variable in variables if variable in seen.reads),
-        reads=seen.reads,
-        writes=seen.writes,
-        outputs=seen.outputs,
-        shapes=seen.shapes,
-        uses_rank=seen.uses_rank or _tells_ranks_apart(closed.jaxpr),
+        variables=tuple(variable for variable in variables if variable in found["reads"]),
+        shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
-        has_convolution="conv_general_dilated" in names,
+        has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in equations),
+        **found,
     )
 
 
-def _traced_once(request: TraceRequest, seen: _Seen, variables: Sequence[Any], treedef: Any, *leaves: Any) -> list[Any]:
+def _run_traced(
+    request: TraceRequest, found: dict[str, Any], variables: Sequence[Any], treedef: Any, *leaves: Any
+) -> list[Any]:
     *rest, rank, first_row = leaves
     values = {variable: [rest.pop(0) for _ in request.shapes_of(variable)] for variable in variables}
     args, kwargs = treedef.unflatten(map(as_keys, rest, request.keys))
@@ -131,43 +93,28 @@ def _traced_once(request: TraceRequest, seen: _Seen, variables: Sequence[Any], t
     @functools.wraps(request.fn)
     def named(*args: Any, **kwargs: Any) -> list[Any]:
         context = TraceContext(
-            request.name, PartInfo(rank, first_row), request.size, request.slices, request.has_axis, values,
-            request.shapes_of,
-        )  # fmt: skip
+            request.name, rank, first_row, request.size, request.slices, request.has_axis, values, request.shapes_of
+        )
         with tracing(context), _context(object()):
-            out, seen.outputs = request.pack(request.call(*args, **kwargs))
+            out, found["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()
         # And no more of the context: what is traced must not outlive its trace.
-        seen.reads, seen.uses_rank = tuple(context.reads), context.uses_rank
-        seen.writes = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
-        written = [leaf for new, _ in context.writes.values() for leaf in new]
-        seen.shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*out, *written))
-        return [*out, *written]
+        found.update(reads=tuple(context.reads), uses_rank=context.uses_rank)
+        found["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
+        return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 
     # Through jit, so that JAX's errors name the user's function and its arguments; inlined, it leaves nothing behind.
     return jax.jit(named, inline=True)(*args, **kwargs)
 
 
-# What gives replicas different values of what was equal on all. A host's answers need not be the same for each.
-_BY_RANK = ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
-_BY_HOST = ("io_callback",)
-
-
-def _tells_ranks_apart(jaxpr: Any) -> bool:
-    """Does it use the replicas' axis in a way whose result depends on the rank?"""
-    for equation in _equations(jaxpr):
-        params = equation.params
-        if equation.primitive.name in _BY_HOST:
-            return True
-        if AXIS in str(params.get("axis_name", params.get("axes", ""))) and (
-            equation.primitive.name in _BY_RANK or params.get("axis_index_groups") is not None
-        ):
-            return True
-    return False
-
-
-def _primitives(jaxpr: Any) -> Iterator[str]:
-    return (equation.primitive.name for equation in _equations(jaxpr))
+def _tells_ranks_apart(equation: Any) -> bool:
+    """Does it give replicas different values of what was equal on all?"""
+    name, params = equation.primitive.name, equation.params
+    if name == "io_callback":  # a host's answers need not be the same for each
+        return True
+    by_rank = name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
+    is_over_axis = AXIS in str(params.get("axis_name", params.get("axes", "")))
+    return is_over_axis and (by_rank or params.get("axis_index_groups") is not None)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
@@ -187,8 +134,9 @@ def _runner(closed: Any, is_used: Sequence[bool], name: str) -> Callable[..., li
             f'arguments. Pass them as "broadcast" arguments.'
         )
     # A constant that lives on one device cannot enter a program over several; on the host it can.
-    committed = [isinstance(c, jax.Array) and key_of(c) is None and c.committed for c in closed.consts]
-    consts = [np.asarray(c) if pinned else c for c, pinned in zip(closed.consts, committed, strict=True)]
+    consts = [
+        np.asarray(c) if isinstance(c, jax.Array) and key_of(c) is None and c.committed else c for c in closed.consts
+    ]
 
     def run(*args: jax.Array) -> list[jax.Array]:
         given = iter(args)

@@ -147,7 +147,7 @@ def _run(variable: Shared, body: Body, layout: Layout) -> list[jax.Array]:
 def _reduce_body(op: str, shares: tuple[float, ...], is_for_first: bool) -> Body:
     def body(*arrays: jax.Array) -> list[jax.Array]:
         context = current_trace()  # whose own rank does not make what is combined depend on it
-        rank = lax.axis_index(AXIS) if context is None else context.info.rank
+        rank = lax.axis_index(AXIS) if context is None else context.rank
         weight = jnp.asarray(np.array(shares, np.dtype(jnp.result_type(float))))[rank]
         leaves = [reduction.Reduced(reduction.REDUCTIONS[op], array.dtype) for array in arrays]
         states = reduction.prepare_parts(arrays, leaves, reduction.PartInfo(weight, rank == 0))

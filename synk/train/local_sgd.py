@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from .._call.inputs import check_slices
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
 from .._variables.variable import Shared, shared
-from .model import LeafKind, TrainingModel, TrainingOptions, kinds_of
+from .model import LeafKind, TrainingModel, kinds_of
 
 
 class LocalSteps:
@@ -30,9 +29,8 @@ class LocalSteps:
 
     Attributes:
       function: the `synk.Function` that takes one step on each replica.
-      params: the parameters, a shared variable; `params.value` is their tree.
-      opt_state: the optimizer's state, a shared variable.
-      state: the model's state, a shared variable; None where there is none.
+      params, opt_state, state: shared variables: the parameters, whose tree is `params.value`, the optimizer's state,
+        and the model's, None where there is none.
       steps: how many steps were taken so far.
 
     Example:
@@ -75,12 +73,7 @@ class LocalSteps:
 
     @public_api
     def iterate(self, *args: Any, num_slices: int = 1, **options: Any) -> Iterator[Any]:
-        """Take a step for each batch, and at the end average what is left; see `synk.Function.iterate`.
-
-        Args:
-          *args: the rows, as the loss takes them.
-          num_slices: 1, as in a call.
-          **options: `batches`, `prefetch` and the like.
+        """Take a step for each of `batches`, and at the end average what is left; see `synk.Function.iterate`.
 
         Returns:
           An iterator of what each call returns; it has as many as there are batches.
@@ -100,9 +93,7 @@ class LocalSteps:
     def __enter__(self) -> LocalSteps:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         if kind is None:
             self.finish()
 
@@ -144,12 +135,11 @@ def _refuse_slices(num_slices: int, name: str) -> None:
 
 def _local_function(model: TrainingModel, trained: Shared) -> Function:
     """One step on each replica, of its own rows."""
-    params, opt_state, state = model.params, model.opt_state, model.state
+    params, opt_state, state = model.params, model.opt_state, model.state  # named, so that tracing expects them
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         found = model.value_and_grad(params.value, state, args, kwargs)
-        counted = _count_rows(function, args, kwargs) if found.weight is None else found.weight
-        weight = jnp.asarray(counted).astype(jnp.float32)
+        weight = jnp.asarray(_rows(function, args, kwargs) if found.weight is None else found.weight, jnp.float32)
         before = params.value, opt_state.value
         after = model.apply_updates(*before, found.grads, found.value)
         # A part of weight 0 counts for nothing, whatever its loss is.
@@ -167,7 +157,7 @@ def _local_function(model: TrainingModel, trained: Shared) -> Function:
     return function
 
 
-def _count_rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many rows this part has."""
     bound = function._binder.bind(args, kwargs)
     if not bound.spec.scattered:
@@ -189,12 +179,8 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bo
                 leaves[kind].append(leaf)
         # Where no replica has trained (all was masked), all hold the same, and any weights will do.
         held = Weighted(leaves["number"], jnp.maximum(weight, jnp.float32(1e-30)))
-        return {
-            "loss": Weighted(trained.value["loss"] / weight, weight),
-            "weights": weight,
-            **leaves,
-            "number": held,
-        }
+        loss = Weighted(trained.value["loss"] / weight, weight)
+        return {"loss": loss, "weights": weight, **leaves, "number": held}
 
     def take(combined: dict[str, Any]) -> jax.Array:
         first = jnp.argmax(combined["weights"] > 0)
@@ -233,8 +219,7 @@ def local_steps(
     that had none counts for nothing. With `every=1` and plain SGD it is the synchronous step, to rounding.
 
     Args:
-      loss: as for `synk.train.step`.
-      params: as for `synk.train.step`.
+      loss, params, inputs, aux, flat, donate, name: as for `synk.train.step`.
       optimizer: one of optax's; it sees each replica's own gradients.
       every: after how many steps to average, >= 1.
       optimizer_state: whether to average the optimizer's state too, of which integers (step counts) take the largest;
@@ -243,12 +228,7 @@ def local_steps(
         all rows trained on since the last average.
       state: as for `synk.train.step`; averaged with the parameters. Of PRNG keys those of the first replica that has
         trained since are kept, of other integers the largest.
-      inputs: as for `synk.train.step`.
-      aux: as for `synk.train.step`.
       clip: the largest global norm of each replica's own gradient.
-      flat: as for `synk.train.step`.
-      donate: as for `synk.function`.
-      name: what messages call it; the loss's name.
 
     Returns:
       A `LocalSteps`: call it with rows.
@@ -272,5 +252,8 @@ def local_steps(
         raise TypeError(f"{call}: every is {every!r}; give an integer >= 1.")
     if every < 1:
         raise ValueError(f"{call}: every is {every}; average after so many steps, >= 1.")
-    options = TrainingOptions(loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
-    return LocalSteps(TrainingModel(call, options), int(every), optimizer_state, report)
+    model = TrainingModel(
+        call, loss, params, optimizer,
+        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name,
+    )  # fmt: skip
+    return LocalSteps(model, int(every), optimizer_state, report)

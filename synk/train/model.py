@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,24 +21,13 @@ from .._variables.variable import Shared, shared
 # What a leaf is to training: a number to average, a PRNG key, or a count, which on some replica may be behind.
 LeafKind = Literal["number", "key", "count"]
 
-# Of keys, which advance alike everywhere. It is no output's op, so it goes with slices too.
-FIRST_PART = replace(REDUCTIONS["first"], name="first part")
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """What `synk.train.step` and `synk.train.local_steps` both take."""
-
-    loss: Callable[..., Any]
-    params: PyTree
-    optimizer: Any
-    state: PyTree
-    inputs: Inputs
-    aux: PyTree
-    clip: float | None
-    flat: bool
-    donate: bool
-    name: str | None
+# How each combines over the parts of a step. Keys advance alike everywhere; their op is no output's, so that it goes
+# with slices too.
+_STATE_OPS: dict[LeafKind, Reduction] = {
+    "number": REDUCTIONS["mean"],
+    "key": replace(REDUCTIONS["first"], name="first part"),
+    "count": REDUCTIONS["max"],
+}
 
 
 class LossAndGrad(NamedTuple):
@@ -54,25 +43,42 @@ class LossAndGrad(NamedTuple):
 class TrainingModel:
     """A loss, the variables that it trains, and the step that they take."""
 
-    def __init__(self, call: str, options: TrainingOptions) -> None:
-        self.optax = _import_optax()
-        loss, optimizer, params, state = options.loss, options.optimizer, options.params, options.state
-        clip, aux, flat = options.clip, options.aux, options.flat
+    def __init__(
+        self,
+        call: str,
+        loss: Callable[..., Any],
+        params: PyTree,
+        optimizer: Any,
+        *,
+        state: PyTree,
+        inputs: Inputs,
+        aux: PyTree,
+        clip: float | None,
+        flat: bool,
+        donate: bool,
+        name: str | None,
+    ) -> None:
+        try:
+            import optax  # type: ignore[import-untyped]  # it has no stubs
+        except ImportError as error:
+            raise ImportError(
+                "synk.train: it needs optax, which is not installed. Get it by: pip install 'synk-jax[examples]'"
+            ) from error
         if not callable(loss):
             raise TypeError(f"{call}: loss is {loss!r}; give a function of the parameters and rows.")
         if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
             raise TypeError(f"{call}: optimizer is {optimizer!r}; give one of optax's, e.g. optax.sgd(0.1).")
         if clip is not None and not clip > 0:
             raise ValueError(f"{call}: clip is {clip!r}; give the largest global norm of a gradient, a number > 0.")
-        self.name = options.name or getattr(loss, "__name__", type(loss).__name__)
-        self.loss, self.clip, self.donate, self.inputs = loss, clip, options.donate, options.inputs
-        self.optimizer = self.optax.with_extra_args_support(optimizer)
+        self.name = name or getattr(loss, "__name__", type(loss).__name__)
+        self.loss, self.donate, self.inputs = loss, donate, inputs
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
         self.opt_state = shared(optimizer.init(self.params.value), "opt_state", flat=flat)
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
         self.signature = self._signature_of_rows(call)
+        self._optax, self._clip, self._optimizer = optax, clip, optax.with_extra_args_support(optimizer)
 
     def _signature_of_rows(self, call: str) -> inspect.Signature:
         """The loss's signature without parameters and state."""
@@ -107,7 +113,7 @@ class TrainingModel:
             return value, (weight, rest)
 
         (loss, (weight, rest)), grads = jax.value_and_grad(value, has_aux=True)(params)
-        return LossAndGrad(loss, weight, grads, () if state is None else rest[0], rest[-1] if self.has_aux else ())
+        return LossAndGrad(loss, weight, grads, rest[0] if before else (), rest[-1] if self.has_aux else ())
 
     def _unpack(self, out: Any) -> tuple[Any, ...]:
         names = ["the loss", *["the new state"] * (self.state is not None), *["aux outputs"] * self.has_aux]
@@ -121,10 +127,10 @@ class TrainingModel:
 
     def apply_updates(self, params: PyTree, opt_state: PyTree, grads: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state after a step."""
-        if self.clip is not None:
-            grads, _ = self.optax.clip_by_global_norm(self.clip).update(grads, self.optax.EmptyState())
-        updates, opt_state = self.optimizer.update(grads, opt_state, params, value=loss)
-        return self.optax.apply_updates(params, updates), opt_state
+        if self._clip is not None:
+            grads, _ = self._optax.clip_by_global_norm(self._clip).update(grads, self._optax.EmptyState())
+        updates, opt_state = self._optimizer.update(grads, opt_state, params, value=loss)
+        return self._optax.apply_updates(params, updates), opt_state
 
 
 def _check_params(params: Shared, call: str) -> None:
@@ -138,32 +144,17 @@ def _check_params(params: Shared, call: str) -> None:
             )
 
 
-def _import_optax() -> Any:
-    try:
-        import optax  # type: ignore[import-untyped]  # it has no stubs
-    except ImportError as error:
-        raise ImportError(
-            "synk.train: it needs optax, which is not installed. Get it by: pip install 'synk-jax[examples]'"
-        ) from error
-    return optax
-
-
 def kinds_of(variable: Shared) -> list[LeafKind]:
     """What each leaf is; unsigned integers are taken for raw PRNG keys."""
-    spec = variable._spec
-    return [
-        "key"
-        if key is not None or jnp.issubdtype(shape.dtype, jnp.unsignedinteger)
-        else "number"
-        if jnp.issubdtype(shape.dtype, jnp.inexact)
-        else "count"
-        for shape, key in zip(spec.shapes, spec.keys, strict=True)
-    ]
+
+    def kind(shape: jax.ShapeDtypeStruct, key: Any) -> LeafKind:
+        if key is not None or jnp.issubdtype(shape.dtype, jnp.unsignedinteger):
+            return "key"
+        return "number" if jnp.issubdtype(shape.dtype, jnp.inexact) else "count"
+
+    return [*map(kind, variable._spec.shapes, variable._spec.keys)]
 
 
 def state_ops(state: Shared | None) -> PyTree:
     """How each leaf of a model's state combines over the parts."""
-    if state is None:
-        return ()
-    ops: dict[LeafKind, Reduction] = {"number": REDUCTIONS["mean"], "key": FIRST_PART, "count": REDUCTIONS["max"]}
-    return state._spec.treedef.unflatten([ops[kind] for kind in kinds_of(state)])
+    return () if state is None else state._spec.treedef.unflatten([_STATE_OPS[kind] for kind in kinds_of(state)])

@@ -16,7 +16,7 @@ from .._call.spec import Stats
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
 from .._variables.variable import Shared
-from .model import TrainingModel, TrainingOptions, state_ops
+from .model import TrainingModel, state_ops
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +25,8 @@ class Step:
 
     Attributes:
       function: the `synk.Function` that it calls.
-      params: the parameters, a shared variable; `params.value` is their tree.
-      opt_state: the optimizer's state, a shared variable.
-      state: the model's state, a shared variable; None where there is none.
+      params, opt_state, state: shared variables: the parameters, whose tree is `params.value`, the optimizer's state,
+        and the model's, None where there is none.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -65,15 +64,7 @@ class Step:
 
     @public_api
     def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
-        """Take a step for each batch; see `synk.Function.iterate`.
-
-        Args:
-          *args: the rows, as the loss takes them.
-          **options: `batches`, `prefetch`, `num_slices` and the like.
-
-        Returns:
-          An iterator of what each call returns.
-        """
+        """Take a step for each of `batches`, and return an iterator of the results; see `synk.Function.iterate`."""
         return self.function.iterate(*args, **options)
 
     @public_api
@@ -151,18 +142,19 @@ def step(
       >>> print(f"{step(x, 3 * x):.1f} {step.params.value['w']:.1f}")
       117.0 7.8
     """
-    options = TrainingOptions(loss, params, optimizer, state, inputs, aux, clip, flat, donate, name)
-    model = TrainingModel("synk.train.step", options)
+    model = TrainingModel(
+        "synk.train.step", loss, params, optimizer,
+        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name,
+    )  # fmt: skip
+
+    # Named here, so that tracing expects them.
     held, opt_state, running = model.params, model.opt_state, model.state
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         found = model.value_and_grad(held.value, running, args, kwargs)
         both = (found.value, found.grads)
-        return {
-            "loss": both if found.weight is None else Weighted(both, found.weight),
-            "state": found.state,
-            "aux": found.aux,
-        }
+        mean = both if found.weight is None else Weighted(both, found.weight)
+        return {"loss": mean, "state": found.state, "aux": found.aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
@@ -171,5 +163,4 @@ def step(
             running.value = combined["state"]
         return (value, combined["aux"]) if model.has_aux else value
 
-    function = model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then)
-    return Step(function, held, opt_state, running)
+    return Step(model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then), held, opt_state, running)
