@@ -136,7 +136,7 @@ def serve_steps():
     step()
     with tempfile.TemporaryDirectory() as folder:
         milliseconds = {"save": median(timed(lambda: synk.save(folder, variables, step=0))(15))}
-    if synk.group().is_multi_process:
+    if synk.group()._is_multi_process:
         milliseconds["agreement"] = median(timed(lambda: PEERS.agree("bench", "text" * 20000))(30))
     return serve(timed(step), **milliseconds)
 

@@ -1,7 +1,5 @@
 """Synkhronos's own spellings of what has another name here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ._base.errors import public_api

@@ -1,7 +1,5 @@
 """Checkpoints by orbax: asynchronous saves, object stores. Not imported by `synk` itself; needs the extra `orbax`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -333,7 +333,7 @@ ERRORS = {
         ValueError, r"f: output\[1\]: 'first' .* num_slices > 1",
     ),
     "slices of an assignment": (
-        assigning(lambda x: x.sum(0), num_slices=2), ValueError, r"step: with num_slices=2 the update of w .*\n?.*w.update",
+        assigning(lambda x: x.sum(0), num_slices=2), ValueError, r"step: with num_slices > 1 the update of w .*\n?.*w.update",
     ),
     "unknown slices": (sliced("median"), ValueError, "w.update: slices='median' is none of mean, max, min, last, add"),
     "mean of integer slices": (sliced("mean", np.int32), ValueError, 'step: the update of w .* "mean", .* int32'),

@@ -829,3 +829,24 @@ def test_extremes_of_what_is_no_number(few_replicas, op, rows, slices):
             x[at, 2] = special
             i = np.full(rows, np.iinfo(np.int32).max if op == "min" else np.iinfo(np.int32).min, np.int32)
             assert_close(f(x, i, num_slices=slices), (by_numpy(x, 0), by_numpy(i, 0)))
+
+
+@pytest.mark.parametrize("slices", ["mean", "max", "last", "add"])
+def test_programs_of_slices_know_what_they_take(slices):
+    """A variable that is written but not read is taken by the programs of some totals only."""
+    with group_of("devices", 2):
+        c = synk.shared(np.float32(0))
+        f = synk.function(lambda x: c.update(jnp.sum(x), slices=slices) or jnp.sum(x))
+        for k in (2, 3, 2):
+            assert float(f(np.arange(5, dtype=np.float32), num_slices=k)) == 10
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("x", [[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0]])
+def test_extremes_of_booleans_inside(op, x):
+    """Under a transformation as outside."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x.max() > 0 if op == "max" else x.min() > 0, reduce=op)
+        x = jnp.array(x, jnp.float32)
+        want = bool(getattr(np.asarray(x), op)() > 0)
+        assert bool(f(x)) == bool(jax.jit(f)(x)) == want

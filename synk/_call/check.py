@@ -40,7 +40,7 @@ class Runner:
     def serial(self) -> Where:
         """One device, for all rows."""
         view = view_of_one(self.home, self.request.batch_s)
-        if self.home.is_multi_process:  # replicas give each other rows now, and not in a trace
+        if self.home._is_multi_process:  # replicas give each other rows now, and not in a trace
             for variable in (*shared_in(self.function.fn), *shared_in(self.function.then)):
                 if variable._state.rows_per_replica is not None:
                     view(variable)
@@ -51,7 +51,7 @@ class Runner:
         """The replicas; one is the serial program itself, but two simulated ones are not."""
         if self.home.size > 1:
             return Where(self.home, may_donate=False)
-        group = self.home.simulated(2)
+        group = self.home._simulated(2)
         view = view_of_simulated(self.home, group, self.request.batch_s)
         return Where(group, view, self.home, may_donate=False)
 

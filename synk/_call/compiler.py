@@ -73,7 +73,7 @@ class Compiler:
         about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
 
         def cached(launch: _Launch) -> Executable:
-            return self.group.cached(owner, ("program", launch, *about), partial(self._compile, launch))
+            return self.group._cached(owner, ("program", launch, *about), partial(self._compile, launch))
 
         kinds: list[tuple[bool, Any, Any]] = [(j == 0, sizes, ()) for j, sizes in enumerate(call.part_sizes)]
         if builder.runs_each_rank and call.lengths:

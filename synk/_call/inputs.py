@@ -175,7 +175,7 @@ def _select_process_rows(call: RowCall) -> RowInputs:
                 f"{name}: argument {argument} is the same in all processes, but others hold synk.local rows. Mark all "
                 f"scattered arguments of a call, or none."
             )
-    is_multi_process = (data_group or group).is_multi_process
+    is_multi_process = (data_group or group)._is_multi_process
     sources: list[Any] = [leaf.source for leaf in call.leaves]
     rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
     selection = select(call.request.batch, rows, name, names[0]) if rows else Selection(None, 0, 0)
@@ -188,7 +188,7 @@ def _select_process_rows(call: RowCall) -> RowInputs:
     lengths = rows_of_replicas(group, selection.rows)
     if not any(lengths):
         raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
-    before = sum(lengths[: group.local_ranks.start])
+    before = sum(lengths[: group._local_ranks.start])
     each = [_input(call, source, selection, None, False)._replace(rows_before=before) for source in sources]
     return RowInputs(tuple(each), lengths, None, True)
 

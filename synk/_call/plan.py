@@ -73,7 +73,7 @@ class PlanCache:
         self, group: Group, key: Hashable, abstract: Callable[[Shared], AbstractState], make: Callable[[], Any]
     ) -> Any:
         """The plan for a call; made where there is none."""
-        plans: list[Any] = group.cached(self, key, list)
+        plans: list[Any] = group._cached(self, key, list)
         for plan in plans:
             if all([abstract(variable) in states for variable, states in plan.accepts.items()]):
                 return plan

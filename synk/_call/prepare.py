@@ -146,7 +146,7 @@ def place_broadcast(group: Group, leaf: Any, data_group: Group | None) -> jax.Ar
         return replicate(group, leaf)
     # A number that stays, such as a learning rate, is placed once. Its text tells -0.0 from 0.0, and finds NaN again.
     key = ("number", type(leaf), repr(leaf), jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # an option
-    return group.cached(group, key, lambda: put(group, jnp.asarray(leaf), "replicated"))
+    return group._cached(group, key, lambda: put(group, jnp.asarray(leaf), "replicated"))
 
 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:

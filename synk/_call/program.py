@@ -45,7 +45,7 @@ class ProgramBuilder:
             self._check_like_first(self.traced[size])
         self.outputs: OutputSpec = self.first.outputs
         # The first replica's own value lies on its device alone; what follows needs it on all.
-        has_devices = not (self.group.is_multi_process or self.group.is_simulated or self.call.is_composed)
+        has_devices = not (self.group._is_multi_process or self.group.is_simulated or self.call.is_composed)
         is_own = has_devices and self.function.then is None
         leaves = self.outputs.reduced
         self.own = [i for i, leaf in enumerate(leaves) if is_own and leaf.reduction.name == "first"]

@@ -68,7 +68,7 @@ class CallTraces:
             size=self.group.size,
             shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
             variables=self._expected(function.fn),
-            slices=2 if call.is_sliced else 1,
+            is_sliced=call.is_sliced,
             has_axis=has_axis,
         )
         try:

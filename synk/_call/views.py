@@ -22,12 +22,12 @@ from .traces import View
 
 def one_device(group: Group) -> Group:
     """One device, of this process: the first."""
-    return group.subgroup(group.local_ranks.start, group.local_ranks.start + 1)
+    return group._subgroup(group._local_ranks.start, group._local_ranks.start + 1)
 
 
 def view_of_one(group: Group, batch_s: Any) -> View:
     """Variables for one replica: the value that all share, or the rows picked of all, in rank order."""
-    one, rank = one_device(group), group.local_ranks.start
+    one, rank = one_device(group), group._local_ranks.start
 
     @cache
     def look(variable: Shared) -> VariableState:

@@ -60,7 +60,7 @@ def local(value: Any) -> ProcessLocalRows:
 def rows_of_replicas(group: Group, rows: int) -> tuple[int, ...]:
     """How many rows each replica has, where this process deals out so many over its own; all processes ask together."""
     own = np.zeros(group.size, np.int32)  # the others' entries are not looked at
-    own[group.local_ranks] = [part.rows for part in split_rows(rows, len(group.local_ranks))]
+    own[group._local_ranks] = [part.rows for part in split_rows(rows, len(group._local_ranks))]
     every = run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, own, "stacked")])[0]
     return tuple(np.asarray(every).tolist())
 

@@ -43,15 +43,15 @@ def scatter_rows(
     """Bring each replica its part of the first rows, or where it has a copy of it the part if rows of it are stale."""
     parts = split_rows(rows, group.size)
     is_all = copy is None or group.is_simulated
-    ranks = [rank for rank in group.local_ranks if is_all or _overlaps(parts[rank], stale)]
+    ranks = [rank for rank in group._local_ranks if is_all or _overlaps(parts[rank], stale)]
     whole = fresh((len(ranks), parts[0].rows, *source.shape[1:]), dtype)
     fill_parts([*whole], source, Selection(None, 0, rows), [parts[rank] for rank in ranks])
     if group.is_simulated:
         return put(group, whole, "stacked")
-    placed = {} if copy is None else dict(zip(group.local_ranks, shards(group, copy), strict=True))
+    placed = {} if copy is None else dict(zip(group._local_ranks, shards(group, copy), strict=True))
     placed |= {r: jax.device_put(buffer[None], group.devices[r]) for r, buffer in zip(ranks, whole, strict=True)}
     shape = (group.size, *whole.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, group.stacked, [placed[r] for r in group.local_ranks])
+    return jax.make_array_from_single_device_arrays(shape, group.stacked, [placed[r] for r in group._local_ranks])
 
 
 def _overlaps(part: RowRange, stale: range) -> bool:

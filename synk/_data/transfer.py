@@ -51,9 +51,9 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
             return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
-    shape, ranks = (tall * group.size, *source.shape[1:]), group.local_ranks
+    shape, ranks = (tall * group.size, *source.shape[1:]), group._local_ranks
     ranges = zip(part_rows.starts, part_rows.counts, strict=True)
-    if group.has_one_device:
+    if group._has_one_device:
         whole = acquire(shape, dtype)
         fill_parts([whole[at : at + tall] for at in range(0, len(whole), tall)], source, selection, ranges)
         return whole  # One device: let the compiled call transfer the NumPy array itself; a device_put is slower.
@@ -86,7 +86,7 @@ def fill_parts(
 
 def send_index(group: Group, values: np.ndarray) -> Any:
     """Small numbers, one entry a replica on axis 0; fresh ones, since devices may read them in place."""
-    if group.has_one_device:
+    if group._has_one_device:
         return values  # as above
     return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)
 
@@ -96,7 +96,7 @@ def to_host(group: Group, source: Source) -> HostSource | None:
     if not isinstance(source, jax.Array):
         return source
     is_here = source.is_fully_addressable or source.is_fully_replicated
-    return np.asarray(source) if is_here and (group.platform == "cpu" or group.is_multi_process) else None
+    return np.asarray(source) if is_here and (group.platform == "cpu" or group._is_multi_process) else None
 
 
 def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np.ndarray:

@@ -1,7 +1,5 @@
 """Collectives inside a program: one a dtype, small arrays packed into one buffer, large ones as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Outputs: what a function returned, leaf by leaf, each with the reduction that its user named."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

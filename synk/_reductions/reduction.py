@@ -6,8 +6,6 @@
 A replica that has no part has the identity for its state.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -41,9 +41,9 @@ class Executable:
         engine = None if spec.is_mapped else spec.engine
         lowered = _jit(group, spec.body, [*chain(*spec.ins)], spec.outs, engine, spec.donate).lower(*structs)
         self.group, self.name = group, spec.name
-        if group.is_multi_process:
+        if group._is_multi_process:
             self.name += f"({describe_shapes([*chain(*structs)])})"
-            group.peers.agree(self.name, lowered.as_text())
+            group._peers.agree(self.name, lowered.as_text())
         self.compiled = lowered.compile()
 
     def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
@@ -53,13 +53,13 @@ class Executable:
 
 def _launch(group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure) -> list[jax.Array]:
     """The one place that starts programs."""
-    wait_for_capacity(group.limits_in_flight)
+    wait_for_capacity(group._limits_in_flight)
     WATCHDOG.rearm()
-    group.peers.before_launch(name)
+    group._peers.before_launch(name)
     try:
         results = run(*args)
     except Exception as error:  # on CPU it may be here that another process is found gone
-        gone = group.peers.explain(error)
+        gone = group._peers.explain(error)
         if gone is None or gone is error:
             raise
         raise gone from error
@@ -87,13 +87,13 @@ def run_collective(group: Group, body: Body, ins: Layouts, outs: Layouts, args: 
     """Run a small program of synk's own; it is kept by `body`, so give one that lasts."""
     args = list(args)
     with LOCK:
-        jitted = group.cached(body, (tuple(ins), tuple(outs)), lambda: _jit(group, body, ins, outs, "shard_map", ()))
+        jitted = group._cached(body, (tuple(ins), tuple(outs)), lambda: _jit(group, body, ins, outs, "shard_map", ()))
         name = ""
-        if group.is_multi_process:
+        if group._is_multi_process:
             module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
             name = f"{module.strip('_')}.{function.strip('_')}({describe_shapes(args)})"
             key = ("agreed", tuple(ins), tuple(outs), tuple((a.shape, a.dtype) for a in args))
-            group.cached(body, key, lambda: group.peers.agree(name, jitted.lower(args).as_text()))
+            group._cached(body, key, lambda: group._peers.agree(name, jitted.lower(args).as_text()))
         return _launch(group, name, jitted, [args], ignore_failure)
 
 
@@ -129,10 +129,10 @@ def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
 
 def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
     """One replica's entry in host memory, cut to so many rows; a view on CPU. Over processes all ask together."""
-    if group.is_multi_process:
+    if group._is_multi_process:
         if layout == "stacked":
             array, layout = broadcast_from(group, [array], rank, "replicated")[0], "replicated"
-        rank = group.local_ranks.start
+        rank = group._local_ranks.start
     return local_replica_to_host(group, array, layout, rank, rows)
 
 

@@ -65,7 +65,7 @@ class Group:
     devices: tuple[Device, ...]
     mesh: Mesh
     is_simulated: bool
-    peers: Peers
+    _peers: Peers
     _caches: WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
     _groups_before: list[Group | None] = field(default_factory=list)
 
@@ -83,19 +83,19 @@ class Group:
         return self.size
 
     @cached_property
-    def local_ranks(self) -> range:
+    def _local_ranks(self) -> range:
         """The ranks whose devices belong to this process: all, unless the group spans several."""
         here = jax.process_index()
         ranks = [rank for rank, device in enumerate(self.devices) if device.process_index == here]
-        return range(ranks[0], ranks[-1] + 1)
+        return range(ranks[0], ranks[-1] + 1) if ranks else range(0)
 
     @cached_property
-    def is_multi_process(self) -> bool:
+    def _is_multi_process(self) -> bool:
         """Does it span several processes?"""
-        return len(self.local_ranks) < self.size
+        return len(self._local_ranks) < self.size
 
     @cached_property
-    def has_one_device(self) -> bool:
+    def _has_one_device(self) -> bool:
         """Is there one device?"""
         return self.mesh.devices.size == 1
 
@@ -110,21 +110,21 @@ class Group:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
-    def limits_in_flight(self) -> bool:
+    def _limits_in_flight(self) -> bool:
         """Can launches that nobody waits for wedge the devices?"""
         return CPU_CAN_WEDGE and self.platform == "cpu" and len(set(self.devices)) > 1
 
-    def subgroup(self, start: int, stop: int) -> Group:
+    def _subgroup(self, start: int, stop: int) -> Group:
         """Return ranks `start` to `stop`, of this process, as a group of their own."""
         if (start, stop) == (0, self.size):
             return self
-        return self.cached(self, (start, stop), lambda: make_group(self.devices[start:stop], self.is_simulated))
+        return self._cached(self, (start, stop), lambda: make_group(self.devices[start:stop], self.is_simulated))
 
-    def simulated(self, n: int) -> Group:
+    def _simulated(self, n: int) -> Group:
         """Return a group of n replicas simulated on this group's first device."""
-        return self.cached(self, n, lambda: make_group(self.devices[:1] * n, True))
+        return self._cached(self, n, lambda: make_group(self.devices[:1] * n, True))
 
-    def cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Keep what `make` gives, a pure function of `key`, as long as group and owner live; the newest ones alone."""
         cache = self._caches.get(owner)
         if cache is None:
@@ -142,7 +142,7 @@ class Group:
         ids = ", ".join(str(device.id) for device in dict.fromkeys(self.devices))
         kind = "simulated replicas on" if self.is_simulated else "replicas on"
         processes = len({device.process_index for device in self.devices})
-        where = f" of {processes} processes" if self.is_multi_process else ""
+        where = f" of {processes} processes" if self._is_multi_process else ""
         return f"Group({self.size} {kind} {self.platform}:{ids}{where})"
 
     def __enter__(self) -> Group:

@@ -31,12 +31,12 @@ def sharding_of(group: Group, layout: Layout) -> NamedSharding:
 def put(group: Group, value: Any, layout: Layout) -> jax.Array:
     """`jax.device_put` of a global value; over processes without comparing it. NumPy memory may be shared."""
     where = sharding_of(group, layout)
-    if not group.is_multi_process:
+    if not group._is_multi_process:
         return jax.device_put(value, where)
     if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
-        group.peers.before_launch(f"an argument ({describe_shapes([value])}) moved to its place")
+        group._peers.before_launch(f"an argument ({describe_shapes([value])}) moved to its place")
         with LOCK:  # awaited, so it need not be counted among those in flight
-            reshard = group.cached(group, where, lambda: jax.jit(lambda value: value, out_shardings=where))
+            reshard = group._cached(group, where, lambda: jax.jit(lambda value: value, out_shardings=where))
             return jax.block_until_ready(reshard(value))
     host = np.asarray(value)
     return jax.make_array_from_callback(host.shape, where, host.__getitem__)
@@ -52,18 +52,18 @@ def replicate(group: Group, leaf: Any) -> jax.Array:
 def constant(group: Group, layout: Layout, values: Any, dtype: str) -> jax.Array:
     """A small array of numbers (nested tuples), placed once."""
     key = ("constant", layout, values, dtype)
-    return group.cached(group, key, lambda: put(group, np.array(values, dtype), layout))
+    return group._cached(group, key, lambda: put(group, np.array(values, dtype), layout))
 
 
 def shards(group: Group, array: jax.Array) -> list[jax.Array]:
     """The single-device arrays behind a global one, in rank order; those of this process."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
-    return [by_device[group.devices[rank]] for rank in group.local_ranks]
+    return [by_device[group.devices[rank]] for rank in group._local_ranks]
 
 
 def shard_of_rank(group: Group, array: jax.Array, rank: int) -> jax.Array:
     """What lies on the device of one replica, of this process; simulated ones share it."""
-    return array if group.is_simulated else shards(group, array)[rank - group.local_ranks.start]
+    return array if group.is_simulated else shards(group, array)[rank - group._local_ranks.start]
 
 
 def local_replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
@@ -79,8 +79,8 @@ def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Arra
     if group.is_simulated:
         return array.at[rank].set(new)
     parts = shards(group, array)
-    if rank in group.local_ranks:
-        parts[rank - group.local_ranks.start] = jax.device_put(np.array(new)[None], group.devices[rank])
+    if rank in group._local_ranks:
+        parts[rank - group._local_ranks.start] = jax.device_put(np.array(new)[None], group.devices[rank])
     return jax.make_array_from_single_device_arrays(array.shape, group.stacked, parts)
 
 
@@ -95,7 +95,7 @@ def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Arr
 
     if group.is_simulated:
         return jax.device_put(np.concatenate([padded(part) for part in parts]), group.stacked)
-    placed = [jax.device_put(padded(parts[rank]), group.devices[rank]) for rank in group.local_ranks]
+    placed = [jax.device_put(padded(parts[rank]), group.devices[rank]) for rank in group._local_ranks]
     return jax.make_array_from_single_device_arrays((group.size, *shape), group.stacked, placed)
 
 

@@ -1,7 +1,5 @@
 """Trace context: what a user's function may see and do while it is traced."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,7 +43,7 @@ class TraceContext:
     rank: jax.Array  # of the replica, int32
     first_row: jax.Array  # the number of the part's first row among all rows of the call, int32
     size: int  # how many replicas there are
-    slices: int  # of a replica's rows; 1 where updates need not say how they combine
+    is_sliced: bool  # whether updates must say how slices combine
     has_axis: bool  # whether the replicas' axis is there, to communicate over
     values: Mapping[Any, Sequence[jax.Array]]  # stored leaves of the variables it is known to read
     shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
@@ -73,9 +71,9 @@ class TraceContext:
                 f"...), from where the new value cannot leave. Return it from there and assign it outside, "
                 f"in the body of {self.name}."
             )
-        if self.slices > 1 and slices is None:
+        if self.is_sliced and slices is None:
             raise ValueError(
-                f"{self.name}: with num_slices={self.slices} the update of {variable.name} must say how slices "
+                f"{self.name}: with num_slices > 1 the update of {variable.name} must say how slices "
                 f'combine: {variable.name}.update(new, slices=...) with "mean", "max", "min", "last" or "add"; '
                 f"or assign it in then."
             )

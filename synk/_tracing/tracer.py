@@ -1,7 +1,5 @@
 """Tracer: trace a user's function once a shape, and learn what it reads, writes, returns and communicates."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -36,7 +34,7 @@ class TraceRequest:
     size: int  # how many replicas there are
     shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
     variables: Sequence[Any] = ()  # those that it is expected to read, so that one trace is enough
-    slices: int = 1  # more than 1 where updates must say how slices combine
+    is_sliced: bool = False  # whether updates must say how slices combine
     has_axis: bool = True  # whether replicas may communicate inside
 
 
@@ -93,7 +91,7 @@ def _run_traced(
     @functools.wraps(request.fn)
     def named(*args: Any, **kwargs: Any) -> list[Any]:
         context = TraceContext(
-            request.name, rank, first_row, request.size, request.slices, request.has_axis, values, request.shapes_of
+            request.name, rank, first_row, request.size, request.is_sliced, request.has_axis, values, request.shapes_of
         )
         with tracing(context), _context(object()):
             out, found["outputs"] = request.pack(request.call(*args, **kwargs))

@@ -1,7 +1,5 @@
 """Access: what is done with shared variables: bind, read, commit, roll back. Callers hold the lock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -107,7 +105,7 @@ def read(variable: Variable, copy: Callable[[list[jax.Array]], list[Any]]) -> li
         try:
             jax.block_until_ready(state.leaves)
         except Exception as error:
-            gone = group.peers.explain(error)
+            gone = group._peers.explain(error)
             if gone is not None:
                 raise gone from error
             drain()  # which notes whose program it was

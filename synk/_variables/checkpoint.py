@@ -1,7 +1,5 @@
 """Checkpoint: shared variables on disk, whole or absent, whatever dies when."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -71,7 +69,7 @@ def save(
         arrays = dict(_arrays(variables))
         kept = {name: described(variable) for name, variable in variables.items()}
         about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": kept}
-        current_group().peers.run_on_process_0(lambda: _write(Path(folder), arrays, about, keep), "synk.save")
+        current_group()._peers.run_on_process_0(lambda: _write(Path(folder), arrays, about, keep), "synk.save")
 
 
 @public_api
@@ -103,7 +101,7 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
     check_variables(variables, "load")
     place = Path(folder)
     with eager():
-        found = current_group().peers.run_on_process_0(lambda: _chosen(place, step), "synk.load")
+        found = current_group()._peers.run_on_process_0(lambda: _chosen(place, step), "synk.load")
         if not (place / found).is_dir():
             raise FileNotFoundError(
                 f"synk.load: process 0 found {place / found}, this process does not. All processes read the folder: "
@@ -165,10 +163,10 @@ def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]
     """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype."""
     for name, variable in variables.items():
         group, leaves = group_of(variable), access.read(variable, list)
-        state, own = variable._state, group.local_ranks.start
+        state, own = variable._state, group._local_ranks.start
         for rank in [None] if state.is_equal else range(group.size):
             if rank is None:  # any replica's will do, and every process has one of its own
-                entries = [local_replica_to_host(group, leaf, state.layout, own) for leaf in leaves]
+                entries = [local_replica_to_host(group, leaf, state.layout, own, None) for leaf in leaves]
             else:
                 entries = access.host_leaves(variable, rank)
             for i, leaf in enumerate(variable._spec.unpack(entries)):

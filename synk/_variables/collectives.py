@@ -1,7 +1,5 @@
 """Collectives: shared variables across replicas, from the serial program; and traced values, inside a function."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Combine: what collectives share: arguments, checked; leaves and traced values, combined over the replicas."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias

@@ -1,7 +1,5 @@
 """Replica check: do all replicas hold the same bits?"""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from itertools import islice
 

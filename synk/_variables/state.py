@@ -1,7 +1,5 @@
 """State: what a shared variable holds at one moment: a record that is replaced whole, and can be gone back to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

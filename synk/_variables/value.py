@@ -1,7 +1,5 @@
 """Value: the tree of a shared variable, how its leaves are stored, and the check that a new value keeps both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Model: a user's loss, the variables that it trains, and the step that they take with optax."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Step: synchronous training, the mean gradient of all rows in every step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -583,9 +583,9 @@ def groups(group, noted):
     close(total(x), x.sum(0))
     if jax.process_count() > 1:
         assert f"of {jax.process_count()} processes" in repr(group)
-        assert [d.process_index for d in group.devices[group.local_ranks.start : group.local_ranks.stop]] == [
+        assert [d.process_index for d in group.devices[group._local_ranks.start : group._local_ranks.stop]] == [
             jax.process_index()
-        ] * len(group.local_ranks)
+        ] * len(group._local_ranks)
         raises(
             ValueError,
             "this is process",
