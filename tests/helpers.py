@@ -20,6 +20,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def slow_but(quick, values):
+    """All these values, of which only `-m slow` hears of those that are not quick."""
+    return [value if value in quick else slow(*(value if isinstance(value, tuple) else (value,))) for value in values]
+
+
 def few(examples):
     """So many hypothesis examples: each may compile, so none has a deadline, and every run draws the same."""
     return settings(max_examples=examples, deadline=None, derandomize=True, database=None)

@@ -44,7 +44,7 @@ class Gang:
             self._start([sys.executable, *command], f"{rank}", of_rank | environment)
 
     def _start(self, command, name, environment):
-        left_out = ("JAX_", "SYNK_", "XLA_", "COVERAGE_")
+        left_out = ("JAX_", "SYNK_", "COVERAGE_")
         plain = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.started = monotonic()

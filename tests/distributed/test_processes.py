@@ -21,12 +21,11 @@ from synk._distributed import preemption
 from synk._distributed.launcher import main
 from synk._distributed.liveness import EXIT_PEER_FAILED
 
-from ..helpers import group_of
+from ..helpers import group_of, slow, slow_but
 from . import gang
 from .gang_programs import CASES, DISAGREEMENTS, said
 
-FOUR = pytest.param("4x1", marks=pytest.mark.slow)  # which compile everything four times
-SPLITS = ("2x1", "2x2", FOUR)  # processes x devices
+SPLITS = ("2x1", slow("2x2"), slow("4x1"))  # processes x devices: each process compiles everything
 COMPARED = ("bits", "slices", "data", "then", "collectives", "keys", "halves", "pmap")
 LATE = 15  # seconds that nothing outlives a failure, with a heartbeat of 10
 
@@ -58,21 +57,25 @@ def alone():
 
 @pytest.fixture(scope="module", autouse=True)
 def ahead(request, alone):
-    """Where all tests are to run, all gangs start: those that wait for the heartbeat first, then the longest."""
-    chosen = {item.originalname for item in request.session.items if item.path == request.path}
-    if {"test_law", "test_disagreement", "test_failure", "test_restarts_end_with_the_same_bits"} <= chosen:
-        slow, quick = FAILURES[:4], FAILURES[4:]
-        for case in slow[:2]:
-            failed.start(*case)
+    """Where many tests are to run, their gangs start: those that wait for the heartbeat first, then the longest."""
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = [(i.originalname, *(i.callspec.params.values() if hasattr(i, "callspec") else ())) for i in items]
+    if not {"test_law", "test_disagreement", "test_failure"} <= {name for name, *_ in asked}:
+        return
+    failures = [case for case in FAILURES if ("test_failure", *case) in asked]
+    for case in failures[:2]:
+        failed.start(*case)
+    if ("test_restarts_end_with_the_same_bits",) in asked:
         restarted.start()
-        for split in ("2x1", "2x2", "4x1", "1x2", "1x4"):
-            if any(f"[{split}]" in item.name for item in request.session.items):
-                law.start(split)
-        for what in DISAGREEMENTS:
+    for split in ("2x1", "2x2", "4x1", "1x2", "1x4"):
+        if ("test_gangs_end_well", split) in asked:
+            law.start(split)
+    for what in DISAGREEMENTS:
+        if ("test_disagreement", what) in asked:
             disagreed.start(what)
-        beginnings.start()
-        for case in slow[2:] + quick:
-            failed.start(*case)
+    beginnings.start()
+    for case in failures[2:]:
+        failed.start(*case)
 
 
 # The law.
@@ -98,7 +101,7 @@ def test_law(split, name):
         assert "error" not in line[name], f"process {rank}:\n{line[name]['error']}"
 
 
-@pytest.mark.parametrize("split", ["1x2", pytest.param("1x4", marks=pytest.mark.slow), *SPLITS])
+@pytest.mark.parametrize("split", ["1x2", slow("1x4"), *SPLITS])
 def test_gangs_end_well(split):
     """Every process comes to its end."""
     _, ends, lines = law(split)
@@ -121,13 +124,14 @@ def test_every_process_has_the_same(split, name):
 
 
 @pytest.mark.parametrize("name", COMPARED)
-@pytest.mark.parametrize(("one", "other"), [("1x2", "2x1"), pytest.param("2x2", "4x1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("one", "other"), [("1x2", "2x1"), slow("2x2", "4x1")])
 def test_bits(one, other, name):
     """Two replicas give the same bits in one process and in two, four in two processes and in four."""
     assert noted(one, name).keys() == noted(other, name).keys() != set()
     np.testing.assert_equal(noted(one, name), noted(other, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARED)
 def test_rounding(name):
     """Four replicas in one process: the processes add in another order, so to rounding."""
@@ -165,7 +169,7 @@ def disagreed(what):
     return gang.run("disagree", what, deadline=90, **environment)
 
 
-@pytest.mark.parametrize("what", DISAGREEMENTS)
+@pytest.mark.parametrize("what", slow_but(["order", "dtype", "save"], DISAGREEMENTS))
 def test_disagreement(what):
     """Every process raises DisagreementError (or, in a program that cannot end, prints it) with both sides, and leaves."""
     for rank, end in enumerate(disagreed(what)):
@@ -199,6 +203,9 @@ FAILURES = [  # those that wait for the heartbeat go first
 ]  # fmt: skip
 
 
+QUICK = [("stop", 1), ("kill", 2), ("raise", 0)]
+
+
 @Once
 def failed(mode, who):
     """What each process that is not frozen said, and how many seconds after the failure it ended."""
@@ -212,7 +219,7 @@ def failed(mode, who):
     return {rank: (end, began + end.seconds - at) for rank, end in zip(ranks, ends, strict=True)}
 
 
-@pytest.mark.parametrize(("mode", "who"), FAILURES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("mode", "who"), slow_but(QUICK, FAILURES), ids=str)
 def test_failure(mode, who):
     """Whatever ends one process ends all, in time and with a failure."""
     for rank, (end, seconds) in failed(mode, who).items():
@@ -226,11 +233,11 @@ def test_failure(mode, who):
     ("mode", "who", "text"),
     [
         ("kill", 2, "another process of the group is gone"),
-        ("raise", 2, "process 2: RuntimeError: a bug of the user's"),
+        slow("raise", 2, "process 2: RuntimeError: a bug of the user's"),
         ("raise", 0, "process 0: RuntimeError: a bug of the user's"),
-        ("exit", 1, "process 1: it has ended its program"),
-        ("exit", 0, "process 0: it has ended its program"),
-        ("leave", 1, "process 1: it has ended its program"),
+        slow("exit", 1, "process 1: it has ended its program"),
+        slow("exit", 0, "process 0: it has ended its program"),
+        slow("leave", 1, "process 1: it has ended its program"),
     ],
 )
 def test_the_others_say_why(mode, who, text):
@@ -245,6 +252,7 @@ def test_the_others_say_why(mode, who, text):
             )
 
 
+@pytest.mark.slow
 def test_the_watchdog_shows_where():
     """A process that is alive but stuck is ended with the stacks of its threads."""
     shown = failed("hang", 1)[1][0].output
@@ -291,6 +299,7 @@ def undisturbed(tmp_path_factory):
     return said(end.output)[-1]
 
 
+@pytest.mark.slow
 def test_restarts_end_with_the_same_bits(undisturbed):
     """Killed, failed and frozen, and started again from its last checkpoint each time: as if nothing had been."""
     assert restarted().code == 0, restarted().output
@@ -302,6 +311,7 @@ def test_restarts_end_with_the_same_bits(undisturbed):
     assert starts == [step for step in (0, 10, 20, 30, 40, 50) for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_the_launcher_names_who_failed_first():
     """And how, at each attempt."""
     named = [line for line in restarted().output.splitlines() if line.startswith("synk: process ")]
@@ -310,6 +320,7 @@ def test_the_launcher_names_who_failed_first():
         assert line.startswith(f"synk: process {who} failed first: it {how} after "), line
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_failure():
     """From each failure to the next attempt's first step: the others have left, and all have started again."""
     lines = said(restarted().output)

@@ -17,7 +17,7 @@ import pytest
 import synk
 
 from ..distributed.gang import ROOT
-from ..helpers import assert_same, group_of
+from ..helpers import assert_same, group_of, slow
 
 DTYPES = [
     "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "complex64",
@@ -408,8 +408,6 @@ def test_saved_inside_jit_is_refused(tmp_path):
         synk.function(lambda x: synk.save(tmp_path, {"w": w}, step=1))(np.ones(2))
 
 
-KILLS = 50
-
 SAVER = """
 import os, random, select, signal, sys, time
 import jax, numpy as np, synk
@@ -460,16 +458,17 @@ for _ in range(kills):
 """
 
 
-def test_kill_while_saving(tmp_path):
+@pytest.mark.parametrize("kills", [8, slow(50)])
+def test_kill_while_saving(tmp_path, kills):
     """After each kill -9 the newest checkpoint, or the one before, loads and is of one piece."""
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SYNK_", "JAX_", "XLA_"))}
-    command = [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path / "run"), str(KILLS)]
+    command = [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path / "run"), str(kills)]
     done = subprocess.run(
         command, env=plain | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     steps = [int(line.split()[2]) for line in done.stdout.splitlines()]
-    assert len(steps) == KILLS and steps == sorted(steps) and steps[-1] > 0
+    assert len(steps) == kills and steps == sorted(steps) and steps[-1] > 0
     assert ".saving-" in done.stdout or "~" in done.stdout  # some of them came while it saved
     with group_of("devices", 2):
         w, own = synk.shared(np.zeros(3000, np.int32), name="w"), synk.shared(np.zeros(1000, np.int32), name="own")
