@@ -9,7 +9,7 @@ import pytest
 
 import synk
 
-from ..helpers import group_of, numbers
+from ..helpers import group_of, numbers, slow
 
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 TUPLE = re.compile(r"= \(.*?\) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -95,7 +95,7 @@ def test_subset_spares_no_update():
     assert collectives(g, numbers(8), output_subset=[1]) == ["all-reduce", "all-reduce"]
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [1, slow(2)])
 def test_every_batch_length_with_few_programs(slices):
     """Lengths 1 to 64 on four replicas build at most 28 programs a slice and one more lot; a second pass none."""
     x, y = numbers(64), numbers(64)[:, 0]

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from ..helpers import slow_but
+
 CHILD = """
 import jax, threading
 jax.config.update("jax_platforms", "cpu")
@@ -47,7 +49,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", slow_but(["plain", "threads"], BODIES))
 def test_unwaited_calls_end(name):
     """Calls return at once, and the runtime never has more programs than it can finish."""
     body, total = BODIES[name]

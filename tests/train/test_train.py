@@ -13,7 +13,7 @@ from flax import linen as nn
 import synk
 import synk.train
 
-from ..helpers import assert_close, group_of, numbers, parts_of
+from ..helpers import assert_close, group_of, numbers, parts_of, slow
 
 START = {"w": np.array([0.5, -1.0], np.float32), "b": np.float32(0.25)}
 W, B = np.array([1.0, 0.5], np.float32), 0.1
@@ -103,7 +103,7 @@ def test_a_part_without_weight_counts_for_nothing(four):
     assert np.isnan(synk.train.step(masked_loss, START, optax.sgd(0.1))(x[:5], y[:5]))
 
 
-@pytest.mark.parametrize("rows", [8, 3])
+@pytest.mark.parametrize("rows", [slow(8), 3])
 def test_clipping_is_of_the_combined_gradient(devices, rows):
     """Not of each replica's own, whose norms are larger."""
     batches = [rows_of(rows)] * 2
