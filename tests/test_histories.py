@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import weakref
 
@@ -850,3 +851,56 @@ def test_extremes_of_booleans_inside(op, x):
         x = jnp.array(x, jnp.float32)
         want = bool(getattr(np.asarray(x), op)() > 0)
         assert bool(f(x)) == bool(jax.jit(f)(x)) == want
+
+
+def test_then_after_a_trace():
+    """What followed the outputs of a traced call is no other call's."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x.sum())
+        x = jnp.arange(4.0)
+        assert float(jax.jit(lambda x: f(x))(x)) == 6
+        f.then(lambda total: 2 * total)
+        assert float(jax.jit(lambda x: f(x))(x)) == float(f(x)) == 12
+
+
+def test_what_is_used_stays_cached():
+    """Of many static values those that each call has compile once."""
+    with group_of("devices", 1):
+        f = synk.function(lambda x, k: x.sum() + k, inputs={"k": "static"})
+        f.fn(np.ones(2), 0)
+        binder = f._binder
+        spec = binder.bind((np.ones(2), 0), {}).spec
+        for k in range(1, 3000):
+            binder.bind((np.ones(2), k), {})
+            assert binder.bind((np.ones(2), 0), {}).spec is spec
+        assert len(binder._specs._kept) <= 1024
+
+
+def test_a_new_number_each_call_keeps_groups():
+    """Numbers that are placed once do not push other things out."""
+    with group_of("devices", 1) as group:
+        f = synk.function(lambda x, rate: x.sum() * rate, inputs={"rate": "broadcast"})
+        f.check(np.ones(4, np.float32), 1.0)
+        before, two = f.stats.compilations, group._simulated(2)
+        for i in range(1100):
+            f(np.ones(4, np.float32), float(i))
+        f.check(np.ones(4, np.float32), 1.0)
+        assert group._simulated(2) is two and f.stats.compilations == before + 1
+
+
+def test_a_traced_call_holds_the_rows_it_picks():
+    """And no others of what lies on the host."""
+    x = np.arange(40_000, dtype=np.float32).reshape(-1, 4)
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x.sum(0))
+        jaxpr = jax.make_jaxpr(lambda s: s * f(x, batch=[3, 1, 5, 5]))(2.0)
+        assert sum(np.size(each) for each in jaxpr.consts) <= 64
+        assert jax.jit(lambda s: s * f(x, batch=slice(2, 5)))(2.0).tolist() == (2 * x[2:5].sum(0)).tolist()
+
+
+def test_compiling_is_dispatching():
+    """And no time of choosing rows."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: time.sleep(0.2) or x.sum())  # as it is traced
+        f(np.ones(8, np.float32))
+        assert f.stats.dispatching >= 0.2 > f.stats.selecting

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # Folders from the bottom up, with those that each may import, and their modules from the bottom up.
 BASE, CORE = ["_base"], ["_base", "_runtime"]
 ROOMS = {
-    "_base": ([], "jax_context errors old_names pytree partition"),
+    "_base": ([], "jax_context bounded_cache errors old_names pytree partition"),
     "_runtime": (BASE, "watchdog dispatch group layout engine executable"),
     "_distributed": (CORE, "kv_store agreement liveness preemption launcher init"),
     "_reductions": (CORE, "collectives reduction outputs"),

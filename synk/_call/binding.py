@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +13,12 @@ import jax.core
 import numpy as np
 from jax.tree_util import keystr
 
+from .._base.bounded_cache import BoundedCache
 from .._base.pytree import PyTree
 
 MODES = ("scatter", "broadcast", "static")
 RESERVED = ("batch", "batch_s", "num_slices", "output_subset", "batches", "prefetch", "rtol", "atol", "update")
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
-MAX_SPECS = 1024  # kept of one function: one a tree of arguments, with the values of static ones
 
 
 @jax.tree_util.register_static
@@ -106,7 +103,7 @@ class ArgumentBinder:
             and q.kind != q.POSITIONAL_ONLY
             and not isinstance(fn, functools.partial)
         }
-        self._specs: OrderedDict[Any, ArgumentSpec] = OrderedDict()
+        self._specs = BoundedCache()  # one a tree of arguments, with the values of static ones
 
     def mode(self, parameter: str) -> PyTree:
         """The mode (or tree of modes) of a parameter."""
@@ -172,12 +169,7 @@ class ArgumentBinder:
             except ValueError as error:
                 raise ValueError(f"{self.name}: an argument is a list that makes no array: {error}") from None
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        spec = self._specs.get(treedef)
-        if spec is None:
-            spec = self._specs[treedef] = self._spec(treedef)
-            if len(self._specs) > MAX_SPECS:
-                self._specs.popitem(last=False)
-        return BoundArguments(spec, leaves)
+        return BoundArguments(self._specs.get(treedef, lambda: self._spec(treedef)), leaves)
 
     def _as_static(self, argument: Any, parameter: str) -> Any:
         if parameter not in self.static_names:

@@ -1,6 +1,7 @@
 """Compose: a call under an outer jit, grad, vmap or checkpoint, as one traced operation: the same step program."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from .._base.pytree import PyTree
 from .._data.dataset import Data
 from .._data.feed import SENT
 from .._data.process_rows import ProcessLocalRows
+from .._data.transfer import gather_rows
 from .._reductions.outputs import ResultSpec
 from .._runtime.engine import spmd
 from .._runtime.group import AXIS, Group
@@ -26,7 +28,7 @@ from .binding import BoundArguments
 from .feeding import launches
 from .inputs import RowCall, RowRequest, look_at, select_rows
 from .parts import arrays_of, part_of
-from .plan import PlanCache
+from .plan import PlanCache, plan_key
 from .prepare import checked_subset, part_form
 from .program import ProgramBuilder
 from .spec import CallSpec, FunctionSpec
@@ -70,7 +72,8 @@ def compose(
         is_composed=True,
         **part_form(lengths, 1, False)._replace(lengths=lengths, num_slices=slices)._asdict(),
     )
-    plan = plans.find(group, call, lambda variable: variable._state.abstract, lambda: _make(function, group, call))
+    key, make = plan_key(function, call), partial(_make, function, group, call)
+    plan = plans.find(group, key, lambda variable: variable._state.abstract, make)
     blocks = [_place(group, _in_blocks(source, lengths or ()), "rows") for source in sources]
     placed = [*blocks, *(_place(group, leaf, "replicated") for leaf in broadcast)]
     try:
@@ -92,13 +95,17 @@ def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
         if any(isinstance(leaf, Data) and leaf.is_minibatch for leaf in call.leaves):
             raise ValueError(f"{call.name}: minibatch data cannot go with a traced batch. Pass its array.")
         select_rows(call)
-        # Its values are not known yet, so not checked: rows that are not there are NaN, and never another row.
+        # Its values are not known yet, so not checked: rows that are not there are NaN (of integers the least or the
+        # largest number), and never another row.
         return [jnp.asarray(leaf).at[batch].get(mode="fill") for leaf in call.leaves]
     picked: list[jax.Array] = []
     for each in select_rows(call._replace(request=RowRequest(batch))).each:
-        array, index = jnp.asarray(each.source), each.selection.indexes
-        start, rows = each.selection.start, each.selection.rows
-        picked.append((array[start : start + rows] if index is None else array[index]).astype(each.dtype))
+        array, selection = each.source, each.selection
+        if not isinstance(array, jax.Array):  # a constant of the trace holds what is picked, and no other row
+            picked.append(jnp.asarray(gather_rows(array, selection, each.dtype)))
+            continue
+        index = slice(selection.start, selection.start + selection.rows)
+        picked.append(array[index if selection.indexes is None else selection.indexes].astype(each.dtype))
     return picked
 
 

@@ -122,6 +122,8 @@ class Function:
         Args:
           *args: as `fn` takes them; scattered ones share their number of rows, axis 0 (global shapes).
           batch: which rows: an int n (the first n), a slice, a boolean mask, or integer indexes; None for all.
+          batch_s: which of the rows that live on the replicas, counted on each: one such batch for all or a list of one
+            for each.
           num_slices: run each replica's rows in so many parts, one at a time, for the memory of one.
           output_subset: which entries of the top level of the outputs to return, as a tuple in that order.
           **kwargs: as `fn` takes them.
@@ -166,10 +168,10 @@ class Function:
         """Start one call."""
         stats = self.stats
         with LOCK:
-            start, sending = perf_counter(), stats.sending
+            start, sending, compiling = perf_counter(), stats.sending, stats.dispatching
             ready = self._prepare(bound, request, subset)
             begun = perf_counter()
-            stats.selecting += begun - start
+            stats.selecting += begun - start - (stats.dispatching - compiling)
             result = execute(ready)
             stats.calls += 1
             stats.rows += sum(ready.rows.lengths or ())
@@ -220,7 +222,7 @@ class Function:
 
         Args:
           *args: as in a call.
-          batch: as in a call.
+          batch, batch_s: as in a call.
           update: whether shared variables take their new values; by default they stay as they are.
           **kwargs: as in a call.
 
@@ -258,7 +260,7 @@ class Function:
           *args: as in a call.
           rtol: relative tolerance; None chooses by dtype (2e-4 for float32).
           atol: absolute tolerance; None chooses by dtype (2e-5 for float32).
-          batch: as in a call.
+          batch, batch_s: as in a call.
           num_slices: as in a call.
           **kwargs: as in a call.
 

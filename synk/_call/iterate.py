@@ -44,7 +44,12 @@ class Batches:
 
     def rows(self) -> int:
         """How many there are to pick from."""
-        return common_rows(self.function.name, self.names, self.sources, self.picked) or 0
+        is_local = any(isinstance(source, ProcessLocalRows) for source in self.sources)
+        may_be_empty = is_local and self.group._is_multi_process
+        return common_rows(self.function.name, self.names, self.sources, self.picked, may_be_empty) or 0
+
+    def _select(self, batch: Any, rows: int, i: int) -> Selection:
+        return select(batch, rows, self.function.name, self.names[i]) if rows else Selection(None, 0, 0)
 
     def versions(self) -> list[int]:
         """Of the data picked from."""
@@ -53,7 +58,7 @@ class Batches:
     def ahead(self, batch: Any) -> _Ahead:
         """Pick the rows of what is on the host; what is resident is picked from where it is."""
         start, versions = perf_counter(), self.versions()
-        selection = select(batch, self.rows(), self.function.name, self.names[self.picked[0]])
+        selection = self._select(batch, self.rows(), self.picked[0])
         given: list[Any] = list(self.bound.leaves)
         for i in self.picked:
             if i not in self.resident:
@@ -62,9 +67,9 @@ class Batches:
         return _Ahead(self.bound._replace(leaves=given), versions, kept, perf_counter() - start)
 
     def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
-        leaf, name = self.sources[i], self.function.name
+        leaf = self.sources[i]
         if isinstance(leaf, ProcessLocalRows):  # of which each process picks its own
-            own = select(batch, leaf.shape[0], name, self.names[i])
+            own = self._select(batch, leaf.shape[0], i)
             return ProcessLocalRows(gather_rows(leaf.source, own, narrow(leaf.dtype)))
         source = source_of(leaf) if isinstance(leaf, Data) else leaf
         is_cut = self.request.num_slices == 1

@@ -72,7 +72,7 @@ class PlanCache:
     def find(
         self, group: Group, key: Hashable, abstract: Callable[[Shared], AbstractState], make: Callable[[], Any]
     ) -> Any:
-        """The plan for a call; made where there is none."""
+        """The plan for a key; made where there is none."""
         plans: list[Any] = group._cached(self, key, list)
         for plan in plans:
             if all([abstract(variable) in states for variable, states in plan.accepts.items()]):
@@ -82,6 +82,11 @@ class PlanCache:
         plans.insert(0, plan)
         del plans[64:]
         return plan
+
+
+def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
+    """Of a kind of call; `f.check` also runs functions without then, and for parts, and then may come after a trace."""
+    return call, function.then is None, function.per_part
 
 
 class NeedsLengths(NamedTuple):

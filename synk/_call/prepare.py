@@ -1,7 +1,8 @@
 """Prepare: bind, select and plan: from arguments to a call that only has to run."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from .binding import BoundArguments
 from .execute import ReadyCall
 from .feeding import launches
 from .inputs import RowCall, RowInputs, RowRequest, look_at, select_rows
-from .plan import CallPlan, NeedsLengths, PlanCache, make_plan
+from .plan import CallPlan, NeedsLengths, PlanCache, make_plan, plan_key
 from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View
 
@@ -85,10 +86,15 @@ def prepare(
 
 
 def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where) -> CallPlan | NeedsLengths:
-    """The plan of a kind of call; made where there is none. `f.check` also runs it without then, and for parts."""
-    key = (call, function.then is None, function.per_part)
-    make = partial(make_plan, function, where.group, call, where.view, plans)
-    return plans.find(where.group, key, where.abstract, make)
+    """The plan of a kind of call; made where there is none."""
+
+    def make() -> CallPlan | NeedsLengths:
+        start = perf_counter()
+        plan = make_plan(function, where.group, call, where.view, plans)
+        function.stats.dispatching += perf_counter() - start
+        return plan
+
+    return plans.find(where.group, plan_key(function, call), where.abstract, make)
 
 
 @lru_cache(maxsize=1024)
@@ -145,8 +151,8 @@ def place_broadcast(group: Group, leaf: Any, data_group: Group | None) -> jax.Ar
     if not isinstance(leaf, SCALARS):
         return replicate(group, leaf)
     # A number that stays, such as a learning rate, is placed once. Its text tells -0.0 from 0.0, and finds NaN again.
-    key = ("number", type(leaf), repr(leaf), jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # an option
-    return group._cached(group, key, lambda: put(group, jnp.asarray(leaf), "replicated"))
+    key = (type(leaf), repr(leaf), jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # an option
+    return group._cached(place_broadcast, key, lambda: put(group, jnp.asarray(leaf), "replicated"))
 
 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,13 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .._base.bounded_cache import BoundedCache
 from .._base.errors import SynkError
 from .dispatch import CPU_CAN_WEDGE
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a class that JAX exports untyped
 
 AXIS = "replica"
-MAX_CACHED = 1024  # of one owner and group
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -66,7 +65,7 @@ class Group:
     mesh: Mesh
     is_simulated: bool
     _peers: Peers
-    _caches: WeakKeyDictionary[Any, OrderedDict[Hashable, Any]] = field(default_factory=WeakKeyDictionary)
+    _caches: WeakKeyDictionary[Any, BoundedCache] = field(default_factory=WeakKeyDictionary)
     _groups_before: list[Group | None] = field(default_factory=list)
 
     @property
@@ -128,15 +127,8 @@ class Group:
         """Keep what `make` gives, a pure function of `key`, as long as group and owner live; the newest ones alone."""
         cache = self._caches.get(owner)
         if cache is None:
-            cache = self._caches[owner] = OrderedDict()
-        made = cache.get(key, cache)  # itself where there is none, since None is kept too
-        if made is cache:
-            made = cache[key] = make()
-            if len(cache) > MAX_CACHED:
-                cache.popitem(last=False)
-        else:
-            cache.move_to_end(key)
-        return made
+            cache = self._caches[owner] = BoundedCache()
+        return cache.get(key, make)
 
     def __repr__(self) -> str:
         ids = ", ".join(str(device.id) for device in dict.fromkeys(self.devices))

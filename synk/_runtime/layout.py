@@ -51,8 +51,7 @@ def replicate(group: Group, leaf: Any) -> jax.Array:
 
 def constant(group: Group, layout: Layout, values: Any, dtype: str) -> jax.Array:
     """A small array of numbers (nested tuples), placed once."""
-    key = ("constant", layout, values, dtype)
-    return group._cached(group, key, lambda: put(group, np.array(values, dtype), layout))
+    return group._cached(constant, (layout, values, dtype), lambda: put(group, np.array(values, dtype), layout))
 
 
 def shards(group: Group, array: jax.Array) -> list[jax.Array]:

@@ -10,6 +10,7 @@ import jax
 
 from .._base.errors import SynkError, public_api
 from .._base.pytree import PyTree, abstract_array
+from .._reductions.reduction import UPDATES
 from .._runtime.group import Group
 from .._tracing.context import current_trace, eager
 from . import access
@@ -17,7 +18,6 @@ from .state import AbstractState, VariableState
 from .value import conform, spec_of_value
 
 _numbers = count()
-SLICES = ("mean", "max", "min", "last", "add")
 
 
 def _refusal(how: str) -> Any:
@@ -109,8 +109,8 @@ class Shared:
         context = current_trace()
         if context is None:
             raise SynkError(f"{self.name}.update: it is for use inside a function; outside, assign {self.name}.value.")
-        if slices is not None and slices not in SLICES:
-            raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(SLICES)}.")
+        if slices is not None and slices not in UPDATES:
+            raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(UPDATES)}.")
         context.write(self, new, slices)
 
     @public_api
