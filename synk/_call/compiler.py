@@ -33,7 +33,7 @@ class _Launch(NamedTuple):
     sizes: tuple[int | None, ...]  # numbers of rows of its parts, most first; none where it only combines states
     counts: tuple[int, ...]  # rows of each replica's part, where programs depend on them
     is_last: bool  # whether it ends the call
-    held: tuple[jax.ShapeDtypeStruct, ...] = ()  # shapes of the states so far, those of a replica
+    carry: tuple[jax.ShapeDtypeStruct, ...] = ()  # shapes of a replica's states so far; none in a first launch
 
 
 class Compiler:
@@ -79,15 +79,15 @@ class Compiler:
         if builder.runs_each_rank and call.lengths:
             parts = enumerate(launches(call.lengths, call.num_slices))
             kinds = list(dict.fromkeys((j == 0, each.sizes, each.counts) for j, each in parts))
-        held = tuple(_without_empty(self.states))
+        carry = tuple(_without_empty(self.states))
         programs = {
-            (is_first, counts or sizes): cached(_Launch(sizes, counts, False, () if is_first else held))
+            (is_first, counts or sizes): cached(_Launch(sizes, counts, False, () if is_first else carry))
             for is_first, sizes, counts in kinds
         }
-        return programs, cached(_Launch((), (), True, held))
+        return programs, cached(_Launch((), (), True, carry))
 
     def _compile(self, launch: _Launch) -> Executable:
-        function, is_mapped = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
+        function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
         arguments = self._arguments(launch)
         given: list[Layout] = [layout for layout, _ in chain(*arguments)]
         run, finish = self._bodies(launch)
@@ -96,14 +96,14 @@ class Compiler:
             return finish(values, run(values, launch.sizes))
 
         spec = ProgramSpec(
-            body=self._each_rank(launch, given, run, finish) if is_mapped else body,
+            body=self._each_rank(launch, given, run, finish) if takes_all_replicas else body,
             ins=[[layout for layout, _ in each] for each in arguments],
             shapes=[[shape for _, shape in each] for each in arguments],
             outs=self._outs(launch),
             donate=self._donated(launch),
             engine=function.engine,
             name=function.name,
-            is_mapped=is_mapped,
+            takes_all_replicas=takes_all_replicas,
         )
         program = Executable(self.group, spec)
         function.stats.compilations += 1
@@ -117,21 +117,21 @@ class Compiler:
         def unpack(values: Arrays, rank: jax.Array | None = None) -> tuple[State, Arrays, list[jax.Array], Part]:
             given = iter(values)
             state = self.traces.leaves_of(variables, given)
-            held, rest = list(islice(given, len(launch.held))), list(given)
+            carry, rest = list(islice(given, len(launch.carry))), list(given)
             meta, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
-            return state, held, rest, part_of(meta, rank, tall, self.group.size)
+            return state, carry, rest, part_of(meta, rank, tall, self.group.size)
 
         def run(values: Arrays, sizes: Sequence[int | None], rank: jax.Array | None = None) -> list[jax.Array]:
-            state, held, rest, part = unpack(values, rank)
+            state, carry, rest, part = unpack(values, rank)
             if not sizes:
-                return self._with_empty(held)
+                return self._with_empty(carry)
             return builder.states(sizes, state, arrays_of(self.call, rest), part, tall)
 
         def finish(values: Arrays, states: Arrays) -> list[jax.Array]:
-            state, held, rest, part = unpack(values)
+            state, carry, rest, part = unpack(values)
             if launch.is_last:
                 return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
-            return _without_empty(builder.accumulate(self._with_empty(held) if held else (), states, part))
+            return _without_empty(builder.accumulate(self._with_empty(carry) if carry else (), states, part))
 
         return run, finish
 
@@ -159,7 +159,7 @@ class Compiler:
             [(self.layouts[variable], shape) for shape in self._abstract(variable).global_shapes(size)]
             for variable in self.reads[launch.is_last]
         ]
-        held: Placed = [("stacked", jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.held]
+        carry: Placed = [("stacked", jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.carry]
         rest: Placed = []
         if launch.sizes:
             tall = launch.sizes[0] or 0
@@ -170,7 +170,7 @@ class Compiler:
         rest.extend(("replicated", shape) for shape in call.broadcast_shapes)
         if not call.is_plain:
             rest.append(("replicated", jax.ShapeDtypeStruct((5, size), np.int32)))
-        return [*leaves, held, rest]
+        return [*leaves, carry, rest]
 
     def _outs(self, launch: _Launch) -> list[Layout]:
         if not launch.is_last:
@@ -189,9 +189,9 @@ class Compiler:
         results, new = self.builder.finish_values(states, state, broadcast, part)
         return [*(results[i] for i in self.builder.result.picked), *chain(*(new[v] for v in self.updates))]
 
-    def _with_empty(self, held: Arrays) -> list[jax.Array]:
+    def _with_empty(self, carry: Arrays) -> list[jax.Array]:
         """All states of a replica, from those that have a size."""
-        rest = iter(held)
+        rest = iter(carry)
         return [next(rest) if state.size else jnp.zeros(state.shape, state.dtype) for state in self.states]
 
 

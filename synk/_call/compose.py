@@ -26,7 +26,7 @@ from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments
 from .feeding import launches
-from .inputs import RowCall, RowRequest, look_at, select_rows
+from .inputs import RowCall, RowRequest, check_leaves, select_rows
 from .parts import arrays_of, part_of
 from .plan import PlanCache, plan_key
 from .prepare import checked_subset, part_form
@@ -52,7 +52,7 @@ def compose(
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
     if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
         raise ValueError(f"{name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
-    looked = look_at(bound, name)
+    looked = check_leaves(bound, name)
     sources = _picked(RowCall(name, spec.scattered_names, looked.scattered, RowRequest(), group, group), request.batch)
     broadcast = [jnp.asarray(leaf) for leaf in looked.broadcast]
     rows = len(sources[0]) if sources else None

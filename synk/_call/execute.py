@@ -122,17 +122,17 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
         parts = launches(lengths, 1)[0] if lengths else None
         values = _values(ready, exchanged(group, ready.rows), parts)
         if parts is not None and not ready.call.is_plain:
-            values.append(_meta(ready, parts, 0, 0))
+            values.append(_part_table(ready, parts, 0, 0))
         return [*[leaves[v] for v in plan.reads[1]], [], values]
     assert lengths is not None
-    held: list[jax.Array] = []
+    carry: list[jax.Array] = []
     slot, rows = 0, exchanged(group, ready.rows)
     for j, parts in enumerate(launches(lengths, ready.num_slices)):
-        values = [*_values(ready, rows, parts), _meta(ready, parts, slot, j)]
-        held = _run(ready, plan.program_of(j, parts), [*(leaves[v] for v in plan.reads[0]), held, values])
+        values = [*_values(ready, rows, parts), _part_table(ready, parts, slot, j)]
+        carry = _run(ready, plan.program_of(j, parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
         slot += parts.tall
     whole = launches(lengths, 1)[0]
-    return [*(leaves[v] for v in plan.reads[1]), held, [*ready.broadcast, _meta(ready, whole, 0, 0)]]
+    return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, _part_table(ready, whole, 0, 0)]]
 
 
 def _values(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[Any]:
@@ -148,7 +148,7 @@ def _values(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[A
     return [*values, *ready.broadcast]
 
 
-def _meta(ready: ReadyCall, parts: PartRows, row_slot: int, part_slot: int) -> jax.Array:
+def _part_table(ready: ReadyCall, parts: PartRows, row_slot: int, part_slot: int) -> jax.Array:
     """What a program is told of parts: rows, offsets, rows of the replicas, places in what is gathered."""
     lengths, n = ready.rows.lengths, ready.group.size
     assert lengths is not None

@@ -29,14 +29,14 @@ def launches(lengths: tuple[int, ...], num_slices: int) -> list[PartRows]:
 
 def exchanged(group: Group, rows: RowInputs) -> RowInputs:
     """Where a global batch picks from scattered data, the rows picked in their place."""
-    if all([one.needs_all_to_all is None for one in rows.each]):
+    if all([one.scattered_rows is None for one in rows.each]):
         return rows
 
     def bring(one: RowInput) -> RowInput:
-        if one.needs_all_to_all is None:
+        if one.scattered_rows is None:
             return one
         wanted = one.selection.positions(0, one.selection.rows)
-        return one._replace(source=exchange(group, one.source, one.needs_all_to_all, wanted), needs_all_to_all=None)
+        return one._replace(source=exchange(group, one.source, one.scattered_rows, wanted), scattered_rows=None)
 
     return rows._replace(each=tuple(map(bring, rows.each)))
 

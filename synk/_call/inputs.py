@@ -44,7 +44,7 @@ class RowInput(NamedTuple):
     feed: InputFeed  # how they come
     shape: tuple[int, ...]  # of one row
     dtype: np.dtype  # as JAX has it
-    needs_all_to_all: int | None = None  # where a global batch picks from scattered rows: how many there are
+    scattered_rows: int | None = None  # where a batch picks from all rows of scattered data: how many there are
     rows_before: int = 0  # rows of the call that lie before the source's, in other processes
 
 
@@ -66,7 +66,7 @@ class Arguments(NamedTuple):
     keys: tuple[Any, ...]
 
 
-def look_at(bound: BoundArguments, name: str) -> Arguments:
+def check_leaves(bound: BoundArguments, name: str) -> Arguments:
     """Check what users have passed."""
     spec, values = bound.spec, list(bound.leaves)
     keys: list[Any] = [None] * len(values)
@@ -118,7 +118,7 @@ def select_rows(call: RowCall) -> RowInputs:
     """Check the scattered arguments of a call and what picks their rows: values, in every call."""
     name, names, leaves, (batch, batch_s, _), group, data_group = call
     minibatch: list[int] = []  # brings the rows of the batch itself
-    held: list[int] = []  # lies on the replicas, where batch_s picks
+    resident_ones: list[int] = []  # lies on the replicas, where batch_s picks
     picked: list[int] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, ProcessLocalRows):
@@ -127,14 +127,14 @@ def select_rows(call: RowCall) -> RowInputs:
         if is_data and leaf.is_minibatch:
             minibatch.append(i)
         elif is_data and batch_s is not None and leaf.place == "scatter":
-            held.append(i)
+            resident_ones.append(i)
         else:
             picked.append(i)
     on_replicas = None
-    if held:
-        common_rows(name, names, leaves, held)
-        lengths = _lengths(len(leaves[held[0]]), (data_group or group).size)
-        on_replicas = select_on_replicas(batch_s, lengths, name, names[held[0]])
+    if resident_ones:
+        common_rows(name, names, leaves, resident_ones)
+        lengths = _lengths(len(leaves[resident_ones[0]]), (data_group or group).size)
+        on_replicas = select_on_replicas(batch_s, lengths, name, names[resident_ones[0]])
     rows = common_rows(name, names, leaves, picked)
     if rows is None and batch is not None:
         raise ValueError(
@@ -148,7 +148,7 @@ def select_rows(call: RowCall) -> RowInputs:
     for i, leaf in enumerate(leaves):
         if i in minibatch:
             each.append(_input(call, leaf, Selection(None, 0, count or 0), None, False))
-        elif on_replicas is not None and i in held:
+        elif on_replicas is not None and i in resident_ones:
             chosen = merge_replicas(on_replicas) if data_group else Selection(None, 0, len(leaf))
             each.append(_input(call, leaf, chosen, batch_s, True))
         else:
@@ -278,4 +278,4 @@ def _input(call: RowCall, leaf: Any, selection: Selection, batch: Any, is_on_rep
         return at._replace(feed=InputFeed("stacked", kind, array.shape[1]))
     tall = -(-selection.rows // group.size)
     feed = InputFeed("stacked", "slice" if call.request.num_slices > 1 else None, tall)
-    return at._replace(feed=feed, needs_all_to_all=len(leaf))
+    return at._replace(feed=feed, scattered_rows=len(leaf))

@@ -13,7 +13,7 @@ from .._data.selection import Selection, select
 from .._data.transfer import gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .binding import BoundArguments
-from .inputs import RowRequest, common_rows, look_at
+from .inputs import RowRequest, check_leaves, common_rows
 from .spec import FunctionSpec
 
 
@@ -31,7 +31,7 @@ class Batches:
 
     def __init__(self, function: FunctionSpec, bound: BoundArguments, request: RowRequest, group: Group) -> None:
         self.function, self.bound, self.request, self.group = function, bound, request, group
-        looked = look_at(bound, function.name)
+        looked = check_leaves(bound, function.name)
         self.sources, self.keys = looked.scattered, [looked.keys[i] for i in bound.spec.scattered]
         self.names = bound.spec.scattered_names
         sources = self.sources

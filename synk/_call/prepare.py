@@ -20,7 +20,7 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .execute import ReadyCall
 from .feeding import launches
-from .inputs import RowCall, RowInputs, RowRequest, look_at, select_rows
+from .inputs import RowCall, RowInputs, RowRequest, check_leaves, select_rows
 from .plan import CallPlan, NeedsLengths, PlanCache, make_plan, plan_key
 from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View
@@ -55,12 +55,12 @@ def prepare(
 ) -> ReadyCall:
     """Check a call's arguments and rows, and find or make its plan."""
     name, group, slices = function.name, where.group, request.num_slices
-    looked = look_at(bound, name)
+    looked = check_leaves(bound, name)
     names = bound.spec.scattered_names
     rows = select_rows(RowCall(name, names, looked.scattered, request, group, where.data_group))
     broadcast = [place_broadcast(group, leaf, where.data_group) for leaf in looked.broadcast]
     batch_s = None if where.data_group else request.batch_s
-    form = (
+    form = (  # the first fields of CallSpec
         bound.spec,
         trace_options(),
         tuple([(one.shape, one.dtype) for one in rows.each]),
@@ -125,15 +125,15 @@ def _rows_of_variable(
         return _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
 
     holder = plans.find(where.group, ("holder", call, taken, function.per_part), where.abstract, find).variable
-    held = None if holder is None else where.state(holder).rows_per_replica
+    lengths = None if holder is None else where.state(holder).rows_per_replica
     if batch_s is None:
-        return rows._replace(lengths=held)
-    if holder is None or held is None:
+        return rows._replace(lengths=lengths)
+    if holder is None or lengths is None:
         raise ValueError(
             f"{name}: batch_s picks rows that live on the replicas, but none of its inputs do. Use batch for rows in "
             f"host memory."
         )
-    chosen = select_on_replicas(batch_s, held, name, holder.name)
+    chosen = select_on_replicas(batch_s, lengths, name, holder.name)
     if rows.lengths is not None and sum(rows.lengths) != sum(chosen.lengths):
         raise ValueError(
             f"{name}: batch_s picks {sum(chosen.lengths)} rows of {holder.name}, but the scattered inputs have "

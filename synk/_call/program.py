@@ -128,8 +128,8 @@ class ProgramBuilder:
     @cached_property
     def runs_each_rank(self) -> bool:
         """Must simulated replicas run one by one? Mapped together all run every branch, also what prints."""
-        is_mapped = self.group.is_simulated and not self.call.is_plain and not self.call.is_composed
-        return is_mapped and self._has_effects
+        runs_together = self.group.is_simulated and not self.call.is_plain and not self.call.is_composed
+        return runs_together and self._has_effects
 
     def _run_part(
         self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None
@@ -139,9 +139,9 @@ class ProgramBuilder:
         rows = [read_rows(array, index, size or 0) for array, index in arrays.arrays]
         leaves = self.call.arguments.in_tree_order(rows, arrays.broadcast)
         first_row = jnp.asarray(part.first_row, jnp.int32)
-        held = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
+        where = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
         seen = [
-            read_rows(leaf, held, size) if size is not None and self.traces.holds_rows(variable) else leaf
+            read_rows(leaf, where, size) if size is not None and self.traces.holds_rows(variable) else leaf
             for variable in traced.variables
             for leaf in state[variable]
         ]

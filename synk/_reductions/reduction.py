@@ -158,10 +158,10 @@ PER_PART = Reduction("parts", "gather", _as_entry, is_lawful=False)
 # How the slices of one replica's update combine; nothing travels.
 UPDATES = {
     "mean": REDUCTIONS["mean"],
-    "add": REDUCTIONS["sum"],
     "max": REDUCTIONS["max"],
     "min": REDUCTIONS["min"],
     "last": Reduction("last", "sum", _as_it_is, lambda before, new: new),
+    "add": REDUCTIONS["sum"],
 }
 
 

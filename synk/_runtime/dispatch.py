@@ -1,4 +1,4 @@
-"""Dispatch: one lock for calls, whole commits, and no more programs in flight than the runtime can finish."""
+"""Dispatch: one lock for calls, whole commits, and where the runtime cannot finish many, few programs in flight."""
 
 import signal
 import threading
@@ -23,7 +23,7 @@ IN_FLIGHT: deque[tuple[Any, OnFailure]] = deque()
 
 
 def wait_for_capacity(is_limited: bool) -> None:
-    """Wait until one more program may be launched; forget those that have ended, but for the last few."""
+    """Where few may be in flight, wait until one more may be; forget those that have ended, but for the last few."""
     while len(IN_FLIGHT) >= MAX_IN_FLIGHT and (is_limited or IN_FLIGHT[0][0].is_ready()):
         _retire()
 

@@ -27,7 +27,7 @@ class ProgramSpec:
     donate: tuple[int, ...] = ()  # which lists may be overwritten
     engine: str = "shard_map"
     name: str = ""  # what messages call it
-    is_mapped: bool = False  # whether `body` takes the arrays of all replicas instead
+    takes_all_replicas: bool = False  # whether `body` takes the arrays of all replicas instead
 
 
 class Executable:
@@ -38,7 +38,7 @@ class Executable:
             [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(*each, strict=True)]
             for each in zip(spec.shapes, spec.ins, strict=True)
         ]
-        engine = None if spec.is_mapped else spec.engine
+        engine = None if spec.takes_all_replicas else spec.engine
         lowered = _jit(group, spec.body, [*chain(*spec.ins)], spec.outs, engine, spec.donate).lower(*structs)
         self.group, self.name = group, spec.name
         if group._is_multi_process:
@@ -52,7 +52,7 @@ class Executable:
 
 
 def _launch(group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure) -> list[jax.Array]:
-    """The one place that starts programs."""
+    """Start a compiled program, of a call or of synk's own, and note it among those in flight."""
     wait_for_capacity(group._limits_in_flight)
     WATCHDOG.rearm()
     group._peers.before_launch(name)
