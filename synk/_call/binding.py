@@ -43,7 +43,7 @@ class ArgumentSpec:
 
     @cached_property
     def scattered_names(self) -> list[str]:
-        """Of the scattered leaves."""
+        """Names of the scattered leaves."""
         return [self.names[i] for i in self.scattered]
 
     @cached_property

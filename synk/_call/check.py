@@ -31,7 +31,7 @@ class Runner:
     """Runs one call of a function without committing or donating anything."""
 
     function: FunctionSpec  # what is run
-    plans: PlanCache  # of it; kept by what a call depends on, those of views serve where an equal state is met again
+    plans: PlanCache  # the function's own, also for views: a plan serves wherever an equal state is met
     bound: BoundArguments  # its arguments
     request: RowRequest  # which rows
     home: Group  # the group that shared variables and data live in

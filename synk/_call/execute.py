@@ -111,7 +111,7 @@ def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> No
 
 
 def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Sequence[Any]]:
-    """Run what comes before the program that ends the call; its arguments."""
+    """The arguments of the program that ends the call; of a sliced one after its slices, whose carry they hold."""
     plan, group, lengths = ready.plan, ready.group, ready.rows.lengths
     leaves: dict[Shared, list[jax.Array]] = {}  # as programs take them
     for variable, layout in plan.layouts.items():
@@ -123,7 +123,7 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
         values = _values(ready, exchanged(group, ready.rows), parts)
         if parts is not None and not ready.call.is_plain:
             values.append(_part_table(ready, parts, 0, 0))
-        return [*[leaves[v] for v in plan.reads[1]], [], values]
+        return [*[leaves[v] for v in plan.reads[1]], [], values]  # no carry
     assert lengths is not None
     carry: list[jax.Array] = []
     slot, rows = 0, exchanged(group, ready.rows)

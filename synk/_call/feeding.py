@@ -78,7 +78,7 @@ def _index_of_all(group: Group, one: RowInput, rows: PartRows) -> Any:
 
 def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | None, rows: PartRows) -> Any:
     """What picks a launch's rows among those that each replica holds."""
-    if chosen is None:
+    if chosen is None:  # slices of all of them, each from its offset on
         return constant(group, "stacked", rows.offsets, "int32")
     parts = list(zip(chosen.chosen, rows.offsets, rows.counts, strict=True))
     if kind == "slice":

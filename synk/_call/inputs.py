@@ -110,8 +110,7 @@ class RowCall(NamedTuple):
     leaves: Sequence[Any]  # these, looked at
     request: RowRequest  # which rows
     group: Group  # which runs them
-    # Which scattered data lies in, where that is another one; then all rows come from the host.
-    data_group: Group | None = None
+    data_group: Group | None = None  # where scattered data lies in another group: that one; rows come from the host
 
 
 def select_rows(call: RowCall) -> RowInputs:
@@ -252,7 +251,11 @@ def common_rows(
 
 
 def _input(call: RowCall, leaf: Any, selection: Selection, batch: Any, is_on_replicas: bool) -> RowInput:
-    """How one argument's rows come."""
+    """How one argument's rows come: sent from the host, or picked from resident data where they lie.
+
+    Resident data is sent too where the call has another group, where `batch_s` picks from other data, and where CPU
+    devices share the host's memory. Rows of the whole scattered data that a batch names are exchanged first.
+    """
     if not isinstance(leaf, Data):
         return RowInput(leaf, selection, SENT, leaf.shape[1:], narrow(leaf.dtype))
     shape, dtype, group = leaf.shape[1:], narrow(leaf.dtype), call.group

@@ -17,10 +17,10 @@ class Part(NamedTuple):
     count: Any
     first_row: Any
     offset: Any  # of its first row among the replica's own
-    weight: Any  # its share of all rows
-    share: Any  # and of the replica's own
-    row_slot: Any  # where its entries go in what is gathered of all slices
-    part_slot: Any
+    weight: Any  # its share of the rows of all replicas
+    share: Any  # its share of the replica's own rows
+    row_slot: Any  # where its rows go among those that are gathered of all slices
+    part_slot: Any  # where its one entry goes, of what has an entry a part
 
 
 class PartArrays(NamedTuple):

@@ -47,7 +47,7 @@ class CallPlan:
     outputs: OutputSpec  # the structure of what `fn` returned
 
     def program_of(self, j: int, parts: PartRows) -> Executable:
-        """Of launch number j of several."""
+        """The program of launch number j of several."""
         return self.launches.get((j == 0, parts.counts)) or self.launches[j == 0, parts.sizes]
 
     @property

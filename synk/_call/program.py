@@ -290,7 +290,7 @@ class ProgramBuilder:
         """`then` on the combined outputs, and which broadcast arguments follow them."""
         if self.function.then is None:
             return None
-        states = self.state_shapes(self.slots)[: len(self.reduced)]
+        states = self.state_shapes(self.slots)[: len(self.reduced)]  # before then no output is the first replica's own
         axes = [(AXIS, self.group.size)]
         whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
         return self.traces.then(self.function.then, self.outputs, whole)
@@ -307,7 +307,8 @@ class ProgramBuilder:
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)
-        values = traced.run(*chain(*(state[v] for v in traced.variables)), *results, *chosen, rank, rank)
+        own_leaves = chain(*(state[v] for v in traced.variables))
+        values = traced.run(*own_leaves, *results, *chosen, rank, rank)  # as if each replica had one row
         count = traced.outputs[0].num_leaves
         return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
 

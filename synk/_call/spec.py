@@ -81,14 +81,15 @@ class CallSpec(NamedTuple):
     arguments: ArgumentSpec  # one object a tree of arguments
     options: tuple[Any, ...]  # JAX's trace options
     rows: tuple[tuple[tuple[int, ...], np.dtype], ...]  # shape and dtype of a row of each scattered argument
-    feeds: tuple[InputFeed, ...]  # how these come
+    feeds: tuple[InputFeed, ...]  # how the rows of each scattered argument reach a replica
     # Shape, dtype and whether that is weak of each broadcast argument.
     broadcast: tuple[tuple[tuple[int, ...], np.dtype, bool], ...]
     keys: tuple[Any, ...]  # the PRNG implementation of each argument leaf, in the order of the tree
     held_index: IndexKind | None = None  # how `batch_s` picks from the rows that variables hold
     subset: tuple[Any, ...] | None = None  # which outputs are asked for
     donate: bool = False  # whether old values may be overwritten
-    part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)  # as in `PartForm`
+    # The fields of `PartForm`.
+    part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
     lengths: tuple[int, ...] | None = None
     is_even: bool = True
     num_slices: int = 1
@@ -96,12 +97,12 @@ class CallSpec(NamedTuple):
 
     @property
     def row_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of a row of each scattered argument."""
+        """Shape and dtype of a row of each scattered argument."""
         return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.rows]
 
     @property
     def broadcast_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Of the broadcast arguments."""
+        """Shapes and dtypes of the broadcast arguments."""
         return [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in self.broadcast]
 
     @property
