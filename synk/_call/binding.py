@@ -22,8 +22,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @jax.tree_util.register_static
-@dataclass(frozen=True)
-class Static:
+class Static(NamedTuple):
     """A static argument among others: a part of their tree, and no leaf."""
 
     kind: type  # tells 1 from True and 1.0

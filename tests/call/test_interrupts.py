@@ -81,3 +81,25 @@ def test_calls_in_other_threads():
     for thread in threads:
         thread.join()
     assert int(counter.value) == 4
+
+
+def test_ctrl_c_while_trees_are_compared():
+    """JAX makes a ValueError of what comes in a comparison of its own; here it is Ctrl-C again."""
+
+    class Pressed:
+        count = 0
+
+        def __hash__(self):
+            return 1
+
+        def __eq__(self, other):
+            self.count += 1
+            raise KeyboardInterrupt
+
+    f = synk.function(lambda x, how: x.sum(), inputs={"how": "static"})
+    x = np.ones(4, np.float32)
+    first, second = Pressed(), Pressed()
+    assert float(f(x, first)) == 4
+    with pytest.raises(KeyboardInterrupt):
+        f(x, second)
+    assert first.count + second.count and float(f(x, first)) == 4
