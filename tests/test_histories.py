@@ -1,6 +1,7 @@
 """Histories: what earlier calls left behind changes no later call, and what fails leaves nothing half done."""
 
 import contextlib
+import dataclasses
 import gc
 import operator
 import os
@@ -904,3 +905,73 @@ def test_compiling_is_dispatching():
         f = synk.function(lambda x: time.sleep(0.2) or x.sum())  # as it is traced
         f(np.ones(8, np.float32))
         assert f.stats.dispatching >= 0.2 > f.stats.selecting
+
+
+def test_static_values_are_looked_up_by_their_hash():
+    """Values that cannot be compared are never compared where their hashes differ; 1, True and 1.0 are three."""
+
+    class Config:
+        def __init__(self, value):
+            self.value = value
+
+        def __hash__(self):
+            return hash(self.value)
+
+        def __eq__(self, other):
+            if self.value != other.value:
+                raise AssertionError("compared")
+            return True
+
+    with group_of("devices", 1):
+        f = synk.function(lambda x, how: x.sum() + getattr(how, "value", how), inputs={"how": "static"})
+        x = np.ones(4, np.float32)
+        for i in (*range(40), *range(40)):
+            assert float(f(x, Config(i))) == float(f(x, how=Config(i))) == 4 + i
+        assert f.stats.compilations == 80  # by position and by keyword are two trees
+        for how in (1, True, 1.0):
+            f(x, how)
+        assert f.stats.compilations == 83
+
+
+def test_threads_with_many_static_values():
+    """Whose comparisons let the other threads in, as old ones are let go."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        value: int
+
+    binder = synk.function(lambda x, how: x, inputs={"how": "static"})._binder
+    wrong = []
+
+    def bind(seed):
+        rng = random.Random(seed)
+        try:
+            for _ in range(3000):
+                i = rng.randrange(1500)
+                if binder.bind((1.0, Config(i)), {}).spec.statics["how"].value != i:
+                    wrong.append(i)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=bind, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_first_of_booleans_inside():
+    """Its dtype is that of a call outside."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x[0] > 0, reduce="first")
+        x = jnp.array([1.0, -1.0])
+        assert jax.jit(lambda x: f(x))(x).dtype == f(x).dtype == bool
+        assert bool(jax.jit(lambda x: f(x))(x))
+
+
+def test_a_number_that_does_not_fit():
+    """Is named with the variable and its leaf."""
+    w = synk.shared({"i": np.int32(0)}, name="w")
+    with pytest.raises(ValueError, match=r"w\['i'\] is 1099511627776, more than int32 holds"):
+        w.set_value({"i": 2**40})

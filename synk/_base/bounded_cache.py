@@ -1,5 +1,6 @@
 """BoundedCache: what a pure function of a key gave, for the keys asked for last."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -8,19 +9,25 @@ MAX_KEPT = 1024
 
 
 class BoundedCache:
-    """At most `MAX_KEPT` values; the one not asked for the longest goes first. A failure is not kept."""
+    """At most `MAX_KEPT` values, none of them None; the one not asked for the longest goes first.
+
+    A failure is not kept. Threads may share it: keys are compared by users' code, which may let another thread in.
+    """
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._lock = threading.RLock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The value for a key; made where there is none."""
-        kept = self._kept
-        value = kept.get(key, kept)  # itself where there is none, since None is kept too
-        if value is not kept:
-            kept.move_to_end(key)
+        """The value for a key; made where there is none, and then the same for all who asked."""
+        with self._lock:
+            value = self._kept.get(key)
+            if value is not None:
+                self._kept.move_to_end(key)
+                return value
+        made = make()
+        with self._lock:
+            value = self._kept.setdefault(key, made)
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
             return value
-        value = kept[key] = make()
-        if len(kept) > MAX_KEPT:
-            kept.popitem(last=False)
-        return value

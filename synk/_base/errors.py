@@ -104,7 +104,8 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
                     return fn(*args, **kwargs)
             return fn(*args, **kwargs)
         except Exception as error:
-            if isinstance(error.__cause__, KeyboardInterrupt):  # where JAX compares trees, it makes a ValueError of that
+            # What comes while JAX compares trees is a ValueError there.
+            if isinstance(error.__cause__, KeyboardInterrupt):
                 raise KeyboardInterrupt from error
             hide_internal_frames(error)
             raise

@@ -21,24 +21,18 @@ RESERVED = ("batch", "batch_s", "num_slices", "output_subset", "batches", "prefe
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-@jax.tree_util.register_static
-class Static(NamedTuple):
-    """A static argument among others: a part of their tree, and no leaf."""
-
-    kind: type  # tells 1 from True and 1.0
-    value: Any
-
-
 @dataclass(frozen=True, eq=False)
 class ArgumentSpec:
     """The arguments of calls of one tree: which leaf goes where; one object a tree, so that it is its own key."""
 
-    treedef: Any  # of (args, kwargs), static ones included
+    treedef: Any  # of (args, kwargs), None in the place of static ones
     scattered: tuple[int, ...]  # which leaves are
     broadcast: tuple[int, ...]  # which leaves are
     names: tuple[str, ...]  # of all leaves, as messages call them
     parameters: Mapping[str, Any]  # parameter -> its tree of leaf numbers, for those given that are not static
-    constants: Mapping[str, Any]  # parameter -> value, for static ones and those that have their default
+    statics: Mapping[str, Any]  # parameter -> value
+    constants: Mapping[str, Any]  # the same, and parameters that have their default
+    positions: Sequence[str]  # the parameters that may be given by position
 
     @cached_property
     def scattered_names(self) -> list[str]:
@@ -55,14 +49,10 @@ class ArgumentSpec:
         both = (*scattered, *broadcast)
         return tuple([both[i] for i in self._order])
 
-
-def call_with(fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
-    """Call `fn`; static arguments are themselves again."""
-    return fn(*map(_value, args), **{name: _value(argument) for name, argument in kwargs.items()})
-
-
-def _value(argument: Any) -> Any:
-    return argument.value if isinstance(argument, Static) else argument
+    def call(self, fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
+        """Call `fn`, static arguments put in."""
+        placed = map(self.statics.get, chain(self.positions, repeat("")), args)
+        return fn(*placed, **{name: self.statics.get(name, value) for name, value in kwargs.items()})
 
 
 class BoundArguments(NamedTuple):
@@ -102,7 +92,7 @@ class ArgumentBinder:
             and q.kind != q.POSITIONAL_ONLY
             and not isinstance(fn, functools.partial)
         }
-        self._specs = BoundedCache()  # one a tree of arguments, with the values of static ones
+        self._specs = BoundedCache()  # one a tree of arguments and choice of static ones
 
     def mode(self, parameter: str) -> PyTree:
         """The mode (or tree of modes) of a parameter."""
@@ -158,9 +148,13 @@ class ArgumentBinder:
         """Leaves of a call's arguments, and how they are dealt out."""
         if self._arrays:
             kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
+        statics: dict[str, Any] = {}
         if self.static_names:
-            args = tuple(map(self._as_static, args, chain(self.positions, repeat(""))))
-            kwargs = {name: self._as_static(argument, name) for name, argument in kwargs.items()}
+            given = {**dict(zip(self.positions, args, strict=False)), **kwargs}
+            statics = {name: self._hashable(name, given[name]) for name in sorted(self.static_names & given.keys())}
+            named = zip(args, chain(self.positions, repeat("")), strict=False)
+            args = tuple([None if name in statics else argument for argument, name in named])
+            kwargs = {name: None if name in statics else argument for name, argument in kwargs.items()}
         if list in map(type, args) or list in map(type, kwargs.values()):
             try:
                 args = tuple(map(_array_of_numbers, args))
@@ -168,11 +162,11 @@ class ArgumentBinder:
             except ValueError as error:
                 raise ValueError(f"{self.name}: an argument is a list that makes no array: {error}") from None
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        return BoundArguments(self._specs.get(treedef, lambda: self._spec(treedef)), leaves)
+        # A treedef could hold static values too, but its hash leaves them out, so that all would meet in one place.
+        key = (treedef, *[(name, type(value), value) for name, value in statics.items()])
+        return BoundArguments(self._specs.get(key, lambda: self._spec(treedef, statics)), leaves)
 
-    def _as_static(self, argument: Any, parameter: str) -> Any:
-        if parameter not in self.static_names:
-            return argument
+    def _hashable(self, parameter: str, argument: Any) -> Any:
         try:
             hash(argument)
         except TypeError:
@@ -180,9 +174,9 @@ class ArgumentBinder:
                 f"{self.name}: the static argument {parameter} is a {type(argument).__name__}, which has no hash. "
                 f'Static ones are compile-time constants; pass arrays as "broadcast".'
             ) from None
-        return Static(type(argument), argument)
+        return argument
 
-    def _spec(self, treedef: Any) -> ArgumentSpec:
+    def _spec(self, treedef: Any, statics: Mapping[str, Any]) -> ArgumentSpec:
         places = range(treedef.num_leaves)
         args, kwargs = treedef.unflatten(places)
         try:
@@ -204,7 +198,9 @@ class ArgumentBinder:
             broadcast=tuple(i for i in places if modes[i] == "broadcast"),
             names=tuple(names[i] for i in places),
             parameters=parameters,
-            constants={p: _value(v) for p, v in {**defaults, **given}.items() if p not in parameters},
+            statics=statics,
+            constants={p: value for p, value in {**defaults, **statics}.items() if p not in parameters},
+            positions=self.positions,
         )
 
     def _assign(self, parameter: str, tree: PyTree, modes: dict[int, str]) -> None:

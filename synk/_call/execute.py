@@ -118,15 +118,18 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
         state = states[variable]
         is_there = state.layout == layout
         leaves[variable] = state.leaves if is_there else relayout(group, state.leaves, state.layout, layout)
+    start = perf_counter()
+    rows = exchanged(group, ready.rows)
+    ready.function.stats.sending += perf_counter() - start
     if plan.finish is None:
         parts = launches(lengths, 1)[0] if lengths else None
-        values = _values(ready, exchanged(group, ready.rows), parts)
+        values = _values(ready, rows, parts)
         if parts is not None and not ready.call.is_plain:
             values.append(_part_table(ready, parts, 0, 0))
         return [*[leaves[v] for v in plan.reads[1]], [], values]  # no carry
     assert lengths is not None
     carry: list[jax.Array] = []
-    slot, rows = 0, exchanged(group, ready.rows)
+    slot = 0
     for j, parts in enumerate(launches(lengths, ready.num_slices)):
         values = [*_values(ready, rows, parts), _part_table(ready, parts, slot, j)]
         carry = _run(ready, plan.program_of(j, parts), [*(leaves[v] for v in plan.reads[0]), carry, values])

@@ -13,7 +13,6 @@ from .._runtime.group import AXIS, Group
 from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
 from .._variables.state import AbstractState, VariableState
 from .._variables.variable import Shared
-from .binding import call_with
 from .spec import CallSpec, FunctionSpec
 
 View = Callable[[Shared], VariableState]  # of a variable as another group sees it
@@ -60,7 +59,7 @@ class CallTraces:
         rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part)
         request = TraceRequest(
             fn=function.fn,
-            call=lambda *args, **kwargs: call_with(function.fn, args, kwargs),
+            call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),
             arguments=call.arguments.treedef.unflatten(leaves),
             keys=call.keys,
             pack=partial(pack_outputs, rules),

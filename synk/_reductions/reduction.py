@@ -216,7 +216,7 @@ def combine_replicas(
             whole = whole if valid[i] is None else whole.at[valid[i]].get(mode="promise_in_bounds")
             return reduction.finalize(whole, None)
         if reduction.collective == "first":
-            return whole if has_gradients else from_bits(whole, leaf.dtype)
+            return whole.astype(leaf.dtype) if has_gradients else from_bits(whole, leaf.dtype)
         total = None if leaf.weight is None else combined[leaf.weight]
         return reduction.finalize(whole, total).astype(result_dtype(leaf.dtype, reduction.name))
 

@@ -109,7 +109,10 @@ def conform(
 
 def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, call: str, any_rows: bool) -> Any:
     if isinstance(leaf, SCALARS) and _kind(np.asarray(leaf).dtype) <= _kind(like.dtype):
-        leaf = np.asarray(leaf, like.dtype)
+        try:
+            leaf = np.asarray(leaf, like.dtype)
+        except OverflowError:
+            raise ValueError(f"{call}: the new value of {name} is {leaf}, more than {like.dtype} holds.") from None
     if current_trace() is None:
         refuse_tracer(leaf, f"{call}: the new value of {name}")
     if not isinstance(leaf, jax.Array):
