@@ -923,7 +923,7 @@ def test_static_values_are_looked_up_by_their_hash():
             return True
 
     with group_of("devices", 1):
-        f = synk.function(lambda x, how: x.sum() + getattr(how, "value", how), inputs={"how": "static"})
+        f = synk.function(lambda x, how: x.sum() + jnp.float32(getattr(how, "value", how)), inputs={"how": "static"})
         x = np.ones(4, np.float32)
         for i in (*range(40), *range(40)):
             assert float(f(x, Config(i))) == float(f(x, how=Config(i))) == 4 + i
