@@ -103,7 +103,6 @@ def make_plan(
     builder = ProgramBuilder(traces)
     if builder.runs_each_rank and call.lengths is None:
         return NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
-    then = builder.then
     depends_on = _equality_dependencies(builder)
     apart = _diverging(traces, depends_on) if group.size > 1 else set[Shared]()
     layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
@@ -130,7 +129,7 @@ def make_plan(
         layouts=layouts,
         updates=tuple(updates),
         result=result,
-        own=tuple(j for j, i in enumerate(result.picked) if i in own) if then is None else (),
+        own=tuple(j for j, i in enumerate(result.picked) if i in own),  # none before then
         outputs=builder.outputs,
     )
 
@@ -141,9 +140,9 @@ def _equality_dependencies(builder: ProgramBuilder) -> dict[Shared, tuple[Shared
     first = builder.first
     for variable, _ in first.writes:
         depends_on[variable] = None if builder.call.has_rows or first.uses_rank else first.variables
-    for variable, _ in builder.then[0].writes if builder.then else ():
-        then = builder.then[0]  # type: ignore[index]  # there is one
-        depends_on[variable] = None if then.uses_rank else then.variables
+    if builder.then is not None:
+        then, _ = builder.then
+        depends_on |= {variable: None if then.uses_rank else then.variables for variable, _ in then.writes}
     return depends_on
 
 
