@@ -2,12 +2,16 @@
 
 import functools
 import mmap
+import os
+import signal
+import threading
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from jax._src import core  # noqa: TID251  # to mend what only JAX can break
 
 import synk
 
@@ -37,6 +41,35 @@ def group_of(kind, n):
         pytest.skip(f"needs {n} devices, have {jax.device_count()}")
     with synk.simulate(n) if kind == "simulated" else synk.init(n) as group:
         return group
+
+
+def interrupted(act, seconds):
+    """Act again and again until a SIGINT that comes after so many seconds has been raised; how often that returned."""
+    is_over, returned = threading.Event(), 0
+
+    def press(wait=seconds):
+        while not is_over.wait(wait):
+            os.kill(os.getpid(), signal.SIGINT)
+            wait = 1.0  # then once more: JAX's own callback of the garbage collector swallows one in thousands
+
+    presser = threading.Thread(target=press)
+    try:
+        presser.start()
+        while True:
+            act()
+            returned += 1
+    except KeyboardInterrupt:
+        return returned
+    finally:
+        is_over.set()
+        presser.join()
+        heal_jax()
+
+
+def heal_jax():
+    """Between two lines of JAX's `Primitive.bind` Ctrl-C leaves it without a trace, and nothing of JAX runs any more."""
+    if core.trace_ctx.trace is None:
+        core.trace_ctx.set_trace(core.eval_trace)
 
 
 def parts_of(x, replicas, slices=1):

@@ -6,7 +6,6 @@ import gc
 import operator
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +23,7 @@ from jax import lax
 import synk
 import synk.train
 
-from .helpers import assert_close, assert_same, group_of, numbers
+from .helpers import assert_close, assert_same, group_of, interrupted, numbers
 
 X = numbers(8)
 W = np.array([0.5, -1.0], np.float32)
@@ -404,27 +403,6 @@ def test_interrupted_steps(two, kind, slices):
         held = [float(step.params.get_value(rank)) for rank in range(2)]
         after = before if held[0] == -means[0] * before else after
         assert held == [-mean * after for mean in means]
-
-
-def interrupted(act, seconds):
-    """Act again and again until a SIGINT that comes after so many seconds has been raised."""
-    is_over = threading.Event()
-
-    def press(wait=seconds):
-        while not is_over.wait(wait):
-            os.kill(os.getpid(), signal.SIGINT)
-            wait = 1.0  # then once more: JAX's own callback of the garbage collector swallows one in thousands
-
-    presser = threading.Thread(target=press)
-    try:
-        presser.start()
-        while True:
-            act()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        is_over.set()
-        presser.join()
 
 
 # 9. Collectives of several variables.

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import synk
 
-from .helpers import group_of
+from .helpers import group_of, heal_jax
 
 GROUPS = (("devices", 2), ("simulated", 3), ("devices", 1))
 PLACES = ("host", "scatter", "broadcast")
@@ -355,6 +355,7 @@ def interrupt(seconds):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
+        heal_jax()
         config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 

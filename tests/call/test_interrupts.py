@@ -1,6 +1,5 @@
 """Ctrl-C at any moment loses no shared variable and tears no update."""
 
-import os
 import random
 import signal
 import threading
@@ -11,29 +10,9 @@ import pytest
 
 import synk
 
+from ..helpers import interrupted
+
 TRIALS = 60
-
-
-def interrupted_loop(step, seconds):
-    """Call `step` until a SIGINT that comes after so many seconds has been raised; say how many calls returned."""
-    is_over, calls = threading.Event(), 0
-
-    def press(wait=seconds):
-        while not is_over.wait(wait):
-            os.kill(os.getpid(), signal.SIGINT)
-            wait = 1.0  # then once more: JAX's own callback of the garbage collector swallows one in thousands
-
-    presser = threading.Thread(target=press)
-    try:
-        presser.start()
-        while True:
-            step()
-            calls += 1
-    except KeyboardInterrupt:
-        return calls
-    finally:
-        is_over.set()
-        presser.join()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the collector swallows one
@@ -56,7 +35,7 @@ def test_updates_are_all_or_nothing(rows):
         step(x)
         done = 1
         for _ in range(TRIALS):
-            done += interrupted_loop(lambda: step(x), moments.uniform(0.001, 0.02))
+            done += interrupted(lambda: step(x), moments.uniform(0.001, 0.02))
             count = int(one.value)
             assert np.all(np.asarray(two.value) == count)
             assert count in (done, done + 1)

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import pytest
 import synk
 
 from ..distributed.gang import ROOT
-from ..helpers import assert_same, group_of, slow
+from ..helpers import assert_same, group_of, interrupted, slow
 
 DTYPES = [
     "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "complex64",
@@ -524,12 +523,11 @@ def test_ctrl_c_while_training_saving_and_loading(tmp_path):
 
         def loop():
             nonlocal at
-            while True:
-                step(x)
-                synk.save(tmp_path, both, step=at + 1, extra=int(one.value))
-                at += 1
-                if at % 5 == 0:
-                    synk.load(tmp_path, both)
+            step(x)
+            synk.save(tmp_path, both, step=at + 1, extra=int(one.value))
+            at += 1
+            if at % 5 == 0:
+                synk.load(tmp_path, both)
 
         for _ in range(PRESSES):
             interrupted(loop, moments.uniform(0.0, 0.02))
@@ -538,23 +536,3 @@ def test_ctrl_c_while_training_saving_and_loading(tmp_path):
         saved, extra = synk.load(tmp_path, both)
         assert saved in (at, at + 1)
         assert int(one.value) == extra and np.all(np.asarray(two.value) == extra)
-
-
-def interrupted(loop, seconds):
-    """Run until a SIGINT that comes after so many seconds; and again, should something have swallowed it."""
-    is_over = threading.Event()
-
-    def press(wait=seconds):
-        while not is_over.wait(wait):
-            os.kill(os.getpid(), signal.SIGINT)
-            wait = 1.0
-
-    presser = threading.Thread(target=press)
-    try:
-        presser.start()
-        loop()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        is_over.set()
-        presser.join()
