@@ -3,7 +3,15 @@
 import importlib
 
 from ._base import old_names as _old_names
-from ._base.errors import DisagreementError, DivergedError, LawError, PeerError, SharedLostError, SynkError
+from ._base.errors import (
+    CheckpointError,
+    DisagreementError,
+    DivergedError,
+    LawError,
+    PeerError,
+    SharedLostError,
+    SynkError,
+)
 from ._call.decorator import function
 from ._call.function import Function
 from ._call.spec import Stats
@@ -37,11 +45,11 @@ from ._variables.variable import Shared, shared
 __version__ = "0.1.0"
 
 __all__ = [
-    "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "PeerError", "Shared",
-    "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce", "broadcast", "build_inputs",
-    "check_replicas", "close", "data", "distribute", "fork", "function", "gather", "get_lengths", "get_shapes",
-    "get_value", "group", "init", "load", "local", "minibatches", "part_key", "preempted", "prefetch", "rank",
-    "reduce", "row_keys", "save", "scatter", "set_value", "shared", "simulate", "size",
+    "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "PeerError",
+    "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce", "broadcast",
+    "build_inputs", "check_replicas", "close", "data", "distribute", "fork", "function", "gather", "get_lengths",
+    "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "part_key", "preempted", "prefetch",
+    "rank", "reduce", "row_keys", "save", "scatter", "set_value", "shared", "simulate", "size",
 ]  # fmt: skip
 
 # Show users `synk.function`, never `synk._call.function.function`, in tracebacks and help().

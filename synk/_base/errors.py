@@ -93,6 +93,17 @@ class DisagreementError(SynkError):
     """
 
 
+class CheckpointError(SynkError):
+    """Raised by `synk.load` where there are checkpoints, but none that was asked for is whole.
+
+    The message names the file, the step and what is wrong with it.
+
+    Example:
+      >>> issubclass(CheckpointError, SynkError)
+      True
+    """
+
+
 def public_api(fn: Callable[P, R]) -> Callable[P, R]:
     """Wrap a public call: JAX's defaults around it, and of its own frames no more in a traceback than help."""
 

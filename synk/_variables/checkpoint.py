@@ -1,11 +1,14 @@
-"""Checkpoint: shared variables on disk, whole or absent, whatever dies when."""
+"""Checkpoint: shared variables saved and loaded: all of them or none, and in a group over processes all alike."""
 
+import atexit
+import contextlib
 import json
-import os
-import re
-import shutil
-from collections.abc import Iterator, Mapping
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +16,34 @@ import jax
 import numpy as np
 
 from .._base.errors import public_api
-from .._runtime.dispatch import uninterrupted
+from .._runtime.executable import copy_to_replicas, from_process_0
 from .._runtime.group import current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
 from . import access
 from .access import group_of
+from .checkpoint_files import Checkpoint, read, write
 from .combine import each_of
 from .state import VariableState
 from .variable import Shared
 
-FORMAT = 1
-_STEP = re.compile(r"step-(\d{8,})(~?)")
-
-Folder = str | os.PathLike[str]
+Folder = str | PathLike[str]
 
 
 @public_api
 def save(
-    folder: Folder, variables: Mapping[str, Shared], *, step: int, extra: Any = None, keep: int | None = 3
+    folder: Folder,
+    variables: Mapping[str, Shared],
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = 3,
+    background: bool = False,
 ) -> None:
     """Save shared variables, so that `synk.load` finds all of them or, if anything dies before the end, none.
 
     What replicas share is written once; what differs, for each replica. The folder `step-<step>` holds `arrays.npz` and
-    `about.json`. In a group over processes all of them call it; process 0 writes.
+    `about.json`, bound to each other by checksums. In a group over processes all of them call it; process 0 writes.
 
     Args:
       folder: where checkpoints of one run lie; made where it does not exist.
@@ -45,6 +52,8 @@ def save(
       extra: what else to keep, e.g. the position in the data: numbers, strings, lists and dictionaries, as JSON has;
         single numbers of NumPy and JAX come back as Python's.
       keep: how many checkpoints to leave in the folder, the newest; None for all.
+      background: whether to return once the values of now are copied to host memory, and write them on a thread. The
+        next `save` or `load`, and the end of the program, wait for it; if it fails, the next `save` raises that.
 
     Raises:
       TypeError: `extra` holds what JSON does not give back as it was.
@@ -64,31 +73,41 @@ def save(
         raise ValueError(f"synk.save: step is {step!r}; give an integer >= 0.")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"synk.save: keep is {keep!r}; give an integer >= 1, or None for all.")
-    extra = _checked_extra(extra)
+    extra, place, number = _checked_extra(extra), Path(folder), int(step)
     with eager():
-        arrays = dict(_arrays(variables))
-        kept = {name: described(variable) for name, variable in variables.items()}
-        about = {"format": FORMAT, "step": int(step), "extra": extra, "variables": kept}
-        current_group()._peers.run_on_process_0(lambda: _write(Path(folder), arrays, about, keep), "synk.save")
+        peers, call = current_group()._peers, f"synk.save(step={number}, variables={[*variables]})"
+        peers.from_process_0(call, _WRITER.wait)
+        arrays = dict(_arrays(variables, is_copy=background))
+        about = {"extra": extra, "variables": [[name, described(v)] for name, v in variables.items()]}
+
+        def act() -> str:
+            return _WRITER.run(lambda: write(place, number, about, arrays, keep), f"step {number}", background)
+
+        peers.from_process_0(call, act)
 
 
 @public_api
-def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = None) -> tuple[int, Any]:
+def load(
+    folder: Folder, variables: Mapping[str, Shared], *, step: int | None = None, partial: bool = False
+) -> tuple[int, Any]:
     """Set shared variables to what `synk.save` wrote: all of them, or on any error none.
 
     What replicas shared loads into any number of replicas and processes; what differed, into as many as there were. In
-    a group over processes each of them reads the folder.
+    a group over processes all of them call it; process 0 reads for all.
 
     Args:
       folder: as it was given to `synk.save`.
       variables: from name to shared variable, the same names as were saved.
-      step: which checkpoint; None for the newest.
+      step: which checkpoint; None for the newest that is whole: of newer ones that are not a warning says what is
+        wrong.
+      partial: whether to leave out what was saved under other names, as for inference or fine-tuning.
 
     Returns:
       The step, and what was saved as `extra`.
 
     Raises:
       FileNotFoundError: there is no checkpoint, or none of this step.
+      CheckpointError: there are, but none that was asked for is whole.
       ValueError: names, trees, shapes, dtypes or the number of replicas differ; the message names the first difference.
 
     Example:
@@ -99,22 +118,77 @@ def load(folder: Folder, variables: Mapping[str, Shared], *, step: int | None = 
       (7, None)
     """
     check_variables(variables, "load")
-    place = Path(folder)
-    with eager():
-        found = current_group()._peers.run_on_process_0(lambda: _chosen(place, step), "synk.load")
-        if not (place / found).is_dir():
-            raise FileNotFoundError(
-                f"synk.load: process 0 found {place / found}, this process does not. All processes read the folder: "
-                f"give one on a file system that they share."
-            )
-        about = json.loads((place / found / "about.json").read_text())
-        if about["format"] != FORMAT:
-            raise ValueError(f"synk.load: {place / found} has format {about['format']}; this synk reads {FORMAT}.")
-        kept = about["variables"]
-        compare(variables, kept, f"synk.load: {place / found}")
-        with np.load(place / found / "arrays.npz") as arrays:
-            access.commit_all([(v, _loaded_state(name, v, kept[name], arrays)) for name, v in variables.items()])
+    place, found = Path(folder), list[Checkpoint]()
+    with eager(), contextlib.ExitStack() as opened:
+        _WRITER.wait_quietly()
+
+        def find() -> str:
+            found.append(read(place, step))
+            opened.enter_context(found[0].file)
+            return json.dumps([str(found[0].path), found[0].about, found[0].damaged])
+
+        peers = current_group()._peers
+        call = f"synk.load(step={step}, variables={[*variables]})"
+        path, about, damaged = json.loads(peers.from_process_0(call, find))
+        for each in damaged:
+            warnings.warn(f"synk.load: {each} Step {about['step']} is loaded in its place.", stacklevel=4)
+        kept = dict(about["variables"])
+        compare(variables, kept, f"synk.load: {path}", partial)
+        names = list(kept)
+        arrays = opened.enter_context(found[0].arrays()) if found else None
+        states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
+        access.commit_all(states)
     return about["step"], about["extra"]
+
+
+class _Writer:
+    """Writes checkpoints, one at a time."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: tuple[str, Exception] | None = None
+
+    def wait(self) -> str:
+        """Wait for what is being written; raise what went wrong."""
+        self.wait_quietly()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            what, error = failure
+            raise OSError(f"synk.save: {what} was not written in the background ({type(error).__name__}: {error}).")
+        return ""
+
+    def wait_quietly(self) -> None:
+        """Wait for what is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def run(self, act: Callable[[], None], what: str, is_background: bool) -> str:
+        """Write now, or begin to; in a thread of its own, for which Python waits at its end."""
+        if not is_background:
+            act()
+            return ""
+
+        def try_to() -> None:
+            try:
+                act()
+            except Exception as error:
+                self._failure = what, error
+
+        self._thread = threading.Thread(target=try_to, name="synk-save")
+        self._thread.start()
+        return ""
+
+    def report(self) -> None:
+        """At the end of the program, when no other save will raise it."""
+        try:
+            self.wait()
+        except OSError as error:
+            print(error, file=sys.stderr)
+
+
+_WRITER = _Writer()
+atexit.register(_WRITER.report)
 
 
 def check_variables(variables: Any, call: str) -> None:
@@ -159,9 +233,9 @@ def described(variable: Shared) -> dict[str, Any]:
     }
 
 
-def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(variables: Mapping[str, Shared], is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
     """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype."""
-    for name, variable in variables.items():
+    for number, variable in enumerate(variables.values()):
         group, leaves = group_of(variable), access.read(variable, list)
         state, own = variable._state, group._local_ranks.start
         for rank in [None] if state.is_equal else range(group.size):
@@ -170,12 +244,16 @@ def _arrays(variables: Mapping[str, Shared]) -> Iterator[tuple[str, np.ndarray]]
             else:
                 entries = access.host_leaves(variable, rank)
             for i, leaf in enumerate(variable._spec.unpack(entries)):
-                yield _member(name, i, rank), _storable(leaf)
+                stored = _storable(leaf)
+                yield (
+                    _member(str(number), i, rank),
+                    stored.copy() if is_copy and np.may_share_memory(stored, leaf) else stored,
+                )
 
 
-def _member(name: str, leaf: int, rank: int | None) -> str:
-    """What a leaf is called in the file; names may have dots themselves, so always with both numbers."""
-    return f"{name}.{leaf}.{'all' if rank is None else rank}"
+def _member(variable: str, leaf: int, rank: int | None) -> str:
+    """What a leaf is called in the file: numbers, since names of variables may be anything."""
+    return f"{variable}.{leaf}.{'all' if rank is None else rank}"
 
 
 def _storable(array: np.ndarray) -> np.ndarray:
@@ -183,78 +261,10 @@ def _storable(array: np.ndarray) -> np.ndarray:
     return array if array.dtype.isbuiltin == 1 else array.copy("C").view(f"u{array.dtype.itemsize}")
 
 
-def _write(folder: Path, arrays: Mapping[str, np.ndarray], about: Any, keep: int | None) -> str:
-    """Into a folder of another name, which takes its own, what is returned, in one rename."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
-        _delete(left)
-    name = f"step-{about['step']:08d}"
-    new, final, old = folder / f".saving-{name}-{os.getpid()}", folder / name, folder / f"{name}~"
-    new.mkdir()
-    try:
-        np.savez(new / "arrays.npz", **arrays)  # type: ignore[arg-type]  # names and arrays
-        (new / "about.json").write_text(json.dumps(about, indent=1))
-        for written in (new / "arrays.npz", new / "about.json", new):
-            _to_disk(written)
-    except BaseException:
-        _delete(new)
-        raise
-    if final.exists():  # saved again: until the new one is there, the old one counts
-        if old.exists():
-            _remove(old)
-        os.rename(final, old)
-    os.rename(new, final)
-    _to_disk(folder)
-    found = _found(folder)
-    steps = sorted({step for step, _ in found})
-    gone = set(steps[:-keep]) - {about["step"]} if keep is not None else set[int]()
-    for step, path in found:
-        if step in gone or path == old:
-            _remove(path)
-    return name
-
-
-def _remove(path: Path) -> None:
-    """Out of sight first: no half of a checkpoint is ever found."""
-    gone = path.with_name(f".gone-{path.name}")
-    os.rename(path, gone)
-    _delete(gone)
-
-
-def _delete(path: Path) -> None:
-    with uninterrupted():  # rmtree that is interrupted closes a descriptor twice: an OSError hides the Ctrl-C
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _found(folder: Path) -> list[tuple[int, Path]]:
-    """Checkpoints by step; of one that was being replaced its successor, if it did come, before it."""
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [(int(match[1]), path) for path in paths if (match := _STEP.fullmatch(path.name))]
-
-
-def _chosen(folder: Path, step: int | None) -> str:
-    found = {number: path.name for number, path in reversed(_found(folder))}  # without ~ comes first, so wins
-    if not found:
-        raise FileNotFoundError(f"synk.load: {folder} has no checkpoint; synk.save makes one.")
-    if step is None:
-        return found[max(found)]
-    if step not in found:
-        raise FileNotFoundError(f"synk.load: {folder} has no step {step}; it has {', '.join(map(str, sorted(found)))}.")
-    return found[step]
-
-
-def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str) -> None:
-    """Are these what was kept? ValueError names the first difference."""
-    if set(kept) != set(variables):
-        missing, more = sorted(set(variables) - set(kept)), sorted(set(kept) - set(variables))
+def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str, partial: bool = False) -> None:
+    """Are these what was kept, or `partial`ly? ValueError names the first difference."""
+    missing, more = sorted(set(variables) - set(kept)), [] if partial else sorted(set(kept) - set(variables))
+    if missing or more:
         parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(more)} besides"] * bool(more)
         raise ValueError(f"{where} {' and '.join(parts)}. Give the variables that were saved.")
     for name, variable in variables.items():
@@ -286,18 +296,23 @@ def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{here['path']}'s {what}", there[field], here[field]
 
 
-def _loaded_state(name: str, variable: Shared, kept: Any, arrays: Any) -> VariableState:
-    """What the variable holds once it has what was kept."""
-    spec = variable._spec
+def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:
+    """What the variable holds once it has what was kept; `arrays` are those of process 0."""
+    spec, group, lengths = variable._spec, group_of(variable), kept["lengths"]
 
     def stored(rank: int | None) -> list[np.ndarray]:
-        found = [arrays[_member(name, i, rank)] for i in range(len(spec.shapes))]
-        return spec.pack([a.view(s.dtype) for a, s in zip(found, spec.shapes, strict=True)])
+        shapes: list[jax.ShapeDtypeStruct] = []
+        for leaf in kept["leaves"]:
+            shape = leaf["shape"] if lengths is None or rank is None else [lengths[rank], *leaf["shape"][1:]]
+            shapes.append(jax.ShapeDtypeStruct(tuple(shape), np.dtype(leaf["dtype"])))
+        own = None if arrays is None else [arrays[_member(member, i, rank)].view(s.dtype) for i, s in enumerate(shapes)]
+        return spec.pack(from_process_0(group, own, shapes))
 
     if kept["is_equal"]:
-        return access.state_of_copies(variable, stored(None))
+        layout = variable._state.layout
+        return access.state_of_leaves(variable, copy_to_replicas(group, stored(None), layout), layout)
     parts = [stored(rank) for rank in range(kept["replicas"])]
-    if kept["lengths"] is not None:
+    if lengths is not None:
         return access.state_of_rows(variable, parts)
-    stacked = [stack_parts(group_of(variable), leaves, None) for leaves in zip(*parts, strict=True)]
+    stacked = [stack_parts(group, leaves, None) for leaves in zip(*parts, strict=True)]
     return access.state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")

@@ -1,0 +1,158 @@
+"""Checkpoint files: folders on disk, each whole or absent, whatever dies when; and what is wrong with a damaged one."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from .._base.errors import CheckpointError
+from .._runtime.dispatch import uninterrupted
+
+FORMAT = 2
+_ABOUT, _ARRAYS = "about.json", "arrays.npz"
+_STEP = re.compile(r"step-(\d{8,})(~?)")
+
+
+class Checkpoint(NamedTuple):
+    """One that is whole."""
+
+    path: Path
+    about: dict[str, Any]  # what was written beside the arrays
+    file: BinaryIO  # which holds these
+    damaged: list[str]  # of newer ones that are not whole: which, and why
+
+    def arrays(self) -> Any:
+        """The arrays by name, read as they are asked for; to be closed."""
+        return np.load(self.file)
+
+
+def write(
+    folder: Path, step: int, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray], keep: int | None
+) -> None:
+    """Into a folder of another name, which takes its own in one rename; then delete all but the newest `keep`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
+        _delete(left)
+    name = f"step-{step:08d}"
+    new, final, old = folder / f".saving-{name}-{os.getpid()}", folder / name, folder / f"{name}~"
+    new.mkdir()
+    try:
+        np.savez(new / _ARRAYS, **arrays)  # type: ignore[arg-type]  # names and arrays
+        with open(new / _ARRAYS, "rb") as file:
+            digest = _digest_of_file(file)
+        whole = {"format": FORMAT, "step": step, **about, _ARRAYS: digest}
+        (new / _ABOUT).write_text(json.dumps({"checksum": _digest(whole), **whole}, indent=1))
+        for written in (new / _ARRAYS, new / _ABOUT, new):
+            _to_disk(written)
+    except BaseException:
+        _delete(new)
+        raise
+    if final.exists():  # saved again: until the new one is there, the old one counts
+        if old.exists():
+            _remove(old)
+        os.rename(final, old)
+    os.rename(new, final)
+    _to_disk(folder)
+    found = _found(folder)
+    steps = sorted({number for number, _ in found})
+    gone = set(steps[:-keep]) - {step} if keep is not None else set[int]()
+    for number, path in found:
+        if number in gone or path == old:
+            _remove(path)
+
+
+def read(folder: Path, step: int | None) -> Checkpoint:
+    """The one of a step, or the newest that is whole.
+
+    FileNotFoundError where there is none; CheckpointError where there are, but none is whole.
+    """
+    found = sorted(_found(folder), key=lambda each: (-each[0], each[1].name))  # without ~ comes first
+    if not found:
+        raise FileNotFoundError(f"synk.load: {folder} has no checkpoint; synk.save makes one.")
+    wanted = [path for number, path in found if step in (None, number)]
+    if not wanted:
+        steps = ", ".join(map(str, sorted({number for number, _ in found})))
+        raise FileNotFoundError(f"synk.load: {folder} has no step {step}; it has {steps}.")
+    damaged: list[str] = []
+    for path in wanted:
+        try:
+            about, file = _read_whole(path)
+        except CheckpointError as error:
+            damaged.append(f"{path}: {error}")
+        else:
+            return Checkpoint(path, about, file, damaged)
+    which = "no checkpoint that was asked for is whole" if len(damaged) > 1 else "the checkpoint is not whole"
+    raise CheckpointError(f"synk.load: {which}. {' '.join(damaged)} Load another step, or start anew elsewhere.")
+
+
+def _read_whole(path: Path) -> tuple[dict[str, Any], BinaryIO]:
+    """What a checkpoint says of itself, and the file of its arrays; CheckpointError with what is wrong with it."""
+    try:
+        about = json.loads((path / _ABOUT).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{_ABOUT} {_why(error)}.") from error
+    if not isinstance(about, dict):
+        raise CheckpointError(f"{_ABOUT} holds no description.")
+    checksum = about.pop("checksum", None)
+    if about.get("format") != FORMAT:
+        raise CheckpointError(f"{_ABOUT} has format {about.get('format')}, and this synk reads {FORMAT}.")
+    if checksum != _digest(about):
+        raise CheckpointError(f"{_ABOUT} is not what was written (its checksum differs).")
+    if path.name.rstrip("~") != f"step-{about['step']:08d}":
+        raise CheckpointError(f"{_ABOUT} is that of step {about['step']}.")
+    try:
+        file = open(path / _ARRAYS, "rb")
+        digest = _digest_of_file(file)
+    except OSError as error:
+        raise CheckpointError(f"{_ARRAYS} {_why(error)}.") from error
+    if digest != about[_ARRAYS]:
+        file.close()
+        raise CheckpointError(f"{_ARRAYS} is not what was written with {_ABOUT} (its checksum differs).")
+    file.seek(0)
+    return about, file
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    return f"cannot be read ({error.strerror if isinstance(error, OSError) else error})"
+
+
+def _digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of_file(file: BinaryIO) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # a file
+
+
+def _found(folder: Path) -> list[tuple[int, Path]]:
+    """Checkpoints by step; one that was being replaced, beside its successor if that did come, has ~ after its name."""
+    paths = folder.iterdir() if folder.is_dir() else []
+    return [(int(match[1]), path) for path in paths if (match := _STEP.fullmatch(path.name))]
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first: no half of a checkpoint is ever found."""
+    gone = path.with_name(f".gone-{path.name}")
+    os.rename(path, gone)
+    _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    with uninterrupted():  # rmtree that is interrupted closes a descriptor twice: an OSError hides the Ctrl-C
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
