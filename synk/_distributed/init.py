@@ -12,6 +12,7 @@ from .._base.errors import public_api
 from .._runtime.dispatch import drain
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
+from . import coordinator as meeting
 from . import kv_store, liveness
 from .agreement import PEERS
 
@@ -69,7 +70,7 @@ def init(
     if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     if distributed:
-        liveness.initialize(coordinator, num_processes, process_id, heartbeat, shutdown, start)
+        meeting.initialize(coordinator, num_processes, process_id, heartbeat, shutdown, start)
         liveness.attend(exit_hook, shutdown)
     elif (coordinator, num_processes, process_id) != (None, None, None):
         raise ValueError("synk.init: coordinator, num_processes and process_id go with distributed=True.")

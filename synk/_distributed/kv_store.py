@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jax._src import distributed  # noqa: TID251  # the runtime's client has no public name
+from jax._src import distributed, xla_bridge  # noqa: TID251  # the runtime's client has no public name
 
 NOTICE_SECONDS = 1.5  # that process 0 gives the others, before it takes the store along, to read why it goes
 
@@ -11,6 +11,11 @@ NOTICE_SECONDS = 1.5  # that process 0 gives the others, before it takes the sto
 def is_running() -> bool:
     """Has `jax.distributed` been started?"""
     return _client() is not None
+
+
+def is_too_late() -> bool:
+    """Has JAX made its devices, so that `jax.distributed` cannot be started any more?"""
+    return xla_bridge.backends_are_initialized()
 
 
 def put(key: str, value: str) -> None:
