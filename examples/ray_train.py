@@ -79,30 +79,38 @@ def train(config):
             report(number, loss=float(value))
         if before is None and number == config["killed_at"] and jax.process_index() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        if before is None and number == KILLED_AT and ray.get_runtime_context().get_node_id() == config.get("lost"):
+            os.kill(os.getppid(), signal.SIGKILL)  # Ray's own process there, as if the machine were gone
+            os.kill(os.getpid(), signal.SIGKILL)
     report(number + 1, accuracy=float(accuracy(x[4000:], y[4000:])))
 
 
-def main():
-    """One training on Ray, which starts all workers again when one is lost."""
-    ray.init(num_cpus=WORKERS, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=200 << 20)
+def fit(workers, **config):
+    """One training on Ray, which starts all workers again when one is lost; what its last report says."""
     with tempfile.TemporaryDirectory() as storage:
         # JaxTrainer sets up JAX for accelerators only; with JAX_PLATFORMS=cpu this means CPU devices.
         trainer = JaxTrainer(
             train,
-            train_loop_config={"killed_at": KILLED_AT},
+            train_loop_config={"killed_at": None, **config},
             jax_config=JaxConfig(use_gpu=True),
-            scaling_config=ScalingConfig(num_workers=WORKERS, resources_per_worker={"CPU": 1}),
+            scaling_config=ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 1}),
             run_config=RunConfig(
                 storage_path=storage,
                 failure_config=FailureConfig(max_failures=2),
                 worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}},
             ),
         )
-        result = trainer.fit()
-    ray.shutdown()
-    found = result.metrics
+        found = trainer.fit().metrics
     print(f"Went on from step {found['from']}; {found['replicas']} replicas, test accuracy {found['accuracy']:.1%}")
     assert 0 < found["from"] < KILLED_AT and found["accuracy"] > 0.9  # Ray keeps checkpoints in the background
+    return found
+
+
+def main():
+    """Two workers on one machine."""
+    ray.init(num_cpus=WORKERS, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=200 << 20)
+    fit(WORKERS, killed_at=KILLED_AT)
+    ray.shutdown()
 
 
 if __name__ == "__main__":
