@@ -20,7 +20,7 @@ BASE, CORE = ["_base"], ["_base", "_runtime"]
 ROOMS = {
     "_base": ([], "jax_context bounded_cache errors old_names pytree partition"),
     "_runtime": (BASE, "watchdog dispatch group layout engine executable"),
-    "_distributed": (CORE, "kv_store agreement liveness preemption launcher init"),
+    "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
     "_reductions": (CORE, "collectives reduction outputs"),
     "_tracing": (CORE, "context tracer"),
     "_data": (
@@ -29,7 +29,7 @@ ROOMS = {
     ),
     "_variables": (
         [*CORE, "_reductions", "_tracing", "_data"],
-        "state value access variable combine collectives replica_check checkpoint",
+        "state value access variable combine collectives replica_check checkpoint_files checkpoint",
     ),
     "_call": (
         [*CORE, "_reductions", "_tracing", "_data", "_variables"],

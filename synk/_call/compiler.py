@@ -103,6 +103,7 @@ class Compiler:
             donate=self._donated(launch),
             engine=function.engine,
             name=function.name,
+            variables=tuple(variable._given_name for variable in self.builder.traces.touched),
             takes_all_replicas=takes_all_replicas,
         )
         program = Executable(self.group, spec)

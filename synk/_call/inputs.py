@@ -282,3 +282,19 @@ def _input(call: RowCall, leaf: Any, selection: Selection, batch: Any, is_on_rep
     tall = -(-selection.rows // group.size)
     feed = InputFeed("stacked", "slice" if call.request.num_slices > 1 else None, tall)
     return at._replace(feed=feed, scattered_rows=len(leaf))
+
+
+def values_given(given: Arguments, rows: RowInputs) -> list[Any]:
+    """What a call runs on, in host memory: rows that are picked, what picks on the replicas, and broadcast arguments.
+    Rows of this process alone are not among them, nor what lies on other processes too."""
+    sources: list[Any] = []
+    if not rows.is_process_local:
+        sources = [source_of(leaf) if isinstance(leaf, Data) else leaf for leaf in given.scattered]
+    values = [
+        gather_rows(np.asarray(source) if isinstance(source, jax.Array) else source, one.selection, one.dtype)
+        for source, one in zip(sources, rows.each, strict=False)
+        if not isinstance(source, jax.Array) or source.is_fully_addressable
+    ]
+    values += [] if rows.on_replicas is None else [one.positions(0, one.rows) for one in rows.on_replicas.chosen]
+    broadcast = [leaf[:] if isinstance(leaf, Data) else leaf for leaf in given.broadcast]
+    return values + [leaf for leaf in broadcast if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable]

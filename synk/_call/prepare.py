@@ -20,7 +20,7 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .execute import ReadyCall
 from .feeding import launches
-from .inputs import RowCall, RowInputs, RowRequest, check_leaves, select_rows
+from .inputs import RowCall, RowInputs, RowRequest, check_leaves, select_rows, values_given
 from .plan import CallPlan, NeedsLengths, PlanCache, make_plan, plan_key
 from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View
@@ -58,6 +58,9 @@ def prepare(
     looked = check_leaves(bound, name)
     names = bound.spec.scattered_names
     rows = select_rows(RowCall(name, names, looked.scattered, request, group, where.data_group))
+    if group._is_multi_process:
+        remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
+        group._peers.compare_values(f"the arguments of {name}", lambda: values_given(looked, rows), remedy)
     broadcast = [place_broadcast(group, leaf, where.data_group) for leaf in looked.broadcast]
     batch_s = None if where.data_group else request.batch_s
     form = (  # the first fields of CallSpec

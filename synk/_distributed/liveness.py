@@ -1,4 +1,4 @@
-"""Liveness: one program in several processes, on JAX's own runtime; and how a process leaves without hanging."""
+"""Liveness: how processes follow each other, and leave without hanging."""
 
 import atexit
 import contextlib
@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import jax
 
 from .._base.errors import PeerError, SynkError
-from .._runtime.dispatch import JAXLIB
 from . import kv_store
 from .agreement import PEERS, failure_notice
 
@@ -21,69 +20,7 @@ BEAT = 0.5  # seconds between looks at process 0
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
 
 _is_attending = False
-
-
-def initialize(
-    coordinator: str | None, num_processes: Any, process_id: Any, heartbeat: int, shutdown: int, start: int
-) -> None:
-    """Join the other processes, unless JAX's runtime has been started already; arguments are those of `synk.init`."""
-    if kv_store.is_running():
-        return
-    coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
-    num_processes, process_id = _number("num_processes", num_processes), _number("process_id", process_id)
-    _check(coordinator, num_processes, process_id)
-    # Before jaxlib 0.10 the others take two of their own heartbeats to notice that process 0 is frozen.
-    halved = JAXLIB < (0, 10) and process_id
-    # Nobody on the network needs to reach a coordinator on the loopback device.
-    is_local = coordinator is not None and coordinator.startswith(("127.", "localhost", "[::1]", "::1"))
-    is_bound = is_local and not os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            num_processes,
-            process_id,
-            initialization_timeout=start,
-            heartbeat_timeout_seconds=-(-heartbeat // 2) if halved else heartbeat,
-            shutdown_timeout_seconds=shutdown,
-            coordinator_bind_address=coordinator if is_bound else None,
-        )
-    except ValueError as error:
-        if coordinator is not None:
-            raise
-        raise ValueError(
-            f"synk.init(distributed=True): no launcher was found ({error}). Give coordinator='host:port', "
-            f"num_processes and process_id, or start with `python -m synk launch`."
-        ) from error
-
-
-def _number(name: str, value: Any) -> int | None:
-    """An argument, or what the environment says of it."""
-    if value is not None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"synk.init: {name} is {value!r}; give an integer.")
-        return value
-    variable = f"SYNK_{name.upper()}"
-    text = os.environ.get(variable)
-    if text is not None and not text.isdigit():
-        raise ValueError(f"synk.init: {variable} is {text!r}; set it to an integer >= 0.")
-    return None if text is None else int(text)
-
-
-def _check(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """All are given, or none; and they fit."""
-    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
-        raise ValueError(
-            f"synk.init: {', '.join(name for name in given if name not in missing)} given without "
-            f"{' and '.join(missing)}. Give all three (or SYNK_COORDINATOR, SYNK_NUM_PROCESSES, SYNK_PROCESS_ID), "
-            f"or none where a launcher is found."
-        )
-    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        raise ValueError(
-            f"synk.init: process_id is {process_id}, but num_processes is {num_processes}; the ids are from 0 to "
-            f"{num_processes - 1}."
-        )
+_exit_code = 0  # with which the program has called sys.exit
 
 
 def attend(exit_hook: bool, shutdown: int) -> None:
@@ -99,28 +36,37 @@ def attend(exit_hook: bool, shutdown: int) -> None:
     atexit.register(_at_exit, stop, heartbeat, exit_hook, shutdown)
     if exit_hook:
         sys.excepthook = partial(_at_error, sys.excepthook)
+        sys.exit = partial(_noted_exit, sys.exit)
 
 
 def _heartbeat(stop: threading.Event, exit_hook: bool) -> None:
-    """Publish how far this process is, and end it when process 0 does: a program under way with the others does not
+    """Publish how far this process is, and end it when the others cannot go on: a program under way with them does not
     come back to say so."""
     me, at = jax.process_index(), -1
+    grace = BEAT / 2 if me else kv_store.NOTICE_SECONDS  # for the program itself to notice; process 0 goes last
     while not stop.wait(BEAT):
         try:
             number, what = PEERS.launches
             if number != at:
                 at = number
                 kv_store.put(f"synk/at/{me}", f"{number} {what}")
-            if me == 0:
-                continue
-            why = kv_store.get("synk/failed/0")
+            why = kv_store.get("synk/failed/0") if me else None
             error = failure_notice({} if why is None else {"0": why})
         except Exception:  # the store is gone: the runtime ends this process
             return
-        if error is not None and not stop.wait(BEAT / 2) and PEERS.ended is None:
+        if error is not None and not stop.wait(grace) and PEERS.ended is None:
             error = PEERS.end(error)
             if exit_hook:
                 _leave(error, is_told=False)
+
+
+def _noted_exit(before: Any, status: Any = None, /) -> NoReturn:
+    """Note with which code the program is about to end: at its very end nothing tells."""
+    global _exit_code
+    if threading.current_thread() is threading.main_thread():
+        _exit_code = status if isinstance(status, int) else int(status is not None)
+    before(status)
+    raise SystemExit(status)
 
 
 def _at_error(before: Any, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
@@ -130,7 +76,7 @@ def _at_error(before: Any, kind: type[BaseException], error: BaseException, trac
     if gone is None:
         _publish_failure(f"{kind.__name__}: {error}")
     before(kind, error, traceback)
-    _leave(gone, is_told=gone is None or gone is error)
+    _leave(gone, is_told=gone is None or gone is error, code=130 if kind is KeyboardInterrupt else 1)
 
 
 def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool, shutdown: int) -> None:
@@ -138,12 +84,12 @@ def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool
     faulthandler.cancel_dump_traceback_later()
     if exit_hook:
         if PEERS.ended is not None:
-            _leave(PEERS.ended)
+            _leave(PEERS.ended, code=_exit_code or 1)
         others = _wait_until_all_end(shutdown)
         if others is not None:
             _publish_failure("it has ended its program")
             print(f"synk: this process has ended its program, but {others}.", file=sys.stderr)
-            _leave(None)
+            _leave(None, code=_exit_code or 1)
     stop.set()
     heartbeat.join(shutdown)  # a thread that comes back from the runtime into an ended Python aborts the process
 
@@ -170,8 +116,8 @@ def _wait_until_all_end(seconds: float) -> str | None:
     return None
 
 
-def _leave(error: SynkError | None, is_told: bool = True) -> NoReturn:
-    """End this process now; its code tells whether another one has failed."""
+def _leave(error: SynkError | None, is_told: bool = True, code: int = 1) -> NoReturn:
+    """End this process now, with this code or the one that tells that another process has failed."""
     if not is_told:
         print(f"synk.{type(error).__name__}: {error}", file=sys.stderr)
     until = monotonic() + kv_store.NOTICE_SECONDS
@@ -185,4 +131,4 @@ def _leave(error: SynkError | None, is_told: bool = True) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or a broken pipe
             stream.flush()
-    os._exit(EXIT_PEER_FAILED if isinstance(error, PeerError) else 1)
+    os._exit(EXIT_PEER_FAILED if isinstance(error, PeerError) else code & 0xFF or 1)

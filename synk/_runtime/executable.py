@@ -27,6 +27,7 @@ class ProgramSpec:
     donate: tuple[int, ...] = ()  # which lists may be overwritten
     engine: str = "shard_map"
     name: str = ""  # what messages call it
+    variables: Sequence[str] = ()  # the names of what it reads and writes, on which processes agree as well
     takes_all_replicas: bool = False  # whether `body` takes the arrays of all replicas instead
 
 
@@ -43,7 +44,7 @@ class Executable:
         self.group, self.name = group, spec.name
         if group._is_multi_process:
             self.name += f"({describe_shapes([*chain(*structs)])})"
-            group._peers.agree(self.name, lowered.as_text())
+            group._peers.agree(self.name, "\n".join([*spec.variables, lowered.as_text()]))
         self.compiled = lowered.compile()
 
     def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
@@ -125,6 +126,28 @@ def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
     bits = [as_bits(leaf) for leaf in leaves]
     sums = jax.lax.psum([jnp.where(is_root, b, jnp.zeros((), b.dtype)) for b in bits], AXIS) if bits else []
     return [from_bits(b, leaf.dtype) for b, leaf in zip(sums, leaves, strict=True)]
+
+
+def from_process_0(
+    group: Group, arrays: Sequence[np.ndarray] | None, shapes: Sequence[jax.ShapeDtypeStruct]
+) -> list[np.ndarray]:
+    """Host arrays of process 0 in every process of the group, bit for bit; others give None."""
+    if not group._is_multi_process:
+        assert arrays is not None
+        return list(arrays)
+    root = next(rank for rank, device in enumerate(group.devices) if device.process_index == 0)
+
+    def stacked(shape: jax.ShapeDtypeStruct, array: np.ndarray | None) -> jax.Array:
+        def entry(index: Any) -> np.ndarray:
+            if array is None or index[0].start != root:
+                return np.zeros((1, *shape.shape), shape.dtype)
+            return array[None]
+
+        return jax.make_array_from_callback((group.size, *shape.shape), group.stacked, entry)
+
+    pairs = zip(shapes, arrays if arrays is not None else [None] * len(shapes), strict=True)
+    copies = broadcast_from(group, [stacked(*pair) for pair in pairs], root, "replicated")
+    return [local_replica_to_host(group, copy, "replicated", group._local_ranks.start, None) for copy in copies]
 
 
 def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:

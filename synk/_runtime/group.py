@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from traceback import walk_stack
@@ -37,8 +37,11 @@ class Peers:
     def explain(self, error: BaseException) -> SynkError | None:
         """An error of the communication between processes as synk's; None where it is another."""
 
-    def run_on_process_0(self, act: Callable[[], str], what: str) -> str:
-        """Let process 0 act, and tell every process its result or its error."""
+    def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:
+        """DisagreementError where processes differ in values: compared `always`, or where users ask for it."""
+
+    def from_process_0(self, what: str, act: Callable[[], str]) -> str:
+        """Let process 0 act; every process has its result, or raises its error."""
         return act()
 
 

@@ -24,6 +24,7 @@ class Variable(Protocol):
     """A shared variable, whose users see its name and value alone."""
 
     name: str
+    _given_name: str  # empty where the name is made up, of a number that may differ between processes
     _spec: ValueSpec
     _group: Group | None  # None: its leaves have not been placed yet
     _state: VariableState
@@ -39,7 +40,7 @@ def group_of(variable: Variable) -> Group:
 def bind(variable: Variable, group: Group) -> VariableState:
     """Return its state in this group, placing the value on first use."""
     if variable._group is None:
-        leaves = copy_to_replicas(group, variable._state.leaves, variable._state.layout)
+        leaves = place(variable, group, variable._state.leaves)
         variable._state, variable._group = replace(variable._state, leaves=leaves), group
     if variable._group is not group:
         raise SynkError(
@@ -55,6 +56,19 @@ def bind(variable: Variable, group: Group) -> VariableState:
             f"Set or load it again; donate=False in {name} keeps old values."
         ) from cause
     return variable._state
+
+
+def place(variable: Variable, group: Group, leaves: list[Any]) -> list[jax.Array]:
+    """Give every replica a copy of these stored leaves. Those that a variable begins with are compared: unseeded random
+    numbers, say, differ between processes, and the replicas would differ for good."""
+    _compare(variable, group, leaves, always=variable._group is None)
+    return copy_to_replicas(group, leaves, variable._state.layout)
+
+
+def _compare(variable: Variable, group: Group, leaves: list[Any], always: bool) -> None:
+    name, cure = variable._given_name or "a shared variable without a name", f"synk.broadcast({variable.name})"
+    remedy = f"Make it alike, e.g. of one seed, or give all of them that of process 0 first: {cure}."
+    group._peers.compare_values(f"the value of {name}", lambda: leaves, remedy, always)
 
 
 def stacked_leaves(variable: Variable, group: Group) -> list[jax.Array]:
@@ -149,20 +163,17 @@ def new_leaves(variable: Variable, new: PyTree, call: str, borrow: bool, any_row
     """Stored leaves of a new value, checked, synk's own unless borrowed; its number of rows may differ."""
     spec = variable._spec
     leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and spec.buffers is None)
-    return spec.pack([as_owned_array(leaf, variable.name, borrow) for leaf in leaves])
+    stored = spec.pack([as_owned_array(leaf, variable.name, borrow) for leaf in leaves])
+    _compare(variable, group_of(variable), stored, always=False)
+    return stored
 
 
 def copied_state(
     variable: Variable, new: PyTree, call: str = "set_value", *, borrow: bool = False, any_rows: bool = True
 ) -> VariableState:
     """What it holds once every replica has a copy of `new`."""
-    return state_of_copies(variable, new_leaves(variable, new, call, borrow, any_rows))
-
-
-def state_of_copies(variable: Variable, leaves: list[Any]) -> VariableState:
-    """What it holds once every replica has a copy of these stored leaves."""
-    layout = variable._state.layout
-    return state_of_leaves(variable, copy_to_replicas(group_of(variable), leaves, layout), layout)
+    leaves = place(variable, group_of(variable), new_leaves(variable, new, call, borrow, any_rows))
+    return state_of_leaves(variable, leaves, variable._state.layout)
 
 
 def state_with_rank(variable: Variable, rank: int, new: PyTree) -> VariableState:

@@ -18,7 +18,7 @@ from .._data.transfer import gather_rows
 from .._reductions import collectives, reduction
 from .._reductions.reduction import Op
 from .._runtime.engine import Body
-from .._runtime.executable import broadcast_from, run_collective
+from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout, layouts, put
 from .._tracing.context import TraceContext, current_trace
@@ -78,10 +78,12 @@ def split_value(variable: Shared, new: PyTree, batch: Any, parts: int, call: str
 
 def state_of_first(variable: Shared) -> VariableState:
     """What it holds once every replica has what the first one holds."""
-    group = group_of(variable)
-    state = bind(variable, group)
-    # Also where replicas are taken to be equal: a host callback may have made them differ.
-    leaves = broadcast_from(group, stacked_leaves(variable, group), 0, state.layout)
+    group, state = group_of(variable), variable._state
+    # Also where replicas are taken to be equal: a host callback may have made them differ; and so may what processes
+    # begin with.
+    is_new = variable._group is None
+    own = copy_to_replicas(group, state.leaves, "stacked") if is_new else stacked_leaves(variable, group)
+    leaves = broadcast_from(group, own, 0, state.layout)
     if state.rows_per_replica is not None:
         leaves = [put(group, leaf[:, : state.rows_per_replica[0]], "stacked") for leaf in leaves]
     return state_of_leaves(variable, leaves, state.layout)

@@ -43,6 +43,7 @@ class Shared:
 
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
         self.name = name or f"shared_{next(_numbers)}"
+        self._given_name = name or ""
         self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
         self._group: Group | None = None
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))

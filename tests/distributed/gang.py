@@ -1,11 +1,18 @@
-"""A gang: processes of this machine that run one program together. Each ends in time, and is reaped by its handle."""
+"""A gang: processes of this machine that run one program together. Each ends in time, and is reaped by its handle.
 
+They are forked from a nursery, a process that has imported JAX and started nothing of it: most of their time would be
+that import.
+"""
+
+import functools
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
@@ -22,43 +29,75 @@ class Ended(NamedTuple):
     output: str
 
 
-class Gang:
-    """Processes x devices that run one of the programs; use it in `with`."""
+class Forked:
+    """A process of the nursery's, as far as tests ask of a `subprocess.Popen`."""
 
-    def __init__(self, program, *arguments, processes=2, devices=1, folder=None, launch=None, **environment):
-        """Start it; `launch`: by `python -m synk launch` with these options, as one process that has the others."""
-        self.folder = Path(folder or tempfile.mkdtemp(prefix="gang-"))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.what = f"{program} {' '.join(map(str, arguments))} in {processes}x{devices}"
-        command = [str(part) for part in (PROGRAMS, program, *arguments)]
-        self.logs, self.processes, port = [], [], free_port()
-        if launch is not None:
-            own = ["-n", processes, "--devices-per-process", devices, "--logs", self.folder, *launch]
-            self._start([sys.executable, "-m", "synk", "launch", *map(str, own), *command], "launcher", environment)
-            return
-        for rank in range(processes):
-            of_rank = {"JAX_NUM_CPU_DEVICES": str(devices)}
-            if processes > 1:
-                of_rank["SYNK_COORDINATOR"] = f"127.0.0.1:{port}"
-                of_rank["SYNK_NUM_PROCESSES"], of_rank["SYNK_PROCESS_ID"] = str(processes), str(rank)
-            self._start([sys.executable, *command], f"{rank}", of_rank | environment)
+    def __init__(self):
+        self.pid, self.returncode, self.has_started, self.has_ended = 0, None, threading.Event(), threading.Event()
 
-    def _start(self, command, name, environment):
-        left_out = ("JAX_", "SYNK_", "COVERAGE_")
-        plain = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.started = monotonic()
-        self.logs.append(self.folder / f"{name}.log")
-        with open(self.logs[-1], "w") as log:
-            process = subprocess.Popen(
-                command,
-                env=plain | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that what a launcher has started ends with it
-            )
-        self.processes.append(process)
+    def poll(self):
+        return self.returncode
+
+    def wait(self):
+        self.has_ended.wait()
+
+    def send_signal(self, number):
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+
+class Nursery:
+    """Has a process fork, and hears from it who has started and who has ended."""
+
+    def __init__(self):
+        command = [sys.executable, str(PROGRAMS), "nursery"]
+        pipe, plain = subprocess.PIPE, plain_environment()
+        self.process = subprocess.Popen(command, env=plain, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+        self.children, self.lock = [], threading.Lock()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self):
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            what, child, number = json.loads(line)
+            if what == "started":
+                self.children[child].pid = number
+                self.children[child].has_started.set()
+            else:
+                self.children[child].returncode = number
+                self.children[child].has_ended.set()
+
+    def start(self, command, log, of_child):
+        with self.lock:
+            child = Forked()
+            self.children.append(child)
+            print(json.dumps([len(self.children) - 1, command, str(log), of_child]), file=self.process.stdin)
+        assert child.has_started.wait(60)
+        return child
+
+
+nursery = functools.cache(Nursery)
+
+
+def plain_environment(**more):
+    """Of a process that knows nothing of the tests' own settings."""
+    left_out = ("JAX_", "SYNK_", "COVERAGE_")
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return plain | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | more
+
+
+class Running:
+    """Processes that have been started; use it in `with`."""
+
+    def __init__(self, what):
+        self.what, self.logs, self.processes, self.started = what, [], [], monotonic()
+
+    def start(self, command, log, environment):
+        """Have the nursery fork one."""
+        log.touch()
+        self.logs.append(log)
+        self.processes.append(nursery().start([str(part) for part in command], log, environment))
 
     def __enter__(self):
         return self
@@ -75,10 +114,10 @@ class Gang:
         """What a process has printed so far."""
         return self.logs[rank].read_text(errors="replace")
 
-    def await_line(self, text, rank=0, deadline=60):
-        """Wait until a process has printed such a text."""
+    def await_line(self, text, rank=0, deadline=60, times=1):
+        """Wait until a process has printed such a text so often."""
         until = monotonic() + deadline
-        while text not in self.output(rank):
+        while self.output(rank).count(text) < times:
             if monotonic() > until or self.processes[rank].poll() is not None:
                 self._fail(f"did not say {text!r}")
             sleep(0.01)
@@ -109,6 +148,28 @@ class Gang:
         codes = [process.poll() for process in self.processes]
         told = "".join(f"\n--- {log.stem}\n{self.output(i)[-6000:]}" for i, log in enumerate(self.logs))
         raise AssertionError(f"{self.what} {why}; exit codes so far: {codes}{told}")
+
+
+class Gang(Running):
+    """Processes x devices that run one of the programs."""
+
+    def __init__(self, program, *arguments, processes=2, devices=1, **environment):
+        super().__init__(f"{program} {' '.join(map(str, arguments))} in {processes}x{devices}")
+        folder, port = Path(tempfile.mkdtemp(prefix="gang-")), free_port()
+        for rank in range(processes):
+            of_rank = {"JAX_NUM_CPU_DEVICES": str(devices)}
+            if processes > 1:
+                of_rank["SYNK_COORDINATOR"] = f"127.0.0.1:{port}"
+                of_rank["SYNK_NUM_PROCESSES"], of_rank["SYNK_PROCESS_ID"] = str(processes), str(rank)
+            self.start([program, *arguments], folder / f"{rank}.log", of_rank | environment)
+
+
+class Launcher(Running):
+    """`python -m synk launch`, one process that has the others."""
+
+    def __init__(self, folder, *options, **environment):
+        super().__init__(f"launch {' '.join(map(str, options))}")
+        self.start(["launcher", *options], Path(folder) / "launcher.log", environment)
 
 
 def run(program, *arguments, deadline=120, **options):

@@ -1,9 +1,11 @@
 """What the gangs of the tests run: `python gang_programs.py NAME ARGUMENTS...`, started as `gang.py` does."""
 
+import contextlib
 import faulthandler
 import functools
 import json
 import os
+import select
 import signal
 import sys
 import threading
@@ -18,6 +20,7 @@ from jax.experimental import multihost_utils
 
 import synk
 from synk._distributed import kv_store
+from synk._distributed import launcher as synk_launcher
 
 PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
 CASES, DISAGREEMENTS = {}, {}
@@ -574,6 +577,42 @@ def checkpoint(group, noted):
 
 
 @case
+def checkpoint_in_background(group, noted):
+    """Process 0 writes while all go on; what it cannot write, the next save tells all; parts can be loaded."""
+    folder = noted.folder / "background"
+    w, own = synk.shared(np.zeros(5, np.float32), name="w"), synk.shared(np.zeros(2, np.int8), name="own")
+    synk.set_value(group.size - 1, own, np.ones(2, np.int8))
+    for step in (1, 2, 3):
+        w.value = np.full(5, step, np.float32)
+        synk.save(folder, {"w": w, "own": own}, step=step, background=True)
+    w.value = np.zeros(5, np.float32)
+    assert synk.load(folder, {"w": w}, partial=True) == (3, None) and w.value[0] == 3
+    assert synk.load(folder, {"own": own}, step=2, partial=True)[0] == 2
+    assert [int(own.get_value(rank)[0]) for rank in range(group.size)] == [0] * (group.size - 1) + [1]
+    synk.save("/dev/null/no", {"w": w}, step=4, background=True)
+    raises(OSError, "step 4 was not written in the background", lambda: synk.save(folder, {"w": w}, step=5))
+    raises(FileNotFoundError, "has no step 5", lambda: synk.load(folder, {"w": w}, step=5))
+    synk.save(folder, {"w": w}, step=5)
+    if jax.process_index() == 0:
+        (folder / "step-00000005" / "arrays.npz").unlink()
+    raises(synk.CheckpointError, "arrays.npz is missing", lambda: synk.load(folder, {"w": w}, step=5))
+
+
+@case
+def first_values(group, noted):
+    """What processes begin with differently raises in all, and the cure it names cures it."""
+    w = synk.shared(np.full(3, jax.process_index(), np.float32), name="w")
+    for act in (lambda: w.value, lambda: synk.function(lambda x: x.sum() * w.value)(np.ones(4, np.float32))):
+        if jax.process_count() > 1:
+            raises(synk.DisagreementError, "differ in the value of w", act)
+    synk.broadcast(w)
+    assert w.value.tolist() == [0, 0, 0]
+    synk.check_replicas(w)
+    made = [synk.shared(np.zeros(2)) for _ in range(1 + jax.process_index())][-1]  # its name is another in each
+    assert made.value.tolist() == [0, 0]
+
+
+@case
 def groups(group, noted):
     """Replicas simulated in each process, beside the group of all."""
     x = normal(7)
@@ -703,6 +742,188 @@ def save(is_odd, f, g, x):
         synk.check_replicas(w)
 
 
+def named(kind, **cases):
+    """Cases of one kind: each takes whether this is process 1, f, g and rows."""
+    DISAGREEMENTS.update({f"{kind}_{name}": case for name, case in cases.items()})
+
+
+def adding(constant, **options):
+    """Call a function in which a constant differs."""
+
+    def case(is_odd, f, g, x):
+        value = constant(is_odd)
+        synk.function(lambda x: x.sum(0) + jnp.asarray(value).sum().astype(x.dtype), name="h", **options)(x)
+
+    return case
+
+
+LABELS = np.arange(1_000_000_000, 1_000_000_100, dtype=np.int32)
+named(
+    "constant",
+    labels=adding(lambda is_odd: LABELS + is_odd),
+    one_hot=adding(lambda is_odd: np.eye(40, dtype=np.int8)[np.arange(100) % 40 - is_odd]),
+    mask=adding(lambda is_odd: np.arange(100) % 3 == is_odd),
+    seed_of_9=adding(lambda is_odd: 123456789 + is_odd),
+    seed_of_10=adding(lambda is_odd: np.uint32(4123456789 + is_odd)),
+    last_bit=adding(lambda is_odd: np.nextafter(np.float32(1), np.float32(1 + is_odd))),
+    minus_zero=adding(lambda is_odd: np.array([-0.0 if is_odd else 0.0] * 70, np.float32)),
+    nan_bits=adding(lambda is_odd: np.array([0x7FC00001 + is_odd] * 9, np.uint32).view(np.float32)),
+    halves=adding(lambda is_odd: jnp.full(90, 1 + is_odd / 128, jnp.bfloat16)),
+    complex=adding(lambda is_odd: np.full(60, 1 + 2j + is_odd, np.complex64).real),
+    one_of_many=adding(lambda is_odd: np.arange(1_000_000) == 999_999 - is_odd),
+    on_device=adding(lambda is_odd: jnp.arange(1_000_000_000, 1_000_000_050) + is_odd),
+    key=adding(lambda is_odd: jax.random.key_data(jax.random.key(1234567890 + is_odd))),
+    noise=adding(lambda is_odd: np.random.default_rng(is_odd).normal(size=500)),
+    static=lambda is_odd, f, g, x: synk.function(lambda x, n: x.sum(0) * n, inputs={"n": "static"}, name="h")(
+        x, 3 + is_odd
+    ),
+    default=lambda is_odd, f, g, x: synk.function(lambda x, n=3 + is_odd: x.sum(0) * n, name="h")(x),
+)
+named(
+    "program",
+    reduction=lambda is_odd, f, g, x: row_sums("h", reduce="mean" if is_odd else "sum")(x),
+    mode=lambda is_odd, f, g, x: synk.function(
+        lambda x, y: x.sum(0) + y.sum(0), inputs=["scatter", "scatter" if is_odd else "broadcast"], name="h"
+    )(x, x),
+    shape=lambda is_odd, f, g, x: f(x[:, : 3 - is_odd]),
+    outputs=lambda is_odd, f, g, x: synk.function(lambda x: (x.sum(0),) * (1 + is_odd), name="h")(x),
+    slices=lambda is_odd, f, g, x: f(x, num_slices=1 + is_odd),
+    precision=lambda is_odd, f, g, x: synk.function(
+        lambda x: jnp.dot(x.T, x, precision="highest" if is_odd else None), name="h"
+    )(x),
+    promotion=lambda is_odd, f, g, x: synk.function(lambda x: x.sum(0) * (jnp.float16(1) if is_odd else 1.0), name="h")(
+        x.astype(np.float16) if is_odd else x
+    ),
+    then=lambda is_odd, f, g, x: synk.function(lambda x: x.sum(0), name="h", then=lambda s: s * 2 if is_odd else s)(x),
+    name=lambda is_odd, f, g, x: row_sums("h" if is_odd else "k")(x),
+    variable=lambda is_odd, f, g, x: reader(*variables("v" if is_odd else "w"))(x),
+    variables=lambda is_odd, f, g, x: reader(*variables(*("v", "w")[: 1 + is_odd]))(x),
+    update=lambda is_odd, f, g, x: updater(*variables("w"), 1.0 + is_odd)(x),
+    donated_or_not=lambda is_odd, f, g, x: (f(x), row_sums("h")(x)) if is_odd else (row_sums("h")(x), f(x)),
+)
+named(
+    "order",
+    of_collectives=lambda is_odd, f, g, x: [
+        (synk.all_reduce if is_odd == (i == 0) else synk.broadcast)(*variables("w")) for i in range(2)
+    ],
+    of_variables=lambda is_odd, f, g, x: [np.asarray(w.value) for w in variables("v", "w")[:: 1 - 2 * is_odd]],
+    collective_and_call=lambda is_odd, f, g, x: (
+        (f(x), synk.check_replicas(*variables("w"))) if is_odd else (synk.check_replicas(*variables("w")), f(x))
+    ),
+    save_and_call=lambda is_odd, f, g, x: (
+        synk.save(FOLDER, {}, step=1) if is_odd else [float(row_sums(f"f{i}")(x)[0]) for i in range(3)]
+    ),
+)
+
+
+def variables(*names):
+    return [synk.shared(np.ones(3, np.float32), name=name) for name in names]
+
+
+def reader(*variables):
+    return synk.function(lambda x: x.sum(0) * sum(v.value for v in variables), name="h")
+
+
+def updater(w, scale):
+    return synk.function(lambda x: x.sum(0), name="h", then=lambda s: setattr(w, "value", w.value + scale * s))
+
+
+def often(count, act):
+    for _ in range(count):
+        act()
+
+
+FOLDER = "/nonexistent/of/disagreements"
+named(
+    "count",
+    of_calls=lambda is_odd, f, g, x: (often(3 + is_odd, lambda: float(f(x)[0])), g(x)),
+    of_collectives=lambda is_odd, f, g, x: (often(1 + is_odd, lambda: synk.check_replicas(*variables("w"))), float(f(x)[0])),
+    of_slices=lambda is_odd, f, g, x: (f(x), f(x, num_slices=2 + 2 * is_odd), float(g(x)[0])),
+    of_batches=lambda is_odd, f, g, x: (list(f.iterate(x, batches=[2] * (3 + is_odd))), float(g(x)[0])),
+    of_steps=lambda is_odd, f, g, x: (
+        often(4 + 2 * is_odd, lambda: float(f(x)[0])), synk.save(FOLDER, {}, step=1), float(g(x)[0]),
+    ),
+)  # fmt: skip
+
+
+def given(*args, **options):
+    """Known programs, given other values: what SYNK_CHECK compares."""
+
+    def case(is_odd, f, g, x):
+        f(x), g(x)
+        chosen = [arg(is_odd) for arg in args]
+        synk.function(lambda *x: sum(jnp.sum(each) for each in x), name="h", **options)(
+            *chosen[:-1] if isinstance(chosen[-1], dict) else chosen,
+            **chosen[-1] if isinstance(chosen[-1], dict) else {},
+        )
+
+    return case
+
+
+X = np.arange(36, dtype=np.float32).reshape(12, 3)
+named(
+    "known_value",
+    rows=given(lambda is_odd: X + is_odd),
+    one_row=given(lambda is_odd: np.where(np.arange(12)[:, None] == 11, X + is_odd, X)),
+    number=given(lambda is_odd: 0.1 + is_odd, inputs=["broadcast"]),
+    array=given(lambda is_odd: X + is_odd, inputs=["broadcast"]),
+    indexes=given(lambda is_odd: X, lambda is_odd: {"batch": [0, 1, 2, 3 + is_odd]}),
+    seeded_batch=given(lambda is_odd: X, lambda is_odd: {"batch": np.random.default_rng(is_odd).permutation(12)[:6]}),
+    data=given(lambda is_odd: synk.data(X + is_odd)),
+    resident=given(lambda is_odd: synk.data(X + is_odd, place="scatter")),
+    on_all=given(lambda is_odd: synk.data(X + is_odd, place="broadcast")),
+    batch_s=given(lambda is_odd: synk.data(X, place="scatter"), lambda is_odd: {"batch_s": [1 + is_odd, 0]}),
+    learning_rate=lambda is_odd, f, g, x: [
+        (h := synk.function(lambda x, lr: x.sum() * lr, inputs=["x"], name="h"))(x, 0.1), h(x, 0.1 + 0.01 * is_odd),
+    ],
+    set_value=lambda is_odd, f, g, x: [synk.set_value(0, w, w.value + is_odd) for w in variables("w")],
+    assigned=lambda is_odd, f, g, x: [(w.value, setattr(w, "value", np.full(3, is_odd, np.float32))) for w in variables("w")],
+)  # fmt: skip
+named(
+    "initial",
+    values=lambda is_odd, f, g, x: reader(synk.shared(np.full(3, is_odd, np.float32), name="w"))(x),
+    last_bit=lambda is_odd, f, g, x: reader(
+        synk.shared(np.nextafter(np.ones(3, np.float32), np.float32(1 + is_odd)), name="w")
+    )(x),
+    unseeded=lambda is_odd, f, g, x: synk.shared(np.random.default_rng().normal(size=9), name="w").value,
+    tree=lambda is_odd, f, g, x: synk.shared({"a": np.ones(3), "b": np.full(2, is_odd)}, name="w").value,
+    key=lambda is_odd, f, g, x: synk.shared(jax.random.key(is_odd), name="w").value,
+    set_before=lambda is_odd, f, g, x: [setattr(w, "value", np.full(3, is_odd, np.float32)) for w in variables("w")],
+    shapes=lambda is_odd, f, g, x: synk.shared(np.zeros((3, 1) if is_odd else (1, 3)), name="w").value,
+    dtypes=lambda is_odd, f, g, x: synk.shared(np.zeros(3, np.int32 if is_odd else np.float32), name="w").value,
+)
+named(
+    "exchange",
+    save_alone=lambda is_odd, f, g, x: (
+        [synk.save(FOLDER, {}, step=1)] if is_odd else [time.sleep(1), *(float(f(x)[0]) for _ in range(5))]
+    ),
+    load_alone=lambda is_odd, f, g, x: (
+        [synk.load(FOLDER, {})] if is_odd else [time.sleep(1), *(float(f(x)[0]) for _ in range(5))]
+    ),
+    save_by_process_0=lambda is_odd, f, g, x: (
+        [float(f(x)[0]) for _ in range(5)] if is_odd else [float(f(x)[0]), synk.save(FOLDER, {}, step=1)]
+    ),
+    save_and_load=lambda is_odd, f, g, x: synk.save(FOLDER, {}, step=1) if is_odd else synk.load(FOLDER, {}),
+    steps=lambda is_odd, f, g, x: synk.save(FOLDER, {}, step=1 + is_odd),
+    names=lambda is_odd, f, g, x: synk.save(FOLDER, dict(zip("ab"[is_odd], variables("w"), strict=True)), step=1),
+    save_and_place=lambda is_odd, f, g, x: (
+        synk.save(FOLDER, {}, step=1) if is_odd else [w.value for w in variables("w")]
+    ),
+    caught=lambda is_odd, f, g, x: (float(f(x)[0]), caught(is_odd, f, x)),
+)
+
+
+def caught(is_odd, f, x):
+    """Process 1 keeps the error to itself and computes on; process 0 waits in a program for it."""
+    if not is_odd:
+        return [float(f(x)[0]) for _ in range(5)]
+    try:
+        synk.save(FOLDER, {}, step=1)
+    except synk.DisagreementError as error:
+        say("raised", kind=type(error).__name__, message=str(error))
+        time.sleep(20)
+
+
 # Failure.
 
 
@@ -752,6 +973,8 @@ def fail_by(mode):
         raise RuntimeError("a bug of the user's")
     if mode == "exit":
         sys.exit(3)
+    if mode == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
     if mode == "hang":
         hang_here()
 
@@ -794,6 +1017,9 @@ def train(folder, *failures):
     """A small training loop that saves every 5 steps; the attempts that `failures` name (as kill:1) end at step 12, 22..."""
     group = join()
     attempt, folder = int(os.environ.get("SYNK_ATTEMPT", 0)), Path(folder)
+    if "apart" in os.environ:  # machines that share no disk
+        folder /= str(jax.process_index())
+    in_background = "background" in os.environ
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(101, 5)).astype(np.float32), rng.normal(size=101).astype(np.float32)
     w, m = synk.shared(np.zeros(5, np.float32), name="w"), synk.shared(np.zeros(5, np.float32), name="m")
@@ -827,7 +1053,7 @@ def train(folder, *failures):
         step(x, y, batch=pick)
         done += 1
         if done % 5 == 0:
-            synk.save(folder, variables, step=done, extra={"at": done}, keep=2)
+            synk.save(folder, variables, step=done, extra={"at": done}, keep=2, background=in_background)
     say(
         "ends",
         step=done,
@@ -838,10 +1064,85 @@ def train(folder, *failures):
     assert group.size == 2
 
 
+def save_on(folder, how):
+    """Save again and again, in the background or not, until something ends it."""
+    join()
+    w, step = synk.shared(np.zeros(3000, np.int32), name="w"), 0
+    with contextlib.suppress(FileNotFoundError):
+        step, extra = synk.load(folder, {"w": w})
+        assert extra == [step] and set(np.asarray(w.value).tolist()) == {step}
+    say("starts", step=step)
+    while True:
+        step += 1
+        w.value = np.full(3000, step, np.int32)
+        synk.save(folder, {"w": w}, step=step, extra=[step], keep=2, background=how == "background")
+        say("saved", step=step - (how == "background"))
+
+
+def execute(code):
+    """Some lines of Python."""
+    exec(code, globals())
+
+
+def launcher(*arguments):
+    """As `python -m synk launch`."""
+    sys.exit(synk_launcher.main(["launch", *arguments]))
+
+
+def nursery():
+    """Fork a process for each line of standard input, and say on standard output how each ends; return in a child, with
+    what it is to run."""
+    wake, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    children, requests = {}, b""
+    while True:
+        ready, _, _ = select.select([0, wake], [], [])
+        if wake in ready:
+            os.read(wake, 1 << 16)
+            while children and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                code = os.waitstatus_to_exitcode(ended[1])
+                print(json.dumps(["ended", children.pop(ended[0]), code]), flush=True)
+        if 0 not in ready:
+            continue
+        read = os.read(0, 1 << 16)
+        if not read:
+            for child in children:
+                os.killpg(child, signal.SIGKILL)
+            os._exit(0)
+        *lines, requests = (requests + read).split(b"\n")
+        for line in lines:
+            number, command, log, environment = json.loads(line)
+            if (child := os.fork()) == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                return command, log, environment
+            children[child] = number
+            print(json.dumps(["started", number, child]), flush=True)
+
+
+def become(command, log, environment):
+    """A process of a gang, as if Python had just started with this environment."""
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_TRUNC)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for old, new in ((null, 0), (file, 1), (file, 2)):
+        os.dup2(old, new)
+    os.environ.update(environment)
+    for name, value in environment.items():
+        if name.startswith("JAX_"):
+            jax.config.update(name.lower(), int(value) if value.isdigit() else value)
+    return command
+
+
 def main():
     """Run one of the programs of this module."""
+    program, *arguments = sys.argv[1:]
+    if program == "nursery":
+        program, *arguments = become(*nursery())
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    globals()[sys.argv[1]](*sys.argv[2:])
+    globals()[program](*arguments)
 
 
 if __name__ == "__main__":

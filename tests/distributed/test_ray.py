@@ -12,11 +12,10 @@ pytest.importorskip("ray", reason="install the extra `ray`, on Python 3.11")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def test_a_worker_is_killed():
-    """The second attempt goes on from a checkpoint of the first."""
+@pytest.mark.parametrize(("example", "replicas"), [("ray_train.py", 2), ("ray_elastic.py", 1)])
+def test_training_goes_on(example, replicas):
+    """From a checkpoint of the first attempt: with as many workers, or where a machine is lost with those left."""
     plain = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "ray_train.py"], env=plain, capture_output=True, text=True, timeout=400
-    )
+    done = subprocess.run([sys.executable, EXAMPLES / example], env=plain, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "Went on from step " in done.stdout.splitlines()[-1]
+    assert f"; {replicas} replicas, " in next(line for line in done.stdout.splitlines() if "Went on from step " in line)

@@ -1,0 +1,334 @@
+"""The launcher: what its processes get, and that nothing is left of them however they, it, or its output end."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from synk._distributed.launcher import main
+
+from ..helpers import slow, slow_but
+from . import gang
+
+
+def launch(tmp_path, script, *options, arguments=(), signal_after=None, **environment):
+    """Run the launcher on a script of no JAX; its exit code and output."""
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(script))
+    with gang.Launcher(tmp_path, *options, file, *arguments, **environment) as launcher:
+        if signal_after is not None:
+            launcher.await_line("ready", times=2)
+            launcher.signal(0, signal_after)
+        end = launcher.wait(30)[0]
+    return end.code, end.output
+
+
+def test_launch_tells_each_process_who_it_is(tmp_path):
+    """Ranks, arguments, devices, the attempt; a prefix on the console, and one log a rank."""
+    script = """
+        import os, sys
+        names = ("SYNK_PROCESS_ID", "SYNK_NUM_PROCESSES", "SYNK_ATTEMPT", "JAX_NUM_CPU_DEVICES")
+        print(*(os.environ[name] for name in names), *sys.argv[1:])
+        assert os.environ["SYNK_COORDINATOR"].startswith("127.0.0.1:")
+    """
+    options = ["-n", 3, "--devices-per-process", 2, "--logs", tmp_path / "logs"]
+    code, output = launch(tmp_path, script, *options, arguments=["-n", "x y"])
+    assert code == 0, output
+    assert sorted(output.splitlines()[1:]) == [f"[{rank}] {rank} 3 0 2 -n x y" for rank in range(3)]
+    assert (tmp_path / "logs" / "rank-2.0.log").read_text() == "2 3 0 2 -n x y\n"
+
+
+def test_launch_fails_as_the_first_failure(tmp_path):
+    """Its code is that of the first process that failed; the others are ended."""
+    script = """
+        import os, sys, time
+        time.sleep(0.2 if os.environ["SYNK_PROCESS_ID"] == "1" else 100)
+        sys.exit(7)
+    """
+    start = time.monotonic()
+    code, output = launch(tmp_path, script, "-n", 3)
+    assert (code, time.monotonic() - start < 10) == (7, True)
+    assert "process 1 failed first: it exited with 7" in output
+
+
+def test_launch_restarts_up_to_a_number(tmp_path):
+    """Each attempt sees its number, and its own log; when none is left the last code stands."""
+    script = "import os, sys; sys.exit(10 + int(os.environ['SYNK_ATTEMPT']))"
+    code, output = launch(tmp_path, script, "-n", 2, "--restarts", 2, "--logs", tmp_path / "logs")
+    assert code == 12 and "starting all again (2 of 2)" in output
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        f"rank-{r}.{a}.log" for r in range(2) for a in range(3)
+    }
+
+
+WAITS = """
+    import signal, sys, time
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit({code}))
+    print("ready", flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("code", [0, 4])
+def test_launch_passes_sigterm_on(tmp_path, code):
+    """All processes get it; they may save and leave, and are not started again."""
+    ended, output = launch(tmp_path, WAITS.format(code=code), "-n", 2, "--restarts", 3, signal_after=signal.SIGTERM)
+    assert ended == code and "starting all again" not in output
+
+
+def test_launch_ends_all_on_ctrl_c(tmp_path):
+    """No process is left, and none is started again."""
+    ended, output = launch(tmp_path, WAITS.format(code=0), "-n", 2, "--restarts", 3, signal_after=signal.SIGINT)
+    assert ended == 128 + signal.SIGINT and "starting all again" not in output
+
+
+@pytest.mark.parametrize("options", [["-n", "0", "script.py"], ["--restarts", "-1", "script.py"], []])
+def test_launch_refuses(capsys, options):
+    """Numbers that mean nothing, and no script."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", *options])
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--devices-per-process", "-2", "script.py"], "--devices-per-process is -2; give at least 1"),
+        (["--devices-per-process", "0", "script.py"], "give at least 1"),
+        (["--nodes", "2", "--node-rank", "2", "--coordinator", "a:1", "script.py"], "give 0 to 1"),
+        (["--nodes", "2", "script.py"], "--nodes needs --coordinator HOST:PORT"),
+        (["--coordinator", "here", "script.py"], "--coordinator is 'here'; give HOST:PORT"),
+    ],
+)
+def test_launch_says_what_it_wants(capsys, options, message):
+    """The option and what to give, before anything is started."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", *options])
+    assert message in capsys.readouterr().err
+
+
+def test_launch_runs_a_module(tmp_path, monkeypatch):
+    """As python -m, its arguments untouched."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "program.py").write_text("import sys; print(__spec__.name, *sys.argv[1:])")
+    with gang.Launcher(tmp_path, "-n", 2, "-m", "package.program", "-m", "x", PYTHONPATH=str(tmp_path)) as launcher:
+        end = launcher.wait(30)[0]
+    assert end.code == 0 and sorted(end.output.splitlines()[1:]) == [f"[{i}] package.program -m x" for i in (0, 1)]
+
+
+def test_several_machines(tmp_path):
+    """Each launcher starts its own ranks of all, who meet at one address."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import synk, jax, numpy as np\n"
+        "group = synk.init(distributed=True, heartbeat=10)\n"
+        "total = synk.function(lambda x: x.sum())(np.arange(9.0))\n"
+        "print('=', jax.process_index(), jax.process_count(), group.size, float(total))\n"
+    )
+    address = f"127.0.0.1:{gang.free_port()}"
+    options = ["-n", 1, "--devices-per-process", 2, "--nodes", 2, "--coordinator", address]
+    with (
+        gang.Launcher(make(tmp_path / "a"), *options, "--node-rank", 1, script) as second,
+        gang.Launcher(make(tmp_path / "b"), *options, "--node-rank", 0, script) as first,
+    ):
+        ends = [first.wait(60)[0], second.wait(60)[0]]
+    assert [end.code for end in ends] == [0, 0], ends
+    assert ["[0] = 0 2 4 36.0" in ends[0].output, "[1] = 1 2 4 36.0" in ends[1].output] == [True, True]
+
+
+def make(folder):
+    folder.mkdir()
+    return folder
+
+
+def test_lines_are_whole(tmp_path):
+    """Of several processes at once; the last one without its end too, bytes as they came."""
+    script = """
+        import sys
+        for i in range(300):
+            sys.stdout.write("x" * 1000 + " é\\n")
+        sys.stdout.buffer.write(b"\\xff the end")
+    """
+    with gang.Launcher(make(tmp_path / "a"), "-n", 3, write(tmp_path, script), PYTHONIOENCODING="utf-8") as launcher:
+        assert launcher.wait(30)[0].code == 0
+        lines = launcher.logs[0].read_bytes().splitlines()
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(b"[%d] " % rank)]
+        assert mine == [b"[%d] " % rank + b"x" * 1000 + " é".encode()] * 300 + [b"[%d] \xff the end" % rank]
+    assert len(lines) == 1 + 3 * 301
+
+
+def write(tmp_path, script):
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(script))
+    return file
+
+
+# However it ends.
+
+BEGIN = """
+    import os, signal, subprocess, sys, threading, time
+    me = int(os.environ["SYNK_PROCESS_ID"])
+    note = lambda pid: open(os.path.join({pids!r}, str(pid)), "w").close()
+    note(os.getpid())
+    helper = lambda **how: note(subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"], **how).pid)
+    print("ready", flush=True)
+    time.sleep(0.1)
+"""
+SIGNALS = "KILL TERM SEGV ABRT BUS FPE ILL HUP QUIT ALRM SYS USR1 XCPU VTALRM".split()
+ENDINGS = {
+    **{f"SIG{name}": (f"os.kill(os.getpid(), signal.SIG{name})", 128 + getattr(signal, f"SIG{name}")) for name in SIGNALS},
+    "SIGINT": ("os.kill(os.getpid(), signal.SIGINT)", 128 + signal.SIGINT),
+    **{f"exit {code}": (f"sys.exit({code})", code) for code in (1, 3, 77, 255)},
+    "a text": ("sys.exit('no')", 1),
+    "_exit": ("os._exit(9)", 9),
+    "SystemExit": ("raise SystemExit(4)", 4),
+    "an exception": ("1 / 0", 1),
+    "out of memory": ("raise MemoryError", 1),
+    "recursion": ("f = lambda: f(); f()", 1),
+    "while a thread runs": ("threading.Thread(target=time.sleep, args=(100,), daemon=True).start(); sys.exit(5)", 5),
+    "with helpers": ("helper(); helper(); sys.exit(6)", 6),
+    "killed with helpers": ("helper(); os.kill(os.getpid(), 9)", 137),
+    "all well, helpers left": ("helper(); other = False", 0),
+}  # fmt: skip
+
+
+def gone(pid):
+    """Has the process ended? One that nobody reaps has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def check_gone(pids, deadline=15):
+    until = time.monotonic() + deadline
+    noted = os.listdir(pids)
+    assert noted
+    while left := [pid for pid in noted if not gone(pid)]:
+        assert time.monotonic() < until, left
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def place(tmp_path):
+    return place_in(tmp_path)
+
+
+def place_in(folder):
+    """A launcher's folder, its temporary folder, and where processes note themselves."""
+    for name in ("pids", "temporary", "log"):
+        (folder / name).mkdir(parents=True)
+    return folder
+
+
+def program(place, ending):
+    """Process 1 of 2 ends so."""
+    lines = [
+        *textwrap.dedent(BEGIN.format(pids=str(place / "pids"))).splitlines(),
+        "other = True",
+        "if me:",
+        f"    {ending}",
+    ]
+    lines += [
+        "    other = False" if "other" in ending else "",
+        "if other: time.sleep(0 if 'other' in " + repr(ending) + " else 100)",
+    ]
+    file = place / "script.py"
+    file.write_text("\n".join(lines))
+    return file
+
+
+@pytest.mark.parametrize("endings", [("SIGKILL", "exit 3", "killed with helpers"), slow(tuple(ENDINGS))], ids=len)
+def test_one_ends(tmp_path, endings):
+    """All processes are gone soon, helpers too; the code is the first failure's; nothing is left in the temporary folder."""
+
+    def ends(number):
+        place, (how, wanted) = place_in(tmp_path / str(number)), ENDINGS[endings[number]]
+        with gang.Launcher(place / "log", "-n", 2, program(place, how), TMPDIR=str(place / "temporary")) as launcher:
+            end = launcher.wait(15)[0]
+        assert end.code == wanted, (endings[number], end)
+        assert wanted == 0 or "process 1 failed first" in end.output
+        check_gone(place / "pids")
+        assert not os.listdir(place / "temporary")
+
+    with ThreadPoolExecutor(6) as pool:  # most of the time they wait
+        list(pool.map(ends, range(len(endings))))
+
+
+LAUNCHER_ENDS = {
+    "SIGKILL": ([signal.SIGKILL], -9), "SIGHUP": ([signal.SIGHUP], -1), "SIGQUIT": ([signal.SIGQUIT], -3),
+    "SIGINT": ([signal.SIGINT], 130), "SIGTERM twice": ([signal.SIGTERM, signal.SIGTERM], 130),
+    "SIGTERM": ([signal.SIGTERM], 128 + 15), "SIGSEGV": ([signal.SIGSEGV], -11),
+    "SIGINT twice": ([signal.SIGINT, signal.SIGINT], 130),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", slow_but(["SIGKILL", "SIGTERM"], LAUNCHER_ENDS))
+def test_the_launcher_ends(place, ending):
+    """Its processes and their helpers are gone with it, though it had no time to end them."""
+    numbers, code = LAUNCHER_ENDS[ending]
+    ignores = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)]"
+    waits = f"pass\nhelper()\n{ignores if 'twice' in ending else 'pass'}\n"
+    waits += "print('set', flush=True)\ntime.sleep(100)"
+    with gang.Launcher(place / "log", "-n", 2, program(place, waits), TMPDIR=str(place / "temporary")) as launcher:
+        launcher.await_line("set", times=2)
+        for number in numbers:
+            launcher.signal(0, number)
+            time.sleep(0.1)
+        check_gone(place / "pids")
+        assert launcher.wait(15)[0].code == code
+    assert not os.listdir(place / "temporary")
+
+
+MUCH = "print('\\n'.join(['é' * 100] * 50000) if me else '', flush=True); other = False"
+OUTPUTS = {
+    "closed by its reader": "| head -3 >/dev/null; exit ${PIPESTATUS[0]}",
+    "nobody reads": "| (sleep 8 & exec >&-; wait); exit ${PIPESTATUS[0]}",
+    "a full disk": "> /dev/full",
+    "no console": ">&- 2>&-",
+    "not UTF-8": "> out.txt",
+    "full logs": "--logs",
+}
+
+
+@pytest.mark.parametrize("how", slow_but(["closed by its reader"], OUTPUTS))
+def test_output_goes_nowhere(place, how):
+    """The launcher goes on reading, and ends as its processes do."""
+    script, logs = program(place, MUCH), ""
+    if how == "full logs":
+        (place / "logs").mkdir()
+        (place / "logs" / "rank-1.0.log").symlink_to("/dev/full")
+        logs = f"--logs {place / 'logs'}"
+    line = f"{sys.executable} -m synk launch -n 2 {logs} {script} {OUTPUTS[how] if how != 'full logs' else '> out.txt'}"
+    plain = gang.plain_environment(
+        TMPDIR=str(place / "temporary"), PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0"
+    )
+    plain.pop("PYTHONIOENCODING") if how == "not UTF-8" else None
+    ranks = plain | {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(["bash", "-c", line], env=ranks, cwd=place, timeout=60, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    check_gone(place / "pids")
+    if how == "full logs":
+        assert b"rank-1.0.log is not written any further: No space left on device" in (place / "out.txt").read_bytes()
+    if how in ("not UTF-8", "full logs"):
+        assert (place / "out.txt").read_bytes().count("é".encode() * 100) == 50000
+
+
+@pytest.mark.slow
+def test_a_helper_that_left_holds_the_output(place):
+    """It is a session of its own, so it stays; the launcher does not wait for it."""
+    how = "helper(start_new_session=True); other = False"
+    with gang.Launcher(place / "log", "-n", 2, program(place, how)) as launcher:
+        end = launcher.wait(15)[0]
+    assert end.code == 0
+    for pid in os.listdir(place / "pids"):
+        if not gone(pid):
+            os.kill(int(pid), signal.SIGKILL)
