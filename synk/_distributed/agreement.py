@@ -193,7 +193,7 @@ def _described(values: Sequence[Any]) -> str:
     and one in four billion others, and take a third of the time of a digest of all."""
     arrays, sums = [np.asarray(value) for value in values], hashlib.sha256()
     for array in arrays:
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         for at in range(0, len(data), _BLOCK):
             sums.update(zlib.crc32(data[at : at + _BLOCK]).to_bytes(4, "little"))
     return f"{describe_shapes(arrays)} [{sums.hexdigest()[:8]}]"

@@ -1,12 +1,9 @@
 """Checkpoint: shared variables saved and loaded: all of them or none, and in a group over processes all alike."""
 
-import atexit
 import contextlib
 import json
-import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
@@ -22,7 +19,7 @@ from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
 from . import access
 from .access import group_of
-from .checkpoint_files import Checkpoint, read, write
+from .checkpoint_files import WRITER, Checkpoint, read, write
 from .combine import each_of
 from .state import VariableState
 from .variable import Shared
@@ -76,12 +73,13 @@ def save(
     extra, place, number = _checked_extra(extra), Path(folder), int(step)
     with eager():
         peers, call = current_group()._peers, f"synk.save(step={number}, variables={[*variables]})"
-        peers.from_process_0(call, _WRITER.wait)
-        arrays = dict(_arrays(variables, is_copy=background))
+        peers.from_process_0(call, WRITER.wait)
+        is_writer = jax.process_index() == 0 or not current_group()._is_multi_process
+        arrays = dict(_arrays(variables, is_writer, is_copy=background))
         about = {"extra": extra, "variables": [[name, described(v)] for name, v in variables.items()]}
 
         def act() -> str:
-            return _WRITER.run(lambda: write(place, number, about, arrays, keep), f"step {number}", background)
+            return WRITER.run(lambda: write(place, number, about, arrays, keep), f"step {number}", background)
 
         peers.from_process_0(call, act)
 
@@ -120,7 +118,7 @@ def load(
     check_variables(variables, "load")
     place, found = Path(folder), list[Checkpoint]()
     with eager(), contextlib.ExitStack() as opened:
-        _WRITER.wait_quietly()
+        WRITER.wait_quietly()
 
         def find() -> str:
             found.append(read(place, step))
@@ -131,7 +129,7 @@ def load(
         call = f"synk.load(step={step}, variables={[*variables]})"
         path, about, damaged = json.loads(peers.from_process_0(call, find))
         for each in damaged:
-            warnings.warn(f"synk.load: {each} Step {about['step']} is loaded in its place.", stacklevel=4)
+            warnings.warn(f"synk.load: {each} Step {about['step']} is loaded in its place.", stacklevel=3)
         kept = dict(about["variables"])
         compare(variables, kept, f"synk.load: {path}", partial)
         names = list(kept)
@@ -139,56 +137,6 @@ def load(
         states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
         access.commit_all(states)
     return about["step"], about["extra"]
-
-
-class _Writer:
-    """Writes checkpoints, one at a time."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: tuple[str, Exception] | None = None
-
-    def wait(self) -> str:
-        """Wait for what is being written; raise what went wrong."""
-        self.wait_quietly()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            what, error = failure
-            raise OSError(f"synk.save: {what} was not written in the background ({type(error).__name__}: {error}).")
-        return ""
-
-    def wait_quietly(self) -> None:
-        """Wait for what is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def run(self, act: Callable[[], None], what: str, is_background: bool) -> str:
-        """Write now, or begin to; in a thread of its own, for which Python waits at its end."""
-        if not is_background:
-            act()
-            return ""
-
-        def try_to() -> None:
-            try:
-                act()
-            except Exception as error:
-                self._failure = what, error
-
-        self._thread = threading.Thread(target=try_to, name="synk-save")
-        self._thread.start()
-        return ""
-
-    def report(self) -> None:
-        """At the end of the program, when no other save will raise it."""
-        try:
-            self.wait()
-        except OSError as error:
-            print(error, file=sys.stderr)
-
-
-_WRITER = _Writer()
-atexit.register(_WRITER.report)
 
 
 def check_variables(variables: Any, call: str) -> None:
@@ -233,22 +181,23 @@ def described(variable: Shared) -> dict[str, Any]:
     }
 
 
-def _arrays(variables: Mapping[str, Shared], is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype."""
+def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
+    """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype; for those that do not
+    write, what all processes ask for together."""
     for number, variable in enumerate(variables.values()):
         group, leaves = group_of(variable), access.read(variable, list)
         state, own = variable._state, group._local_ranks.start
         for rank in [None] if state.is_equal else range(group.size):
+            if rank is None and not is_writer:
+                continue
             if rank is None:  # any replica's will do, and every process has one of its own
                 entries = [local_replica_to_host(group, leaf, state.layout, own, None) for leaf in leaves]
             else:
                 entries = access.host_leaves(variable, rank)
             for i, leaf in enumerate(variable._spec.unpack(entries)):
                 stored = _storable(leaf)
-                yield (
-                    _member(str(number), i, rank),
-                    stored.copy() if is_copy and np.may_share_memory(stored, leaf) else stored,
-                )
+                is_shared = is_copy and np.may_share_memory(stored, leaf)
+                yield _member(str(number), i, rank), stored.copy() if is_shared else stored
 
 
 def _member(variable: str, leaf: int, rank: int | None) -> str:

@@ -1,11 +1,14 @@
 """Checkpoint files: folders on disk, each whole or absent, whatever dies when; and what is wrong with a damaged one."""
 
+import atexit
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -156,3 +159,53 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Writer:
+    """Writes checkpoints, one at a time."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: tuple[str, Exception] | None = None
+
+    def wait(self) -> str:
+        """Wait for what is being written; raise what went wrong."""
+        self.wait_quietly()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            what, error = failure
+            raise OSError(f"synk.save: {what} was not written in the background ({type(error).__name__}: {error}).")
+        return ""
+
+    def wait_quietly(self) -> None:
+        """Wait for what is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def run(self, act: Callable[[], None], what: str, is_background: bool) -> str:
+        """Write now, or begin to; in a thread of its own, for which Python waits at its end."""
+        if not is_background:
+            act()
+            return ""
+
+        def try_to() -> None:
+            try:
+                act()
+            except Exception as error:
+                self._failure = what, error
+
+        self._thread = threading.Thread(target=try_to, name="synk-save")
+        self._thread.start()
+        return ""
+
+    def report(self) -> None:
+        """At the end of the program, when no other save will raise it."""
+        try:
+            self.wait()
+        except OSError as error:
+            print(error, file=sys.stderr)
+
+
+WRITER = Writer()
+atexit.register(WRITER.report)

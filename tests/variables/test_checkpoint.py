@@ -396,6 +396,7 @@ def test_damage_is_noticed_or_harmless(tmp_path, count):
         assert extra == {"at": [step, 0.5], "é": None} and w.value.tolist() == [step] * 2
         assert (step == 1) == bool(warned)
         if warned:
+            assert warned[0].filename == __file__
             message = str(warned[0].message)
             assert re.search(r"step-00000002: (about.json|arrays.npz) (is|has|cannot|holds)", message)
             assert "Step 1 is loaded in its place." in message
