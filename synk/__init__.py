@@ -22,10 +22,11 @@ from ._data.process_rows import local
 from ._data.row_keys import row_keys
 from ._distributed.init import close, group, init, simulate
 from ._distributed.preemption import preempted
+from ._reductions.monoid import Monoid
 from ._reductions.reduction import Weighted
 from ._runtime.group import Group
 from ._synkhronos import build_inputs, distribute, fork
-from ._tracing.context import part_key, rank, size
+from ._tracing.context import part_key, rank, row_numbers, size
 from ._variables.checkpoint import load, save
 from ._variables.collectives import (
     all_gather,
@@ -45,11 +46,11 @@ from ._variables.variable import Shared, shared
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "PeerError",
-    "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce", "broadcast",
+    "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
+    "PeerError", "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce", "broadcast",
     "build_inputs", "check_replicas", "close", "data", "distribute", "fork", "function", "gather", "get_lengths",
     "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "part_key", "preempted", "prefetch",
-    "rank", "reduce", "row_keys", "save", "scatter", "set_value", "shared", "simulate", "size",
+    "rank", "reduce", "row_keys", "row_numbers", "save", "scatter", "set_value", "shared", "simulate", "size",
 ]  # fmt: skip
 
 # Show users `synk.function`, never `synk._call.function.function`, in tracebacks and help().
@@ -58,7 +59,7 @@ for _name in __all__:
 
 
 def __getattr__(name: str) -> object:
-    """`synk.train` and `synk.orbax` are there without an import, and loaded by their first use."""
-    if name in ("train", "orbax"):
+    """`synk.stats`, `synk.train` and `synk.orbax` are there without an import, and loaded by their first use."""
+    if name in ("train", "orbax", "stats"):
         return importlib.import_module(f"synk.{name}")
     raise _old_names.refuse_function(name)

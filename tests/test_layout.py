@@ -21,7 +21,7 @@ ROOMS = {
     "_base": ([], "jax_context bounded_cache errors old_names pytree partition"),
     "_runtime": (BASE, "watchdog dispatch group layout engine executable"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
-    "_reductions": (CORE, "collectives reduction outputs"),
+    "_reductions": (CORE, "collectives reduction monoid statistics outputs"),
     "_tracing": (CORE, "context tracer"),
     "_data": (
         [*CORE, "_tracing"],

@@ -72,6 +72,17 @@ def functions(v):
         weight = (x[:, 1] > 0).sum().astype(jnp.float32)
         return synk.Weighted(jnp.where(x[:, 1] > 0, x[:, 0], 0).sum() / weight, weight)
 
+    def ordered(x):  # affine maps, one after another: how they compose depends on the order
+        maps = jnp.cos(x[:, 0]), x[:, 1]
+
+        def merge(a, b):
+            return b[0] * a[0], b[0] * a[1] + b[1]
+
+        return synk.Monoid([leaf[-1] for leaf in jax.lax.associative_scan(merge, maps)], lambda a, b: [*merge(a, b)])
+
+    def known(x):
+        return {"spread": synk.stats.moments(x), "most": synk.stats.argmax(x), "middle": synk.stats.quantile(x, 0.5)}
+
     many = {"mean": "mean", "max": "max", "min": "min", "any": "any", "prod": "prod", "rows": "concat"}
     made = {
         "sums": ((lambda x: jnp.exp(x).sum(0)), {}),
@@ -83,6 +94,8 @@ def functions(v):
         "stacked": (lambda x: x.sum(0), {"reduce": "stack"}),
         "firsts": (lambda x: (x.sum(0), x.mean()), {"outputs": ("first", "mean")}),
         "weighted": (weighted, {"reduce": "mean"}),
+        "ordered": (ordered, {}),
+        "known": (known, {"outputs": "merge"}),
         "median": (lambda x: x.mean(0), {"reduce": lambda parts: jnp.median(parts, 0)}),
         "whole": (lambda x: x, {"reduce": "max"}),
         "scaled": (lambda x, scale: jnp.tanh(x * scale).mean(0), {"inputs": ["x"], "reduce": "mean"}),

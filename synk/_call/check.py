@@ -115,7 +115,7 @@ def _differing_outputs(
     runner: Runner, mapping: FunctionSpec, one: Outcome, many: Outcome, tolerance: Tolerance
 ) -> Iterator[str]:
     """Combined outputs, before any then; each that differs, with the ops that would have matched."""
-    leaves = [many.plan.outputs.leaves[i] for i in many.plan.outputs.keep]
+    leaves = many.plan.outputs.results
     differing = [
         i
         for i, (leaf, a, b) in enumerate(zip(leaves, one.leaves, many.leaves, strict=True))
@@ -124,6 +124,9 @@ def _differing_outputs(
     parts = _parts(runner, replace(mapping, per_part=True)) if differing else None
     for i in differing:
         leaf, a, b = leaves[i], one.leaves[i], many.leaves[i]
+        if leaf.op == "merge":
+            yield f"output{leaf.path}: {difference(a, b)}; is merge associative, and the state that of all rows?"
+            continue
         hint = matching_ops(parts[0][i], parts[1], a, tolerance) if parts else ['"concat"'] * (leaf.op != "concat")
         fits = f"{' or '.join(hint)} would have matched" if hint else "no op would have matched"
         op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'

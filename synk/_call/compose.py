@@ -29,7 +29,7 @@ from .feeding import launches
 from .inputs import RowCall, RowRequest, check_leaves, select_rows
 from .parts import arrays_of, part_of
 from .plan import PlanCache, plan_key
-from .prepare import checked_subset, part_form
+from .prepare import check_row_count, checked_subset, part_form
 from .program import ProgramBuilder
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
@@ -128,6 +128,7 @@ def _place(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
 def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     builder = ProgramBuilder(CallTraces(function, group, call))
     result = builder.result
+    check_row_count(function.name, builder.outputs.least_rows if call.has_rows else 0, call.lengths)
     for variable in builder.traces.touched:
         raise SynkError(
             f"{function.name}: it uses the shared variable {variable.name}, so it cannot run inside jit, grad or vmap: "

@@ -21,6 +21,7 @@ class Part(NamedTuple):
     share: Any  # its share of the replica's own rows
     row_slot: Any  # where its rows go among those that are gathered of all slices
     part_slot: Any  # where its one entry goes, of what has an entry a part
+    present: Any = None  # which replicas have rows; None: all
 
 
 class PartArrays(NamedTuple):
@@ -49,6 +50,7 @@ def part_of(meta: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | No
         share=count / jnp.maximum(lengths[rank], 1).astype(real),
         row_slot=row_slots[rank],
         part_slot=part_slots[rank],
+        present=lengths > 0,
     )
 
 

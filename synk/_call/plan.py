@@ -45,6 +45,7 @@ class CallPlan:
     result: ResultSpec  # the structure of what it returns
     own: tuple[int, ...]  # which leaves of the result are the first replica's own
     outputs: OutputSpec  # the structure of what `fn` returned
+    least_rows: int  # fewer in all would not do
 
     def program_of(self, j: int, parts: PartRows) -> Executable:
         """The program of launch number j of several."""
@@ -101,7 +102,7 @@ def make_plan(
     """Trace, lower and compile a kind of call."""
     traces = CallTraces(function, group, call, view)
     builder = ProgramBuilder(traces)
-    if builder.runs_each_rank and call.lengths is None:
+    if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         return NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
     depends_on = _equality_dependencies(builder)
     apart = _diverging(traces, depends_on) if group.size > 1 else set[Shared]()
@@ -116,7 +117,7 @@ def make_plan(
         stop = at + len(state.shapes)
         updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
         at = stop
-    own = {j for j, i in enumerate(builder.outputs.keep) if i in builder.own}
+    own = {j for j, i in enumerate(builder.outputs.own) if i in builder.own}
     return CallPlan(
         launches=steps,
         finish=finish,
@@ -131,6 +132,7 @@ def make_plan(
         result=result,
         own=tuple(j for j, i in enumerate(result.picked) if i in own),  # none before then
         outputs=builder.outputs,
+        least_rows=builder.outputs.least_rows,
     )
 
 

@@ -85,7 +85,16 @@ def prepare(
         call = call._replace(lengths=rows.lengths, num_slices=exact)
         plan = _find(function, plans, call, where)
     assert isinstance(plan, CallPlan)
+    if plan.least_rows > 1:
+        check_row_count(name, plan.least_rows, rows.lengths)
     return ReadyCall(function, group, call, plan, rows, broadcast, slices)
+
+
+def check_row_count(name: str, least: int, lengths: tuple[int, ...] | None) -> None:
+    """Some answers need so many rows in all."""
+    count = sum(lengths or ())
+    if count < least:
+        raise ValueError(f"{name}: an output of it needs {least} rows (top_k), but this call has {count} in all.")
 
 
 def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where) -> CallPlan | NeedsLengths:

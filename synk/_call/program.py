@@ -125,6 +125,11 @@ class ProgramBuilder:
     def _has_effects(self) -> bool:
         return any(each.has_effects for each in self.traced.values())
 
+    @property
+    def gathers_rows(self) -> bool:
+        """Do some outputs keep an entry a row, by their op or as what they are?"""
+        return any(leaf.reduced.reduction.has_row_entries for leaf in self.outputs.leaves)
+
     @cached_property
     def runs_each_rank(self) -> bool:
         """Must simulated replicas run one by one? Mapped together all run every branch, also what prints."""
@@ -212,6 +217,7 @@ class ProgramBuilder:
         Those of the first part have room for what others gather.
         """
         found: list[jax.Array] = []
+        merged = self._merge(before, new) if before else {}
         for i, (one, reduction) in enumerate(zip(new, self.reductions, strict=True)):
             is_row = reduction.has_row_entries
             if not before:
@@ -220,7 +226,19 @@ class ProgramBuilder:
                 slot = part.row_slot if is_row else part.part_slot
                 found.append(lax.dynamic_update_slice_in_dim(before[i], one, slot, 0))
             else:
-                found.append(jnp.where(part.count > 0, reduction.accumulate(before[i], one), before[i]))
+                both = merged[i] if i in merged else reduction.accumulate(before[i], one)
+                found.append(jnp.where(part.count > 0, both, before[i]))
+        return found
+
+    def _merge(self, before: Sequence[jax.Array], new: Sequence[jax.Array]) -> dict[int, jax.Array]:
+        """The states of Monoids, of parts before and of the one after them."""
+        found: dict[int, jax.Array] = {}
+        for each in self.outputs.merged:
+            places = [len(self.own) + self.combined.index(each.first + i) for i in range(each.size)]
+            if all(self.reductions[i].collective == "merge" for i in places):
+                found |= zip(
+                    places, each.merge.merge([before[i] for i in places], [new[i] for i in places]), strict=True
+                )
         return found
 
     def _run_slices(self, size: int | None, *, arrays: PartArrays, part: Part) -> list[jax.Array]:
@@ -270,17 +288,18 @@ class ProgramBuilder:
         index = {True: np.concatenate(rows), False: np.array(parts, np.int64)}
         return [index[leaf.reduction.has_row_entries] for leaf in self.reduced]
 
-    def combine(self, states: Sequence[jax.Array]) -> list[jax.Array]:
-        """Whole outputs from the states of all replicas."""
+    def combine(self, states: Sequence[jax.Array], present: Any = None) -> list[jax.Array]:
+        """Whole outputs from the states of all replicas; `present` says which have rows, None for all."""
         own, rest = states[: len(self.own)], states[len(self.own) :]
         whole = combine_replicas(rest, self.reduced, self._valid_entries(), has_gradients=self.call.is_composed)
-        by_leaf = dict(zip((*self.own, *self.combined), (*own, *whole), strict=True))
-        return [by_leaf[i] for i in self.outputs.keep]
+        if self.call.lengths is not None and present is not None:
+            present = np.array(self.call.lengths) > 0
+        return self.outputs.finish(dict(zip((*self.own, *self.combined), (*own, *whole), strict=True)), present)
 
     @cached_property
     def result(self) -> ResultSpec:
         """The structure of what the call returns."""
-        treedef, keys = self.outputs.treedef, [self.outputs.leaves[i].key for i in self.outputs.keep]
+        treedef, keys = self.outputs.treedef, [leaf.key for leaf in self.outputs.results]
         if self.then is not None:
             treedef, keys = self.then[0].outputs
         return result_spec(treedef, keys, self.call.subset, self.function.name)
@@ -300,7 +319,7 @@ class ProgramBuilder:
     ) -> tuple[list[jax.Array], State]:
         """The call's results, and new values on this replica, from all states."""
         count = len(self.own) + len(self.reduced)
-        results = self.combine(states[:count])
+        results = self.combine(states[:count], part.present)
         new = self._finish_updates(states[count:], state, part)
         if self.then is None:
             return results, new

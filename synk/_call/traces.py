@@ -67,6 +67,7 @@ class CallTraces:
             size=self.group.size,
             shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
             variables=self._expected(function.fn),
+            rows=rows,
             is_sliced=call.is_sliced,
             has_axis=has_axis,
         )
@@ -125,7 +126,7 @@ class CallTraces:
                 jax.tree.map(shapes.__getitem__, given),
                 jax.tree.map(lambda place: call.broadcast_shapes[arguments.broadcast.index(place)], trees),
             ),
-            keys=[*(outputs.leaves[i].key for i in outputs.keep), *(call.keys[place] for place in places)],
+            keys=[*(leaf.key for leaf in outputs.results), *(call.keys[place] for place in places)],
             pack=pack_result,
             name=f"{function.name}.then",
             size=self.group.size,

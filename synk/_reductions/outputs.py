@@ -9,7 +9,10 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from .._base.pytree import PyTree, as_data, as_keys, key_of
-from .reduction import PER_PART, WEIGHT, WEIGHTED, Reduced, Reduction, Weighted, reduction_of
+from .monoid import Gathered, Merge, Monoid
+from .reduction import PER_PART, REDUCTIONS, WEIGHT, WEIGHTED, Reduced, Reduction, Weighted, reduction_of
+
+MERGE = REDUCTIONS["merge"]
 
 
 class OutputLeaf(NamedTuple):
@@ -21,17 +24,61 @@ class OutputLeaf(NamedTuple):
     key: Any  # the PRNG implementation of a typed key, whose raw data combines
 
 
+class Merged(NamedTuple):
+    """A Monoid among the outputs."""
+
+    first: int  # which leaf is the first of its state
+    size: int  # how many leaves its state has
+    merge: Merge
+    results: tuple[OutputLeaf, ...]  # the leaves of its answer
+
+
 class OutputSpec(NamedTuple):
     """The structure of what `fn` returned."""
 
     leaves: tuple[OutputLeaf, ...]  # all that combines
-    keep: tuple[int, ...]  # those that are outputs; the weight of a Weighted is none
+    # What becomes an output, in the order of the tree: leaves by number, and Monoids. The weight of a Weighted is none.
+    items: tuple[int | Merged, ...]
     treedef: Any  # of the outputs
 
     @property
     def reduced(self) -> list[Reduced]:
         """How each leaf combines."""
         return [leaf.reduced for leaf in self.leaves]
+
+    @property
+    def merged(self) -> list[Merged]:
+        """The Monoids."""
+        return [item for item in self.items if isinstance(item, Merged)]
+
+    @property
+    def least_rows(self) -> int:
+        """How many rows in all the answers need."""
+        return max([item.merge.least_rows for item in self.merged], default=1)
+
+    @property
+    def results(self) -> list[OutputLeaf]:
+        """The leaves of the outputs."""
+        each = [item.results if isinstance(item, Merged) else (self.leaves[item],) for item in self.items]
+        return [leaf for leaves in each for leaf in leaves]
+
+    @property
+    def own(self) -> list[int | None]:
+        """For each leaf of the outputs, which leaf it is as it came; None for those of a Monoid's answer."""
+        each = [[None] * len(item.results) if isinstance(item, Merged) else [item] for item in self.items]
+        return [number for numbers in each for number in numbers]
+
+    def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[jax.Array]:
+        """The leaves of the outputs, from all that combines; `present` as in `Merge.merge_all`."""
+        found: list[jax.Array] = []
+        for item in self.items:
+            if isinstance(item, Merged):
+                state = [combined[item.first + i] for i in range(item.size)]
+                is_gathered = any(self.leaves[item.first + i].op == "concat" for i in range(item.size))
+                found += item.merge.finish(state if is_gathered else item.merge.merge_all(state, present))
+            else:
+                found.append(combined[item])
+        return found
 
 
 class ResultSpec(NamedTuple):
@@ -65,29 +112,49 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     """Flatten what `fn` returned for one part, and match it with the ops; a Weighted's weight follows its values."""
     leaves: list[OutputLeaf] = []
     arrays: list[jax.Array] = []
+    items: list[int | Merged] = []
 
-    def add(path: str, reduction: Reduction, value: Any, weight: int | None = None) -> None:
+    def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         array = _as_array(value, f"{rules.name}: output{path}")
         leaf = OutputLeaf(path, reduction.name, Reduced(reduction, as_data(array).dtype, weight), key_of(array))
         _check(leaf, array, rules)
-        if rules.per_part and reduction not in (WEIGHTED, WEIGHT):
+        if rules.per_part and not is_of_monoid and reduction not in (WEIGHTED, WEIGHT):
             leaf = leaf._replace(reduced=Reduced(PER_PART, leaf.reduced.dtype))
         leaves.append(leaf)
         arrays.append(as_data(array))
 
+    def add_monoid(path: str, value: Monoid) -> None:
+        first, is_gathered = len(leaves), isinstance(value, Gathered)
+        merge = Merge(value, f"{rules.name}: output{path}")
+        for sub, leaf in tree_leaves_with_path(value.state):
+            add(path + keystr(sub), REDUCTIONS["concat"] if is_gathered else MERGE, leaf, is_of_monoid=True)
+        answer = tree_leaves_with_path(merge.answer)
+        results = [OutputLeaf(path + keystr(sub), "merge", Reduced(MERGE, leaf.dtype), None) for sub, leaf in answer]
+        items.append(Merged(first, len(leaves) - first, merge, tuple(results)))
+
     for path, reduction, value in _match_ops(rules, out):
-        if not _is_weighted(value):
+        if isinstance(value, Monoid):
+            _check_monoid(f"output{path}", reduction, rules.name)
+            add_monoid(path, value)
+            continue
+        if reduction is MERGE:
+            raise TypeError(
+                f'{rules.name}: output{path} is combined by "merge", so it must be a synk.Monoid, as synk.stats makes '
+                f"them; this one is a {type(value).__name__}."
+            )
+        if not isinstance(value, Weighted):
+            items.append(len(leaves))
             add(path, reduction, value)
             continue
         _check_weighted(f"output{path}", reduction, value, rules.name)
         inside = tree_leaves_with_path(value.value)
         weight = len(leaves) + len(inside)
         for sub, leaf in inside:
+            items.append(len(leaves))
             add(path + keystr(sub), WEIGHTED, leaf, weight)
         add(f"{path}.weight", WEIGHT, value.weight)
-    plain = jax.tree.map(lambda v: v.value if _is_weighted(v) else v, out, is_leaf=_is_weighted)
-    keep = tuple(i for i, leaf in enumerate(leaves) if leaf.reduced.reduction is not WEIGHT)
-    return arrays, OutputSpec(tuple(leaves), keep, jax.tree.structure(plain))
+    plain = jax.tree.map(_whole, out, is_leaf=_is_whole)
+    return arrays, OutputSpec(tuple(leaves), tuple(items), jax.tree.structure(plain))
 
 
 def pack_result(out: PyTree) -> tuple[list[jax.Array], tuple[Any, tuple[Any, ...]]]:
@@ -121,8 +188,16 @@ def _pick(tree: PyTree, subset: Sequence[Any], name: str) -> tuple[Any, ...]:
     return tuple(tree[wanted] for wanted in subset)
 
 
-def _is_weighted(value: Any) -> bool:
-    return isinstance(value, Weighted)
+def _is_whole(value: Any) -> bool:
+    """Is it one of synk's own, which has its own way to combine?"""
+    return isinstance(value, Weighted | Monoid)
+
+
+def _whole(value: Any) -> Any:
+    """What it becomes, or something of the same tree."""
+    if isinstance(value, Monoid):
+        return jax.eval_shape(lambda state: Monoid(state, value.merge, value.finish).value, value.state)
+    return value.value if isinstance(value, Weighted) else value
 
 
 def _match_ops(rules: OutputRules, out: PyTree) -> list[tuple[str, Reduction, Any]]:
@@ -130,7 +205,7 @@ def _match_ops(rules: OutputRules, out: PyTree) -> list[tuple[str, Reduction, An
     found: list[tuple[str, Reduction, Any]] = []
 
     def match(prefix: Any, reduction: Reduction, subtree: Any) -> None:
-        for path, value in tree_leaves_with_path(subtree, is_leaf=_is_weighted):
+        for path, value in tree_leaves_with_path(subtree, is_leaf=_is_whole):
             found.append((keystr((*prefix, *path)), reduction, value))
 
     try:
@@ -152,6 +227,11 @@ def _check_weighted(where: str, reduction: Reduction, value: Weighted, name: str
             f"{name}: the weight of {where} has shape {jnp.shape(value.weight)}; a part has one scalar weight for all "
             f"of its value."
         )
+
+
+def _check_monoid(where: str, reduction: Reduction, name: str) -> None:
+    if reduction.name not in ("merge", "sum"):  # the second is what is meant where none is named
+        raise ValueError(f'{name}: {where} is a Monoid, which goes with "merge", but its op is {reduction.name!r}.')
 
 
 def _as_array(value: Any, what: str) -> jax.Array:

@@ -62,8 +62,9 @@ class Reduction:
     """How parts combine."""
 
     name: str  # the op, as users and messages call it
-    # Over the replicas: "gather" keeps each part's entries, in row order; "first" adds one value and zeros, as bits.
-    collective: Literal["sum", "max", "min", "prod", "gather", "first"]
+    # Over the replicas: "gather" keeps each part's entries, in row order; "first" adds one value and zeros, as bits;
+    # "merge" keeps each replica's state, which merges with the others of its Monoid.
+    collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge"]
     prepare: Callable[[jax.Array, PartInfo], jax.Array]  # widens and weighs; of what is gathered, entries on axis 0
     accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add  # states of parts of one replica
     finalize: Callable[[Any, Any], Any] = _plain  # (combined state, total weight) -> the whole, before `result_dtype`
@@ -140,11 +141,13 @@ REDUCTIONS = {
         Reduction("concat", "gather", _as_it_is, has_row_entries=True),
         Reduction("stack", "gather", _as_entry, is_lawful=False),
         Reduction("first", "first", _if_first, is_lawful=False),
+        Reduction("merge", "merge", _as_it_is),
     )
 }
 ELEMENTWISE = ("sum", "mean", "max", "min", "prod", "any", "all")
 _ALIASES = {"avg": "mean", "gather": "concat"}
 _NAMES = sorted([*REDUCTIONS, *_ALIASES])
+_MEANT = {name: name for name in REDUCTIONS} | _ALIASES | {"average": "mean"}
 
 # Of synk.Weighted: a value leaf, whose total is divided by that of its weight; and the weight.
 WEIGHTED = Reduction(
@@ -178,8 +181,8 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
         raise TypeError(f"{where}: op {op!r} is none of synk's; {hint}")
     if (name := _ALIASES.get(op, op)) in REDUCTIONS:
         return REDUCTIONS[name]
-    if close := difflib.get_close_matches(op, _NAMES, 1, 0.4):
-        hint = f'did you mean "{_ALIASES.get(close[0], close[0])}"?'
+    if close := difflib.get_close_matches(op, _MEANT, 1, 0.4):
+        hint = f'did you mean "{_MEANT[close[0]]}"?'
     raise ValueError(f"{where}: op {op!r} is none of synk's; {hint}")
 
 
@@ -205,12 +208,15 @@ def combine_replicas(
     """Combine states over all replicas: one collective a kind of reduction and dtype.
 
     Of what is gathered, states are entries on axis 0, as many on each replica, and `valid` has the indexes of those of
-    all replicas that count, in row order; None for all. `has_gradients` says whether it may be differentiated.
+    all replicas that count, in row order; None for all. Of what merges, the states of all replicas come back on a new
+    axis 0. `has_gradients` says whether it may be differentiated.
     """
     combined = _communicate(states, leaves, has_gradients)
 
     def finish(i: int, leaf: Reduced) -> jax.Array:
         whole, reduction = combined[i], leaf.reduction
+        if reduction.collective == "merge":
+            return whole
         if reduction.collective == "gather":
             whole = collectives.merge_leading_axes(whole)
             whole = whole if valid[i] is None else whole.at[valid[i]].get(mode="promise_in_bounds")
@@ -243,7 +249,7 @@ def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gra
     folded = [i for i in range(len(leaves)) if is_folded(i)]
     sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first")]
     extremes = [i for i, kind in enumerate(kinds) if kind in ("max", "min") and i not in folded]
-    gathered = [i for i, kind in enumerate(kinds) if kind == "gather"]
+    gathered = [i for i, kind in enumerate(kinds) if kind in ("gather", "merge")]
     gathered += [i for i in folded if states[i].nbytes <= collectives.PACK_BYTES]
     # The first part's value and the others' zeros add up exactly as bits, NaN and -0.0 included.
     as_sums = [as_bits(states[i]) if kinds[i] == "first" and not has_gradients else states[i] for i in sums]

@@ -43,6 +43,7 @@ class TraceContext:
     rank: jax.Array  # of the replica, int32
     first_row: jax.Array  # the number of the part's first row among all rows of the call, int32
     size: int  # how many replicas there are
+    rows: int | None  # of the part; None where there are none
     is_sliced: bool  # whether updates must say how slices combine
     has_axis: bool  # whether the replicas' axis is there, to communicate over
     values: Mapping[Any, Sequence[jax.Array]]  # stored leaves of the variables it is known to read
@@ -185,6 +186,28 @@ def part_key(key: jax.Array) -> jax.Array:
       True
     """
     return jax.random.fold_in(key, _own_part("part_key", "there are parts").first_row.astype(jnp.uint32))
+
+
+@public_api
+def row_numbers() -> jax.Array:
+    """Return the numbers of this part's rows in the selection, inside a function only.
+
+    Returns:
+      An int32 array, one number a row (per replica), counted from 0 over the rows of the call in their order.
+
+    Raises:
+      SynkError: called outside a synk function, or in one without scattered rows.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> with synk.simulate(2):
+      ...     synk.function(lambda x: synk.row_numbers() * 10, reduce="concat")(np.zeros(5)).tolist()
+      [0, 10, 20, 30, 40]
+    """
+    context = _own_part("row_numbers", "there are rows")
+    if context.rows is None:
+        raise SynkError(f"{context.name}: synk.row_numbers: it has no scattered input, so no rows.")
+    return context.first_row + jnp.arange(context.rows, dtype=jnp.int32)
 
 
 def _own_part(call: str, what: str) -> TraceContext:

@@ -34,6 +34,7 @@ class TraceRequest:
     size: int  # how many replicas there are
     shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
     variables: Sequence[Any] = ()  # those that it is expected to read, so that one trace is enough
+    rows: int | None = None  # of the part; None where there are none
     is_sliced: bool = False  # whether updates must say how slices combine
     has_axis: bool = True  # whether replicas may communicate inside
 
@@ -91,7 +92,15 @@ def _run_traced(
     @functools.wraps(request.fn)
     def named(*args: Any, **kwargs: Any) -> list[Any]:
         context = TraceContext(
-            request.name, rank, first_row, request.size, request.is_sliced, request.has_axis, values, request.shapes_of
+            request.name,
+            rank,
+            first_row,
+            request.size,
+            request.rows,
+            request.is_sliced,
+            request.has_axis,
+            values,
+            request.shapes_of,
         )
         with tracing(context), _context(object()):
             out, found["outputs"] = request.pack(request.call(*args, **kwargs))

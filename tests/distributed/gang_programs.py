@@ -577,6 +577,23 @@ def checkpoint(group, noted):
 
 
 @case
+def known(group, noted):
+    """Statistics and merges of all rows, uneven and in slices."""
+
+    @synk.function
+    def f(x):
+        product = jax.lax.associative_scan(jnp.matmul, jnp.round(x[:, :2, None] * x[:, None, :2]) % 3)[-1]
+        return synk.stats.var(x), synk.stats.argmax(x), synk.stats.quantile(x, 0.5), synk.Monoid(product, jnp.matmul)
+
+    for rows, slices in ((11, 1), (12, 1), (13, 3)):
+        x = numbers(rows, 3)
+        var, most, middle, product = f(x, num_slices=slices)
+        close((var, middle), (x.var(0), np.median(x, 0)), rtol=1e-4)
+        assert most.tolist() == x.argmax(0).tolist()
+        close(product, f.serial(x)[3])
+
+
+@case
 def checkpoint_in_background(group, noted):
     """Process 0 writes while all go on; what it cannot write, the next save tells all; parts can be loaded."""
     folder = noted.folder / "background"
@@ -1129,6 +1146,9 @@ def become(command, log, environment):
     null = os.open(os.devnull, os.O_RDONLY)
     for old, new in ((null, 0), (file, 1), (file, 2)):
         os.dup2(old, new)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):  # which a shell may have had ignored
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(environment)
     for name, value in environment.items():
         if name.startswith("JAX_"):

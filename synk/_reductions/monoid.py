@@ -1,0 +1,141 @@
+"""Monoid: what a part knows of its rows, how two of these merge, and what is made of the whole."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from .._base.pytree import PyTree
+
+
+@jax.tree_util.register_pytree_node_class
+class Monoid:
+    """A part's state, returned by a function as an output whose op is `"merge"` (or unnamed): states of all parts merge
+    in row order, by a fixed tree, so that any associative `merge` gives the serial answer.
+
+    Attributes:
+      state: a pytree of arrays, what this part knows of its rows (per replica).
+      merge: `merge(a, b)` is the state of the rows of both, those of `a` before those of `b`; of the same tree, shapes
+        and dtypes.
+      finish: `finish(state)` is the answer, a pytree of arrays; None for the state itself.
+
+    Raises:
+      ValueError: when the function is traced, where `merge` changes tree, shape or dtype.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np, synk
+      >>> @synk.function
+      ... def product(matrices):  # whose order counts
+      ...     return synk.Monoid(jax.lax.associative_scan(jnp.matmul, matrices)[-1], jnp.matmul)
+      >>> turn = np.array([[0.0, -1.0], [1.0, 0.0]], np.float32)
+      >>> product(np.stack([turn, 2 * turn, turn])).tolist()
+      [[0.0, 2.0], [-2.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        state: PyTree,
+        merge: Callable[[PyTree, PyTree], PyTree],
+        finish: Callable[[PyTree], PyTree] | None = None,
+    ) -> None:
+        self.state, self.merge, self.finish = state, merge, finish
+        self._least_rows = 1
+
+    @property
+    def value(self) -> PyTree:
+        """The answer for this state alone."""
+        return self.state if self.finish is None else self.finish(self.state)
+
+    def needs_rows(self, count: int) -> "Monoid":
+        """Return itself, which now raises where a call has fewer rows in all, before anything runs."""
+        self._least_rows = count
+        return self
+
+    def tree_flatten(self) -> tuple[tuple[PyTree], Any]:
+        """For JAX: the state is a pytree's child."""
+        return (self.state,), (self.merge, self.finish, self._least_rows)
+
+    @classmethod
+    def tree_unflatten(cls, about: Any, children: tuple[PyTree]) -> "Monoid":
+        """For JAX."""
+        merge, finish, least = about
+        return cls(children[0], merge, finish).needs_rows(least)
+
+
+class Gathered(Monoid):
+    """A part's rows, all of which the answer needs: one entry a row on axis 0 of each array, gathered in row order."""
+
+    def __init__(self, rows: PyTree, finish: Callable[[PyTree], PyTree]) -> None:
+        super().__init__(rows, _concatenate, finish)
+
+    @classmethod
+    def tree_unflatten(cls, about: Any, children: tuple[PyTree]) -> "Gathered":
+        """For JAX."""
+        return cls(children[0], about[1])
+
+
+jax.tree_util.register_pytree_node_class(Gathered)
+
+
+def _concatenate(a: PyTree, b: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
+
+
+class Merge:
+    """How the leaves of a Monoid's state merge, and what is made of those of the whole."""
+
+    def __init__(self, monoid: Monoid, where: str) -> None:
+        self.functions, self.treedef = (monoid.merge, monoid.finish), jax.tree.structure(monoid.state)
+        self.least_rows = monoid._least_rows
+        state = jax.tree.map(jnp.asarray, monoid.state)
+        self.answer = jax.eval_shape(lambda state: Monoid(state, *self.functions).value, state)
+        if not isinstance(monoid, Gathered):
+            _check_merge(state, jax.eval_shape(monoid.merge, state, state), where)
+
+    def merge(self, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves of both."""
+        return jax.tree.leaves(self.functions[0](self.treedef.unflatten(a), self.treedef.unflatten(b)))
+
+    def merge_all(self, stacked: Sequence[jax.Array], present: Any) -> list[jax.Array]:
+        """The leaves of all parts, stacked in row order, by a balanced tree over their places; `present` says which
+        parts there are, None for all of them."""
+        count = stacked[0].shape[0] if stacked else 1
+        if isinstance(present, np.ndarray):
+            stacked, count, present = [leaf[np.flatnonzero(present)] for leaf in stacked], int(present.sum()), None
+        parts = [([leaf[i] for leaf in stacked], None if present is None else present[i]) for i in range(count)]
+        while len(parts) > 1:
+            pairs = [self._merge_pair(*pair) for pair in zip(parts[::2], parts[1::2], strict=False)]
+            parts = pairs + parts[2 * len(pairs) :]
+        return parts[0][0]
+
+    def _merge_pair(self, one: tuple[list[jax.Array], Any], two: tuple[list[jax.Array], Any]) -> Any:
+        (a, has_a), (b, has_b) = one, two
+        merged = self.merge(a, b)
+        if has_a is None:
+            return merged, None
+        chosen = [jnp.where(has_a & has_b, m, jnp.where(has_a, x, y)) for m, x, y in zip(merged, a, b, strict=True)]
+        return chosen, has_a | has_b
+
+    def finish(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """The leaves of the answer."""
+        answer = jax.tree.leaves(Monoid(self.treedef.unflatten(leaves), *self.functions).value)
+        return [jnp.asarray(leaf) for leaf in answer]
+
+
+def _check_merge(state: PyTree, merged: PyTree, where: str) -> None:
+    """A merged state must be one."""
+    if jax.tree.structure(state) != jax.tree.structure(merged):
+        raise ValueError(
+            f"{where}: merge changes the tree of the state from {jax.tree.structure(state)} to "
+            f"{jax.tree.structure(merged)}. It merges two states into one of the same kind."
+        )
+    for (path, before), after in zip(tree_leaves_with_path(state), jax.tree.leaves(merged), strict=True):
+        was, now = (f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in (before, after))
+        if was != now:
+            raise ValueError(
+                f"{where}: merge changes state{keystr(path)} from {was} to {now}. It merges two states into one of the "
+                f"same shapes and dtypes."
+            )

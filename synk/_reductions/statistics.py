@@ -1,0 +1,158 @@
+"""Statistics: the states of `synk.stats`, how they merge, and what they come to."""
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .reduction import accumulation_dtype
+
+State = dict[str, jax.Array]
+
+
+def rows_of(x: Any, name: str) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise ValueError(f"synk.stats.{name}: a scalar has no rows; give an array, rows first.")
+    return x.astype(jnp.int32) if x.dtype == np.bool_ else x
+
+
+def integers_of(x: Any, name: str) -> jax.Array:
+    x = rows_of(x, name)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"synk.stats.{name}: it counts integers, but this array has dtype {x.dtype}.")
+    return x.astype(jnp.int32)
+
+
+def real_like(x: Any) -> Any:
+    """The dtype of a mean of these."""
+    dtype = jnp.asarray(x).dtype
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
+
+
+def mean_in_two(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean in two numbers: the second has the bits that the first has no room for."""
+    center = wide.mean(0, keepdims=True)
+    return center, (wide - center).mean(0, keepdims=True)
+
+
+def spread(x: Any) -> State:
+    x = rows_of(x, "var")
+    wide = x.astype(accumulation_dtype(x.dtype, "mean"))
+    center, rest = mean_in_two(wide)
+    squares = (jnp.abs(wide - center - rest) ** 2).sum(0)
+    return {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0], "squares": squares}
+
+
+def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:
+    """Counts and means of both; how far their means are apart, and with which weight that counts in squares."""
+    count = a["count"] + b["count"]
+    of_a, of_b = (s["count"].astype(a["mean"].real.dtype) for s in (a, b))
+    share = of_b / count.astype(of_b.dtype)
+    apart = (b["mean"] - a["mean"]) + (b["rest"] - a["rest"])
+    more = a["rest"] + apart * share.astype(apart.dtype)
+    mean = a["mean"] + more
+    back = mean - a["mean"]  # what is lost in that sum (Knuth's two-sum)
+    rest = (a["mean"] - (mean - back)) + (more - back)
+    return {"count": count, "mean": mean, "rest": rest}, apart, of_a * share
+
+
+def merge_spreads(a: State, b: State) -> State:
+    means, apart, weight = merge_means(a, b)
+    return means | {"squares": a["squares"] + b["squares"] + jnp.abs(apart) ** 2 * weight}
+
+
+def merge_products(a: State, b: State) -> State:
+    means, apart, weight = merge_means(a, b)
+    return means | {"products": a["products"] + b["products"] + jnp.outer(apart, apart) * weight}
+
+
+def mean(state: State, dtype: Any) -> jax.Array:
+    return (state["mean"] + state["rest"]).astype(dtype)
+
+
+def var(state: State, ddof: int, dtype: Any) -> jax.Array:
+    squares = state["squares"]
+    return (squares / (state["count"] - ddof).astype(squares.dtype)).astype(jnp.finfo(dtype).dtype)
+
+
+def std(state: State, ddof: int, dtype: Any) -> jax.Array:
+    return jnp.sqrt(var(state, ddof, dtype))
+
+
+def moments(state: State, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return mean(state, dtype), var(state, 0, dtype)
+
+
+def cov(state: State, ddof: int, dtype: Any) -> jax.Array:
+    products = state["products"]
+    return (products / (state["count"] - ddof).astype(products.dtype)).astype(dtype)
+
+
+def finite(most: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isfinite(most), most, 0)
+
+
+def merge_exponentials(a: State, b: State) -> State:
+    most = jnp.maximum(a["most"], b["most"])
+    of_a, of_b = (s["sum"] * jnp.exp(finite(s["most"]) - finite(most)) for s in (a, b))
+    return {"most": most, "sum": of_a + of_b}
+
+
+def logsumexp(state: State, dtype: Any) -> jax.Array:
+    return (finite(state["most"]) + jnp.log(state["sum"])).astype(dtype)
+
+
+def merge_most(a: State, b: State) -> State:
+    return later_if(b["value"] > a["value"], a, b)
+
+
+def merge_least(a: State, b: State) -> State:
+    return later_if(b["value"] < a["value"], a, b)
+
+
+def later_if(is_beyond: jax.Array, a: State, b: State) -> State:
+    """The later one where it is beyond the first, or the first NaN."""
+    takes = (is_beyond & ~jnp.isnan(a["value"])) | (jnp.isnan(b["value"]) & ~jnp.isnan(a["value"]))
+    return jax.tree.map(lambda one, two: jnp.where(takes, two, one), a, b)
+
+
+def row(state: State) -> jax.Array:
+    return state["row"]
+
+
+def largest(values: jax.Array, rows: jax.Array, k: int) -> State:
+    """The k largest of those whose row is one; of equal ones the first."""
+    is_nan = jnp.isnan(values)
+    falling = jnp.where(is_nan, 0, -values) if jnp.issubdtype(values.dtype, jnp.floating) else ~values
+    order = jnp.lexsort((falling, ~is_nan, rows < 0))[:k]
+    return {"value": values[order], "row": rows[order]}
+
+
+@lru_cache(maxsize=1024)
+def merge_largest(k: int) -> Any:
+    def merge(a: State, b: State) -> State:
+        both = jax.tree.map(lambda one, two: jnp.concatenate([one, two]), a, b)
+        return largest(both["value"], both["row"], k)
+
+    return merge
+
+
+def pair(state: State) -> tuple[jax.Array, jax.Array]:
+    return state["value"], state["row"]
+
+
+def counted(place: jax.Array, length: int) -> jax.Array:
+    place = place.ravel()
+    place = jnp.where((place >= 0) & (place < length), place, length)
+    return jnp.zeros(length, jnp.int32).at[place].add(1, mode="drop")
+
+
+def with_edges(counts: jax.Array, edges: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
+    return counts, jnp.asarray(edges, jnp.result_type(float))
+
+
+def quantile(rows: jax.Array, q: np.ndarray) -> jax.Array:
+    return jnp.quantile(rows.astype(real_like(rows)), jnp.asarray(q, jnp.result_type(float)), axis=0)

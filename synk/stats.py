@@ -1,0 +1,311 @@
+"""Exact statistics over all rows of a call, whatever parts they come in: what a function returns instead of an array.
+
+Each is a `synk.Monoid` of the rows (axis 0) that a part has; what the call returns is that of all, as NumPy has it.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._reductions import statistics
+from ._reductions.monoid import Gathered, Monoid
+from ._reductions.reduction import accumulation_dtype
+from ._tracing.context import row_numbers
+
+__all__ = [
+    "argmax", "argmin", "bincount", "confusion", "cov", "histogram", "logsumexp", "mean", "moments", "quantile", "std",
+    "top_k", "var",
+]  # fmt: skip
+
+
+def mean(x: Any) -> Monoid:
+    """The mean of the rows, as `np.mean(x, 0)`.
+
+    Args:
+      x: of shape (rows, ...).
+
+    Returns:
+      A Monoid whose value has the shape of a row, floating.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> float(synk.function(synk.stats.mean)(np.arange(5.0)))
+      2.0
+    """
+    return Monoid(
+        statistics.spread(x), statistics.merge_spreads, partial(statistics.mean, dtype=statistics.real_like(x))
+    )
+
+
+def var(x: Any, ddof: int = 0) -> Monoid:
+    """The variance of the rows, as `np.var(x, 0, ddof=ddof)`, also of rows far from 0 (Chan, Golub and LeVeque 1983).
+
+    Args:
+      x: of shape (rows, ...).
+      ddof: what is taken from the number of rows in the divisor.
+
+    Returns:
+      A Monoid whose value has the shape of a row, floating; NaN or infinite for no more than `ddof` rows.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> x = np.arange(4, dtype=np.float32) + 10000
+      >>> float(synk.function(synk.stats.var)(x))
+      1.25
+    """
+    return Monoid(
+        statistics.spread(x),
+        statistics.merge_spreads,
+        partial(statistics.var, ddof=ddof, dtype=statistics.real_like(x)),
+    )
+
+
+def std(x: Any, ddof: int = 0) -> Monoid:
+    """The standard deviation of the rows, as `np.std(x, 0, ddof=ddof)`.
+
+    Args:
+      x: of shape (rows, ...).
+      ddof: as in `var`.
+
+    Returns:
+      A Monoid whose value has the shape of a row, floating.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> float(synk.function(synk.stats.std)(np.array([1.0, 3.0, 1.0, 3.0])))
+      1.0
+    """
+    return Monoid(
+        statistics.spread(x),
+        statistics.merge_spreads,
+        partial(statistics.std, ddof=ddof, dtype=statistics.real_like(x)),
+    )
+
+
+def moments(x: Any) -> Monoid:
+    """Mean and variance of the rows together.
+
+    Args:
+      x: of shape (rows, ...).
+
+    Returns:
+      A Monoid whose value is the pair of them.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> [float(m) for m in synk.function(synk.stats.moments)(np.arange(3.0))]
+      [1.0, 0.6666666865348816]
+    """
+    return Monoid(
+        statistics.spread(x), statistics.merge_spreads, partial(statistics.moments, dtype=statistics.real_like(x))
+    )
+
+
+def cov(x: Any, ddof: int = 1) -> Monoid:
+    """The covariance of the columns, as `np.cov(x, rowvar=False, ddof=ddof)`.
+
+    Args:
+      x: of shape (rows, columns), real.
+      ddof: what is taken from the number of rows in the divisor.
+
+    Returns:
+      A Monoid whose value has shape (columns, columns).
+
+    Example:
+      >>> import numpy as np, synk
+      >>> synk.function(synk.stats.cov)(np.array([[0.0, 1.0], [2.0, 5.0]])).tolist()
+      [[2.0, 4.0], [4.0, 8.0]]
+    """
+    x = statistics.rows_of(x, "cov")
+    if x.ndim != 2:
+        raise ValueError(f"synk.stats.cov: x has shape {x.shape}; give rows of columns, two dimensions.")
+    wide = x.astype(accumulation_dtype(x.dtype, "mean"))
+    center, rest = statistics.mean_in_two(wide)
+    off = wide - center - rest
+    state = {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0], "products": off.T @ off}
+    return Monoid(state, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x)))
+
+
+def logsumexp(x: Any) -> Monoid:
+    """The logarithm of the sum of exponentials over the rows, as `scipy.special.logsumexp(x, 0)`.
+
+    Args:
+      x: of shape (rows, ...), floating.
+
+    Returns:
+      A Monoid whose value has the shape of a row.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> f"{synk.function(synk.stats.logsumexp)(np.array([100.0, 100.0])):.3f}"
+      '100.693'
+    """
+    x = statistics.rows_of(x, "logsumexp")
+    wide = x.astype(accumulation_dtype(x.dtype, "mean"))
+    most = wide.max(0, keepdims=True)
+    state = {"most": most[0], "sum": jnp.exp(wide - statistics.finite(most)).sum(0)}
+    return Monoid(state, statistics.merge_exponentials, partial(statistics.logsumexp, dtype=statistics.real_like(x)))
+
+
+def argmax(x: Any) -> Monoid:
+    """The number of the row that holds the maximum, as `np.argmax(x, 0)`: the first of equal ones, NaN the greatest.
+
+    Args:
+      x: of shape (rows, ...), real.
+
+    Returns:
+      A Monoid whose value has the shape of a row, int32: row numbers in the selection of the call.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> int(synk.function(synk.stats.argmax)(np.array([1.0, 7.0, 7.0])))
+      1
+    """
+    return _extreme(x, "argmax", is_min=False)
+
+
+def argmin(x: Any) -> Monoid:
+    """The number of the row that holds the minimum, as `np.argmin(x, 0)`.
+
+    Args:
+      x: as for `argmax`.
+
+    Returns:
+      As `argmax`.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> int(synk.function(synk.stats.argmin)(np.array([1.0, -7.0, -7.0])))
+      1
+    """
+    return _extreme(x, "argmin", is_min=True)
+
+
+def top_k(x: Any, k: int) -> Monoid:
+    """The k largest numbers and their rows, as `jax.lax.top_k`; of equal ones the first rows, NaN the largest.
+
+    Args:
+      x: of shape (rows,), real.
+      k: how many; a call of fewer rows in all raises ValueError before anything runs.
+
+    Returns:
+      A Monoid whose value is the pair of the numbers, largest first, and their row numbers in the selection, int32.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> losses = np.array([0.5, 3.0, 2.0, 3.0], np.float32)
+      >>> [part.tolist() for part in synk.function(lambda x: synk.stats.top_k(x, 2))(losses)]
+      [[3.0, 3.0], [1, 3]]
+    """
+    x = statistics.rows_of(x, "top_k")
+    if x.ndim != 1:
+        raise ValueError(f"synk.stats.top_k: x has shape {x.shape}; give one number a row.")
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"synk.stats.top_k: k is {k!r}; give an integer >= 1.")
+    values, rows = jnp.pad(x, (0, k)), jnp.pad(row_numbers(), (0, k), constant_values=-1)
+    return Monoid(statistics.largest(values, rows, k), statistics.merge_largest(k), statistics.pair).needs_rows(k)
+
+
+def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) -> Monoid:
+    """How many numbers fall into each bin, and the edges of the bins, as `np.histogram(x, bins, range)`.
+
+    Args:
+      x: of any shape (rows, ...), real.
+      bins: how many of equal width, with `range`; or their edges, increasing.
+      range: the outer edges; what lies outside is not counted. Needed with a number of bins: the data's own are not
+        known before all rows are.
+
+    Returns:
+      A Monoid whose value is the pair of the counts, int32, and the edges.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> count = synk.function(lambda x: synk.stats.histogram(x, 2, (0, 1)))
+      >>> [part.tolist() for part in count(np.array([0.1, 0.5, 0.9, 7.0]))]
+      [[1, 2], [0.0, 0.5, 1.0]]
+    """
+    x = statistics.rows_of(x, "histogram")
+    if np.ndim(bins) == 0 and range is None:
+        raise ValueError(f"synk.stats.histogram: bins={bins!r} needs range=(lowest, highest); or give edges as bins.")
+    like = np.zeros(0, x.dtype if jnp.issubdtype(x.dtype, np.floating) and x.dtype.itemsize >= 4 else np.float32)
+    edges = np.histogram_bin_edges(like, bins, range)
+    values = x.ravel().astype(edges.dtype)
+    place = jnp.searchsorted(jnp.asarray(edges), values, side="right") - 1
+    place = jnp.where(values == edges[-1], len(edges) - 2, place)
+    return Monoid(
+        statistics.counted(place, len(edges) - 1), jnp.add, partial(statistics.with_edges, edges=tuple(edges.tolist()))
+    )
+
+
+def bincount(x: Any, length: int) -> Monoid:
+    """How often each of 0, 1, ..., length - 1 occurs, as `np.bincount(x, minlength=length)`.
+
+    Args:
+      x: integers of shape (rows, ...); others than these are not counted.
+      length: how many numbers there are.
+
+    Returns:
+      A Monoid whose value has shape (length,), int32.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> synk.function(lambda x: synk.stats.bincount(x, 3))(np.array([0, 2, 2])).tolist()
+      [1, 0, 2]
+    """
+    return Monoid(statistics.counted(statistics.integers_of(x, "bincount"), length), jnp.add)
+
+
+def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
+    """The confusion matrix, as scikit-learn's `confusion_matrix(labels, predictions, labels=range(classes))`.
+
+    Args:
+      labels: true classes, integers of shape (rows, ...).
+      predictions: of the same shape; pairs in which either is no class are not counted.
+      classes: how many there are.
+
+    Returns:
+      A Monoid whose value has shape (classes, classes), int32: rows are true classes.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> matrix = synk.function(lambda y, p: synk.stats.confusion(y, p, 2))
+      >>> matrix(np.array([0, 1, 1]), np.array([0, 0, 1])).tolist()
+      [[1, 0], [1, 1]]
+    """
+    true, predicted = statistics.integers_of(labels, "confusion"), statistics.integers_of(predictions, "confusion")
+    if true.shape != predicted.shape:
+        raise ValueError(f"synk.stats.confusion: labels have shape {true.shape}, predictions {predicted.shape}.")
+    is_class = (true >= 0) & (true < classes) & (predicted >= 0) & (predicted < classes)
+    place = jnp.where(is_class, true * classes + predicted, -1)
+    return Monoid(statistics.counted(place, classes * classes).reshape(classes, classes), jnp.add)
+
+
+def quantile(x: Any, q: Any) -> Monoid:
+    """Quantiles of the rows, as `np.quantile(x, q, 0)`. All rows are gathered on every replica.
+
+    Args:
+      x: of shape (rows, ...), real.
+      q: a number from 0 to 1, or a list of them.
+
+    Returns:
+      A Monoid whose value has the shape of a row, after that of `q`.
+
+    Example:
+      >>> import numpy as np, synk
+      >>> synk.function(lambda x: synk.stats.quantile(x, [0.5, 1]))(np.arange(5.0)).tolist()
+      [2.0, 4.0]
+    """
+    wanted = np.asarray(q, np.float64)
+    if not ((wanted >= 0) & (wanted <= 1)).all():
+        raise ValueError(f"synk.stats.quantile: q is {q!r}; give numbers from 0 to 1.")
+    return Gathered(statistics.rows_of(x, "quantile"), partial(statistics.quantile, q=wanted))
+
+
+def _extreme(x: Any, name: str, is_min: bool) -> Monoid:
+    x = statistics.rows_of(x, name)
+    at = (jnp.argmin if is_min else jnp.argmax)(x, axis=0)
+    value = jnp.take_along_axis(x, at[None], axis=0)[0]
+    merge = statistics.merge_least if is_min else statistics.merge_most
+    return Monoid({"value": value, "row": row_numbers()[at]}, merge, statistics.row)

@@ -1,0 +1,281 @@
+"""Statistics and Monoids: those of all rows, for any parts; against NumPy in float64, counts and rows exactly."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+from synk import stats
+
+from ..helpers import GROUPS, assert_close, group_of, slow, slow_but
+
+FEW = GROUPS[1:]
+
+
+@pytest.fixture(params=FEW, ids=str)
+def few_replicas(request):
+    with group_of(*request.param) as group:
+        yield group
+
+
+ROWS = [1, 2, 5, 40, 257]
+
+
+def rows_of(count, offset=0.0):
+    """Rows of three columns; ties, where there are enough."""
+    x = (np.random.default_rng(count).normal(size=(count, 3)) + offset).astype(np.float32)
+    if count > 10:
+        x[count // 2] = x[2]
+        x[7, 0] = x[count - 2, 0] = x[:, 0].max() + 1
+    return x
+
+
+def everything(x, labels, guesses):
+    """Nine of them at once."""
+    first = x[:, 0]
+    return {
+        "moments": stats.moments(x), "std": stats.std(x, ddof=1), "cov": stats.cov(x), "lse": stats.logsumexp(x),
+        "argmax": stats.argmax(x), "argmin": stats.argmin(x), "top": stats.top_k(first, 1),
+        "histogram": stats.histogram(x, 16, (-4, 4)), "bincount": stats.bincount(labels, 6),
+        "confusion": stats.confusion(labels, guesses, 6), "mean": stats.mean(x), "var": stats.var(x),
+    }  # fmt: skip
+
+
+F = synk.function(everything, outputs="merge")
+
+
+def check_against_numpy(got, x, labels, guesses):
+    wide, count = x.astype(np.float64), len(x)
+    got = jax.tree.map(np.asarray, got)
+    close = partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
+    close(got["moments"][0], wide.mean(0), rtol=1e-6, atol=1e-6)
+    close(got["moments"][1], wide.var(0))
+    close(got["var"], wide.var(0))
+    close(got["mean"], wide.mean(0), rtol=1e-6, atol=1e-6)
+    if count > 1:
+        close(got["std"], wide.std(0, ddof=1))
+        close(got["cov"], np.cov(wide, rowvar=False), atol=1e-3 * wide.var())
+    most = wide.max(0)
+    close(got["lse"], np.log(np.exp(wide - most).sum(0)) + most, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(got["argmax"], x.argmax(0))
+    np.testing.assert_array_equal(got["argmin"], x.argmin(0))
+    np.testing.assert_array_equal(got["top"][1], [x[:, 0].argmax()])
+    np.testing.assert_array_equal(got["top"][0], [x[:, 0].max()])
+    counts, edges = np.histogram(x, 16, (-4, 4))
+    np.testing.assert_array_equal(got["histogram"][0], counts)
+    np.testing.assert_array_equal(got["histogram"][1], edges.astype(np.float32))
+    np.testing.assert_array_equal(got["bincount"], np.bincount(labels, minlength=6))
+    want = np.zeros((6, 6), int)
+    np.add.at(want, (labels, guesses), 1)
+    np.testing.assert_array_equal(got["confusion"], want)
+
+
+@pytest.mark.parametrize("offset", [1e4, slow(0)])
+@pytest.mark.parametrize(("kind", "n"), [*FEW, *slow_but([], [("devices", 1), ("simulated", 5), ("devices", 8)])])
+def test_all_rows_as_numpy(kind, n, offset):
+    """Any rows, replicas and slices; warm and fresh, one function for all."""
+    with group_of(kind, n):
+        for count in ROWS if n > 3 else ROWS[1:4]:
+            x = rows_of(count, offset)
+            labels, guesses = np.random.default_rng(count).integers(0, 6, (2, count)).astype(np.int32)
+            for slices in (1, 3) if count > 5 else (1, 2):
+                check_against_numpy(F(x, labels, guesses, num_slices=slices), x, labels, guesses)
+            check_against_numpy(F.serial(x, labels, guesses), x, labels, guesses)
+        pick = np.random.default_rng(1).permutation(257)[:100]
+        x, (labels, guesses) = rows_of(257), np.random.default_rng(2).integers(0, 6, (2, 257)).astype(np.int32)
+        check_against_numpy(F(x, labels, guesses, batch=pick), x[pick], labels[pick], guesses[pick])
+
+
+@pytest.mark.parametrize(("kind", "n"), FEW)
+def test_check(kind, n):
+    """The law holds for them; a merge that is not associative breaks it."""
+    with group_of(kind, n):
+        x, labels = rows_of(41), np.arange(41, dtype=np.int32) % 6
+        F.check(x, labels, labels, rtol=1e-4, atol=1e-4)
+        F.check(x, labels, labels, num_slices=3, rtol=1e-4, atol=1e-4)
+        wrong = synk.function(lambda x: synk.Monoid(x.sum(0), lambda a, b: a - b))
+        with pytest.raises(synk.LawError, match="is merge associative, and the state that of all rows"):
+            wrong.check(x)
+
+
+def products(matrices):
+    return synk.Monoid(jax.lax.associative_scan(jnp.matmul, matrices)[-1], jnp.matmul)
+
+
+@pytest.mark.parametrize(("kind", "n"), [*FEW, *slow_but([], [("simulated", 8), ("devices", 8)])])
+def test_matrix_products_merge_right(kind, n):
+    """Order counts, so it is that of the rows: integers, exactly."""
+    f = synk.function(products)
+    with group_of(kind, n):
+        for count in (1, 2, 3, 7, 12, 23):
+            matrices = np.random.default_rng(count).integers(-1, 2, (count, 3, 3)).astype(np.float32)
+            want = np.eye(3)
+            for matrix in matrices:
+                want = want @ matrix
+            for slices in (1, 2, 4):
+                assert f(matrices, num_slices=slices).tolist() == want.tolist()
+            assert f.serial(matrices).tolist() == want.tolist()
+
+
+def test_in_trees_with_other_ops(few_replicas):
+    """Beside arrays and Weighted, under keys; `then` and `output_subset` see answers."""
+    spread = synk.shared(np.float32(0), name="spread")
+
+    @synk.function(outputs={"loss": "mean", "rows": "concat", "s": "merge"})
+    def f(x):
+        return {
+            "loss": synk.Weighted(x.mean(), len(x)),
+            "rows": x[:, 0],
+            "s": (stats.var(x[:, 0]), {"n": stats.top_k(x[:, 1], 2)}),
+        }
+
+    x = rows_of(23)
+    got = f(x)
+    assert_close(got["loss"], x.mean(), rtol=1e-5, atol=1e-6)
+    assert_close(got["s"][0], x[:, 0].var(), rtol=1e-4, atol=1e-6)
+    assert got["s"][1]["n"][1].tolist() == np.argsort(-x[:, 1], kind="stable")[:2].tolist()
+    assert [leaf.shape for leaf in jax.tree.leaves(f(x, output_subset=["rows"]))] == [(23,)]
+
+    @synk.function
+    def g(x):
+        return stats.std(x[:, 0])
+
+    @g.then
+    def doubled(std):
+        spread.value = std
+        return std * 2
+
+    assert_close(g(x), 2 * x[:, 0].std(), rtol=1e-4, atol=1e-6)
+    assert_close(spread.value, x[:, 0].std(), rtol=1e-4, atol=1e-6)
+
+
+def test_under_transformations(few_replicas):
+    """jit, grad and vmap: derivatives are those of the serial statistic, with uneven rows and slices."""
+    f = synk.function(lambda x: stats.var(x))
+    lse = synk.function(lambda x: stats.logsumexp(x))
+    for count in (1, 6, 7):
+        x = jnp.asarray(rows_of(count)[:, 0])
+        assert_close(jax.jit(f)(x), x.var(), rtol=1e-4, atol=1e-6)
+        assert_close(jax.grad(lambda x: f(x))(x), jax.grad(jnp.var)(x), rtol=1e-4, atol=1e-5)
+        assert_close(jax.grad(lambda x: lse(x, num_slices=2))(x), jax.nn.softmax(x), rtol=1e-4, atol=1e-5)
+        assert_close(jax.vmap(f)(jnp.stack([x, 2 * x])), jnp.stack([x.var(), (2 * x).var()]), rtol=1e-4, atol=1e-6)
+
+
+def test_quantiles(few_replicas):
+    """As NumPy's; rows are gathered where parts differ, slices too, and programs of other lengths are made anew."""
+    f = synk.function(lambda x: {"q": stats.quantile(x, [0.1, 0.5, 0.99]), "m": stats.mean(x)})
+    for count in (7, 8, 9, 7, 30):
+        x = rows_of(count)
+        for slices in (1, 3):
+            got = f(x, num_slices=slices)
+            assert_close(got["q"], np.quantile(x, [0.1, 0.5, 0.99], 0), rtol=1e-5, atol=1e-6)
+            assert_close(got["m"], x.mean(0), rtol=1e-5, atol=1e-6)
+    f.check(rows_of(11))
+
+
+def test_nan_and_infinity(few_replicas):
+    """As NumPy's argmax has them: the first NaN wins; infinite rows stay what they are."""
+    f = synk.function(lambda x: (stats.argmax(x), stats.argmin(x), stats.top_k(x, 3), stats.logsumexp(x)))
+    for bad in (np.nan, np.inf, -np.inf):
+        x = rows_of(17)[:, 0].copy()
+        x[[5, 13]] = bad
+        most, least, (values, rows), lse = f(x)
+        assert (int(most), int(least)) == (x.argmax(), x.argmin())
+        best, where = jax.lax.top_k(jnp.asarray(x), 3)
+        np.testing.assert_array_equal(values, best)
+        np.testing.assert_array_equal(rows, where)
+        np.testing.assert_array_equal(np.asarray(lse), np.asarray(jax.nn.logsumexp(jnp.asarray(x))).astype(np.float32), strict=False) if not np.isfinite(bad) and bad > 0 else None  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.int32, np.uint8, np.bool_, np.complex64])
+def test_dtypes(few_replicas, dtype):
+    """Answers have NumPy's kind; what is narrow is added up in float32."""
+    x = (np.arange(21) % 5).astype(dtype)
+    f = synk.function(lambda x: (stats.mean(x), stats.var(x)))
+    mean, var = f(x)
+    wide = x.astype(np.complex128 if dtype == np.complex64 else np.float64)
+    np.testing.assert_allclose(np.asarray(mean, wide.dtype), wide.mean(), rtol=1e-2)
+    np.testing.assert_allclose(np.asarray(var, np.float64), wide.var(), rtol=1e-2)
+    is_inexact = jnp.issubdtype(dtype, jnp.inexact)
+    assert mean.dtype == (dtype if is_inexact else np.float32)
+
+
+def test_two_collectives_a_dtype():
+    """However many statistics there are; none that none needs."""
+    with group_of("devices", 2):
+        x, labels = rows_of(40), np.zeros(40, np.int32)
+        text = F.compile(x, labels, labels).as_text()
+    found = re.findall(r"= \(?(\w+)\[.*? (all-\w+)(?:-start)?\(", text)
+    assert all(found.count(each) <= 1 for each in found), found
+
+
+def test_programs_serve_all_counts():
+    """Which part has how many rows is data: totals that cut alike share a program."""
+    with group_of("simulated", 3):
+        f = synk.function(lambda x: (stats.var(x), stats.argmax(x)))
+        for count in (10, 11, 10, 11):
+            f(rows_of(count))
+        assert f.stats.compilations == 1
+
+
+def test_row_numbers(few_replicas):
+    """Those of the selection, in each slice."""
+    f = synk.function(lambda x: synk.row_numbers() + 0 * x.astype(np.int32), reduce="concat")
+    for count in (5, 6, 7):
+        for slices in (1, 2):
+            assert f(np.zeros(count), num_slices=slices).tolist() == list(range(count))
+    assert f(np.zeros(9), batch=[3, 1, 8]).tolist() == [0, 1, 2]
+    assert f.serial(np.zeros(4)).tolist() == [0, 1, 2, 3]
+    assert jax.jit(f)(np.zeros(5)).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(synk.SynkError, match="there are rows only inside a synk function"):
+        synk.row_numbers()
+    with pytest.raises(synk.SynkError, match="it has no scattered input, so no rows"):
+        synk.function(lambda x: synk.row_numbers(), inputs=["broadcast"])(np.zeros(3))
+
+
+REFUSED = [
+    (lambda x: synk.Monoid({"a": x.sum()}, lambda a, b: [a["a"]]), ValueError, "merge changes the tree of the state"),
+    (lambda x: synk.Monoid(x.sum(0), lambda a, b: jnp.stack([a, b])), ValueError, r"from float32\[3\] to float32\[2, 3\]"),
+    (lambda x: synk.Monoid({"n": jnp.int32(3)}, lambda a, b: {"n": a["n"].astype(np.float32)}), ValueError, r"state\['n'\] from int32"),
+    (lambda x: stats.top_k(x[:, 0], 10), ValueError, "needs 10 rows .top_k., but this call has 7 in all"),
+    (lambda x: stats.top_k(x, 2), ValueError, "give one number a row"),
+    (lambda x: stats.top_k(x[:, 0], 0), ValueError, "k is 0; give an integer >= 1"),
+    (lambda x: stats.histogram(x, 5), ValueError, "needs range="),
+    (lambda x: stats.bincount(x, 5), TypeError, "it counts integers, but this array has dtype float32"),
+    (lambda x: stats.cov(x[:, 0]), ValueError, "give rows of columns"),
+    (lambda x: stats.quantile(x, 1.5), ValueError, "give numbers from 0 to 1"),
+    (lambda x: stats.var(x.sum()), ValueError, "a scalar has no rows"),
+    (lambda x: stats.confusion(x[:, 0].astype(int), jnp.zeros(99, int), 3), ValueError, "labels have shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fn", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+def test_refuses(few_replicas, fn, error, message):
+    """Before anything runs, and a good call after it works."""
+    f = synk.function(fn)
+    with pytest.raises(error, match=message):
+        f(rows_of(7))
+    with pytest.raises(error, match=message):
+        jax.jit(f)(rows_of(7))
+    if "top_k" in message:
+        assert f(rows_of(11))[0].shape == (10,)
+
+
+def test_refuses_other_ops(few_replicas):
+    """A Monoid says itself how it combines."""
+    with pytest.raises(ValueError, match=r'is a Monoid, which goes with "merge", but its op is .mean.'):
+        synk.function(lambda x: stats.var(x), reduce="mean")(rows_of(7))
+    with pytest.raises(TypeError, match=r"must be a synk.Monoid, as synk.stats makes"):
+        synk.function(lambda x: x.sum(), outputs="merge")(rows_of(7))
+
+
+def test_finished_by_hand():
+    """`.value` is the answer for one part's rows."""
+    x = rows_of(9)
+    assert_close(stats.var(x).value, x.var(0), rtol=1e-4, atol=1e-6)
+    leaves, treedef = jax.tree.flatten(stats.var(x))
+    assert_close(jax.tree.unflatten(treedef, leaves).value, x.var(0), rtol=1e-4, atol=1e-6)
