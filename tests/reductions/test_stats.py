@@ -262,7 +262,7 @@ def test_refuses(few_replicas, fn, error, message):
     with pytest.raises(error, match=message):
         jax.jit(f)(rows_of(7))
     if "top_k" in message:
-        assert f(rows_of(11))[0].shape == (10,)
+        assert jax.tree.leaves(f(rows_of(11)))[0].shape == (10,)
 
 
 def test_refuses_other_ops(few_replicas):
