@@ -94,7 +94,9 @@ def check_row_count(name: str, least: int, lengths: tuple[int, ...] | None) -> N
     """Some answers need so many rows in all."""
     count = sum(lengths or ())
     if count < least:
-        raise ValueError(f"{name}: an output of it needs {least} rows (top_k), but this call has {count} in all.")
+        raise ValueError(
+            f"{name}: an output of it needs {least} rows, as top_k does, but this call has {count} in all."
+        )
 
 
 def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where) -> CallPlan | NeedsLengths:

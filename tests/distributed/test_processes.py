@@ -471,6 +471,28 @@ def test_wrong_environments(what):
     assert processes[-1][0] or "counts" in what or "no such" in what or address in ends[-1].output
 
 
+LISTENS = """
+synk.init(distributed=True, **PATIENCE)
+synk.function(lambda x: x.sum())(np.ones(4, np.float32))
+links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+targets = [os.readlink(link) for link in links if os.path.lexists(link)]
+sockets = {target[8:-1] for target in targets if target.startswith("socket:")}
+for name in ("tcp", "tcp6"):
+    for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[9] in sockets and fields[3] == "0A":
+            say("listens", address=fields[1].split(":")[0])
+"""
+
+
+@pytest.mark.slow
+def test_who_listens():
+    """On one machine the coordinator, on the loopback, and gloo, where the machine's own name leads."""
+    own = socket.inet_aton(socket.gethostbyname(socket.gethostname()))[::-1].hex().upper()
+    found = {line["address"] for end in gang.run("execute", LISTENS) for line in said(end.output)}
+    assert found <= {"0100007F", "0000000000000000FFFF00000100007F", own} and found
+
+
 @pytest.mark.slow
 def test_a_proxy_is_not_asked():
     """The environment's is for the web."""
