@@ -16,7 +16,7 @@ from ..helpers import GROUPS, assert_close, group_of, slow, slow_but
 FEW = GROUPS[1:]
 
 
-@pytest.fixture(params=FEW, ids=str)
+@pytest.fixture(params=[FEW[1], slow(FEW[0])], ids=str)
 def few_replicas(request):
     with group_of(*request.param) as group:
         yield group
