@@ -18,8 +18,8 @@ from .._runtime.layout import Layout, layouts
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .feeding import launches
-from .parts import Part, arrays_of, part_of
-from .program import ProgramBuilder
+from .finish import Finisher
+from .parts import TABLE_ROWS, Part, arrays_of, part_of
 from .traces import State
 
 Arrays = Sequence[jax.Array]
@@ -33,11 +33,19 @@ class _Launch(NamedTuple):
     sizes: tuple[int | None, ...]  # numbers of rows of its parts, most first; none where it only combines states
     counts: tuple[int, ...]  # rows of each replica's part, where programs depend on them
     is_last: bool  # whether it ends the call
-    carry: tuple[jax.ShapeDtypeStruct, ...] = ()  # shapes of a replica's states so far; none in a first launch
+    carry: tuple[jax.ShapeDtypeStruct, ...] = ()  # shapes of a replica's states so far; none in the only launch
+
+
+class Programs(NamedTuple):
+    """The programs of a call: those that run `fn`, and of several launches what begins and what ends them."""
+
+    launches: dict[Any, Executable]
+    start: Executable | None = None
+    finish: Executable | None = None
 
 
 class Compiler:
-    """Compiles the programs of a builder.
+    """Compiles the programs of a builder and its finisher.
 
     Attributes:
       updates: the variables that the call writes.
@@ -46,45 +54,59 @@ class Compiler:
       reads: the variables that programs that run `fn` take, and those of the one that ends the call.
     """
 
-    def __init__(self, builder: ProgramBuilder, updates: Sequence[Shared], layouts: dict[Shared, Layout]) -> None:
-        self.builder, self.updates, self.layouts = builder, updates, layouts
+    def __init__(self, finisher: Finisher, updates: Sequence[Shared], layouts: dict[Shared, Layout]) -> None:
+        self.finisher, self.builder, self.updates, self.layouts = finisher, finisher.builder, updates, layouts
+        builder = finisher.builder
         self.call, self.group, self.traces = builder.call, builder.group, builder.traces
         self.states = tuple(builder.state_shapes(builder.slots)) if self.call.is_sliced else ()
         reads = dict.fromkeys(chain(*(traced.variables for traced in builder.traced.values())))
         written = [variable for variable, _ in builder.updates]
         has_gaps = any(0 in sizes for sizes in self.call.part_sizes)
         launch = tuple(dict.fromkeys((*reads, *(written if has_gaps else ()))))
-        of_then = builder.then[0].variables if builder.then else ()
+        of_then = finisher.then[0].variables if finisher.then else ()
         # In one launch the program that runs `fn` ends the call.
         last = (*of_then, *written) if self.call.is_sliced else (*launch, *of_then)
         self.reads = (launch, tuple(dict.fromkeys(last)))
 
-    def compile(self, owner: Any) -> tuple[dict[Any, Executable], Executable | None]:
-        """The programs that run `fn`, by first or not and parts, and the one that ends a call of several launches.
+    def compile(self, owner: Any) -> Programs:
+        """The programs of a call.
 
         Those of a sliced call serve calls whose other launches differ: `owner` keeps them by all that they are made of.
         """
         builder, call = self.builder, self.call
         if not call.is_sliced:
             counts = launches(call.lengths, 1)[0].counts if call.lengths else ()
-            return {True: self._compile(_Launch(call.part_sizes[0], counts, True))}, None
+            return Programs({call.part_sizes[0]: self._compile(_Launch(call.part_sizes[0], counts, True))})
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
         about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
 
-        def cached(launch: _Launch) -> Executable:
-            return self.group._cached(owner, ("program", launch, *about), partial(self._compile, launch))
+        def cached(kind: Any, make: Callable[[], Executable]) -> Executable:
+            return self.group._cached(owner, ("program", kind, *about), make)
 
-        kinds: list[tuple[bool, Any, Any]] = [(j == 0, sizes, ()) for j, sizes in enumerate(call.part_sizes)]
+        kinds: list[tuple[Any, Any]] = [(sizes, ()) for sizes in call.part_sizes]
         if builder.runs_each_rank and call.lengths:
-            parts = enumerate(launches(call.lengths, call.num_slices))
-            kinds = list(dict.fromkeys((j == 0, each.sizes, each.counts) for j, each in parts))
+            kinds = [(each.sizes, each.counts) for each in launches(call.lengths, call.num_slices)]
         carry = tuple(_without_empty(self.states))
-        programs = {
-            (is_first, counts or sizes): cached(_Launch(sizes, counts, False, () if is_first else carry))
-            for is_first, sizes, counts in kinds
-        }
-        return programs, cached(_Launch((), (), True, carry))
+        steps = {counts or sizes: _Launch(sizes, counts, False, carry) for sizes, counts in kinds}
+        last = _Launch((), (), True, carry)
+        return Programs(
+            {kind: cached(step, partial(self._compile, step)) for kind, step in steps.items()},
+            start=cached("start", self._compile_start),
+            finish=cached(last, partial(self._compile, last)),
+        )
+
+    def _compile_start(self) -> Executable:
+        """What makes the states of all replicas before the first of several launches."""
+        size, builder = self.group.size, self.builder
+
+        def body() -> list[jax.Array]:
+            return [jnp.stack([state] * size) for state in _without_empty(builder.identities())]
+
+        outs = layouts("stacked", len(_without_empty(self.states)))
+        spec = ProgramSpec(body, [], [], outs, name=builder.function.name, takes_all_replicas=True)
+        builder.function.stats.compilations += 1
+        return Executable(self.group, spec)
 
     def _compile(self, launch: _Launch) -> Executable:
         function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
@@ -119,8 +141,8 @@ class Compiler:
             given = iter(values)
             state = self.traces.leaves_of(variables, given)
             carry, rest = list(islice(given, len(launch.carry))), list(given)
-            meta, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
-            return state, carry, rest, part_of(meta, rank, tall, self.group.size)
+            table, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
+            return state, carry, rest, part_of(table, rank, tall, self.group.size)
 
         def run(values: Arrays, sizes: Sequence[int | None], rank: jax.Array | None = None) -> list[jax.Array]:
             state, carry, rest, part = unpack(values, rank)
@@ -132,7 +154,7 @@ class Compiler:
             state, carry, rest, part = unpack(values)
             if launch.is_last:
                 return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
-            return _without_empty(builder.accumulate(self._with_empty(carry) if carry else (), states, part))
+            return _without_empty(builder.accumulate(self._with_empty(carry), states, part))
 
         return run, finish
 
@@ -170,14 +192,14 @@ class Compiler:
                 rest.append(("stacked", index_shape(call.held_index, tall, size)))
         rest.extend(("replicated", shape) for shape in call.broadcast_shapes)
         if not call.is_plain:
-            rest.append(("replicated", jax.ShapeDtypeStruct((5, size), np.int32)))
+            rest.append(("replicated", jax.ShapeDtypeStruct((TABLE_ROWS, size), np.int32)))
         return [*leaves, carry, rest]
 
     def _outs(self, launch: _Launch) -> list[Layout]:
         if not launch.is_last:
             return layouts("stacked", len(_without_empty(self.states)))
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
-        return [*layouts("replicated", len(self.builder.result.picked)), *new]
+        return [*layouts("replicated", len(self.finisher.result.picked)), *new]
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
         """The lists of arguments that may be overwritten: states so far, or old values."""
@@ -187,8 +209,8 @@ class Compiler:
 
     def _results(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:
         """What the program that ends a call returns."""
-        results, new = self.builder.finish_values(states, state, broadcast, part)
-        return [*(results[i] for i in self.builder.result.picked), *chain(*(new[v] for v in self.updates))]
+        results, new = self.finisher.finish_values(states, state, broadcast, part)
+        return [*(results[i] for i in self.finisher.result.picked), *chain(*(new[v] for v in self.updates))]
 
     def _with_empty(self, carry: Arrays) -> list[jax.Array]:
         """All states of a replica, from those that have a size."""

@@ -26,8 +26,9 @@ from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments
 from .feeding import launches
+from .finish import Finisher
 from .inputs import RowCall, RowRequest, check_leaves, select_rows
-from .parts import arrays_of, part_of
+from .parts import arrays_of, part_of, part_table
 from .plan import PlanCache, plan_key
 from .prepare import check_row_count, checked_subset, part_form
 from .program import ProgramBuilder
@@ -127,7 +128,8 @@ def _place(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
 
 def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     builder = ProgramBuilder(CallTraces(function, group, call))
-    result = builder.result
+    finisher = Finisher(builder)
+    result = finisher.result
     check_row_count(function.name, builder.outputs.least_rows if call.has_rows else 0, call.lengths)
     for variable in builder.traces.touched:
         raise SynkError(
@@ -136,15 +138,13 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
         )
     table = None
     if call.lengths is not None and not call.is_plain:
-        parts = launches(call.lengths, 1)[0]
-        zeros = (0,) * group.size
-        table = np.array([parts.counts, parts.offsets, call.lengths, zeros, zeros], np.int32)
+        table = np.array(part_table(launches(call.lengths, 1)[0], call.lengths), np.int32)
 
     def body(*values: jax.Array) -> list[jax.Array]:
         sizes, arrays = call.part_sizes[0], arrays_of(call, values)
         part = part_of(table, lax.axis_index(AXIS), sizes[0], group.size)
         states = builder.states(sizes, {}, arrays, part, sizes[0])
-        results, _ = builder.finish_values(states, {}, arrays.broadcast, part)
+        results, _ = finisher.finish_values(states, {}, arrays.broadcast, part)
         return [results[i] for i in result.picked]
 
     ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]

@@ -19,6 +19,7 @@ from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .feeding import exchanged, feed_rows, index_on_replicas, launches
 from .inputs import RowInputs
+from .parts import part_table
 from .plan import CallPlan
 from .spec import CallSpec, FunctionSpec
 
@@ -125,17 +126,18 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
         parts = launches(lengths, 1)[0] if lengths else None
         values = _values(ready, rows, parts)
         if parts is not None and not ready.call.is_plain:
-            values.append(_part_table(ready, parts, 0, 0))
+            values.append(_place_table(ready, parts))
         return [*[leaves[v] for v in plan.reads[1]], [], values]  # no carry
     assert lengths is not None
-    carry: list[jax.Array] = []
+    assert plan.start is not None
+    carry = _run(ready, plan.start, [])
     slot = 0
     for j, parts in enumerate(launches(lengths, ready.num_slices)):
-        values = [*_values(ready, rows, parts), _part_table(ready, parts, slot, j)]
-        carry = _run(ready, plan.program_of(j, parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
+        values = [*_values(ready, rows, parts), _place_table(ready, parts, slot, j)]
+        carry = _run(ready, plan.program_of(parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
         slot += parts.tall
     whole = launches(lengths, 1)[0]
-    return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, _part_table(ready, whole, 0, 0)]]
+    return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, _place_table(ready, whole)]]
 
 
 def _values(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[Any]:
@@ -151,12 +153,10 @@ def _values(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[A
     return [*values, *ready.broadcast]
 
 
-def _part_table(ready: ReadyCall, parts: PartRows, row_slot: int, part_slot: int) -> jax.Array:
-    """What a program is told of parts: rows, offsets, rows of the replicas, places in what is gathered."""
-    lengths, n = ready.rows.lengths, ready.group.size
-    assert lengths is not None
-    table = (parts.counts, parts.offsets, lengths, (row_slot,) * n, (part_slot,) * n)
-    return constant(ready.group, "replicated", table, "int32")
+def _place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0) -> jax.Array:
+    """What a program is told of the parts it runs."""
+    assert ready.rows.lengths is not None
+    return constant(ready.group, "replicated", part_table(parts, ready.rows.lengths, row_slot, part_slot), "int32")
 
 
 def _launch(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._data.transfer import PartRows
 from .spec import CallSpec
 
 
@@ -17,6 +18,7 @@ class Part(NamedTuple):
     count: Any
     first_row: Any
     offset: Any  # of its first row among the replica's own
+    seen: Any  # rows that this replica's earlier parts had
     weight: Any  # its share of the rows of all replicas
     share: Any  # its share of the replica's own rows
     row_slot: Any  # where its rows go among those that are gathered of all slices
@@ -33,19 +35,29 @@ class PartArrays(NamedTuple):
     broadcast: list[jax.Array]
 
 
-def part_of(meta: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | None, replicas: int) -> Part:
-    """The part of a replica, as `meta` tells; without it all replicas have as many rows."""
-    if meta is None:
-        return Part(rank, rows, rank if rows is None else rank * rows, 0, 1.0 / replicas, 1.0, 0, 0)
-    counts, offsets, lengths, row_slots, part_slots = jnp.asarray(meta)
-    before = jnp.where(jnp.arange(replicas, dtype=jnp.int32) < rank, lengths, 0).sum(dtype=jnp.int32)
+def part_table(parts: PartRows, lengths: tuple[int, ...], row_slot: int = 0, part_slot: int = 0) -> tuple[Any, ...]:
+    """What programs are told of the parts of one launch, an entry a replica of each: rows, first rows, offsets, rows of
+    the call, rows before this launch, and places in what is gathered."""
+    slots = [(slot,) * len(lengths) for slot in (row_slot, part_slot)]
+    return (parts.counts, parts.starts, parts.offsets, lengths, parts.offsets, *slots)
+
+
+TABLE_ROWS = 7
+
+
+def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | None, replicas: int) -> Part:
+    """The part of a replica, as a table tells; without one all replicas have as many rows."""
+    if table is None:
+        return Part(rank, rows, rank if rows is None else rank * rows, 0, 0, 1.0 / replicas, 1.0, 0, 0)
+    counts, first_rows, offsets, lengths, seen, row_slots, part_slots = jnp.asarray(table)
     real = jnp.result_type(float)
     count = counts[rank].astype(real)
     return Part(
         rank=rank,
         count=counts[rank],
-        first_row=before + offsets[rank],
+        first_row=first_rows[rank],
         offset=offsets[rank],
+        seen=seen[rank],
         weight=count / lengths.sum(dtype=jnp.int32).astype(real),
         share=count / jnp.maximum(lengths[rank], 1).astype(real),
         row_slot=row_slots[rank],

@@ -12,6 +12,7 @@ from .._runtime.layout import Layout
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .compiler import Compiler
+from .finish import Finisher
 from .program import ProgramBuilder
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, View
@@ -31,9 +32,10 @@ class UpdateSlice(NamedTuple):
 class CallPlan:
     """How calls of one kind run."""
 
-    # The programs that run `fn`, by whether the launch is the first and the sizes of its parts (or, where programs
-    # depend on those, the rows of each replica); of a call in one launch the only one, which ends it.
+    # The programs that run `fn`, by the sizes of its parts (or, where programs depend on those, the rows of each
+    # replica); of a call in one launch the only one, which ends it.
     launches: dict[Any, Executable]
+    start: Executable | None  # the program that makes the states before the first of several
     finish: Executable | None  # the program that combines the states of several, and ends the call
     # The variables that each program of `launches` takes, and those of the last one.
     reads: tuple[tuple[Shared, ...], tuple[Shared, ...]]
@@ -47,9 +49,9 @@ class CallPlan:
     outputs: OutputSpec  # the structure of what `fn` returned
     least_rows: int  # fewer in all would not do
 
-    def program_of(self, j: int, parts: PartRows) -> Executable:
-        """The program of launch number j of several."""
-        return self.launches.get((j == 0, parts.counts)) or self.launches[j == 0, parts.sizes]
+    def program_of(self, parts: PartRows) -> Executable:
+        """The program of one launch of several."""
+        return self.launches.get(parts.counts) or self.launches[parts.sizes]
 
     @property
     def last(self) -> Executable:
@@ -104,12 +106,13 @@ def make_plan(
     builder = ProgramBuilder(traces)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         return NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
-    depends_on = _equality_dependencies(builder)
+    finisher = Finisher(builder)
+    depends_on = _equality_dependencies(finisher)
     apart = _diverging(traces, depends_on) if group.size > 1 else set[Shared]()
     layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
-    result = builder.result
-    compiler = Compiler(builder, tuple(depends_on), layouts)
-    steps, finish = compiler.compile(plans)
+    result = finisher.result
+    compiler = Compiler(finisher, tuple(depends_on), layouts)
+    programs = compiler.compile(plans)
     updates: list[UpdateSlice] = []
     at = len(result.picked)
     for variable, needed in depends_on.items():
@@ -119,8 +122,9 @@ def make_plan(
         at = stop
     own = {j for j, i in enumerate(builder.outputs.own) if i in builder.own}
     return CallPlan(
-        launches=steps,
-        finish=finish,
+        launches=programs.launches,
+        start=programs.start,
+        finish=programs.finish,
         reads=compiler.reads,
         accepts={
             v: tuple(dict.fromkeys((traces.abstract(v), with_layout(traces.abstract(v), layouts.get(v)))))
@@ -136,14 +140,14 @@ def make_plan(
     )
 
 
-def _equality_dependencies(builder: ProgramBuilder) -> dict[Shared, tuple[Shared, ...] | None]:
+def _equality_dependencies(finisher: Finisher) -> dict[Shared, tuple[Shared, ...] | None]:
     """For each updated variable, those that must be equal for its new value to be; None where it never is."""
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
-    first = builder.first
+    first = finisher.builder.first
     for variable, _ in first.writes:
-        depends_on[variable] = None if builder.call.has_rows or first.uses_rank else first.variables
-    if builder.then is not None:
-        then, _ = builder.then
+        depends_on[variable] = None if finisher.call.has_rows or first.uses_rank else first.variables
+    if finisher.then is not None:
+        then, _ = finisher.then
         depends_on |= {variable: None if then.uses_rank else then.variables for variable, _ in then.writes}
     return depends_on
 

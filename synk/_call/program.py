@@ -1,4 +1,4 @@
-"""Program: the bodies that one kind of call compiles: map the parts, combine them, and then."""
+"""Program: the bodies that one kind of call compiles: run the parts, and add up their states on each replica."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
@@ -12,12 +12,10 @@ from jax import lax
 
 from .._base.partition import RowRange, split_rows
 from .._data.feed import read_rows
-from .._reductions.outputs import OutputSpec, ResultSpec, result_spec
-from .._reductions.reduction import UPDATES, PartInfo, Reduction, combine_replicas, prepare_parts
-from .._runtime.group import AXIS
+from .._reductions.outputs import OutputSpec
+from .._reductions.reduction import UPDATES, PartInfo, Reduction, prepare_parts
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
-from .feeding import launches
 from .parts import Part, PartArrays, pad_rows
 from .traces import CallTraces, State
 
@@ -211,34 +209,33 @@ class ProgramBuilder:
         rows = max(self.call.lengths) if self.call.lengths else self.call.part_sizes[0][0] or 1
         return {True: rows, False: min(self.call.num_slices, rows)}
 
-    def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-        """The states of this replica's parts so far and of one more; where that has no rows, those so far.
+    def identities(self) -> list[jax.Array]:
+        """The states of a replica before its first part, where it has several."""
+        pairs = zip(self.state_shapes(self.slots), self.reductions, strict=True)
+        return [jnp.full(shape.shape, reduction.identity(shape.dtype), shape.dtype) for shape, reduction in pairs]
 
-        Those of the first part have room for what others gather.
-        """
+    def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
+        """The states of this replica's parts so far and of one more; where that has no rows, those so far."""
         found: list[jax.Array] = []
-        merged = self._merge(before, new) if before else {}
+        merged = self._merge(before, new, part)
         for i, (one, reduction) in enumerate(zip(new, self.reductions, strict=True)):
-            is_row = reduction.has_row_entries
-            if not before:
-                found.append(pad_rows(one, self.slots[is_row]) if reduction.collective == "gather" else one)
+            if i in merged:
+                found.append(merged[i])
             elif reduction.collective == "gather":
-                slot = part.row_slot if is_row else part.part_slot
+                slot = part.row_slot if reduction.has_row_entries else part.part_slot
                 found.append(lax.dynamic_update_slice_in_dim(before[i], one, slot, 0))
             else:
-                both = merged[i] if i in merged else reduction.accumulate(before[i], one)
-                found.append(jnp.where(part.count > 0, both, before[i]))
+                found.append(jnp.where(part.count > 0, reduction.accumulate(before[i], one), before[i]))
         return found
 
-    def _merge(self, before: Sequence[jax.Array], new: Sequence[jax.Array]) -> dict[int, jax.Array]:
-        """The states of Monoids, of parts before and of the one after them."""
+    def _merge(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> dict[int, jax.Array]:
+        """The states of Monoids, of parts before, if there were any, and of one more, if it has rows."""
         found: dict[int, jax.Array] = {}
         for each in self.outputs.merged:
             places = [len(self.own) + self.combined.index(each.first + i) for i in range(each.size)]
             if all(self.reductions[i].collective == "merge" for i in places):
-                found |= zip(
-                    places, each.merge.merge([before[i] for i in places], [new[i] for i in places]), strict=True
-                )
+                pair = [before[i] for i in places], [new[i] for i in places]
+                found |= zip(places, each.merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
         return found
 
     def _run_slices(self, size: int | None, *, arrays: PartArrays, part: Part) -> list[jax.Array]:
@@ -246,7 +243,7 @@ class ProgramBuilder:
         total = sum(self.call.lengths or ())
         # Where each slice has its entries: that of the longest part, so that all replicas agree.
         places = np.array([each.start for each in self._slices(self.slots[True])], np.int32)
-        states: list[jax.Array] = []
+        states = self.identities()
         for rows, group in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
             numbers, starts = np.array([(number, each.start) for number, each in group], np.int32).T
             chunks = [
@@ -257,86 +254,10 @@ class ProgramBuilder:
             def add(before: list[jax.Array], chunk: Any, rows: int = rows) -> tuple[list[jax.Array], None]:
                 blocks, number, start, row_slot = chunk
                 first_row = jnp.asarray(part.first_row, jnp.int32) + start
-                its = Part(part.rank, rows, first_row, start, rows / total, 1.0, row_slot, number)
+                its = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number)
                 its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
                 new = self._run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
                 return self.accumulate(before, new, its), None
 
-            xs = (chunks, numbers, starts, places[numbers])
-            if not states:
-                states, _ = add([], jax.tree.map(lambda x: x[0], xs))
-                xs = jax.tree.map(lambda x: x[1:], xs)
-            if len(xs[1]):
-                states, _ = lax.scan(add, states, xs, unroll=self.selects_branches)
+            states, _ = lax.scan(add, states, (chunks, numbers, starts, places[numbers]), unroll=self.selects_branches)
         return states
-
-    # Combining, and then.
-
-    def _valid_entries(self) -> list[np.ndarray | None]:
-        """Of what is gathered, which entries count, in row order; None for all of them."""
-        lengths = self.call.lengths
-        if lengths is None or (self.call.is_even and not self.call.is_sliced):
-            return [None for _ in self.reduced]
-        rows: list[np.ndarray] = []
-        parts: list[int] = []
-        for rank in range(self.group.size):
-            slot = 0
-            for j, launch in enumerate(launches(lengths, self.call.num_slices)):  # each has its place
-                rows.append(rank * self.slots[True] + slot + np.arange(launch.counts[rank]))
-                parts += [rank * self.slots[False] + j] * bool(launch.counts[rank])
-                slot += launch.tall
-        index = {True: np.concatenate(rows), False: np.array(parts, np.int64)}
-        return [index[leaf.reduction.has_row_entries] for leaf in self.reduced]
-
-    def combine(self, states: Sequence[jax.Array], present: Any = None) -> list[jax.Array]:
-        """Whole outputs from the states of all replicas; `present` says which have rows, None for all."""
-        own, rest = states[: len(self.own)], states[len(self.own) :]
-        whole = combine_replicas(rest, self.reduced, self._valid_entries(), has_gradients=self.call.is_composed)
-        if self.call.lengths is not None and present is not None:
-            present = np.array(self.call.lengths) > 0
-        return self.outputs.finish(dict(zip((*self.own, *self.combined), (*own, *whole), strict=True)), present)
-
-    @cached_property
-    def result(self) -> ResultSpec:
-        """The structure of what the call returns."""
-        treedef, keys = self.outputs.treedef, [leaf.key for leaf in self.outputs.results]
-        if self.then is not None:
-            treedef, keys = self.then[0].outputs
-        return result_spec(treedef, keys, self.call.subset, self.function.name)
-
-    @cached_property
-    def then(self) -> tuple[TracedFunction, list[int]] | None:
-        """`then` on the combined outputs, and which broadcast arguments follow them."""
-        if self.function.then is None:
-            return None
-        states = self.state_shapes(self.slots)[: len(self.reduced)]  # before then no output is the first replica's own
-        axes = [(AXIS, self.group.size)]
-        whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
-        return self.traces.then(self.function.then, self.outputs, whole)
-
-    def finish_values(
-        self, states: Sequence[jax.Array], state: State, broadcast: Sequence[jax.Array], part: Part
-    ) -> tuple[list[jax.Array], State]:
-        """The call's results, and new values on this replica, from all states."""
-        count = len(self.own) + len(self.reduced)
-        results = self.combine(states[:count], part.present)
-        new = self._finish_updates(states[count:], state, part)
-        if self.then is None:
-            return results, new
-        traced, extra = self.then
-        chosen = [broadcast[i] for i in extra]
-        rank = jnp.asarray(part.rank, jnp.int32)
-        own_leaves = chain(*(state[v] for v in traced.variables))
-        values = traced.run(*own_leaves, *results, *chosen, rank, rank)  # as if each replica had one row
-        count = traced.outputs[0].num_leaves
-        return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
-
-    def _finish_updates(self, states: Sequence[jax.Array], state: State, part: Part) -> State:
-        new = self.traces.leaves_of([variable for variable, _ in self.updates], states)
-        for variable, reduction in self.updates if self.call.is_sliced else ():
-            olds, leaves = state[variable], new[variable]
-            if reduction is UPDATES["add"]:
-                leaves = [old.astype(leaf.dtype) + leaf for old, leaf in zip(olds, leaves, strict=True)]
-            pairs = zip(olds, leaves, strict=True)
-            new[variable] = [jnp.where(part.count > 0, leaf.astype(old.dtype), old) for old, leaf in pairs]
-        return new

@@ -105,24 +105,36 @@ class Merge:
         count = stacked[0].shape[0] if stacked else 1
         if isinstance(present, np.ndarray):
             stacked, count, present = [leaf[np.flatnonzero(present)] for leaf in stacked], int(present.sum()), None
-        parts = [([leaf[i] for leaf in stacked], None if present is None else present[i]) for i in range(count)]
-        while len(parts) > 1:
-            pairs = [self._merge_pair(*pair) for pair in zip(parts[::2], parts[1::2], strict=False)]
-            parts = pairs + parts[2 * len(pairs) :]
-        return parts[0][0]
+        while count > 1:
+            pairs = count // 2
+            one, two, rest = ([leaf[cut] for leaf in stacked] for cut in _pairs_and_rest(pairs))
+            if present is None:
+                merged, has = jax.vmap(self.merge)(one, two), None
+            else:
+                has_one, has_two, has_rest = (present[cut] for cut in _pairs_and_rest(pairs))
+                merged = jax.vmap(self.merge_present)(one, two, has_one, has_two)
+                has = jnp.concatenate([has_one | has_two, has_rest])
+            stacked = [jnp.concatenate(both) for both in zip(merged, rest, strict=True)]
+            count, present = count - pairs, has
+        return [leaf[0] for leaf in stacked]
 
-    def _merge_pair(self, one: tuple[list[jax.Array], Any], two: tuple[list[jax.Array], Any]) -> Any:
-        (a, has_a), (b, has_b) = one, two
-        merged = self.merge(a, b)
-        if has_a is None:
-            return merged, None
-        chosen = [jnp.where(has_a & has_b, m, jnp.where(has_a, x, y)) for m, x, y in zip(merged, a, b, strict=True)]
-        return chosen, has_a | has_b
+    def merge_present(self, a: Sequence[jax.Array], b: Sequence[jax.Array], has_a: Any, has_b: Any) -> list[jax.Array]:
+        """The leaves of both, or of the one that is there."""
+        # What is not there is replaced before it merges: a gradient through what a select leaves out may be NaN.
+        first = [jnp.where(has_a, x, y) for x, y in zip(a, b, strict=True)]
+        second = [jnp.where(has_b, y, x) for x, y in zip(a, b, strict=True)]
+        has_both = has_a & has_b
+        return [jnp.where(has_both, m, x) for m, x in zip(self.merge(first, second), first, strict=True)]
 
     def finish(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves of the answer."""
         answer = jax.tree.leaves(Monoid(self.treedef.unflatten(leaves), *self.functions).value)
         return [jnp.asarray(leaf) for leaf in answer]
+
+
+def _pairs_and_rest(pairs: int) -> list[slice]:
+    """The first of each pair, the second, and what has none."""
+    return [slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2), slice(2 * pairs, None)]
 
 
 def _check_merge(state: PyTree, merged: PyTree, where: str) -> None:

@@ -73,7 +73,7 @@ def _jit(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str | No
     real outputs may be donated or deleted by then."""
 
     def with_token(*values: jax.Array) -> list[jax.Array]:
-        return [*body(*values), jnp.zeros((), jnp.int32)]
+        return [*body(*values), jnp.zeros((group.size,) if engine is None else (), jnp.int32)]
 
     layouts: list[Layout] = [*outs, "stacked"]
     mapped = with_token if engine is None else spmd(group, with_token, ins, layouts, engine)

@@ -1,0 +1,100 @@
+"""Finish: the bodies that end one kind of call: combine the states of all replicas, and then."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._reductions.outputs import ResultSpec, result_spec
+from .._reductions.reduction import UPDATES, combine_replicas
+from .._runtime.group import AXIS
+from .._tracing.tracer import TracedFunction
+from .feeding import launches
+from .parts import Part
+from .program import ProgramBuilder
+from .traces import State
+
+
+class Finisher:
+    """What ends calls of one kind, from the states that a builder's programs give."""
+
+    def __init__(self, builder: ProgramBuilder) -> None:
+        self.builder, self.call, self.function, self.group = builder, builder.call, builder.function, builder.group
+        self.traces, self.outputs, self.reduced = builder.traces, builder.outputs, builder.reduced
+
+    def _valid_entries(self) -> list[np.ndarray | None]:
+        """Of what is gathered, which entries count, in row order; None for all of them."""
+        lengths = self.call.lengths
+        if lengths is None or (self.call.is_even and not self.call.is_sliced):
+            return [None for _ in self.reduced]
+        rows: list[np.ndarray] = []
+        parts: list[int] = []
+        for rank in range(self.group.size):
+            slot = 0
+            for j, launch in enumerate(launches(lengths, self.call.num_slices)):  # each has its place
+                rows.append(rank * self.builder.slots[True] + slot + np.arange(launch.counts[rank]))
+                parts += [rank * self.builder.slots[False] + j] * bool(launch.counts[rank])
+                slot += launch.tall
+        index = {True: np.concatenate(rows), False: np.array(parts, np.int64)}
+        return [index[leaf.reduction.has_row_entries] for leaf in self.reduced]
+
+    def combine(self, states: Sequence[jax.Array], present: Any = None) -> list[jax.Array]:
+        """Whole outputs from the states of all replicas; `present` says which have rows, None for all."""
+        builder, count = self.builder, len(self.builder.own)
+        whole = combine_replicas(
+            states[count:], self.reduced, self._valid_entries(), has_gradients=self.call.is_composed
+        )
+        if self.call.lengths is not None and present is not None:
+            present = np.array(self.call.lengths) > 0
+        leaves = dict(zip((*builder.own, *builder.combined), (*states[:count], *whole), strict=True))
+        return self.outputs.finish(leaves, present)
+
+    @cached_property
+    def result(self) -> ResultSpec:
+        """The structure of what the call returns."""
+        treedef, keys = self.outputs.treedef, [leaf.key for leaf in self.outputs.results]
+        if self.then is not None:
+            treedef, keys = self.then[0].outputs
+        return result_spec(treedef, keys, self.call.subset, self.function.name)
+
+    @cached_property
+    def then(self) -> tuple[TracedFunction, list[int]] | None:
+        """`then` on the combined outputs, and which broadcast arguments follow them."""
+        if self.function.then is None:
+            return None
+        # Before then no output is the first replica's own.
+        states = self.builder.state_shapes(self.builder.slots)[: len(self.reduced)]
+        axes = [(AXIS, self.group.size)]
+        whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
+        return self.traces.then(self.function.then, self.outputs, whole)
+
+    def finish_values(
+        self, states: Sequence[jax.Array], state: State, broadcast: Sequence[jax.Array], part: Part
+    ) -> tuple[list[jax.Array], State]:
+        """The call's results, and new values on this replica, from all states."""
+        count = len(self.builder.own) + len(self.reduced)
+        results = self.combine(states[:count], part.present)
+        new = self._finish_updates(states[count:], state, part)
+        if self.then is None:
+            return results, new
+        traced, extra = self.then
+        chosen = [broadcast[i] for i in extra]
+        rank = jnp.asarray(part.rank, jnp.int32)
+        own_leaves = chain(*(state[v] for v in traced.variables))
+        values = traced.run(*own_leaves, *results, *chosen, rank, rank)  # as if each replica had one row
+        count = traced.outputs[0].num_leaves
+        return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
+
+    def _finish_updates(self, states: Sequence[jax.Array], state: State, part: Part) -> State:
+        new = self.traces.leaves_of([variable for variable, _ in self.builder.updates], states)
+        for variable, reduction in self.builder.updates if self.call.is_sliced else ():
+            olds, leaves = state[variable], new[variable]
+            if reduction is UPDATES["add"]:
+                leaves = [old.astype(leaf.dtype) + leaf for old, leaf in zip(olds, leaves, strict=True)]
+            pairs = zip(olds, leaves, strict=True)
+            new[variable] = [jnp.where(part.count > 0, leaf.astype(old.dtype), old) for old, leaf in pairs]
+        return new
