@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._reductions import statistics
-from ._reductions.monoid import Gathered, Monoid
+from ._reductions.monoid import Gathered, Monoid, MonoidSpec, known
 from ._reductions.reduction import accumulation_dtype
 from ._tracing.context import row_numbers
 
@@ -34,7 +34,7 @@ def mean(x: Any) -> Monoid:
       >>> float(synk.function(synk.stats.mean)(np.arange(5.0)))
       2.0
     """
-    return Monoid(
+    return _statistic(
         statistics.spread(x), statistics.merge_spreads, partial(statistics.mean, dtype=statistics.real_like(x))
     )
 
@@ -55,7 +55,7 @@ def var(x: Any, ddof: int = 0) -> Monoid:
       >>> float(synk.function(synk.stats.var)(x))
       1.25
     """
-    return Monoid(
+    return _statistic(
         statistics.spread(x),
         statistics.merge_spreads,
         partial(statistics.var, ddof=ddof, dtype=statistics.real_like(x)),
@@ -77,7 +77,7 @@ def std(x: Any, ddof: int = 0) -> Monoid:
       >>> float(synk.function(synk.stats.std)(np.array([1.0, 3.0, 1.0, 3.0])))
       1.0
     """
-    return Monoid(
+    return _statistic(
         statistics.spread(x),
         statistics.merge_spreads,
         partial(statistics.std, ddof=ddof, dtype=statistics.real_like(x)),
@@ -98,7 +98,7 @@ def moments(x: Any) -> Monoid:
       >>> [float(m) for m in synk.function(synk.stats.moments)(np.arange(3.0))]
       [1.0, 0.6666666865348816]
     """
-    return Monoid(
+    return _statistic(
         statistics.spread(x), statistics.merge_spreads, partial(statistics.moments, dtype=statistics.real_like(x))
     )
 
@@ -125,7 +125,9 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
     center, rest = statistics.mean_in_two(wide)
     off = wide - center - rest
     state = {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0], "products": off.T @ off}
-    return Monoid(state, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x)))
+    return _statistic(
+        state, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
+    )
 
 
 def logsumexp(x: Any) -> Monoid:
@@ -146,7 +148,9 @@ def logsumexp(x: Any) -> Monoid:
     wide = x.astype(accumulation_dtype(x.dtype, "mean"))
     most = wide.max(0, keepdims=True)
     state = {"most": most[0], "sum": jnp.exp(wide - statistics.finite(most)).sum(0)}
-    return Monoid(state, statistics.merge_exponentials, partial(statistics.logsumexp, dtype=statistics.real_like(x)))
+    return _statistic(
+        state, statistics.merge_exponentials, partial(statistics.logsumexp, dtype=statistics.real_like(x))
+    )
 
 
 def argmax(x: Any) -> Monoid:
@@ -205,7 +209,8 @@ def top_k(x: Any, k: int) -> Monoid:
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"synk.stats.top_k: k is {k!r}; give an integer >= 1.")
     values, rows = jnp.pad(x, (0, k)), jnp.pad(row_numbers(), (0, k), constant_values=-1)
-    return Monoid(statistics.largest(values, rows, k), statistics.merge_largest(k), statistics.pair).needs_rows(k)
+    merge = statistics.merge_largest(k)
+    return _statistic(statistics.largest(values, rows, k), merge, statistics.pair, least_rows=k)
 
 
 def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) -> Monoid:
@@ -234,7 +239,7 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
     values = x.ravel().astype(edges.dtype)
     place = jnp.searchsorted(jnp.asarray(edges), values, side="right") - 1
     place = jnp.where(values == edges[-1], len(edges) - 2, place)
-    return Monoid(
+    return _statistic(
         statistics.counted(place, len(edges) - 1), jnp.add, partial(statistics.with_edges, edges=tuple(edges.tolist()))
     )
 
@@ -254,7 +259,7 @@ def bincount(x: Any, length: int) -> Monoid:
       >>> synk.function(lambda x: synk.stats.bincount(x, 3))(np.array([0, 2, 2])).tolist()
       [1, 0, 2]
     """
-    return Monoid(statistics.counted(statistics.integers_of(x, "bincount"), length), jnp.add)
+    return _statistic(statistics.counted(statistics.integers_of(x, "bincount"), length), jnp.add)
 
 
 def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
@@ -279,7 +284,7 @@ def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
         raise ValueError(f"synk.stats.confusion: labels have shape {true.shape}, predictions {predicted.shape}.")
     is_class = (true >= 0) & (true < classes) & (predicted >= 0) & (predicted < classes)
     place = jnp.where(is_class, true * classes + predicted, -1)
-    return Monoid(statistics.counted(place, classes * classes).reshape(classes, classes), jnp.add)
+    return _statistic(statistics.counted(place, classes * classes).reshape(classes, classes), jnp.add)
 
 
 def quantile(x: Any, q: Any) -> Monoid:
@@ -303,9 +308,14 @@ def quantile(x: Any, q: Any) -> Monoid:
     return Gathered(statistics.rows_of(x, "quantile"), partial(statistics.quantile, q=wanted))
 
 
+def _statistic(state: Any, merge: Any, finish: Any = None, least_rows: int = 1) -> Monoid:
+    """Parts merge to the same answer in any order."""
+    return known(Monoid(state, merge, finish), MonoidSpec(least_rows, has_order=False))
+
+
 def _extreme(x: Any, name: str, is_min: bool) -> Monoid:
     x = statistics.rows_of(x, name)
     at = (jnp.argmin if is_min else jnp.argmax)(x, axis=0)
     value = jnp.take_along_axis(x, at[None], axis=0)[0]
     merge = statistics.merge_least if is_min else statistics.merge_most
-    return Monoid({"value": value, "row": row_numbers()[at]}, merge, statistics.row)
+    return _statistic({"value": value, "row": row_numbers()[at]}, merge, statistics.row)

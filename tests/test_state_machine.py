@@ -28,7 +28,7 @@ FORMS = (
     + ["data-host", "data-scatter", "data-broadcast"] * 2 + ["fails-0", "fails-1"]
 )  # fmt: skip
 VIAS = (
-    "serial check compile iterate iterate jit grad vmap eval_shape "
+    "serial check compile iterate iterate over over jit grad vmap eval_shape "
     "interrupted interrupted threads elsewhere promoted x64"
 ).split()
 UNSLICED = ("moves", "stacked", "firsts", "talks")

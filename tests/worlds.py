@@ -214,6 +214,9 @@ def run(step, f, data, left):
         return f.compile(x, **others, **options) and None
     if step.via == "iterate":
         return iterated(step, f, x, others, left)
+    if step.via == "over":
+        options = {"num_slices": step.slices, "output_subset": step.subset, "prefetch": step.seed % 3}
+        return f.over(x, **others, batches=batches_of(step)[: step.more + 1], **options)
     if step.via in TRACES:
         is_array = isinstance(x, np.ndarray | jax.Array)
         given = jnp.asarray(x) if is_array else jnp.float32(0)

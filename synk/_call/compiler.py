@@ -1,6 +1,6 @@
 """Compiler: the programs of one kind of call, lowered from shapes and compiled."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .feeding import launches
 from .finish import Finisher
-from .parts import TABLE_ROWS, Part, arrays_of, part_of
+from .parts import POSITION, TABLE_ROWS, Part, arrays_of, part_of, part_of_many
 from .traces import State
 
 Arrays = Sequence[jax.Array]
@@ -59,6 +59,11 @@ class Compiler:
         builder = finisher.builder
         self.call, self.group, self.traces = builder.call, builder.group, builder.traces
         self.states = tuple(builder.state_shapes(builder.slots)) if self.call.is_sliced else ()
+        # Where one has no size, jaxlib 0.10.2 fails to partition: "func.call op expected at least one operand ...
+        # produced by a GlobalToLocalShape"; so those of no size do not travel.
+        self.carried = [i for i, state in enumerate(self.states) if state.size and i not in builder.kept]
+        self.kept = [i for i in builder.kept if self.states[i].size]
+        self.carry = (*(self.states[i] for i in self.carried), *([POSITION] if self.call.is_over else ()))
         reads = dict.fromkeys(chain(*(traced.variables for traced in builder.traced.values())))
         written = [variable for variable, _ in builder.updates]
         has_gaps = any(0 in sizes for sizes in self.call.part_sizes)
@@ -87,23 +92,23 @@ class Compiler:
         kinds: list[tuple[Any, Any]] = [(sizes, ()) for sizes in call.part_sizes]
         if builder.runs_each_rank and call.lengths:
             kinds = [(each.sizes, each.counts) for each in launches(call.lengths, call.num_slices)]
-        carry = tuple(_without_empty(self.states))
-        steps = {counts or sizes: _Launch(sizes, counts, False, carry) for sizes, counts in kinds}
-        last = _Launch((), (), True, carry)
-        return Programs(
-            {kind: cached(step, partial(self._compile, step)) for kind, step in steps.items()},
-            start=cached("start", self._compile_start),
-            finish=cached(last, partial(self._compile, last)),
-        )
+        reductions = tuple(builder.reductions[i] for i in self.carried)
+        start = self.group._cached(owner, ("start", self.carry, reductions), self._compile_start)
+        steps = {counts or sizes: _Launch(sizes, counts, False, self.carry) for sizes, counts in kinds}
+        programs = {kind: cached(step, partial(self._compile, step)) for kind, step in steps.items()}
+        last = _Launch((), (), True, self.carry)
+        return Programs(programs, start, None if call.is_over else cached(last, partial(self._compile, last)))
 
     def _compile_start(self) -> Executable:
         """What makes the states of all replicas before the first of several launches."""
         size, builder = self.group.size, self.builder
 
         def body() -> list[jax.Array]:
-            return [jnp.stack([state] * size) for state in _without_empty(builder.identities())]
+            states = builder.identities()
+            first = [states[i] for i in self.carried] + [jnp.zeros_like(POSITION)] * self.call.is_over
+            return [jnp.stack([state] * size) for state in first]
 
-        outs = layouts("stacked", len(_without_empty(self.states)))
+        outs = layouts("stacked", len(self.carry))
         spec = ProgramSpec(body, [], [], outs, name=builder.function.name, takes_all_replicas=True)
         builder.function.stats.compilations += 1
         return Executable(self.group, spec)
@@ -147,14 +152,18 @@ class Compiler:
         def run(values: Arrays, sizes: Sequence[int | None], rank: jax.Array | None = None) -> list[jax.Array]:
             state, carry, rest, part = unpack(values, rank)
             if not sizes:
-                return self._with_empty(carry)
+                return self._all_states(carry)
+            part = part_of_many(part, carry[-1])[0] if self.call.is_over else part
             return builder.states(sizes, state, arrays_of(self.call, rest), part, tall)
 
         def finish(values: Arrays, states: Arrays) -> list[jax.Array]:
             state, carry, rest, part = unpack(values)
             if launch.is_last:
                 return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
-            return _without_empty(builder.accumulate(self._with_empty(carry), states, part))
+            part, position = part_of_many(part, carry[-1]) if self.call.is_over else (part, None)
+            found = builder.accumulate(self._all_states(carry), states, part)
+            new = [found[i] for i in self.carried]
+            return [*new, *([] if position is None else [position]), *(found[i] for i in self.kept)]
 
         return run, finish
 
@@ -197,7 +206,7 @@ class Compiler:
 
     def _outs(self, launch: _Launch) -> list[Layout]:
         if not launch.is_last:
-            return layouts("stacked", len(_without_empty(self.states)))
+            return layouts("stacked", len(self.carry) + len(self.kept))
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
         return [*layouts("replicated", len(self.finisher.result.picked)), *new]
 
@@ -212,16 +221,51 @@ class Compiler:
         results, new = self.finisher.finish_values(states, state, broadcast, part)
         return [*(results[i] for i in self.finisher.result.picked), *chain(*(new[v] for v in self.updates))]
 
-    def _with_empty(self, carry: Arrays) -> list[jax.Array]:
-        """All states of a replica, from those that have a size."""
-        rest = iter(carry)
-        return [next(rest) if state.size else jnp.zeros(state.shape, state.dtype) for state in self.states]
+    def _all_states(
+        self, carry: Arrays, kept: Arrays = (), entries: Mapping[bool, int] | None = None
+    ) -> list[jax.Array]:
+        """All states of a replica, from those that travel; of what was kept so many entries, which are to come."""
+        given = dict(zip((*self.carried, *self.kept), (*carry, *kept), strict=False))
+        shapes = self.states if entries is None else self.builder.state_shapes(dict(entries))
+        return [given[i] if i in given else jnp.zeros(each.shape, each.dtype) for i, each in enumerate(shapes)]
 
+    def compile_over(self, places: Mapping[bool, int], totals: Mapping[bool, int]) -> Executable:
+        """What ends `f.over`: of rows (True) and of parts (False), each replica has so many places, and so many count.
 
-def _without_empty(states: Sequence[Any]) -> list[Any]:
-    """States, or shapes of them. Where one has no size, jaxlib 0.10.2 fails to partition: "func.call op expected at
-    least one operand ... produced by a GlobalToLocalShape"; so those of no size are made anew."""
-    return [state for state in states if state.size]
+        It takes the states of all replicas, then what was kept; which places count, in row order, for either that is
+        kept; and how many rows there are, and which replicas have some.
+        """
+        size, result, count = self.group.size, self.finisher.result, len(self.carried)
+        entries = {True: places[True], False: places[False]}
+        shapes = self.builder.state_shapes(entries)
+        states = [jax.ShapeDtypeStruct((size, *shapes[i].shape), shapes[i].dtype) for i in (*self.carried, *self.kept)]
+        kinds = self.kept_kinds
+        others = [jax.ShapeDtypeStruct((totals[kind],), np.int32) for kind in kinds]
+        others += [jax.ShapeDtypeStruct((), jnp.result_type(float)), jax.ShapeDtypeStruct((size,), np.bool_)]
+
+        def body(*values: jax.Array) -> list[jax.Array]:
+            given, index = values[: len(states)], dict(zip(kinds, values[len(states) :], strict=False))
+            whole = self._all_states(given[:count], given[count:], entries)
+            found = self.finisher.combine_batches(whole, index, *values[-2:])
+            return [found[i] for i in result.picked]
+
+        function = self.builder.function
+        function.stats.compilations += 1
+        spec = ProgramSpec(
+            body=body,
+            ins=[layouts("stacked", len(states)), layouts("replicated", len(others))],
+            shapes=[states, others],
+            outs=layouts("replicated", len(result.picked)),
+            engine=function.engine,
+            name=function.name,
+        )
+        return Executable(self.group, spec)
+
+    @property
+    def kept_kinds(self) -> list[bool]:
+        """Which are kept: entries of rows (True), of parts (False)."""
+        kinds = {self.builder.reductions[i].has_row_entries for i in self.builder.kept}
+        return [kind for kind in (True, False) if kind in kinds]
 
 
 def _of_rank(array: jax.Array, layout: Layout, rank: int, size: int) -> jax.Array:

@@ -113,35 +113,46 @@ def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> No
 
 def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Sequence[Any]]:
     """The arguments of the program that ends the call; of a sliced one after its slices, whose carry they hold."""
-    plan, group, lengths = ready.plan, ready.group, ready.rows.lengths
-    leaves: dict[Shared, list[jax.Array]] = {}  # as programs take them
-    for variable, layout in plan.layouts.items():
-        state = states[variable]
-        is_there = state.layout == layout
-        leaves[variable] = state.leaves if is_there else relayout(group, state.leaves, state.layout, layout)
-    start = perf_counter()
-    rows = exchanged(group, ready.rows)
-    ready.function.stats.sending += perf_counter() - start
+    plan, lengths = ready.plan, ready.rows.lengths
+    leaves, rows = leaves_taken(ready, states), rows_taken(ready)
     if plan.finish is None:
         parts = launches(lengths, 1)[0] if lengths else None
-        values = _values(ready, rows, parts)
+        values = values_of(ready, rows, parts)
         if parts is not None and not ready.call.is_plain:
-            values.append(_place_table(ready, parts))
+            values.append(place_table(ready, parts))
         return [*[leaves[v] for v in plan.reads[1]], [], values]  # no carry
     assert lengths is not None
     assert plan.start is not None
-    carry = _run(ready, plan.start, [])
+    carry = run(ready, plan.start, [])
     slot = 0
     for j, parts in enumerate(launches(lengths, ready.num_slices)):
-        values = [*_values(ready, rows, parts), _place_table(ready, parts, slot, j)]
-        carry = _run(ready, plan.program_of(parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
+        values = [*values_of(ready, rows, parts), place_table(ready, parts, slot, j)]
+        carry = run(ready, plan.program_of(parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
         slot += parts.tall
     whole = launches(lengths, 1)[0]
-    return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, _place_table(ready, whole)]]
+    return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, place_table(ready, whole)]]
 
 
-def _values(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[Any]:
-    """Rows or what picks them, and broadcast arguments."""
+def leaves_taken(ready: ReadyCall, states: dict[Shared, VariableState]) -> dict[Shared, list[jax.Array]]:
+    """The leaves of variables, as programs take them."""
+    leaves: dict[Shared, list[jax.Array]] = {}
+    for variable, layout in ready.plan.layouts.items():
+        state = states[variable]
+        is_there = state.layout == layout
+        leaves[variable] = state.leaves if is_there else relayout(ready.group, state.leaves, state.layout, layout)
+    return leaves
+
+
+def rows_taken(ready: ReadyCall) -> RowInputs:
+    """The rows of a call, those that must be exchanged brought to their replicas."""
+    start = perf_counter()
+    rows = exchanged(ready.group, ready.rows)
+    ready.function.stats.sending += perf_counter() - start
+    return rows
+
+
+def values_of(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[Any]:
+    """What a launch takes beside variables and states: rows or what picks them, and broadcast arguments."""
     group, stats = ready.group, ready.function.stats
     start = perf_counter()
     values: list[Any] = []
@@ -153,10 +164,11 @@ def _values(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[A
     return [*values, *ready.broadcast]
 
 
-def _place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0) -> jax.Array:
+def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0, ended: int = 0) -> jax.Array:
     """What a program is told of the parts it runs."""
     assert ready.rows.lengths is not None
-    return constant(ready.group, "replicated", part_table(parts, ready.rows.lengths, row_slot, part_slot), "int32")
+    table = part_table(parts, ready.rows.lengths, row_slot, part_slot, ended)
+    return constant(ready.group, "replicated", table, "int32")
 
 
 def _launch(
@@ -164,7 +176,7 @@ def _launch(
 ) -> list[jax.Array]:
     """Start the program that ends the call; the first replica's own outputs lie on its device alone."""
     plan = ready.plan
-    values = _run(ready, plan.last, arguments, on_failure)
+    values = run(ready, plan.last, arguments, on_failure)
     if plan.own:
         lengths = ready.rows.lengths
         rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
@@ -173,7 +185,7 @@ def _launch(
     return values
 
 
-def _run(
+def run(
     ready: ReadyCall,
     program: Executable,
     arguments: list[Sequence[Any]],

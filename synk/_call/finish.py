@@ -1,6 +1,6 @@
 """Finish: the bodies that end one kind of call: combine the states of all replicas, and then."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -44,12 +44,23 @@ class Finisher:
 
     def combine(self, states: Sequence[jax.Array], present: Any = None) -> list[jax.Array]:
         """Whole outputs from the states of all replicas; `present` says which have rows, None for all."""
-        builder, count = self.builder, len(self.builder.own)
-        whole = combine_replicas(
-            states[count:], self.reduced, self._valid_entries(), has_gradients=self.call.is_composed
-        )
         if self.call.lengths is not None and present is not None:
             present = np.array(self.call.lengths) > 0
+        return self._whole(states, self._valid_entries(), present)
+
+    def combine_batches(
+        self, states: Sequence[jax.Array], index: Mapping[bool, jax.Array], rows: jax.Array, present: jax.Array
+    ) -> list[jax.Array]:
+        """Whole outputs of `f.over`: also given are which entries there are of rows (True) and of parts (False), in row
+        order, and how many rows in all."""
+        valid = [index.get(leaf.reduction.has_row_entries) for leaf in self.reduced]
+        return self._whole(states, valid, present, rows)
+
+    def _whole(
+        self, states: Sequence[jax.Array], valid: Sequence[Any], present: Any, rows: Any = None
+    ) -> list[jax.Array]:
+        builder, count, has_gradients = self.builder, len(self.builder.own), self.call.is_composed
+        whole = combine_replicas(states[count:], self.reduced, valid, has_gradients, rows)
         leaves = dict(zip((*builder.own, *builder.combined), (*states[:count], *whole), strict=True))
         return self.outputs.finish(leaves, present)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
-from time import perf_counter
 from typing import Any
 
 import jax
@@ -26,8 +25,9 @@ from .compose import compose
 from .execute import ReadyCall, execute
 from .inputs import RowRequest, check_slices
 from .iterate import Batches, iterate
+from .over import Accumulation
 from .plan import PlanCache
-from .prepare import Where, prepare
+from .prepare import Where, prepare, start
 from .spec import FunctionSpec, with_then
 
 
@@ -166,16 +166,9 @@ class Function:
 
     def _launch(self, bound: BoundArguments, request: RowRequest, subset: Any) -> PyTree:
         """Start one call."""
-        stats = self.stats
         with LOCK:
-            start, sending, compiling = perf_counter(), stats.sending, stats.dispatching
-            ready = self._prepare(bound, request, subset)
-            begun = perf_counter()
-            stats.selecting += begun - start - (stats.dispatching - compiling)
-            result = execute(ready)
-            stats.calls += 1
-            stats.rows += sum(ready.rows.lengths or ())
-            stats.dispatching += perf_counter() - begun - (stats.sending - sending)
+            result = start(self._spec, partial(self._prepare, bound, request, subset), execute)
+            self.stats.calls += 1
             return result
 
     @public_api
@@ -215,6 +208,46 @@ class Function:
         rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), current_group())
         call = partial(self._launch, subset=output_subset)
         return iterate(rows, batches, prefetch, call, lambda: self._refuse("iterate"))
+
+    @public_api
+    def over(
+        self,
+        *args: Any,
+        batches: Iterable[Any],
+        prefetch: int = 2,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> PyTree:
+        """Return the answer of one call over all rows of all batches, whatever their sizes.
+
+        What batches give adds up on the replicas, which combine once, at the end: as many collectives as one call, and
+        the memory of one batch (of rows or parts that an op keeps, of all of them). Wrap `batches` in tqdm for a bar.
+
+        Args:
+          As for `iterate`; the rows are those of the batches, one after another.
+
+        Returns:
+          As a call.
+
+        Raises:
+          ValueError: there is no batch; the function has a then or updates shared variables; or outputs of two batches
+            have different shapes.
+          Otherwise as a call, when that batch is reached.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> mean = synk.function(jnp.mean, reduce="mean")
+          >>> x = np.arange(7.0)
+          >>> float(mean.over(x, batches=synk.minibatches(len(x), 3)))  # 3, 3 and 1
+          3.0
+        """
+        bound, where = self._bind(args, kwargs, num_slices, "over"), Where(current_group())
+        total = Accumulation(self._spec, self._plans, where, output_subset)
+        rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), where.group, "over")
+        for _ in iterate(rows, batches, prefetch, total.add, lambda: self._refuse("over")):
+            pass
+        return total.finish()
 
     @public_api
     def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:

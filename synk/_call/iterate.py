@@ -29,8 +29,11 @@ class _Ahead(NamedTuple):
 class Batches:
     """The arguments of a call, of which it picks the rows of each batch."""
 
-    def __init__(self, function: FunctionSpec, bound: BoundArguments, request: RowRequest, group: Group) -> None:
+    def __init__(
+        self, function: FunctionSpec, bound: BoundArguments, request: RowRequest, group: Group, call: str = "iterate"
+    ) -> None:
         self.function, self.bound, self.request, self.group = function, bound, request, group
+        self.name = f"{function.name}.{call}"
         looked = check_leaves(bound, function.name)
         self.sources, self.keys = looked.scattered, [looked.keys[i] for i in bound.spec.scattered]
         self.names = bound.spec.scattered_names
@@ -40,7 +43,7 @@ class Batches:
         self.followed = [source for source in sources if isinstance(source, Data)]
         self.rows()
         if not self.picked:
-            raise ValueError(f"{function.name}.iterate: batches pick rows of scattered inputs, but this call has none.")
+            raise ValueError(f"{self.name}: batches pick rows of scattered inputs, but this call has none.")
 
     def rows(self) -> int:
         """How many there are to pick from."""
@@ -87,9 +90,9 @@ def iterate(
     refuse: Callable[[], None],
 ) -> Prefetch[Any, PyTree]:
     """Call a function for each batch; `refuse` raises where nothing may be launched."""
-    name = rows.function.name
+    name = rows.name
     if not isinstance(batches, Iterable):
-        raise TypeError(f"{name}.iterate: batches is {batches!r}; give an iterable of batches, e.g. synk.minibatches.")
+        raise TypeError(f"{name}: batches is {batches!r}; give an iterable of batches, e.g. synk.minibatches.")
 
     def arrive(item: _Ahead) -> PyTree:
         seconds = item.seconds
@@ -99,4 +102,4 @@ def iterate(
         rows.function.stats.sending += seconds
         return call(item.bound, rows.request._replace(batch=item.kept if rows.resident else None))
 
-    return Prefetch(batches, size, rows.ahead, arrive, f"{name}.iterate: prefetch", refuse)
+    return Prefetch(batches, size, rows.ahead, arrive, f"{name}: prefetch", refuse)

@@ -19,11 +19,12 @@ class Part(NamedTuple):
     first_row: Any
     offset: Any  # of its first row among the replica's own
     seen: Any  # rows that this replica's earlier parts had
-    weight: Any  # its share of the rows of all replicas
+    weight: Any  # its share of the rows of all replicas; of `f.over`, its rows
     share: Any  # its share of the replica's own rows
     row_slot: Any  # where its rows go among those that are gathered of all slices
     part_slot: Any  # where its one entry goes, of what has an entry a part
     present: Any = None  # which replicas have rows; None: all
+    ended: Any = 0  # of `f.over`, the rows of a batch that ends with this part
 
 
 class PartArrays(NamedTuple):
@@ -35,21 +36,24 @@ class PartArrays(NamedTuple):
     broadcast: list[jax.Array]
 
 
-def part_table(parts: PartRows, lengths: tuple[int, ...], row_slot: int = 0, part_slot: int = 0) -> tuple[Any, ...]:
+TABLE_ROWS = 8
+POSITION = jax.ShapeDtypeStruct((2,), np.int32)  # of `f.over`: rows of earlier batches; whether this replica had any
+
+
+def part_table(
+    parts: PartRows, lengths: tuple[int, ...], row_slot: int = 0, part_slot: int = 0, ended: int = 0
+) -> tuple[Any, ...]:
     """What programs are told of the parts of one launch, an entry a replica of each: rows, first rows, offsets, rows of
-    the call, rows before this launch, and places in what is gathered."""
-    slots = [(slot,) * len(lengths) for slot in (row_slot, part_slot)]
-    return (parts.counts, parts.starts, parts.offsets, lengths, parts.offsets, *slots)
-
-
-TABLE_ROWS = 7
+    the call, rows of earlier parts, places in what is gathered, and the rows of a batch of `f.over` that ends."""
+    numbers = [(number,) * len(lengths) for number in (row_slot, part_slot, ended)]
+    return (parts.counts, parts.starts, parts.offsets, lengths, parts.offsets, *numbers)
 
 
 def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | None, replicas: int) -> Part:
     """The part of a replica, as a table tells; without one all replicas have as many rows."""
     if table is None:
         return Part(rank, rows, rank if rows is None else rank * rows, 0, 0, 1.0 / replicas, 1.0, 0, 0)
-    counts, first_rows, offsets, lengths, seen, row_slots, part_slots = jnp.asarray(table)
+    counts, first_rows, offsets, lengths, seen, row_slots, part_slots, ended = jnp.asarray(table)
     real = jnp.result_type(float)
     count = counts[rank].astype(real)
     return Part(
@@ -63,7 +67,15 @@ def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | N
         row_slot=row_slots[rank],
         part_slot=part_slots[rank],
         present=lengths > 0,
+        ended=ended[rank],
     )
+
+
+def part_of_many(part: Part, position: jax.Array) -> tuple[Part, jax.Array]:
+    """The same as one of many batches, which are one selection, and the position after it."""
+    count = part.count.astype(jnp.result_type(float))
+    part = part._replace(first_row=part.first_row + position[0], seen=position[1], weight=count)
+    return part, jnp.stack([position[0] + part.ended, jnp.maximum(position[1], part.count)])
 
 
 def arrays_of(call: CallSpec, values: Sequence[jax.Array]) -> PartArrays:

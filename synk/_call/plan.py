@@ -48,6 +48,7 @@ class CallPlan:
     own: tuple[int, ...]  # which leaves of the result are the first replica's own
     outputs: OutputSpec  # the structure of what `fn` returned
     least_rows: int  # fewer in all would not do
+    compiler: Compiler  # of the program that ends `f.over`, which depends on how much has been kept
 
     def program_of(self, parts: PartRows) -> Executable:
         """The program of one launch of several."""
@@ -137,6 +138,7 @@ def make_plan(
         own=tuple(j for j, i in enumerate(result.picked) if i in own),  # none before then
         outputs=builder.outputs,
         least_rows=builder.outputs.least_rows,
+        compiler=compiler,
     )
 
 

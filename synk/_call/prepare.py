@@ -1,6 +1,6 @@
 """Prepare: bind, select and plan: from arguments to a call that only has to run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -78,16 +78,30 @@ def prepare(
         rows = _rows_of_variable(function, plans, CallSpec(*form), rows, batch_s, where)
     if rows.lengths is None and slices > 1:
         raise ValueError(f"{name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows.")
-    call = CallSpec(*form, *part_form(rows.lengths, slices, function.gathers))
+    is_over = function.is_over
+    call = CallSpec(*form, *part_form(rows.lengths, slices, function.gathers and not is_over), is_over=is_over)
     plan = _find(function, plans, call, where)
     if isinstance(plan, NeedsLengths):
         exact = len(launches(rows.lengths or (), slices))
         call = call._replace(lengths=rows.lengths, num_slices=exact)
         plan = _find(function, plans, call, where)
     assert isinstance(plan, CallPlan)
-    if plan.least_rows > 1:
+    if plan.least_rows > 1 and not is_over:
         check_row_count(name, plan.least_rows, rows.lengths)
     return ReadyCall(function, group, call, plan, rows, broadcast, slices)
+
+
+def start(function: FunctionSpec, prepare: Callable[[], ReadyCall], run: Callable[[ReadyCall], Any]) -> Any:
+    """Prepare and run a call, and note how long both took."""
+    stats = function.stats
+    begun, sending, compiling = perf_counter(), stats.sending, stats.dispatching
+    ready = prepare()
+    prepared = perf_counter()
+    stats.selecting += prepared - begun - (stats.dispatching - compiling)
+    result = run(ready)
+    stats.rows += sum(ready.rows.lengths or ())
+    stats.dispatching += perf_counter() - prepared - (stats.sending - sending)
+    return result
 
 
 def check_row_count(name: str, least: int, lengths: tuple[int, ...] | None) -> None:

@@ -33,6 +33,7 @@ class ProgramBuilder:
       reduced: how these combine.
       updates: what `fn` writes, and how slices of that combine.
       reductions: how the states of slices combine, one a state.
+      kept: which states are not combined before the end.
     """
 
     def __init__(self, traces: CallTraces) -> None:
@@ -59,6 +60,8 @@ class ProgramBuilder:
         ]
         of_updates = [reduction for variable, reduction in self.updates for _ in traces.abstract(variable).shapes]
         self.reductions = [*(last for _ in self.own), *(leaf.reduction for leaf in self.reduced), *of_updates]
+        # Those of `f.over` that have an entry a row or a part stay as they are; how many there will be is not known.
+        self.kept = [i for i, each in enumerate(self.reductions) if self.call.is_over and each.collective == "gather"]
 
     @property
     def first(self) -> TracedFunction:
@@ -207,7 +210,7 @@ class ProgramBuilder:
     def slots(self) -> dict[bool, int]:
         """How many entries a replica has of what is gathered an entry a row (True) or a part (False)."""
         rows = max(self.call.lengths) if self.call.lengths else self.call.part_sizes[0][0] or 1
-        return {True: rows, False: min(self.call.num_slices, rows)}
+        return {True: rows, False: 1 if self.call.is_over else min(self.call.num_slices, rows)}
 
     def identities(self) -> list[jax.Array]:
         """The states of a replica before its first part, where it has several."""
@@ -221,6 +224,8 @@ class ProgramBuilder:
         for i, (one, reduction) in enumerate(zip(new, self.reductions, strict=True)):
             if i in merged:
                 found.append(merged[i])
+            elif i in self.kept:
+                found.append(one)
             elif reduction.collective == "gather":
                 slot = part.row_slot if reduction.has_row_entries else part.part_slot
                 found.append(lax.dynamic_update_slice_in_dim(before[i], one, slot, 0))

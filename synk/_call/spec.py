@@ -57,6 +57,7 @@ class FunctionSpec:
     donate: bool  # whether old values of updated variables may be overwritten
     stats: Stats  # what it has done
     per_part: bool = False  # whether every output's parts are kept as they come, for `f.check`
+    is_over: bool = False  # whether calls are parts of one answer, for `f.over`
 
     @cached_property
     def gathers(self) -> bool:
@@ -94,6 +95,7 @@ class CallSpec(NamedTuple):
     is_even: bool = True
     num_slices: int = 1
     is_composed: bool = False  # whether it is part of an outer transformation
+    is_over: bool = False  # whether it is a batch of many, which combine at the end
 
     @property
     def row_shapes(self) -> list[jax.ShapeDtypeStruct]:
@@ -108,7 +110,7 @@ class CallSpec(NamedTuple):
     @property
     def is_sliced(self) -> bool:
         """Has a replica several parts?"""
-        return self.num_slices > 1
+        return self.num_slices > 1 or self.is_over
 
     @property
     def is_plain(self) -> bool:

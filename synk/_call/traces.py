@@ -56,7 +56,7 @@ class CallTraces:
         has_axis = call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
         structs = [jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in call.rows]
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
-        rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part)
+        rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over)
         request = TraceRequest(
             fn=function.fn,
             call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),
@@ -68,7 +68,7 @@ class CallTraces:
             shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
             variables=self._expected(function.fn),
             rows=rows,
-            is_sliced=call.is_sliced,
+            is_sliced=call.is_sliced and not call.is_over,
             has_axis=has_axis,
         )
         try:
@@ -81,6 +81,11 @@ class CallTraces:
                 f"as many rows. Communicate in then, or give a number of rows that divides."
             ) from error
         for variable, slices in traced.writes:
+            if call.is_over:
+                raise ValueError(
+                    f"{function.name}.over: it updates {variable.name}, and over has one answer for all its batches. "
+                    f"Return what is to be added up, or call iterate."
+                )
             if self.holds_rows(variable) and call.held_index is not None:
                 raise cannot_update_rows(function.name, variable.name)
             if call.is_sliced:

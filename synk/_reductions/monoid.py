@@ -1,7 +1,7 @@
 """Monoid: what a part knows of its rows, how two of these merge, and what is made of the whole."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,27 +42,35 @@ class Monoid:
         finish: Callable[[PyTree], PyTree] | None = None,
     ) -> None:
         self.state, self.merge, self.finish = state, merge, finish
-        self._least_rows = 1
+        self._about = MonoidSpec()
 
     @property
     def value(self) -> PyTree:
         """The answer for this state alone."""
         return self.state if self.finish is None else self.finish(self.state)
 
-    def needs_rows(self, count: int) -> "Monoid":
-        """Return itself, which now raises where a call has fewer rows in all, before anything runs."""
-        self._least_rows = count
-        return self
-
     def tree_flatten(self) -> tuple[tuple[PyTree], Any]:
         """For JAX: the state is a pytree's child."""
-        return (self.state,), (self.merge, self.finish, self._least_rows)
+        return (self.state,), (self.merge, self.finish, self._about)
 
     @classmethod
     def tree_unflatten(cls, about: Any, children: tuple[PyTree]) -> "Monoid":
         """For JAX."""
-        merge, finish, least = about
-        return cls(children[0], merge, finish).needs_rows(least)
+        merge, finish, its = about
+        return known(cls(children[0], merge, finish), its)
+
+
+class MonoidSpec(NamedTuple):
+    """What is known of a Monoid beside its state and functions."""
+
+    least_rows: int = 1  # a call that has fewer in all raises before anything runs
+    has_order: bool = True  # whether merging parts in another order could give another answer
+
+
+def known(monoid: Monoid, about: MonoidSpec) -> Monoid:
+    """The same, of which so much is known."""
+    monoid._about = about
+    return monoid
 
 
 class Gathered(Monoid):
@@ -89,7 +97,7 @@ class Merge:
 
     def __init__(self, monoid: Monoid, where: str) -> None:
         self.functions, self.treedef = (monoid.merge, monoid.finish), jax.tree.structure(monoid.state)
-        self.least_rows = monoid._least_rows
+        self.least_rows, self.has_order = monoid._about
         state = jax.tree.map(jnp.asarray, monoid.state)
         self.answer = jax.eval_shape(lambda state: Monoid(state, *self.functions).value, state)
         if not isinstance(monoid, Gathered):

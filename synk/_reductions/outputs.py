@@ -10,7 +10,18 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from .._base.pytree import PyTree, as_data, as_keys, key_of
 from .monoid import Gathered, Merge, Monoid
-from .reduction import PER_PART, REDUCTIONS, WEIGHT, WEIGHTED, Reduced, Reduction, Weighted, reduction_of
+from .reduction import (
+    MEAN_OF_ROWS,
+    MERGE_IN_ORDER,
+    PER_PART,
+    REDUCTIONS,
+    WEIGHT,
+    WEIGHTED,
+    Reduced,
+    Reduction,
+    Weighted,
+    reduction_of,
+)
 
 MERGE = REDUCTIONS["merge"]
 
@@ -74,8 +85,10 @@ class OutputSpec(NamedTuple):
         for item in self.items:
             if isinstance(item, Merged):
                 state = [combined[item.first + i] for i in range(item.size)]
-                is_gathered = any(self.leaves[item.first + i].op == "concat" for i in range(item.size))
-                found += item.merge.finish(state if is_gathered else item.merge.merge_all(state, present))
+                reductions = {self.leaves[item.first + i].reduced.reduction for i in range(item.size)}
+                if reductions != {REDUCTIONS["concat"]}:
+                    state = item.merge.merge_all(state, present if reductions == {MERGE} else None)
+                found += item.merge.finish(state)
             else:
                 found.append(combined[item])
         return found
@@ -101,6 +114,7 @@ class OutputRules(NamedTuple):
     rows: int | None  # of the part; None where there are none
     is_sliced: bool  # whether a replica has several parts
     per_part: bool  # whether every output's parts are kept as they come, for `f.check`
+    is_over: bool = False  # whether there are more batches, for `f.over`
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
@@ -115,6 +129,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     items: list[int | Merged] = []
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
+        reduction = MEAN_OF_ROWS if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
         array = _as_array(value, f"{rules.name}: output{path}")
         leaf = OutputLeaf(path, reduction.name, Reduced(reduction, as_data(array).dtype, weight), key_of(array))
         _check(leaf, array, rules)
@@ -126,8 +141,9 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     def add_monoid(path: str, value: Monoid) -> None:
         first, is_gathered = len(leaves), isinstance(value, Gathered)
         merge = Merge(value, f"{rules.name}: output{path}")
+        in_order = MERGE_IN_ORDER if rules.is_over and merge.has_order else MERGE
         for sub, leaf in tree_leaves_with_path(value.state):
-            add(path + keystr(sub), REDUCTIONS["concat"] if is_gathered else MERGE, leaf, is_of_monoid=True)
+            add(path + keystr(sub), REDUCTIONS["concat"] if is_gathered else in_order, leaf, is_of_monoid=True)
         answer = tree_leaves_with_path(merge.answer)
         results = [OutputLeaf(path + keystr(sub), "merge", Reduced(MERGE, leaf.dtype), None) for sub, leaf in answer]
         items.append(Merged(first, len(leaves) - first, merge, tuple(results)))
@@ -248,9 +264,10 @@ def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
     if leaf.key is not None and leaf.op not in ("concat", "stack", "first", "first part"):
         raise TypeError(f'{where} holds PRNG keys, which do not combine by {leaf.op!r}; use "concat", "stack" or None.')
     if leaf.op in ("stack", "first") and rules.is_sliced:
+        several, each = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
         raise ValueError(
-            f"{where}: {leaf.op!r} takes one part a replica, so it does not go with num_slices > 1. Use a callable, "
-            f"which gets the part of every slice."
+            f"{where}: {leaf.op!r} takes one part a replica, so it does not go with {several}. Use a callable, "
+            f"which gets the part of every {each}."
         )
     is_rows = leaf.reduced.reduction.has_row_entries
     if is_rows and (array.ndim == 0 or (rules.rows is not None and array.shape[0] != rules.rows)):

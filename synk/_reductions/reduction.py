@@ -155,6 +155,11 @@ WEIGHTED = Reduction(
 )
 WEIGHT = Reduction("weight", "sum", lambda v, _: _widen(v, "mean"))
 
+# Of `f.over`, which learns at its end how many rows there are: weights are rows of parts, and these are the total.
+MEAN_OF_ROWS = Reduction("mean", "sum", _weigh, finalize=lambda total, rows: total / rows.astype(total.dtype))
+# The same, of a Monoid whose order counts: batches come one after another, but replicas take turns in each.
+MERGE_IN_ORDER = Reduction("merge", "gather", _as_entry)
+
 # The parts as they come, for `f.check`.
 PER_PART = Reduction("parts", "gather", _as_entry, is_lawful=False)
 
@@ -203,13 +208,17 @@ def prepare_parts(values: Sequence[jax.Array], leaves: Sequence[Reduced], info: 
 
 
 def combine_replicas(
-    states: Sequence[jax.Array], leaves: Sequence[Reduced], valid: Sequence[Any], has_gradients: bool = False
+    states: Sequence[jax.Array],
+    leaves: Sequence[Reduced],
+    valid: Sequence[Any],
+    has_gradients: bool = False,
+    rows: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Combine states over all replicas: one collective a kind of reduction and dtype.
 
     Of what is gathered, states are entries on axis 0, as many on each replica, and `valid` has the indexes of those of
     all replicas that count, in row order; None for all. Of what merges, the states of all replicas come back on a new
-    axis 0. `has_gradients` says whether it may be differentiated.
+    axis 0. `has_gradients` says whether it may be differentiated; `rows` is the total where weights are rows.
     """
     combined = _communicate(states, leaves, has_gradients)
 
@@ -223,7 +232,7 @@ def combine_replicas(
             return reduction.finalize(whole, None)
         if reduction.collective == "first":
             return whole.astype(leaf.dtype) if has_gradients else from_bits(whole, leaf.dtype)
-        total = None if leaf.weight is None else combined[leaf.weight]
+        total = rows if leaf.weight is None else combined[leaf.weight]
         return reduction.finalize(whole, total).astype(result_dtype(leaf.dtype, reduction.name))
 
     return [finish(i, leaf) for i, leaf in enumerate(leaves)]

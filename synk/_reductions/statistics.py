@@ -114,8 +114,10 @@ def merge_least(a: State, b: State) -> State:
 
 
 def later_if(is_beyond: jax.Array, a: State, b: State) -> State:
-    """The later one where it is beyond the first, or the first NaN."""
-    takes = (is_beyond & ~jnp.isnan(a["value"])) | (jnp.isnan(b["value"]) & ~jnp.isnan(a["value"]))
+    """The second where it is beyond the first, or NaN; of equal ones that of the earlier row, in whatever order."""
+    nan_a, nan_b = jnp.isnan(a["value"]), jnp.isnan(b["value"])
+    is_equal = (a["value"] == b["value"]) | (nan_a & nan_b)
+    takes = (is_beyond & ~nan_a) | (nan_b & ~nan_a) | (is_equal & (b["row"] < a["row"]))
     return jax.tree.map(lambda one, two: jnp.where(takes, two, one), a, b)
 
 
@@ -127,7 +129,7 @@ def largest(values: jax.Array, rows: jax.Array, k: int) -> State:
     """The k largest of those whose row is one; of equal ones the first."""
     is_nan = jnp.isnan(values)
     falling = jnp.where(is_nan, 0, -values) if jnp.issubdtype(values.dtype, jnp.floating) else ~values
-    order = jnp.lexsort((falling, ~is_nan, rows < 0))[:k]
+    order = jnp.lexsort((rows, falling, ~is_nan, rows < 0))[:k]
     return {"value": values[order], "row": rows[order]}
 
 

@@ -591,6 +591,12 @@ def known(group, noted):
         close((var, middle), (x.var(0), np.median(x, 0)), rtol=1e-4)
         assert most.tolist() == x.argmax(0).tolist()
         close(product, f.serial(x)[3])
+        batches = [slice(0, 5), [7, 5, 6], slice(8, rows)]
+        order = np.concatenate([np.arange(rows)[batch] for batch in batches])
+        var, most, middle, product = f.over(x, batches=batches, num_slices=slices)
+        close((var, middle), (x[order].var(0), np.median(x[order], 0)), rtol=1e-4)
+        assert most.tolist() == x[order].argmax(0).tolist()
+        close(product, f.serial(x, batch=order)[3])
 
 
 @case

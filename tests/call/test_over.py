@@ -1,0 +1,217 @@
+"""Over: many batches of any sizes give the answer of one call over all their rows, and combine once."""
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+from synk import stats
+
+from ..helpers import GROUPS, assert_same, group_of, numbers, slow_but
+
+X, Y = numbers(37, 3), numbers(37)[:, 0]
+# Sizes that divide and do not, one row, none for some replicas.
+BATCHES: dict[str, Any] = {
+    "minibatches": lambda: synk.minibatches(37, 8, seed=1),
+    "one": lambda: [None],
+    "mixed": lambda: [[3, 1, 0, 9], slice(20, 37), [36], 5, X[:, 0] > 0],
+    "first has one row": lambda: [[7], slice(0, 30)],
+}
+OUTPUTS = {
+    "sum": "sum", "mean": "mean", "half": "mean", "max": "max", "least": "min", "prod": "prod", "any": "any", "rows": "concat",
+    "numbers": "concat", "parts": lambda parts: parts.sum(0), "weighted": "mean", "none": "concat", "own": "merge",
+    "std": "merge", "argmax": "merge", "top": "merge", "quantile": "merge", "counts": "merge",
+}  # fmt: skip
+
+
+def compose(a, b):
+    """Of affine maps: a, then b."""
+    return b[0] * a[0], b[0] * a[1] + b[1]
+
+
+def everything(x, y, w):
+    """An output for each op."""
+    maps = jax.lax.associative_scan(compose, (jnp.cos(x[:, 0]), y))
+    weight = jnp.abs(y).sum()
+    return {
+        "sum": x.sum(0), "mean": (x * w.value).mean(0), "half": (60 + x).astype(np.float16).mean(0), "max": x.max(0),
+        "least": x.min(0), "prod": jnp.cos(x).prod(0), "any": (x > 1).any(0), "rows": x * 2, "numbers": synk.row_numbers(),
+        "parts": x.sum(0), "weighted": synk.Weighted((x[:, 0] * y).sum() / weight, weight), "none": x[:, :0],
+        "own": synk.Monoid(jax.tree.map(lambda leaf: leaf[-1], maps), compose), "std": stats.std(x),
+        "argmax": stats.argmax(x), "top": stats.top_k(jnp.round(y), 3), "quantile": stats.quantile(x, 0.3),
+        "counts": stats.histogram(x, 5, (-2, 2)),
+    }  # fmt: skip
+
+
+def order(batches: Any, rows=37):
+    """The rows of all batches, one after another."""
+    numbers = np.arange(rows)
+    return np.concatenate([numbers[:b] if isinstance(b, int) else numbers[... if b is None else b] for b in batches])
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize(("kind", "n"), slow_but([("devices", 2), ("simulated", 3)], [*GROUPS, ("devices", 8)]))
+def test_over_is_one_call_over_all_rows(kind, n, batches):
+    """Every op, any batches and slices, warm as fresh; and calls of the same function come between."""
+    with group_of(kind, n):
+        w = synk.shared(np.float32(2))
+        f = synk.function(lambda x, y: everything(x, y, w), outputs=OUTPUTS)
+        want = f.serial(X, Y, batch=order(BATCHES[batches]()))
+        for slices, prefetch in ((1, 2), (3, 0), (1, 0)):
+            got = f.over(X, Y, batches=BATCHES[batches](), num_slices=slices, prefetch=prefetch)
+            for name in want:
+                near = partial(np.testing.assert_allclose, rtol=2e-3 if name == "half" else 1e-4, atol=1e-5)
+                jax.tree.map(near, got[name], want[name])
+                for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(want[name]), strict=True):
+                    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        before = f.stats.compilations
+        f.over(X, Y, batches=BATCHES[batches]())
+        assert f.stats.compilations == before
+
+
+def test_places():
+    """Rows on the host and on the replicas, pieces of a file, rows that this process holds: the same answer."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: (x.sum(0), stats.argmax(x), x[:, 0]), outputs=("sum", "merge", "concat"))
+        batches = BATCHES["mixed"]()
+        want = f.serial(X, batch=order(batches))
+        for place in ("host", "scatter", "broadcast"):
+            assert_same(f.over(synk.data(X, place=place), batches=batches), want)
+        assert_same(f.over(jnp.asarray(X), batches=batches), want)
+        assert_same(f.over(synk.local(X), batches=batches[:1]), f.serial(X, batch=order(batches[:1])))
+
+
+def test_stats_and_subset():
+    """It is one call, of all rows; a subset of the outputs may be asked for."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: {"a": x.sum(0), "b": x.max(0)}, outputs={"a": "sum", "b": "max"})
+        (b,) = f.over(X, batches=synk.minibatches(37, 10), output_subset=["b"])
+        assert_same(b, X.max(0))
+        assert (f.stats.calls, f.stats.rows) == (1, 37)
+
+
+def collectives(monkeypatch, act):
+    """How many collectives the programs have that are compiled meanwhile, in all."""
+    texts, compile = [], jax.stages.Lowered.compile
+
+    def noted(lowered, *args, **kwargs):
+        texts.append(lowered.as_text())
+        return compile(lowered, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", noted)
+        act()
+    assert texts
+    return len(re.findall("all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter", " ".join(texts)))
+
+
+def test_one_combination(monkeypatch):
+    """Nine statistics: at most two collectives a dtype; over many batches as many as in one call."""
+
+    def nine(x):
+        digit = jnp.round(x[:, 0]).astype(int) % 4
+        return (
+            stats.mean(x), stats.var(x), stats.std(x), stats.cov(x), stats.logsumexp(x), stats.argmax(x),
+            stats.top_k(x[:, 0], 3), stats.bincount(digit, 4), stats.confusion(digit, digit, 4),
+        )  # fmt: skip
+
+    with group_of("devices", 2):
+        x = numbers(16, 3)
+        one = collectives(monkeypatch, lambda: synk.function(nine)(x))
+        over = collectives(monkeypatch, lambda: synk.function(nine).over(x, batches=synk.minibatches(16, 2)))
+        assert over == one
+        assert one <= 2 * 2  # float32 and int32
+
+
+REFUSED = {
+    "then": (lambda x: x.sum(), {"then": lambda s: s}, ValueError, "f.over: the function has a then"),
+    "stack": (lambda x: x.sum(), {"reduce": "stack"}, ValueError, "does not go with over. Use a callable"),
+    "first": (lambda x: x.sum(), {"reduce": "first"}, ValueError, "does not go with over"),
+    "shapes": (
+        lambda x: jnp.zeros(len(x)),
+        {},
+        ValueError,
+        r"output is float32\[3\] on a replica in batch 1, but float32\[2\]",
+    ),
+    "top_k": (lambda x: stats.top_k(x[:, 0], 30), {}, ValueError, "needs 30 rows, .* but this call has 11"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_refused(which):
+    """What has no one answer over all batches says so, and the next call is right."""
+    fn, options, error, message = REFUSED[which]
+    with group_of("devices", 2):
+        f = synk.function(fn, name="f", **options)
+        for _ in range(2):
+            with pytest.raises(error, match=message):
+                f.over(X, batches=[slice(0, 4), slice(4, 10), [5]])
+        if which == "top_k":
+            assert f.over(X, batches=[slice(0, 20), slice(20, 37)])[0].shape == (30,)
+
+
+def test_refused_batches():
+    """No batch, no row, rows that are not there; what is no iterable of batches."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x.sum(), name="f")
+        for batches, error, message in (
+            ([], ValueError, "f.over: there was no batch"),
+            ([[]], ValueError, "selects no rows"),
+            ([slice(0, 4), [99]], IndexError, "99"),
+            (4, TypeError, "f.over: batches is 4"),
+        ):
+            with pytest.raises(error, match=message):
+                f.over(X, batches=batches)
+        assert_same(f.over(X, batches=[4, slice(4, None)]), X.sum())
+
+
+def test_updates_are_refused():
+    """A function that updates a variable has more than an answer to give; the variable stays as it was."""
+    with group_of("devices", 2):
+        w = synk.shared(np.float32(1), name="w")
+        f = synk.function(lambda x: setattr(w, "value", x.sum()), name="f")
+        with pytest.raises(ValueError, match=r"f\.over: it updates w"):
+            f.over(X, batches=[4])
+        assert float(w.value) == 1
+
+
+def test_a_variable_set_between_batches():
+    """All batches make one answer, so all must find the same values."""
+    with group_of("devices", 2):
+        w = synk.shared(np.float32(1), name="w")
+        f = synk.function(lambda x: x.sum() * w.value, name="f")
+
+        def batches():
+            yield 4
+            w.value = np.float32(2)
+            yield 4
+
+        with pytest.raises(synk.SynkError, match=r"f\.over: w was set between two batches"):
+            f.over(X, batches=batches(), prefetch=0)
+        assert_same(f.over(X, batches=[4]), 2 * X[:4].sum())
+
+
+def test_under_a_trace():
+    """It runs when called, so a trace refuses it; warm too."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x.sum(), name="f")
+        for _ in range(2):
+            with pytest.raises(synk.SynkError, match=r"f\.over: it runs when called"):
+                jax.jit(lambda x: f.over(x, batches=[4]))(X)
+            f.over(X, batches=[4])
+
+
+def test_batches_of_unlike_shapes():
+    """An output whose shape depends on the rows of a batch does not combine, and is named."""
+    with group_of("devices", 1):
+        f = synk.function(lambda x: {"a": x.sum(), "b": jnp.zeros(len(x))}, name="f")
+        with pytest.raises(ValueError, match=r"f.over: output\['b'\] is float32\[5\] .* batch 1, but float32\[4\]"):
+            f.over(X, batches=[4, 5])
+        g = synk.function(lambda x: [x.sum()] * len(x), name="g")
+        with pytest.raises(ValueError, match=r"g.over: what it returns has another tree in batch 1"):
+            g.over(X, batches=[4, 5])
