@@ -20,7 +20,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from .worlds import ON_VARIABLES, PLACES, TEMPLATES, USES, Act, Call, World
 
 NAMES = (
-    "sums many stacked firsts weighted ordered known median whole scaled power pair talks picky noisy engine "
+    "sums many stacked firsts weighted ordered known stays median whole scaled power pair talks picky noisy engine "
     "trained trained local local either either counted reads reads holds moves"
 ).split()
 FORMS = (

@@ -104,6 +104,7 @@ def functions(v):
         "talks": (lambda x: synk.all_reduce(x.sum(0), "max"), {"reduce": "mean"}),
         "picky": (picky, {}),
         "noisy": (lambda x, key: (x + jax.random.normal(jax.random.fold_in(key, synk.rank()), ())).sum(), {"inputs": ["x"]}),
+        "stays": (lambda x: {"rows": jnp.tanh(x), "sum": x.sum(0)}, {"outputs": {"rows": "scatter", "sum": "sum"}}),
         "engine": (lambda x: jnp.tanh(x).mean(0), {"reduce": "mean", "engine": "pmap"}),
         "trained": (trained, {"inputs": {"wrong": "static"}, "reduce": "mean", "then": train}),
         "local": (local, {"inputs": {"slices": "static", "wrong": "static"}}),
@@ -340,6 +341,8 @@ def remade(name, found):
 
 def said(leaf):
     """All that can be seen of one leaf of a result."""
+    if isinstance(leaf, synk.Data):
+        return repr(leaf), said(leaf[:])
     if isinstance(leaf, jax.Array):
         ids = sorted(device.id for device in leaf.devices())
         return str(leaf.dtype), leaf.shape, leaf.weak_type, ids, np.asarray(leaf).tobytes()

@@ -208,7 +208,8 @@ class Compiler:
         if not launch.is_last:
             return layouts("stacked", len(self.carry) + len(self.kept))
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
-        return [*layouts("replicated", len(self.finisher.result.picked)), *new]
+        staying = self.finisher.staying
+        return [*("stacked" if i in staying else "replicated" for i in self.finisher.result.picked), *new]
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
         """The lists of arguments that may be overwritten: states so far, or old values."""

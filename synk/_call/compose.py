@@ -48,6 +48,7 @@ def compose(
     function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, group: Group
 ) -> PyTree:
     """Trace the call into whatever transformation is under way."""
+    function = function.gathering()
     name, spec = function.name, bound.spec
     if request.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")

@@ -63,8 +63,9 @@ def function(
         (whole to each) or "static" (a hashable constant). A sequence of modes by position, each a pytree prefix; or a
         mapping from parameter to mode; or a sequence of parameters' names, all others being broadcast.
       outputs: how outputs combine: a pytree prefix of what `fn` returns with an op at each leaf: "sum", "mean"
-        (weighted by rows), "max", "min", "prod", "any", "all", "concat", "stack", "first" or None, or a callable.
-        Left out, or None: `reduce` for all.
+        (weighted by rows), "max", "min", "prod", "any", "all", "concat", "scatter" (as "concat", but rows stay where
+        they were made), "merge" (of a `synk.Monoid`), "stack", "first" or None, or a callable. Left out, or None:
+        `reduce` for all.
       reduce: the op for all outputs.
       then: runs on every replica on the combined outputs; see `Function.then`.
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.

@@ -9,6 +9,8 @@ import jax
 
 from .._base.errors import SynkError
 from .._base.jax_context import checks_floats
+from .._base.pytree import PyTree
+from .._data.dataset import data_of_replicas
 from .._data.transfer import PartRows
 from .._runtime.dispatch import ignore_failure, retire_finished, uninterrupted
 from .._runtime.executable import Executable, relayout
@@ -51,7 +53,7 @@ def execute(ready: ReadyCall) -> Any:
     check_held_rows(ready, states)
     last = _before_last(ready, states)
     if not plan.updates:
-        return plan.result.tree(_launch(ready, last, ignore_failure)[: len(plan.result.picked)])
+        return _tree(ready, _launch(ready, last, ignore_failure))
     if not ready.call.donate:
         retire_finished()
     rollback = _Rollback(ready.function.name)
@@ -68,7 +70,18 @@ def execute(ready: ReadyCall) -> Any:
             # What is donated is not kept alive either.
             rollback.committed.append((variable, ref(state), None if ready.call.donate else states[variable]))
             variable._state = state
-    return plan.result.tree(values[: len(plan.result.picked)])
+    return _tree(ready, values)
+
+
+def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
+    """The result as its user sees it."""
+    plan, rows = ready.plan, sum(ready.rows.lengths or ())
+    leaves: list[Any] = values[: len(plan.result.picked)]
+    for i in plan.staying:
+        leaves[i] = data_of_replicas(
+            ready.group, leaves[i], rows, plan.result.keys[i], f"a result of {ready.function.name}"
+        )
+    return plan.result.tree(leaves)
 
 
 class _Rollback:

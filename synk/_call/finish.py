@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._reductions.outputs import ResultSpec, result_spec
 from .._reductions.reduction import UPDATES, combine_replicas
@@ -25,6 +26,13 @@ class Finisher:
     def __init__(self, builder: ProgramBuilder) -> None:
         self.builder, self.call, self.function, self.group = builder, builder.call, builder.function, builder.group
         self.traces, self.outputs, self.reduced = builder.traces, builder.outputs, builder.reduced
+        self.staying = self.outputs.staying
+        if self.staying and self.function.then is not None:
+            path = self.outputs.results[self.staying[0]].path
+            raise ValueError(
+                f'{self.function.name}: output{path} is "scatter", so it stays in parts, but then takes whole outputs. '
+                f'Use "concat", or make what follows a function of its own.'
+            )
 
     def _valid_entries(self) -> list[np.ndarray | None]:
         """Of what is gathered, which entries count, in row order; None for all of them."""
@@ -61,8 +69,25 @@ class Finisher:
     ) -> list[jax.Array]:
         builder, count, has_gradients = self.builder, len(self.builder.own), self.call.is_composed
         whole = combine_replicas(states[count:], self.reduced, valid, has_gradients, rows)
+        if self.staying and self.call.is_sliced:
+            where = jnp.asarray(self._own_order)[lax.axis_index(AXIS)]
+            for i, leaf in enumerate(self.reduced):
+                if leaf.reduction.collective == "stay":
+                    whole[i] = whole[i].at[where].get(mode="promise_in_bounds")
         leaves = dict(zip((*builder.own, *builder.combined), (*states[:count], *whole), strict=True))
         return self.outputs.finish(leaves, present)
+
+    @property
+    def _own_order(self) -> np.ndarray:
+        """Where each replica's rows lie among those of its slices: (replicas, rows of the longest part)."""
+        lengths = self.call.lengths or ()
+        order = np.zeros((self.group.size, max(lengths)), np.int32)
+        slot = 0
+        for launch in launches(lengths, self.call.num_slices):
+            for row, offset, count in zip(order, launch.offsets, launch.counts, strict=True):
+                row[offset : offset + count] = slot + np.arange(count)
+            slot += launch.tall
+        return order
 
     @cached_property
     def result(self) -> ResultSpec:

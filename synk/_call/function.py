@@ -130,7 +130,7 @@ class Function:
 
         Returns:
           What `fn` returns, combined by its ops, or what `then` returns: `jax.Array`s that lie on every replica
-          ("first": on the first alone).
+          ("first": on the first alone; "scatter": a `synk.Data` whose rows stay where they were made).
 
         Raises:
           TypeError: an argument is no array, or a batch holds no integers.
@@ -305,10 +305,10 @@ class Function:
           >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
         """
         runner = self._runner(self._bind(args, kwargs, num_slices, "check"), RowRequest(batch, batch_s, num_slices))
-        check(runner, replace(self._spec, then=None), Tolerance(rtol, atol))
+        check(runner, replace(runner.function, then=None), Tolerance(rtol, atol))
 
     def _runner(self, bound: BoundArguments, request: RowRequest) -> Runner:
-        return Runner(self._spec, self._plans, bound, request, current_group())
+        return Runner(self._spec.gathering(), self._plans, bound, request, current_group())
 
     @public_api
     def compile(

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._base.partition import split_rows
 from .._base.pytree import SCALARS, as_data, key_of, narrow
-from .._data.dataset import Data, resident, source_of
+from .._data.dataset import Data, is_result, resident, source_of
 from .._data.feed import SENT, InputFeed
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
@@ -132,7 +132,7 @@ def select_rows(call: RowCall) -> RowInputs:
     on_replicas = None
     if resident_ones:
         common_rows(name, names, leaves, resident_ones)
-        lengths = _lengths(len(leaves[resident_ones[0]]), (data_group or group).size)
+        lengths = lengths_of(len(leaves[resident_ones[0]]), (data_group or group).size)
         on_replicas = select_on_replicas(batch_s, lengths, name, names[resident_ones[0]])
     rows = common_rows(name, names, leaves, picked)
     if rows is None and batch is not None:
@@ -155,11 +155,12 @@ def select_rows(call: RowCall) -> RowInputs:
             each.append(_input(call, leaf, selection, batch, False))
     if on_replicas is not None and data_group is None:
         return RowInputs(tuple(each), on_replicas.lengths, on_replicas)
-    return RowInputs(tuple(each), None if count is None else _lengths(count, group.size))
+    return RowInputs(tuple(each), None if count is None else lengths_of(count, group.size))
 
 
 @lru_cache(maxsize=1024)
-def _lengths(rows: int, replicas: int) -> tuple[int, ...]:
+def lengths_of(rows: int, replicas: int) -> tuple[int, ...]:
+    """How many rows each replica gets of so many."""
     return tuple([part.rows for part in split_rows(rows, replicas)])
 
 
@@ -183,7 +184,7 @@ def _select_process_rows(call: RowCall) -> RowInputs:
         selection = Selection(None, 0, len(sources[0]))
     if data_group is not None or not is_multi_process:
         each = [_input(call, source, selection, None, False) for source in sources]
-        return RowInputs(tuple(each), _lengths(selection.rows, group.size))
+        return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
     lengths = rows_of_replicas(group, selection.rows)
     if not any(lengths):
         raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
@@ -293,7 +294,7 @@ def values_given(given: Arguments, rows: RowInputs) -> list[Any]:
     values = [
         gather_rows(np.asarray(source) if isinstance(source, jax.Array) else source, one.selection, one.dtype)
         for source, one in zip(sources, rows.each, strict=False)
-        if not isinstance(source, jax.Array) or source.is_fully_addressable
+        if (source.is_fully_addressable if isinstance(source, jax.Array) else not is_result(source))
     ]
     values += [] if rows.on_replicas is None else [one.positions(0, one.rows) for one in rows.on_replicas.chosen]
     broadcast = [leaf[:] if isinstance(leaf, Data) else leaf for leaf in given.broadcast]

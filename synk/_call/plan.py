@@ -46,6 +46,7 @@ class CallPlan:
     updates: tuple[UpdateSlice, ...]  # what the call writes
     result: ResultSpec  # the structure of what it returns
     own: tuple[int, ...]  # which leaves of the result are the first replica's own
+    staying: tuple[int, ...]  # and which stay on the replicas that made them
     outputs: OutputSpec  # the structure of what `fn` returned
     least_rows: int  # fewer in all would not do
     compiler: Compiler  # of the program that ends `f.over`, which depends on how much has been kept
@@ -90,7 +91,7 @@ class PlanCache:
 
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Of a kind of call; `f.check` also runs functions without then, and for parts, and then may come after a trace."""
-    return call, function.then is None, function.per_part
+    return call, function.then is None, function.per_part, function.gathers_all
 
 
 class NeedsLengths(NamedTuple):
@@ -136,6 +137,7 @@ def make_plan(
         updates=tuple(updates),
         result=result,
         own=tuple(j for j, i in enumerate(result.picked) if i in own),  # none before then
+        staying=tuple(j for j, i in enumerate(result.picked) if i in finisher.staying),
         outputs=builder.outputs,
         least_rows=builder.outputs.least_rows,
         compiler=compiler,

@@ -20,7 +20,7 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .execute import ReadyCall
 from .feeding import launches
-from .inputs import RowCall, RowInputs, RowRequest, check_leaves, select_rows, values_given
+from .inputs import RowCall, RowInputs, RowRequest, check_leaves, lengths_of, select_rows, values_given
 from .plan import CallPlan, NeedsLengths, PlanCache, make_plan, plan_key
 from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View
@@ -88,6 +88,8 @@ def prepare(
     assert isinstance(plan, CallPlan)
     if plan.least_rows > 1 and not is_over:
         check_row_count(name, plan.least_rows, rows.lengths)
+    if plan.staying:
+        _check_dealt_out(name, rows.lengths or (), group.size)
     return ReadyCall(function, group, call, plan, rows, broadcast, slices)
 
 
@@ -110,6 +112,16 @@ def check_row_count(name: str, least: int, lengths: tuple[int, ...] | None) -> N
     if count < least:
         raise ValueError(
             f"{name}: an output of it needs {least} rows, as top_k does, but this call has {count} in all."
+        )
+
+
+def _check_dealt_out(name: str, lengths: tuple[int, ...], size: int) -> None:
+    """What stays on the replicas is data, whose rows lie as those of all data."""
+    usual = lengths_of(sum(lengths), size)
+    if lengths != usual:
+        raise ValueError(
+            f'{name}: an output of it is "scatter", for rows dealt out as {list(usual)}, but this call gives the '
+            f'replicas {list(lengths)}. Use "concat".'
         )
 
 

@@ -128,8 +128,10 @@ class ProgramBuilder:
 
     @property
     def gathers_rows(self) -> bool:
-        """Do some outputs keep an entry a row, by their op or as what they are?"""
-        return any(leaf.reduced.reduction.has_row_entries for leaf in self.outputs.leaves)
+        """Do some outputs keep an entry a row, in places that depend on all lengths?"""
+        kinds = ("gather", "stay") if self.call.is_sliced else ("gather",)
+        reductions = [leaf.reduced.reduction for leaf in self.outputs.leaves]
+        return any(each.has_row_entries and each.collective in kinds for each in reductions)
 
     @cached_property
     def runs_each_rank(self) -> bool:
@@ -188,7 +190,7 @@ class ProgramBuilder:
             ),
         ]
         for i, reduction in enumerate(self.reductions):
-            if reduction.collective == "gather" and self.call.has_rows:
+            if reduction.collective in ("gather", "stay") and self.call.has_rows:
                 shape = (entries[reduction.has_row_entries], *shapes[i].shape[1:])
                 shapes[i] = jax.ShapeDtypeStruct(shape, shapes[i].dtype)
         return shapes
@@ -226,7 +228,7 @@ class ProgramBuilder:
                 found.append(merged[i])
             elif i in self.kept:
                 found.append(one)
-            elif reduction.collective == "gather":
+            elif reduction.collective in ("gather", "stay"):
                 slot = part.row_slot if reduction.has_row_entries else part.part_slot
                 found.append(lax.dynamic_update_slice_in_dim(before[i], one, slot, 0))
             else:

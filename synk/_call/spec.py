@@ -12,6 +12,7 @@ import numpy as np
 from .._base.pytree import PyTree
 from .._data.feed import InputFeed
 from .._data.selection import IndexKind
+from .._reductions.reduction import REDUCTIONS
 from .binding import ArgumentBinder, ArgumentSpec
 
 
@@ -58,6 +59,14 @@ class FunctionSpec:
     stats: Stats  # what it has done
     per_part: bool = False  # whether every output's parts are kept as they come, for `f.check`
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`
+    gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array
+
+    def gathering(self) -> "FunctionSpec":
+        """The same for where rows cannot stay on replicas: under a trace, in the serial run, and to compare."""
+        if all(op.collective != "stay" for op in jax.tree.leaves(self.ops)):
+            return self
+        ops = jax.tree.map(lambda op: REDUCTIONS["concat"] if op.collective == "stay" else op, self.ops)
+        return replace(self, ops=ops, gathers_all=True)
 
     @cached_property
     def gathers(self) -> bool:

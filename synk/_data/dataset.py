@@ -12,7 +12,7 @@ from .._base.errors import SynkError, public_api
 from .._base.pytree import narrow
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
-from .resident_rows import replicate_rows, scatter_rows, touched_rows
+from .resident_rows import ReplicaRows, replicate_rows, scatter_rows, touched_rows
 from .sources import Reader, Source, as_number_dtype, as_rows
 
 Place: TypeAlias = Literal["host", "scatter", "broadcast"]
@@ -96,7 +96,8 @@ class Data:
     @public_api
     def __setitem__(self, index: Any, rows: Any) -> None:
         source = source_of(self)
-        if isinstance(source, jax.Array) or (isinstance(source, np.ndarray) and not source.flags.writeable):
+        is_read_only = isinstance(source, np.ndarray) and not source.flags.writeable
+        if isinstance(source, jax.Array) or is_result(source) or is_read_only:
             raise ValueError(
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
@@ -241,6 +242,18 @@ def resident(data: Data, group: Group) -> jax.Array:
         raise
     data._group = group
     return data._copy
+
+
+def is_result(source: Source) -> bool:
+    """Was it made on the replicas, as an output that stays there?"""
+    return isinstance(source, Reader) and isinstance(source.of, ReplicaRows)
+
+
+def data_of_replicas(group: Group, array: jax.Array, rows: int, key: Any, name: str) -> Data:
+    """Rows that lie on the replicas already, stacked, dealt out as those of all data."""
+    made = Data(ReplicaRows(group, array, rows), name, "scatter", key=key)
+    made._copy, made._group = array, group
+    return made
 
 
 @public_api

@@ -6,13 +6,33 @@ import jax
 import numpy as np
 
 from .._base.partition import RowRange, split_rows
-from .._runtime.executable import run_collective
+from .._runtime.executable import replica_to_host, run_collective
 from .._runtime.group import Group
 from .._runtime.layout import put, shards
 from .host_buffers import fresh
 from .selection import Selection
 from .sources import HostSource, copy_rows
 from .transfer import fill_parts
+
+
+class ReplicaRows:
+    """Rows that were made on the replicas, as an array of the host's that is brought there when it is first asked for;
+    over processes by all of them together."""
+
+    def __init__(self, group: Group, stacked: jax.Array, rows: int) -> None:
+        self.shape, self.dtype = (rows, *stacked.shape[2:]), stacked.dtype
+        self._at: tuple[Group, jax.Array] | None = (group, stacked)
+        self._host: np.ndarray | None = None
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        if self._at is not None:
+            group, stacked = self._at
+            parts = enumerate(split_rows(self.shape[0], group.size))
+            self._host = np.concatenate([replica_to_host(group, stacked, "stacked", r, part.rows) for r, part in parts])
+            self._host.flags.writeable = False
+            self._at = None  # the data may have moved from the devices
+        assert self._host is not None
+        return self._host[index]
 
 
 def replicate_rows(

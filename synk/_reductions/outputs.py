@@ -74,6 +74,11 @@ class OutputSpec(NamedTuple):
         return [leaf for leaves in each for leaf in leaves]
 
     @property
+    def staying(self) -> list[int]:
+        """Which leaves of the outputs stay on the replicas that made them."""
+        return [i for i, leaf in enumerate(self.results) if leaf.reduced.reduction.collective == "stay"]
+
+    @property
     def own(self) -> list[int | None]:
         """For each leaf of the outputs, which leaf it is as it came; None for those of a Monoid's answer."""
         each = [[None] * len(item.results) if isinstance(item, Merged) else [item] for item in self.items]
@@ -101,9 +106,12 @@ class ResultSpec(NamedTuple):
     keys: tuple[Any, ...]
     picked: tuple[int, ...]
 
-    def tree(self, leaves: Sequence[jax.Array]) -> PyTree:
+    def tree(self, leaves: Sequence[Any]) -> PyTree:
         """Leaves as the user's tree, raw key data as keys."""
-        return self.treedef.unflatten(map(as_keys, leaves, self.keys) if any(self.keys) else leaves)
+        if not any(self.keys):
+            return self.treedef.unflatten(leaves)
+        pairs = zip(leaves, self.keys, strict=True)  # data holds raw ones
+        return self.treedef.unflatten([as_keys(a, key) if isinstance(a, jax.Array) else a for a, key in pairs])
 
 
 class OutputRules(NamedTuple):
@@ -261,8 +269,11 @@ def _as_array(value: Any, what: str) -> jax.Array:
 
 def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
     where = f"{rules.name}: output{leaf.path}"
-    if leaf.key is not None and leaf.op not in ("concat", "stack", "first", "first part"):
+    if leaf.key is not None and leaf.op not in ("concat", "scatter", "stack", "first", "first part"):
         raise TypeError(f'{where} holds PRNG keys, which do not combine by {leaf.op!r}; use "concat", "stack" or None.')
+    if leaf.op == "scatter" and (rules.is_over or rules.rows is None):
+        why = "over takes rows in another order than they lie in" if rules.is_over else "this call has no rows"
+        raise ValueError(f'{where}: "scatter" keeps rows where they were made, but {why}. Use "concat" or "stack".')
     if leaf.op in ("stack", "first") and rules.is_sliced:
         several, each = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
         raise ValueError(
@@ -272,6 +283,6 @@ def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
     is_rows = leaf.reduced.reduction.has_row_entries
     if is_rows and (array.ndim == 0 or (rules.rows is not None and array.shape[0] != rules.rows)):
         raise ValueError(
-            f'{where} has shape {array.shape} for {rules.rows} rows; "concat" needs one output row for each input row. '
-            f'Use "stack" for one entry a replica.'
+            f'{where} has shape {array.shape} for {rules.rows} rows; "{leaf.op}" needs one output row for each input '
+            f'row. Use "stack" for one entry a replica.'
         )

@@ -63,8 +63,8 @@ class Reduction:
 
     name: str  # the op, as users and messages call it
     # Over the replicas: "gather" keeps each part's entries, in row order; "first" adds one value and zeros, as bits;
-    # "merge" keeps each replica's state, which merges with the others of its Monoid.
-    collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge"]
+    # "merge" keeps each replica's state, which merges with the others of its Monoid; of "stay" nothing travels.
+    collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge", "stay"]
     prepare: Callable[[jax.Array, PartInfo], jax.Array]  # widens and weighs; of what is gathered, entries on axis 0
     accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add  # states of parts of one replica
     finalize: Callable[[Any, Any], Any] = _plain  # (combined state, total weight) -> the whole, before `result_dtype`
@@ -139,6 +139,7 @@ REDUCTIONS = {
         Reduction("min", "min", _as_it_is, jnp.minimum),
         Reduction("prod", "prod", lambda v, _: _widen(v, "prod"), jnp.multiply),
         Reduction("concat", "gather", _as_it_is, has_row_entries=True),
+        Reduction("scatter", "stay", _as_it_is, has_row_entries=True),
         Reduction("stack", "gather", _as_entry, is_lawful=False),
         Reduction("first", "first", _if_first, is_lawful=False),
         Reduction("merge", "merge", _as_it_is),
@@ -217,14 +218,15 @@ def combine_replicas(
     """Combine states over all replicas: one collective a kind of reduction and dtype.
 
     Of what is gathered, states are entries on axis 0, as many on each replica, and `valid` has the indexes of those of
-    all replicas that count, in row order; None for all. Of what merges, the states of all replicas come back on a new
-    axis 0. `has_gradients` says whether it may be differentiated; `rows` is the total where weights are rows.
+    all replicas that count, in row order; None for all. What stays stays as it is. Of what merges, the states of all
+    replicas come back on a new axis 0. `has_gradients` says whether it may be differentiated; `rows` is the total where
+    weights are rows.
     """
     combined = _communicate(states, leaves, has_gradients)
 
     def finish(i: int, leaf: Reduced) -> jax.Array:
         whole, reduction = combined[i], leaf.reduction
-        if reduction.collective == "merge":
+        if reduction.collective in ("merge", "stay"):
             return whole
         if reduction.collective == "gather":
             whole = collectives.merge_leading_axes(whole)
@@ -262,7 +264,8 @@ def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gra
     gathered += [i for i in folded if states[i].nbytes <= collectives.PACK_BYTES]
     # The first part's value and the others' zeros add up exactly as bits, NaN and -0.0 included.
     as_sums = [as_bits(states[i]) if kinds[i] == "first" and not has_gradients else states[i] for i in sums]
-    found = dict(zip(sums, collectives.all_sum(as_sums), strict=True))
+    found = {i: states[i] for i, kind in enumerate(kinds) if kind == "stay"}
+    found |= zip(sums, collectives.all_sum(as_sums), strict=True)
     is_min = [kinds[i] == "min" for i in extremes]
     found |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
     found |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)

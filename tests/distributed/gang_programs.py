@@ -600,6 +600,20 @@ def known(group, noted):
 
 
 @case
+def staying(group, noted):
+    """Outputs that stay on their replicas go from function to function, and are read by all together."""
+    f = synk.function(lambda x: x + 1, reduce="scatter")
+    total = synk.function(lambda x: (x.sum(0), synk.stats.argmax(x)), outputs=("sum", "merge"))
+    for rows, slices in ((11, 1), (12, 1), (13, 3), (1, 1)):
+        x = numbers(rows, 3)
+        found = f(f(x, num_slices=slices))
+        close(total(found)[0], (x + 2).sum(0))
+        close(f(found, batch=[0, rows - 1])[:], (x + 3)[[0, rows - 1]])
+        close(found[:], x + 2)
+        close(f.serial(found), x + 3)
+
+
+@case
 def checkpoint_in_background(group, noted):
     """Process 0 writes while all go on; what it cannot write, the next save tells all; parts can be loaded."""
     folder = noted.folder / "background"
