@@ -17,6 +17,7 @@ from ._call.function import Function
 from ._call.spec import Stats
 from ._data.dataset import Data, data
 from ._data.minibatches import minibatches
+from ._data.overlap import Overlap
 from ._data.prefetch import prefetch
 from ._data.process_rows import local
 from ._data.row_keys import row_keys
@@ -47,10 +48,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
-    "PeerError", "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce", "broadcast",
-    "build_inputs", "check_replicas", "close", "data", "distribute", "fork", "function", "gather", "get_lengths",
-    "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "part_key", "preempted", "prefetch",
-    "rank", "reduce", "row_keys", "row_numbers", "save", "scatter", "set_value", "shared", "simulate", "size",
+    "Overlap", "PeerError", "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce",
+    "broadcast", "build_inputs", "check_replicas", "close", "data", "distribute", "fork", "function", "gather",
+    "get_lengths", "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "part_key", "preempted",
+    "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scatter", "set_value", "shared", "simulate",
+    "size",
 ]  # fmt: skip
 
 # Show users `synk.function`, never `synk._call.function.function`, in tracebacks and help().

@@ -25,7 +25,7 @@ ROOMS = {
     "_tracing": (CORE, "context tracer"),
     "_data": (
         [*CORE, "_tracing"],
-        "host_buffers sources selection feed transfer resident_rows exchange dataset process_rows prefetch minibatches row_keys",
+        "host_buffers sources selection transfer overlap feed resident_rows exchange dataset process_rows prefetch minibatches row_keys",
     ),
     "_variables": (
         [*CORE, "_reductions", "_tracing", "_data"],

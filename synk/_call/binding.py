@@ -15,6 +15,7 @@ from jax.tree_util import keystr
 
 from .._base.bounded_cache import BoundedCache
 from .._base.pytree import PyTree
+from .._data.overlap import Overlap, halo_of
 
 MODES = ("scatter", "broadcast", "static")
 RESERVED = ("batch", "batch_s", "num_slices", "output_subset", "batches", "prefetch", "rtol", "atol", "update")
@@ -33,6 +34,7 @@ class ArgumentSpec:
     statics: Mapping[str, Any]  # parameter -> value
     constants: Mapping[str, Any]  # the same, and parameters that have their default
     positions: Sequence[str]  # the parameters that may be given by position
+    overlaps: tuple[Overlap | None, ...] = ()  # which neighbours of its rows each scattered leaf brings
 
     @cached_property
     def scattered_names(self) -> list[str]:
@@ -135,10 +137,11 @@ class ArgumentBinder:
 
     def _checked(self, mode: PyTree, parameter: str) -> PyTree:
         for leaf in jax.tree.leaves(mode):
-            if leaf not in MODES or (leaf == "static" and mode != "static"):
+            is_one = leaf in MODES or isinstance(leaf, Overlap)
+            if not is_one or (leaf == "static" and mode != "static"):
                 raise ValueError(
-                    f'{self.name}: the mode of {parameter} is {mode!r}; use "scatter", "broadcast", or a tree of '
-                    f'these, or "static" for the whole of it.'
+                    f'{self.name}: the mode of {parameter} is {mode!r}; use "scatter", "broadcast", synk.Overlap, or a '
+                    f'tree of these, or "static" for the whole of it.'
                 )
         if mode == "static" and self.parameters[parameter].kind in _VARIADIC:
             raise ValueError(f"{self.name}: *{parameter} cannot be static; name its parameters one by one.")
@@ -183,7 +186,7 @@ class ArgumentBinder:
             given = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}.") from None
-        modes: dict[int, str] = {}
+        modes: dict[int, Any] = {}
         names: dict[int, str] = {}
         for parameter, tree in given.items():
             for path, place in jax.tree_util.tree_leaves_with_path(tree):
@@ -192,18 +195,21 @@ class ArgumentBinder:
                 self._assign(parameter, tree, modes)
         parameters = {p: tree for p, tree in given.items() if p not in self.static_names}
         defaults = {p: q.default for p, q in self.parameters.items() if q.default is not q.empty}
+        scattered = tuple(i for i in places if modes[i] != "broadcast")
+        overlaps = [mode if isinstance(mode, Overlap) else None for mode in map(modes.get, scattered)]
         return ArgumentSpec(
             treedef=treedef,
-            scattered=tuple(i for i in places if modes[i] == "scatter"),
+            scattered=scattered,
             broadcast=tuple(i for i in places if modes[i] == "broadcast"),
             names=tuple(names[i] for i in places),
             parameters=parameters,
             statics=statics,
             constants={p: value for p, value in {**defaults, **statics}.items() if p not in parameters},
             positions=self.positions,
+            overlaps=tuple(overlap if halo_of(overlap) else None for overlap in overlaps),
         )
 
-    def _assign(self, parameter: str, tree: PyTree, modes: dict[int, str]) -> None:
+    def _assign(self, parameter: str, tree: PyTree, modes: dict[int, Any]) -> None:
         mode = self.mode(parameter)
         kind = self.parameters[parameter].kind
         trees = [tree]

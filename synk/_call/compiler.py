@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._data.feed import index_shape
+from .._data.feed import InputFeed, index_shape
+from .._data.overlap import with_halos
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import AXIS
-from .._runtime.layout import Layout, layouts
+from .._runtime.layout import Layout, Layouts, layouts
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .feeding import launches
@@ -120,7 +121,7 @@ class Compiler:
         run, finish = self._bodies(launch)
 
         def body(*values: jax.Array) -> list[jax.Array]:
-            return finish(values, run(values, launch.sizes))
+            return finish(values, run(self._with_halos(launch, values), launch.sizes))
 
         spec = ProgramSpec(
             body=self._each_rank(launch, given, run, finish) if takes_all_replicas else body,
@@ -172,7 +173,8 @@ class Compiler:
         size = self.group.size
 
         def body(*values: jax.Array) -> list[jax.Array]:
-            parts = [[_of_rank(v, at, r, size) for v, at in zip(values, given, strict=True)] for r in range(size)]
+            whole = self._with_all_halos(launch, values, given)
+            parts = [[_of_rank(v, at, r, size) for v, at in zip(whole, given, strict=True)] for r in range(size)]
             each = [run(part, [n], jnp.int32(r)) for r, (part, n) in enumerate(zip(parts, launch.counts, strict=True))]
             states = [jnp.stack(leaves) for leaves in zip(*each, strict=True)]
             ins: list[Layout] = [*layouts("stacked", len(states)), *given]
@@ -180,6 +182,34 @@ class Compiler:
             return list(mapped(*states, *values))
 
         return body
+
+    def _with_halos(self, launch: _Launch, values: Arrays) -> list[jax.Array]:
+        """A program's arguments on one replica, rows that lie there between their neighbours on others."""
+        found = list(values)
+        for at, feed in self._exchanging(launch, len(values)).items():
+            assert feed.overlap is not None
+            found[at] = with_halos(found[at], feed.held_rows, self.group.size, feed.overlap)
+        return found
+
+    def _with_all_halos(self, launch: _Launch, values: Arrays, given: Layouts) -> list[jax.Array]:
+        """The same of the arguments of all replicas."""
+        found, places = list(values), list(self._exchanging(launch, len(values)))
+        if places:
+            outs = layouts("stacked", len(places))
+            extend = spmd(self.group, lambda *v: [self._with_halos(launch, v)[at] for at in places], given, outs)
+            for at, extended in zip(places, extend(*values), strict=True):
+                found[at] = extended
+        return found
+
+    def _exchanging(self, launch: _Launch, count: int) -> dict[int, InputFeed]:
+        """Where among so many arguments there are rows whose neighbours lie on other replicas."""
+        found: dict[int, InputFeed] = {}
+        at = count - len(self.call.broadcast) - (not self.call.is_plain) - (self.call.held_index is not None)
+        for feed in reversed(self.call.feeds if launch.sizes else ()):
+            at -= 1 + (feed.index is not None)
+            if feed.held_rows:
+                found[at] = feed
+        return found
 
     def _abstract(self, variable: Shared) -> AbstractState:
         return with_layout(self.traces.abstract(variable), self.layouts[variable])

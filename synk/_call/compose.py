@@ -16,6 +16,7 @@ from .._base.partition import split_rows
 from .._base.pytree import PyTree
 from .._data.dataset import Data
 from .._data.feed import SENT
+from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
 from .._reductions.outputs import ResultSpec
@@ -76,7 +77,8 @@ def compose(
     )
     key, make = plan_key(function, call), partial(_make, function, group, call)
     plan = plans.find(group, key, lambda variable: variable._state.abstract, make)
-    blocks = [_place(group, _in_blocks(source, lengths or ()), "rows") for source in sources]
+    pairs = zip(sources, spec.overlaps, strict=True)
+    blocks = [_place(group, _in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(_place(group, leaf, "replicated") for leaf in broadcast)]
     try:
         values = plan.mapped(*placed)
@@ -111,13 +113,14 @@ def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
     return picked
 
 
-def _in_blocks(source: jax.Array, lengths: Sequence[int]) -> jax.Array:
-    """Rows in equal blocks, one a replica, filled up with copies of real rows."""
-    if len(set(lengths)) == 1:
+def _in_blocks(source: jax.Array, lengths: Sequence[int], overlap: Overlap | None) -> jax.Array:
+    """Rows in equal blocks, one a replica, with their neighbours, filled up with copies of real rows."""
+    if len(set(lengths)) == 1 and overlap is None:
         return source
+    numbers = np.arange(len(source)) if overlap is None else with_neighbours(len(source), overlap)
     starts = np.cumsum([0, *lengths[:-1]])[:, None]
-    index = np.minimum(starts + np.arange(lengths[0]), sum(lengths) - 1).ravel()
-    return source.at[index].get(mode="promise_in_bounds")
+    index = np.minimum(starts + np.arange(lengths[0] + halo_of(overlap)), len(numbers) - 1)
+    return source.at[numbers[index.ravel()]].get(mode="promise_in_bounds")
 
 
 def _place(group: Group, array: jax.Array, layout: Layout) -> jax.Array:

@@ -7,6 +7,7 @@ import numpy as np
 
 from .._base.partition import microbatches
 from .._data.exchange import exchange
+from .._data.overlap import widened
 from .._data.selection import IndexKind, ReplicaSelection
 from .._data.transfer import PartRows, send_index, send_rows
 from .._runtime.group import Group
@@ -35,7 +36,8 @@ def exchanged(group: Group, rows: RowInputs) -> RowInputs:
     def bring(one: RowInput) -> RowInput:
         if one.scattered_rows is None:
             return one
-        wanted = one.selection.positions(0, one.selection.rows)
+        parts = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap)
+        wanted = np.array([parts.positions(one.selection, rank) for rank in range(group.size)])
         return one._replace(source=exchange(group, one.source, one.scattered_rows, wanted), scattered_rows=None)
 
     return rows._replace(each=tuple(map(bring, rows.each)))
@@ -46,23 +48,23 @@ def feed_rows(group: Group, rows: RowInputs, part_rows: PartRows) -> list[Any]:
     values: list[Any] = []
     picks: dict[Any, Any] = {}
     for one in rows.each:
-        layout, index, _ = one.feed
+        layout, index, overlap = one.feed.layout, one.feed.index, one.feed.overlap
         if layout == "rows":
-            here = part_rows
+            here = widened(part_rows, overlap)
             if rows.is_process_local:
-                here = part_rows._replace(starts=tuple([start - one.rows_before for start in part_rows.starts]))
+                here = here._replace(starts=tuple([start - one.rows_before for start in part_rows.starts]))
             values.append(send_rows(group, one.source, one.selection, here, one.dtype))
             continue
         values.append(one.source)
         if index is None:
             continue
-        key = (layout, index, id(one.selection))
+        key = (layout, index, id(one.selection), overlap)
         if key not in picks:
             has_all = layout == "replicated" or (group.size == 1 and rows.on_replicas is None)
             picks[key] = (
-                _index_of_all(group, one, part_rows)
+                _index_of_all(group, one, widened(part_rows, overlap))
                 if has_all
-                else index_on_replicas(group, index, rows.on_replicas, part_rows)
+                else index_on_replicas(group, index, None if overlap else rows.on_replicas, part_rows)
             )
         values.append(picks[key])
     return values

@@ -11,6 +11,7 @@ from .._base.partition import split_rows
 from .._base.pytree import SCALARS, as_data, key_of, narrow
 from .._data.dataset import Data, is_result, resident, source_of
 from .._data.feed import SENT, InputFeed
+from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
     IndexKind,
@@ -24,6 +25,7 @@ from .._data.selection import (
 from .._data.sources import Source, as_source, is_in_memory
 from .._data.transfer import gather_rows
 from .._runtime.group import Group
+from .._variables.access import rows_held
 from .._variables.variable import Shared
 from .binding import BoundArguments
 
@@ -66,9 +68,10 @@ class Arguments(NamedTuple):
     keys: tuple[Any, ...]
 
 
-def check_leaves(bound: BoundArguments, name: str) -> Arguments:
-    """Check what users have passed."""
+def check_leaves(bound: BoundArguments, name: str, group: Group | None = None) -> Arguments:
+    """Check what users have passed; `group` is where shared variables live, None under a trace."""
     spec, values = bound.spec, list(bound.leaves)
+    overlapping = [i for i, overlap in zip(spec.scattered, spec.overlaps, strict=True) if overlap is not None]
     keys: list[Any] = [None] * len(values)
     for i, leaf in enumerate(values):
         if isinstance(leaf, jax.Array):
@@ -78,12 +81,20 @@ def check_leaves(bound: BoundArguments, name: str) -> Arguments:
             pass
         elif isinstance(leaf, Data):
             keys[i] = leaf._key
+        elif isinstance(leaf, Shared) and i in overlapping and group is not None:
+            values[i] = rows_held(leaf, group, f"{name}: argument {spec.names[i]}")
+            keys[i] = values[i]._key
         elif isinstance(leaf, ProcessLocalRows):
             if i in spec.broadcast:
                 raise TypeError(f"{name}: argument {spec.names[i]} is synk.local rows, but it is broadcast.")
         elif not isinstance(leaf, SCALARS):
             values[i] = _as_array(leaf, f"{name}: argument {spec.names[i]}")
     return Arguments([values[i] for i in spec.scattered], [values[i] for i in spec.broadcast], tuple(keys))
+
+
+def passes_variables(bound: BoundArguments) -> bool:
+    """Is a shared variable among the arguments, whose rows the call takes as they are?"""
+    return any([isinstance(leaf, Shared) for leaf in bound.leaves])
 
 
 def _as_array(leaf: Any, what: str) -> Source:
@@ -111,11 +122,12 @@ class RowCall(NamedTuple):
     request: RowRequest  # which rows
     group: Group  # which runs them
     data_group: Group | None = None  # where scattered data lies in another group: that one; rows come from the host
+    overlaps: Sequence[Overlap | None] = ()  # which neighbours of its rows each brings; () for none
 
 
 def select_rows(call: RowCall) -> RowInputs:
     """Check the scattered arguments of a call and what picks their rows: values, in every call."""
-    name, names, leaves, (batch, batch_s, _), group, data_group = call
+    name, names, leaves, (batch, batch_s, _), group, data_group, _ = call
     minibatch: list[int] = []  # brings the rows of the batch itself
     resident_ones: list[int] = []  # lies on the replicas, where batch_s picks
     picked: list[int] = []
@@ -145,14 +157,19 @@ def select_rows(call: RowCall) -> RowInputs:
         count = _agree_on_count(call, count, picked, on_replicas, minibatch)
     each: list[RowInput] = []
     for i, leaf in enumerate(leaves):
+        overlap = call.overlaps[i] if call.overlaps else None
         if i in minibatch:
-            each.append(_input(call, leaf, Selection(None, 0, count or 0), None, False))
+            picks = _Picks(Selection(None, 0, count or 0), None, False)
         elif on_replicas is not None and i in resident_ones:
-            chosen = merge_replicas(on_replicas) if data_group else Selection(None, 0, len(leaf))
-            each.append(_input(call, leaf, chosen, batch_s, True))
+            chosen = merge_replicas(on_replicas) if data_group or overlap else Selection(None, 0, len(leaf))
+            picks = _Picks(chosen, batch_s, overlap is None)
         else:
             assert selection is not None
-            each.append(_input(call, leaf, selection, batch, False))
+            picks = _Picks(selection, batch, False)
+        if overlap is not None:
+            lengths = on_replicas.lengths if on_replicas and data_group is None else lengths_of(count or 0, group.size)
+            picks = picks._replace(overlap=overlap, tall=max(lengths) + halo_of(overlap))
+        each.append(_input(call, leaf, picks))
     if on_replicas is not None and data_group is None:
         return RowInputs(tuple(each), on_replicas.lengths, on_replicas)
     return RowInputs(tuple(each), None if count is None else lengths_of(count, group.size))
@@ -169,6 +186,11 @@ def _select_process_rows(call: RowCall) -> RowInputs:
     name, names, group, data_group = call.name, call.names, call.group, call.data_group
     if call.request.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows that live on the replicas; batch picks from synk.local rows.")
+    if any(call.overlaps):
+        raise ValueError(
+            f"{name}: synk.local rows have neighbours in other processes, so they do not go with synk.Overlap. Give "
+            f"every process all rows, or data that lies on the replicas."
+        )
     for leaf, argument in zip(call.leaves, names, strict=True):
         if not isinstance(leaf, ProcessLocalRows):
             raise ValueError(
@@ -183,13 +205,13 @@ def _select_process_rows(call: RowCall) -> RowInputs:
         sources = [rows_of_processes(gather_rows(source, selection, source.dtype)) for source in sources]
         selection = Selection(None, 0, len(sources[0]))
     if data_group is not None or not is_multi_process:
-        each = [_input(call, source, selection, None, False) for source in sources]
+        each = [_input(call, source, _Picks(selection, None, False)) for source in sources]
         return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
     lengths = rows_of_replicas(group, selection.rows)
     if not any(lengths):
         raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
     before = sum(lengths[: group._local_ranks.start])
-    each = [_input(call, source, selection, None, False)._replace(rows_before=before) for source in sources]
+    each = [_input(call, source, _Picks(selection, None, False))._replace(rows_before=before) for source in sources]
     return RowInputs(tuple(each), lengths, None, True)
 
 
@@ -251,38 +273,56 @@ def common_rows(
     return rows
 
 
-def _input(call: RowCall, leaf: Any, selection: Selection, batch: Any, is_on_replicas: bool) -> RowInput:
+class _Picks(NamedTuple):
+    """Which rows a call takes of one argument."""
+
+    selection: Selection
+    batch: Any  # what picks them
+    is_on_replicas: bool  # whether that picks on each replica
+    overlap: Overlap | None = None  # which neighbours come with them
+    tall: int = 0  # with these, rows of the longest part
+
+
+def _input(call: RowCall, leaf: Any, picks: _Picks) -> RowInput:
     """How one argument's rows come: sent from the host, or picked from resident data where they lie.
 
     Resident data is sent too where the call has another group, where `batch_s` picks from other data, and where CPU
     devices share the host's memory. Rows of the whole scattered data that a batch names are exchanged first.
     """
+    selection, batch, is_on_replicas, overlap, tall = picks
+    is_all = isinstance(leaf, Data) and selection.indexes is None and selection.rows == len(leaf)
+    sending = SENT if overlap is None else SENT._replace(overlap=overlap)
+    if overlap is not None:
+        among = with_neighbours(selection.rows, overlap)
+        index = among + selection.start if selection.indexes is None else selection.indexes[among]
+        selection = Selection(index, 0, len(index))
     if not isinstance(leaf, Data):
-        return RowInput(leaf, selection, SENT, leaf.shape[1:], narrow(leaf.dtype))
+        return RowInput(leaf, selection, sending, leaf.shape[1:], narrow(leaf.dtype))
     shape, dtype, group = leaf.shape[1:], narrow(leaf.dtype), call.group
-    sent = RowInput(source_of(leaf), selection, SENT, shape, dtype)
+    sent = RowInput(source_of(leaf), selection, sending, shape, dtype)
     if leaf.place == "host" or call.data_group is not None:
         return sent
     if leaf.place == "scatter" and call.request.batch_s is not None and not is_on_replicas:
         # `batch_s` gives replicas unequal rows, but scattered minibatch data is split evenly: send its rows.
         return sent
-    is_all = selection.indexes is None and selection.rows == len(leaf)
-    is_global = leaf.place == "scatter" and group.size > 1 and not (is_on_replicas or is_all)
+    may_differ = group.size > 1 or overlap is not None
+    is_global = leaf.place == "scatter" and may_differ and not (is_on_replicas or is_all)
     if is_global and group.platform == "cpu" and is_in_memory(source_of(leaf)):
         return sent  # which these devices' rows lie in, too
     array = resident(leaf, group)
     at = sent._replace(source=array)
-    kind: IndexKind = index_kind(batch)
+    kind: IndexKind = index_kind(batch) if overlap is None else "gather"
     if leaf.place == "broadcast":
-        return at._replace(feed=InputFeed("replicated", kind, len(leaf)))
+        return at._replace(feed=InputFeed("replicated", kind, len(leaf), overlap))
+    of_slice: IndexKind | None = "slice" if call.request.num_slices > 1 else None
     if is_all and not is_on_replicas:
         # Whole, each part begins where its replica's rows do, unless it is a slice of those.
-        return at._replace(feed=InputFeed("stacked", "slice" if call.request.num_slices > 1 else None, array.shape[1]))
+        held = 0 if overlap is None else len(leaf)
+        return at._replace(feed=InputFeed("stacked", of_slice, array.shape[1], overlap, held))
     if not is_global:  # picked on its replica; one replica has all rows
         return at._replace(feed=InputFeed("stacked", kind, array.shape[1]))
-    tall = -(-selection.rows // group.size)
-    feed = InputFeed("stacked", "slice" if call.request.num_slices > 1 else None, tall)
-    return at._replace(feed=feed, scattered_rows=len(leaf))
+    tall = tall or -(-selection.rows // group.size)
+    return at._replace(feed=InputFeed("stacked", of_slice, tall, overlap), scattered_rows=len(leaf))
 
 
 def values_given(given: Arguments, rows: RowInputs) -> list[Any]:

@@ -34,7 +34,7 @@ class Batches:
     ) -> None:
         self.function, self.bound, self.request, self.group = function, bound, request, group
         self.name = f"{function.name}.{call}"
-        looked = check_leaves(bound, function.name)
+        looked = check_leaves(bound, function.name, group)
         self.sources, self.keys = looked.scattered, [looked.keys[i] for i in bound.spec.scattered]
         self.names = bound.spec.scattered_names
         sources = self.sources
@@ -75,7 +75,7 @@ class Batches:
             own = self._select(batch, leaf.shape[0], i)
             return ProcessLocalRows(gather_rows(leaf.source, own, narrow(leaf.dtype)))
         source = source_of(leaf) if isinstance(leaf, Data) else leaf
-        is_cut = self.request.num_slices == 1
+        is_cut = self.request.num_slices == 1 and self.bound.spec.overlaps[i] is None
         there = place_rows_ahead(self.group, source, selection, narrow(leaf.dtype), is_cut=is_cut)
         if self.resident:  # to which the batch still applies
             return Data(there, self.names[i], minibatch=True, key=self.keys[i])

@@ -59,6 +59,11 @@ class Accumulation:
 
     def add(self, bound: BoundArguments, request: RowRequest) -> None:
         """Run one more batch."""
+        if any(bound.spec.overlaps):
+            raise ValueError(
+                f"{self._function.name}.over: rows at the ends of batches have neighbours in others (synk.Overlap), "
+                f"which over runs apart. Call the function on all rows."
+            )
         ready = partial(prepare, self._function, self._plans, bound, request, self._subset, self._where)
         with LOCK:
             start(self._function, ready, self._run)

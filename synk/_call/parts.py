@@ -25,6 +25,7 @@ class Part(NamedTuple):
     part_slot: Any  # where its one entry goes, of what has an entry a part
     present: Any = None  # which replicas have rows; None: all
     ended: Any = 0  # of `f.over`, the rows of a batch that ends with this part
+    total: Any = None  # rows of the call
 
 
 class PartArrays(NamedTuple):
@@ -52,22 +53,24 @@ def part_table(
 def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | None, replicas: int) -> Part:
     """The part of a replica, as a table tells; without one all replicas have as many rows."""
     if table is None:
-        return Part(rank, rows, rank if rows is None else rank * rows, 0, 0, 1.0 / replicas, 1.0, 0, 0)
+        first_row, total = (rank, None) if rows is None else (rank * rows, rows * replicas)
+        return Part(rank, rows, first_row, 0, 0, 1.0 / replicas, 1.0, 0, 0, total=total)
     counts, first_rows, offsets, lengths, seen, row_slots, part_slots, ended = jnp.asarray(table)
     real = jnp.result_type(float)
-    count = counts[rank].astype(real)
+    count, total = counts[rank].astype(real), lengths.sum(dtype=jnp.int32)
     return Part(
         rank=rank,
         count=counts[rank],
         first_row=first_rows[rank],
         offset=offsets[rank],
         seen=seen[rank],
-        weight=count / lengths.sum(dtype=jnp.int32).astype(real),
+        weight=count / total.astype(real),
         share=count / jnp.maximum(lengths[rank], 1).astype(real),
         row_slot=row_slots[rank],
         part_slot=part_slots[rank],
         present=lengths > 0,
         ended=ended[rank],
+        total=total,
     )
 
 

@@ -20,7 +20,16 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .execute import ReadyCall
 from .feeding import launches
-from .inputs import RowCall, RowInputs, RowRequest, check_leaves, lengths_of, select_rows, values_given
+from .inputs import (
+    RowCall,
+    RowInputs,
+    RowRequest,
+    check_leaves,
+    lengths_of,
+    passes_variables,
+    select_rows,
+    values_given,
+)
 from .plan import CallPlan, NeedsLengths, PlanCache, make_plan, plan_key
 from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View
@@ -55,16 +64,17 @@ def prepare(
 ) -> ReadyCall:
     """Check a call's arguments and rows, and find or make its plan."""
     name, group, slices = function.name, where.group, request.num_slices
-    looked = check_leaves(bound, name)
-    names = bound.spec.scattered_names
-    rows = select_rows(RowCall(name, names, looked.scattered, request, group, where.data_group))
+    looked = check_leaves(bound, name, where.data_group or group)
+    spec = bound.spec
+    call_rows = RowCall(name, spec.scattered_names, looked.scattered, request, group, where.data_group, spec.overlaps)
+    rows = select_rows(call_rows)
     if group._is_multi_process:
         remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
         group._peers.compare_values(f"the arguments of {name}", lambda: values_given(looked, rows), remedy)
     broadcast = [place_broadcast(group, leaf, where.data_group) for leaf in looked.broadcast]
     batch_s = None if where.data_group else request.batch_s
     form = (  # the first fields of CallSpec
-        bound.spec,
+        spec,
         trace_options(),
         tuple([(one.shape, one.dtype) for one in rows.each]),
         tuple([one.feed for one in rows.each]),
@@ -72,7 +82,7 @@ def prepare(
         looked.keys,
         None if batch_s is None else index_kind(batch_s),
         None if subset is None else checked_subset(subset, name),
-        function.donate and where.may_donate and not checks_floats(),
+        function.donate and where.may_donate and not (checks_floats() or (spec.overlaps and passes_variables(bound))),
     )
     if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
         rows = _rows_of_variable(function, plans, CallSpec(*form), rows, batch_s, where)

@@ -12,6 +12,7 @@ from jax import lax
 
 from .._base.partition import RowRange, split_rows
 from .._data.feed import read_rows
+from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, prepare_parts
 from .._tracing.tracer import TracedFunction
@@ -144,16 +145,19 @@ class ProgramBuilder:
     ) -> list[jax.Array]:
         """Run `fn` over a part of so many rows."""
         traced = self.traced[size]
-        rows = [read_rows(array, index, size or 0) for array, index in arrays.arrays]
-        leaves = self.call.arguments.in_tree_order(rows, arrays.broadcast)
         first_row = jnp.asarray(part.first_row, jnp.int32)
+        rows: list[jax.Array] = []
+        for (array, index), overlap in zip(arrays.arrays, self.call.arguments.overlaps, strict=True):
+            seen = read_rows(array, index, (size or 0) + halo_of(overlap))
+            rows.append(fill_beyond(seen, overlap, first_row, part.total))
+        leaves = self.call.arguments.in_tree_order(rows, arrays.broadcast)
         where = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
-        seen = [
+        held = [
             read_rows(leaf, where, size) if size is not None and self.traces.holds_rows(variable) else leaf
             for variable in traced.variables
             for leaf in state[variable]
         ]
-        results = traced.run(*seen, *leaves, part.rank, first_row)
+        results = traced.run(*held, *leaves, part.rank, first_row)
         count = len(self.outputs.leaves)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
         states = [
@@ -253,15 +257,15 @@ class ProgramBuilder:
         states = self.identities()
         for rows, group in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
             numbers, starts = np.array([(number, each.start) for number, each in group], np.int32).T
-            chunks = [
-                array[starts[0] : starts[-1] + rows].reshape(len(starts), rows, *array.shape[1:])
-                for array, _ in arrays.arrays
-            ]
+            chunks: list[jax.Array] = []
+            for (array, _), overlap in zip(arrays.arrays, self.call.arguments.overlaps, strict=True):
+                index = starts[:, None] + np.arange(rows + halo_of(overlap))
+                chunks.append(array.at[index].get(mode="promise_in_bounds"))
 
             def add(before: list[jax.Array], chunk: Any, rows: int = rows) -> tuple[list[jax.Array], None]:
                 blocks, number, start, row_slot = chunk
                 first_row = jnp.asarray(part.first_row, jnp.int32) + start
-                its = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number)
+                its = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number, total=total)
                 its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
                 new = self._run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
                 return self.accumulate(before, new, its), None

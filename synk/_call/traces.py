@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
 from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
@@ -54,9 +55,12 @@ class CallTraces:
         """Trace `fn` over so many rows of one replica."""
         function, call = self.function, self.call
         has_axis = call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
-        structs = [jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in call.rows]
+        seen = [(rows or 0) + halo_of(overlap) for overlap in call.arguments.overlaps]
+        structs = [jax.ShapeDtypeStruct((n, *shape), dtype) for n, (shape, dtype) in zip(seen, call.rows, strict=True)]
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
-        rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over)
+        overlaps = [overlap for overlap in call.arguments.overlaps if overlap]
+        widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
+        rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest)
         request = TraceRequest(
             fn=function.fn,
             call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),

@@ -14,19 +14,16 @@ from .._runtime.group import AXIS, Group
 from .._runtime.layout import put
 
 
-def exchange(group: Group, data: jax.Array, rows: int, index: np.ndarray) -> jax.Array:
-    """Give each replica its part of those of all `rows` of the data that an index picks, filled up with real ones; both
-    are stacked, of shape (replicas, rows of the longest part, ...).
+def exchange(group: Group, data: jax.Array, rows: int, wanted: np.ndarray) -> jax.Array:
+    """Give each replica those of all `rows` of the data that it wants, numbers of shape (replicas, rows of the longest
+    part); the data and what comes back are stacked, of shape (replicas, rows, ...).
 
     Only rows that were picked travel: each replica sends each other what it wants, in rounds of one all-to-all of a
     fixed size, which one round nearly always meets where rows are picked at random. The index is data.
     """
-    picked = split_rows(len(index), group.size)
-    tall = picked[0].rows
-    places = np.add.outer([part.start for part in picked], np.arange(tall)).ravel()
-    wanted = put(group, index.take(places, mode="clip").astype(np.int32), "replicated")
-    body = _body(group.size, rows, tall)
-    return run_collective(group, body, ["stacked", "replicated"], ["stacked"], [data, wanted])[0]
+    index = put(group, wanted.astype(np.int32).ravel(), "replicated")
+    body = _body(group.size, rows, wanted.shape[1])
+    return run_collective(group, body, ["stacked", "replicated"], ["stacked"], [data, index])[0]
 
 
 @lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ import numpy as np
 from jax import lax
 
 from .._runtime.layout import Layout
+from .overlap import Overlap, halo_of
 from .selection import IndexKind
 
 
@@ -17,9 +18,12 @@ class InputFeed(NamedTuple):
     layout: Layout = "rows"
     index: IndexKind | None = None  # type: ignore[assignment]  # a tuple has a method of that name
     size: int = 0  # rows of a resident array that a replica sees
+    overlap: Overlap | None = None  # which neighbours a part sees
+    held_rows: int = 0  # of a resident array whose neighbours the program exchanges, rows of all replicas
 
     def arrays(self, row: jax.ShapeDtypeStruct, tall: int, replicas: int) -> list[tuple[Layout, jax.ShapeDtypeStruct]]:
         """Layouts and global shapes, where the longest part has `tall` rows of this shape."""
+        tall += halo_of(self.overlap)
         front = {"rows": (tall * replicas,), "stacked": (replicas, self.size or tall), "replicated": (self.size,)}
         array = self.layout, jax.ShapeDtypeStruct((*front[self.layout], *row.shape), row.dtype)
         return [array] if self.index is None else [array, ("stacked", index_shape(self.index, tall, replicas))]

@@ -123,6 +123,7 @@ class OutputRules(NamedTuple):
     is_sliced: bool  # whether a replica has several parts
     per_part: bool  # whether every output's parts are kept as they come, for `f.check`
     is_over: bool = False  # whether there are more batches, for `f.over`
+    neighbours: tuple[int, int] = (0, 0)  # how many rows before and after its own the part sees
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
@@ -282,6 +283,12 @@ def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
         )
     is_rows = leaf.reduced.reduction.has_row_entries
     if is_rows and (array.ndim == 0 or (rules.rows is not None and array.shape[0] != rules.rows)):
+        before, after = rules.neighbours
+        if array.ndim and rules.rows is not None and array.shape[0] == rules.rows + before + after:
+            raise ValueError(
+                f"{where} has {array.shape[0]} rows, but only {rules.rows} of those that the part sees are its own. "
+                f"Return its own alone: out[{before or ''}:{-after if after else ''}]."
+            )
         raise ValueError(
             f'{where} has shape {array.shape} for {rules.rows} rows; "{leaf.op}" needs one output row for each input '
             f'row. Use "stack" for one entry a replica.'

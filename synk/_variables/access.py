@@ -10,7 +10,9 @@ import numpy as np
 
 from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError
 from .._base.jax_context import is_traced
+from .._base.partition import split_rows
 from .._base.pytree import PyTree
+from .._data.dataset import Data, data_of_replicas
 from .._runtime.dispatch import drain, uninterrupted
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host
 from .._runtime.group import Group, current_group
@@ -56,6 +58,21 @@ def bind(variable: Variable, group: Group) -> VariableState:
             f"Set or load it again; donate=False in {name} keeps old values."
         ) from cause
     return variable._state
+
+
+def rows_held(variable: Variable, group: Group, what: str) -> Data:
+    """The rows that a variable of one array holds now, as data that lies on the replicas."""
+    state, spec = bind(variable, group), variable._spec
+    lengths = state.rows_per_replica
+    if len(spec.shapes) != 1 or spec.buffers is not None:
+        raise TypeError(f"{what} is the shared variable {variable.name}, a tree; only one array can be passed.")
+    if lengths is None or list(lengths) != [part.rows for part in split_rows(sum(lengths), group.size)]:
+        held = "no rows" if lengths is None else f"{list(lengths)} rows"
+        raise ValueError(
+            f"{what} is the shared variable {variable.name}, which holds {held}, and not as synk.scatter deals them "
+            f"out. Scatter them: synk.scatter({variable.name}, value)."
+        )
+    return data_of_replicas(group, state.leaves[0], sum(lengths), spec.keys[0], variable.name)
 
 
 def place(variable: Variable, group: Group, leaves: list[Any]) -> list[jax.Array]:

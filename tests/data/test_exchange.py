@@ -91,7 +91,7 @@ def test_bits_are_as_they_were(kind, dtype):
     x = any_bits(dtype, 16)
     index = np.random.default_rng(0).permutation(16)
     with group_of(kind, 4) as group:
-        got = exchange.exchange(group, resident(synk.data(x, place="scatter"), group), 16, index)
+        got = exchange.exchange(group, resident(synk.data(x, place="scatter"), group), 16, index.reshape(4, 4))
     assert_same(np.asarray(got).reshape(x.shape), x[index])
 
 
