@@ -14,6 +14,8 @@ from ._base.errors import (
 )
 from ._call.decorator import function
 from ._call.function import Function
+from ._call.pairs import pairs
+from ._call.scan import scan
 from ._call.spec import Stats
 from ._data.dataset import Data, data
 from ._data.minibatches import minibatches
@@ -50,9 +52,9 @@ __all__ = [
     "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
     "Overlap", "PeerError", "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce",
     "broadcast", "build_inputs", "check_replicas", "close", "data", "distribute", "fork", "function", "gather",
-    "get_lengths", "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "part_key", "preempted",
-    "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scatter", "set_value", "shared", "simulate",
-    "size",
+    "get_lengths", "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "pairs", "part_key",
+    "preempted", "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value",
+    "shared", "simulate", "size",
 ]  # fmt: skip
 
 # Show users `synk.function`, never `synk._call.function.function`, in tracebacks and help().

@@ -78,8 +78,8 @@ def compose(
     key, make = plan_key(function, call), partial(_make, function, group, call)
     plan = plans.find(group, key, lambda variable: variable._state.abstract, make)
     pairs = zip(sources, spec.overlaps, strict=True)
-    blocks = [_place(group, _in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
-    placed = [*blocks, *(_place(group, leaf, "replicated") for leaf in broadcast)]
+    blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
+    placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]
     try:
         values = plan.mapped(*placed)
     except ValueError as error:
@@ -113,7 +113,7 @@ def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
     return picked
 
 
-def _in_blocks(source: jax.Array, lengths: Sequence[int], overlap: Overlap | None) -> jax.Array:
+def in_blocks(source: jax.Array, lengths: Sequence[int], overlap: Overlap | None) -> jax.Array:
     """Rows in equal blocks, one a replica, with their neighbours, filled up with copies of real rows."""
     if len(set(lengths)) == 1 and overlap is None:
         return source
@@ -123,7 +123,7 @@ def _in_blocks(source: jax.Array, lengths: Sequence[int], overlap: Overlap | Non
     return source.at[numbers[index.ravel()]].get(mode="promise_in_bounds")
 
 
-def _place(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
+def place_traced(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
     """What one device holds cannot enter a program over several; a traced value has no place yet."""
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return array

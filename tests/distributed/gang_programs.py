@@ -614,6 +614,23 @@ def staying(group, noted):
 
 
 @case
+def neighbours(group, noted):
+    """Stencils, scans and pairs over all rows, wherever they lie."""
+    smooth = synk.function(lambda x: x[:-3] + x[3:], inputs=[synk.Overlap(2, 1, edge="reflect")], reduce="scatter")
+    for rows, slices in ((11, 1), (12, 1), (13, 3)):
+        x = numbers(rows, 3)
+        once = np.pad(x, ((2, 1), (0, 0)), mode="reflect")
+        twice = np.pad(once[:-3] + once[3:], ((2, 1), (0, 0)), mode="reflect")
+        found = smooth(smooth(x, num_slices=slices), num_slices=slices)
+        close(found[:], twice[:-3] + twice[3:])
+        close(synk.scan(jnp.add, found), np.cumsum(found[:], 0), rtol=1e-4)
+        close(synk.pairs(jnp.maximum, x), np.maximum(x[:, None], x[None]).sum(1))
+        batch = [rows - 1, 0, 4]
+        picked = np.pad(x[batch], ((2, 1), (0, 0)), mode="reflect")
+        close(smooth(x, batch=batch)[:], picked[:-3] + picked[3:])
+
+
+@case
 def checkpoint_in_background(group, noted):
     """Process 0 writes while all go on; what it cannot write, the next save tells all; parts can be loaded."""
     folder = noted.folder / "background"

@@ -1,0 +1,134 @@
+"""Pairs: all pairs of rows, by a ring on which they go round the replicas."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._base.errors import public_api
+from .._base.pytree import PyTree
+from .._reductions.reduction import ELEMENTWISE, PartInfo, Reduction, reduction_of, result_dtype
+from .._runtime.group import AXIS, current_group
+from .inputs import lengths_of
+from .skeletons import Leaves, Results, Skeleton, row_tree, run_skeleton
+
+
+@public_api
+def pairs(
+    fn: Callable[[PyTree, PyTree], PyTree],
+    x: PyTree,
+    y: PyTree = None,
+    *,
+    reduce: str = "sum",
+    outputs: Results = "concat",
+) -> PyTree:
+    """Combine `fn(x[i], y[j])` over all j, for each i: the rows of y go round the replicas, none of which holds all.
+
+    Args:
+      fn: of one row of `x` and one of `y`, both without axis 0.
+      x: a pytree of arrays that share their rows, as for `synk.scan`.
+      y: another one, of any number of rows; None for `x` itself.
+      reduce: how they combine: "sum", "mean", "max", "min", "prod", "any" or "all"; "concat" keeps them all, on axis 1.
+      outputs: "concat" for arrays that lie on every replica, "scatter" for `synk.Data` whose rows stay on theirs.
+
+    Returns:
+      What `fn` returns, with the rows of `x` on axis 0.
+
+    Raises:
+      TypeError, ValueError: arrays differ in rows or have none, or an op is none of these.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> synk.pairs(lambda a, b: jnp.abs(a - b), np.array([1.0, 2.0, 5.0]), reduce="max").tolist()
+      [4.0, 3.0, 4.0]
+      >>> synk.pairs(jnp.multiply, np.arange(3), np.arange(1, 3), reduce="concat").tolist()
+      [[0, 0], [1, 2], [2, 4]]
+    """
+    name, group, reduction = f"synk.pairs({getattr(fn, '__name__', 'fn')})", current_group(), reduction_of(reduce, "")
+    if reduction.name not in (*ELEMENTWISE, "concat"):
+        raise ValueError(f"{name}: reduce is {reduce!r}; use one of {', '.join(ELEMENTWISE)}, or concat.")
+    one = row_tree(x, "x", name, group)
+    two = one if y is None else row_tree(y, "y", name, group)
+    tree = jax.tree.structure(jax.eval_shape(fn, one.tree.unflatten(one.structs()), two.tree.unflatten(two.structs())))
+
+    def each(a: Leaves, b: Leaves) -> list[jax.Array]:
+        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(fn(one.tree.unflatten(a), two.tree.unflatten(b)))]
+
+    ring = _Ring(each, len(one.leaves), lengths_of(two.rows, group.size), reduction)
+    key = pairs, fn, one.tree, two.tree, reduction.name, two.rows
+    return tree.unflatten(run_skeleton(group, Skeleton(name, key, ring.run, tree.num_leaves, outputs), [one, two]))
+
+
+# Pairs that are made at a time, so that a replica needs the memory of its rows, those that visit, and these.
+TOGETHER = 1 << 16
+_FOLDS: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
+
+
+class _Ring(NamedTuple):
+    """All pairs of a replica's rows with those of all, which go round."""
+
+    fn: Callable[[Leaves, Leaves], list[jax.Array]]  # of one row of each
+    arguments: int  # how many arrays the first has
+    lengths: Sequence[int]  # of the second, on each replica
+    reduction: Reduction
+
+    def run(self, values: Leaves) -> list[jax.Array]:
+        """Results of a replica's rows."""
+        x, y, size = list(values[: self.arguments]), list(values[self.arguments :]), len(self.lengths)
+        rank, to_previous = lax.axis_index(AXIS), [(i, (i - 1) % size) for i in range(size)]
+        visit = self._keep if self.reduction.name == "concat" else self._fold
+
+        def turn(k: jax.Array, carry: tuple[list[jax.Array], ...]) -> tuple[list[jax.Array], ...]:
+            visitors = lax.ppermute(carry[0], AXIS, to_previous)
+            return visitors, visit(carry[1], x, visitors, (rank + k) % size)
+
+        found = lax.fori_loop(1, size, turn, (y, visit([], x, y, rank)))[1]
+        if self.reduction.name == "concat":
+            tall = max(self.lengths)
+            valid = np.concatenate([i * tall + np.arange(count) for i, count in enumerate(self.lengths)])
+            return [leaf[:, valid] for leaf in found]
+        whole = zip(found, jax.eval_shape(self._every, x, y), strict=True)
+        return [self.reduction.finalize(a, None).astype(result_dtype(v.dtype, self.reduction.name)) for a, v in whole]
+
+    def _every(self, x: Leaves, y: Leaves) -> list[jax.Array]:
+        return jax.vmap(lambda a, b: jax.vmap(partial(self.fn, a))(b), (0, None))(list(x), list(y))
+
+    def _fold(self, before: list[jax.Array], x: Leaves, y: Leaves, whose: jax.Array) -> list[jax.Array]:
+        """What pairs so far come to, with those of the rows of one replica, some of them at a time."""
+        own, tall = jnp.asarray(np.array(self.lengths, np.int32))[whose], y[0].shape[0]
+        count = max(1, min(tall, TOGETHER // x[0].shape[0]))
+        blocks = -(-tall // count)
+        numbers = jnp.minimum(jnp.arange(blocks * count, dtype=jnp.int32), tall - 1).reshape(blocks, count)
+        first = jnp.arange(blocks, dtype=jnp.int32) * count
+
+        def add(states: list[jax.Array], block: tuple[jax.Array, jax.Array]) -> tuple[list[jax.Array], None]:
+            index, start = block
+            is_row = start + jnp.arange(count, dtype=jnp.int32) < own
+            new = self._states(x, [leaf.at[index].get() for leaf in y], is_row)
+            return [self.reduction.accumulate(a, b) for a, b in zip(states, new, strict=True)], None
+
+        if not before:
+            shapes = jax.eval_shape(self._states, x, [leaf[:count] for leaf in y], numbers[0] < own)
+            before = [jnp.full(s.shape, self.reduction.identity(s.dtype), s.dtype) for s in shapes]
+        return lax.scan(add, before, (numbers, first))[0]
+
+    def _states(self, x: Leaves, y: Leaves, is_row: jax.Array) -> list[jax.Array]:
+        """What pairs of some rows come to."""
+        info, found = PartInfo(1 / sum(self.lengths), True), list[jax.Array]()
+        for value in self._every(x, y):
+            state = self.reduction.prepare(value, info)
+            there = is_row.reshape(1, -1, *[1] * (state.ndim - 2))
+            state = jnp.where(there, state, jnp.asarray(self.reduction.identity(state.dtype), state.dtype))
+            found.append(_FOLDS[self.reduction.collective](state, axis=1).astype(state.dtype))
+        return found
+
+    def _keep(self, before: list[jax.Array], x: Leaves, y: Leaves, whose: jax.Array) -> list[jax.Array]:
+        """All pairs so far, with those of the rows of one replica in their places."""
+        size, tall, values = len(self.lengths), y[0].shape[0], self._every(x, y)
+        empty = [jnp.zeros((v.shape[0], size * tall, *v.shape[2:]), v.dtype) for v in values]
+        pairs = zip(before or empty, values, strict=True)
+        return [lax.dynamic_update_slice_in_dim(one, value, whose * tall, 1) for one, value in pairs]

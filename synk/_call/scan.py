@@ -1,0 +1,134 @@
+"""Scan: prefix combinations of rows that lie on all replicas."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from .._base.errors import public_api
+from .._base.pytree import PyTree
+from .._reductions.collectives import all_gather
+from .._runtime.group import AXIS, current_group
+from .inputs import lengths_of
+from .skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton
+
+
+@public_api
+def scan(
+    op: Callable[[PyTree, PyTree], PyTree],
+    x: PyTree,
+    *,
+    identity: PyTree = None,
+    reverse: bool = False,
+    exclusive: bool = False,
+    reduce: Results = "concat",
+) -> PyTree:
+    """Combine each row with all rows before it: `jax.lax.associative_scan` over rows on all replicas.
+
+    Each replica scans its rows, and gets one total of each other.
+
+    Args:
+      op: associative, and need not commute: `op(a, b)` combines each row of `a` with that of `b`, which comes later;
+        both are trees as `x`, of any number of rows.
+      x: a pytree of arrays that share their rows, axis 0. `synk.data` with `place="scatter"`, and shared variables that
+        hold rows, are taken where they lie.
+      identity: what changes nothing, a tree of one row as `x`; only needed with `exclusive`.
+      reverse: whether to go from the last row to the first.
+      exclusive: whether a row's own value is left out.
+      reduce: "concat" for arrays that lie on every replica, "scatter" for `synk.Data` whose rows stay on theirs.
+
+    Returns:
+      A tree as `x`.
+
+    Raises:
+      TypeError, ValueError: arrays differ in rows or have none, `op` changes tree, shapes or dtypes, or there is no
+        identity where one is needed.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> synk.scan(jnp.add, np.arange(1, 6)).tolist()
+      [1, 3, 6, 10, 15]
+      >>> def then(f, g):  # of affine maps: f, then g
+      ...     return g[0] * f[0], g[0] * f[1] + g[1]
+      >>> synk.scan(then, (np.full(4, 2.0), np.ones(4)))[1].tolist()  # y = 2 y + 1, from 0 on
+      [1.0, 3.0, 7.0, 15.0]
+    """
+    name, group = f"synk.scan({getattr(op, '__name__', 'op')})", current_group()
+    given = row_tree(x, "x", name, group)
+    first = None if identity is None else _identity(identity, given, name)
+    if exclusive and first is None:
+        raise ValueError(f"{name}: exclusive leaves the first row with nothing but the identity; give identity=...")
+    like = given.tree.unflatten(given.structs(2))
+    _check_op(like, jax.eval_shape(op, like, like), name)
+
+    def combine(a: Leaves, b: Leaves) -> list[jax.Array]:
+        return jax.tree.leaves(op(given.tree.unflatten(a), given.tree.unflatten(b)))
+
+    body = partial(_scan, combine, lengths_of(given.rows, group.size), None if first is None else list(first), reverse)
+    constants = None if first is None else tuple((leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in first)
+    key = scan, op, given.tree, constants, reverse, exclusive
+    program = Skeleton(name, key, partial(body, exclusive), len(given.leaves), reduce)
+    return given.tree.unflatten(run_skeleton(group, program, [given]))
+
+
+def _identity(identity: PyTree, given: RowTree, name: str) -> list[np.ndarray]:
+    """The leaves of one row."""
+    leaves, tree = jax.tree.flatten(identity)
+    if tree != given.tree:
+        raise ValueError(f"{name}: identity has the tree {tree}, but x has {given.tree}. Give one row's.")
+    return [
+        np.broadcast_to(np.asarray(leaf, s.dtype), s.shape) for leaf, s in zip(leaves, given.structs(), strict=True)
+    ]
+
+
+def _check_op(one: PyTree, both: PyTree, name: str) -> None:
+    """What is combined must be as what it was combined of."""
+    if jax.tree.structure(one) != jax.tree.structure(both):
+        raise ValueError(
+            f"{name}: op changes the tree from {jax.tree.structure(one)} to {jax.tree.structure(both)}. It makes one "
+            f"of two of a kind."
+        )
+    for (path, before), after in zip(tree_flatten_with_path(one)[0], jax.tree.leaves(both), strict=True):
+        was, now = (f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in (before, after))
+        if was != now:
+            raise ValueError(
+                f"{name}: op changes x{keystr(path)} from {was} to {now}. It combines rows with as many rows, of the "
+                f"same shapes and dtypes."
+            )
+
+
+def _scan(
+    combine: Callable[[Leaves, Leaves], list[jax.Array]],
+    lengths: Sequence[int],
+    first: Sequence[np.ndarray] | None,
+    is_reversed: bool,
+    is_exclusive: bool,
+    values: Leaves,
+) -> list[jax.Array]:
+    """Scan a replica's rows, and put before them what all earlier replicas come to."""
+    rank = lax.axis_index(AXIS)
+    own = jnp.asarray(np.array(lengths, np.int32))[rank]
+    rows = [_turned(value, own) if is_reversed else value for value in values]
+    inside = lax.associative_scan(combine, rows)
+    totals = all_gather([leaf.at[own - 1].get() for leaf in inside])
+    order = np.flatnonzero(lengths)[:: -1 if is_reversed else 1]  # the replicas that have rows, as they follow
+    place = np.zeros(len(lengths), np.int32)
+    place[order] = np.arange(len(order))
+    carried = lax.associative_scan(combine, [total[order] for total in totals])
+    at = jnp.asarray(place)[rank]
+    before = [leaf.at[jnp.maximum(at - 1, 0)].get() for leaf in carried]
+    spread = [jnp.broadcast_to(leaf, whole.shape) for leaf, whole in zip(before, inside, strict=True)]
+    found = [jnp.where(at == 0, a, b) for a, b in zip(inside, combine(spread, inside), strict=True)]
+    if is_exclusive and first is not None:
+        start = [jnp.where(at == 0, a, b) for a, b in zip(first, before, strict=True)]
+        found = [jnp.concatenate([a[None], leaf[:-1]]) for a, leaf in zip(start, found, strict=True)]
+    return [_turned(leaf, own) if is_reversed else leaf for leaf in found]
+
+
+def _turned(rows: jax.Array, own: jax.Array) -> jax.Array:
+    """Its own rows in reverse, before what fills them up."""
+    return rows.at[jnp.maximum(own - 1 - jnp.arange(rows.shape[0], dtype=jnp.int32), 0)].get()

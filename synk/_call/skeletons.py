@@ -1,0 +1,111 @@
+"""Skeletons: programs over rows that lie on all replicas and communicate while they run, for any number of rows."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from .._base.errors import SynkError
+from .._base.jax_context import is_traced, trace_options
+from .._base.pytree import SCALARS, PyTree, narrow
+from .._data.dataset import Data, data_of_replicas, resident
+from .._reductions.collectives import all_gather, merge_leading_axes
+from .._runtime.dispatch import LOCK
+from .._runtime.engine import spmd
+from .._runtime.executable import Executable, ProgramSpec
+from .._runtime.group import Group
+from .._runtime.layout import layouts
+from .._tracing.context import current_trace
+from .._variables.access import rows_held
+from .._variables.variable import Shared
+from .compose import in_blocks, place_traced
+from .inputs import lengths_of
+
+Leaves: TypeAlias = Sequence[jax.Array]
+Results: TypeAlias = Literal["concat", "scatter"]
+
+
+class RowTree(NamedTuple):
+    """A tree of arrays that share their rows."""
+
+    leaves: list[Any]  # data that lies on the replicas; under a trace arrays
+    tree: Any
+    rows: int
+
+    def structs(self, *rows: int) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of so many rows, or of one without its axis."""
+        return [jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), narrow(leaf.dtype)) for leaf in self.leaves]
+
+
+def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
+    """Check a tree of arrays."""
+    if current_trace() is not None:
+        raise SynkError(f"{name}: it runs over all replicas, so not inside a synk function, which has its own rows.")
+    pairs, treedef = tree_flatten_with_path(tree)
+    leaves: list[Any] = []
+    for path, leaf in pairs:
+        where = f"{name}: {what}{keystr(path)}"
+        if isinstance(leaf, Shared):
+            leaves.append(rows_held(leaf, group, where))
+        elif isinstance(leaf, SCALARS) or np.ndim(leaf) == 0:
+            raise ValueError(f"{where} is a scalar and has no rows; give arrays, rows first.")
+        elif is_traced() or isinstance(leaf, jax.core.Tracer):
+            leaves.append(jnp.asarray(leaf[:] if isinstance(leaf, Data) else leaf))
+        else:
+            is_there = isinstance(leaf, Data) and leaf.place == "scatter"
+            leaves.append(leaf if is_there else Data(leaf, where, "scatter"))
+        if len(leaves[-1]) != len(leaves[0]) or not len(leaves[0]):
+            raise ValueError(
+                f"{where} has {len(leaves[-1])} rows, {what}{keystr(pairs[0][0])} {len(leaves[0])}. Arrays share their "
+                f"rows, at least one."
+            )
+    if not leaves:
+        raise ValueError(f"{name}: {what} is {tree!r}, which has no array; give arrays, rows first.")
+    return RowTree(leaves, treedef, len(leaves[0]))
+
+
+class Skeleton(NamedTuple):
+    """A program over rows that lie on all replicas."""
+
+    name: str
+    key: Any  # all that `body` depends on, beside the shapes of its arguments
+    body: Callable[[Leaves], list[jax.Array]]  # of one replica's rows, filled up behind its own
+    num_results: int
+    results: str  # whether these stay where they are, or are gathered
+
+
+def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> list[Any]:
+    """Run a program; its results have the rows of the first argument."""
+    name, rows = skeleton.name, given[0].rows
+    if skeleton.results not in ("concat", "scatter"):
+        raise ValueError(f'{name}: results are {skeleton.results!r}; use "concat" or "scatter".')
+    leaves, counts = zip(*[(leaf, each.rows) for each in given for leaf in each.leaves], strict=True)
+    is_inlined = any(not isinstance(leaf, Data) for leaf in leaves)
+    stays = skeleton.results == "scatter" and not is_inlined
+    lengths = lengths_of(rows, group.size)
+    valid = np.concatenate([rank * lengths[0] + np.arange(count) for rank, count in enumerate(lengths)])
+
+    def body(*values: jax.Array) -> list[jax.Array]:
+        found = skeleton.body(values)
+        return found if stays else [merge_leading_axes(each).at[valid].get() for each in all_gather(found)]
+
+    outs = layouts("stacked" if stays else "replicated", skeleton.num_results)
+    if is_inlined:
+        cut = [in_blocks(leaf, lengths_of(n, group.size), None) for leaf, n in zip(leaves, counts, strict=True)]
+        mapped = jax.jit(spmd(group, body, layouts("rows", len(cut)), outs))
+        return list(mapped(*[place_traced(group, block, "rows") for block in cut]))
+
+    def compile() -> Executable:
+        shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+        return Executable(group, ProgramSpec(body, [layouts("stacked", len(arrays))], [shapes], outs, name=name))
+
+    with LOCK:
+        arrays = [resident(leaf, group) for leaf in leaves]
+        key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts)
+        program: Executable = group._cached(run_skeleton, key, compile)
+        found = program.launch([arrays])
+    return [data_of_replicas(group, each, rows, None, f"a result of {name}") for each in found] if stays else found

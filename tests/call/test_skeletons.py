@@ -1,0 +1,163 @@
+"""Scan and pairs: prefix combinations by any associative op, and all pairs by a ring, for any rows and replicas."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+from ..helpers import GROUPS, assert_same, group_of, numbers, slow_but
+
+EVERY = [*GROUPS, ("devices", 3), ("devices", 8)]
+
+
+def then(f, g):
+    """Of affine maps: f, then g."""
+    return g[0] * f[0], g[0] * f[1] + g[1]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 17])
+@pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS, EVERY))
+def test_scan(kind, n, rows):
+    """Sums and maxima of integers, bit for bit, both ways, with and without a row's own; and what does not commute."""
+    with group_of(kind, n):
+        x = np.random.default_rng(rows).integers(-9, 9, (rows, 2)).astype(np.int32)
+        for reverse, exclusive in itertools.product((False, True), repeat=2):
+            want = np.cumsum(x[::-1], 0)[::-1] if reverse else np.cumsum(x, 0)
+            got = synk.scan(jnp.add, x, identity=0, reverse=reverse, exclusive=exclusive)
+            assert_same(got, (want - x if exclusive else want).astype(np.int32))
+        held = synk.shared(x, name="held")
+        synk.scatter(held, x)
+        for given in (synk.data(x, place="scatter"), synk.data(x), jnp.asarray(x), held):
+            assert_same(synk.scan(jnp.maximum, given), np.maximum.accumulate(x))
+        assert_same(jax.jit(lambda x: synk.scan(jnp.add, x))(x), np.cumsum(x, 0).astype(np.int32))
+        maps = np.random.default_rng(rows).uniform(0.5, 1, (2, rows)).astype(np.float32)
+        for reverse in (False, True):
+            want = jax.lax.associative_scan(then, tuple(maps), reverse=reverse)
+            got = synk.scan(then, tuple(maps), reverse=reverse)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("rows", [1000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_recurrence(rows):
+    """y = a y + b, one row after another."""
+    rng, y, want = np.random.default_rng(0), 0.0, []
+    a, b = rng.uniform(0.5, 1, rows).astype(np.float32), rng.normal(size=rows).astype(np.float32)
+    for u, v in zip(a.tolist(), b.tolist(), strict=True):
+        y = u * y + v
+        want.append(y)
+    with group_of("devices", 2):
+        np.testing.assert_allclose(synk.scan(then, (a, b))[1], want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "others"), [(1, 1), (5, 3), (7, 20)])
+@pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS, EVERY))
+def test_pairs(kind, n, rows, others):
+    """Every op, trees, rows with themselves, all pairs as they are, and gradients."""
+    x, y = numbers(rows, 3), numbers(others, 3) + 0.5
+    far = np.abs(x[:, None] - y[None])
+
+    def distance(a, b):
+        return jnp.abs(a - b)
+
+    with group_of(kind, n):
+        for op in ("sum", "mean", "max", "min", "prod"):
+            np.testing.assert_allclose(synk.pairs(distance, x, y, reduce=op), getattr(far, op)(1), rtol=1e-5)
+        assert_same(synk.pairs(distance, x, y, reduce="concat"), far)
+        any_and_all = (
+            synk.pairs(lambda a, b: {"more": a > b}, x, y, reduce="any"),
+            synk.pairs(jnp.greater, x, y, reduce="all"),
+        )
+        assert_same(any_and_all[0]["more"], (x[:, None] > y[None]).any(1))
+        assert_same(any_and_all[1], (x[:, None] > y[None]).all(1))
+        tree = {"x": x, "m": np.abs(x[:, 0])}
+        got = synk.pairs(lambda a, b: b["m"] * (b["x"] - a["x"]), tree)
+        np.testing.assert_allclose(
+            got, (tree["m"][None, :, None] * (x[None] - x[:, None])).sum(1), rtol=1e-5, atol=1e-4
+        )
+        slope = jax.grad(lambda x: synk.pairs(lambda a, b: (a - b) ** 2, x, y).sum())(x)
+        np.testing.assert_allclose(slope, 2 * (others * x - y.sum(0)), rtol=1e-4, atol=1e-4)
+
+
+def test_results_stay(monkeypatch):
+    """By "scatter" nothing is gathered, and no replica needs more than its rows, those that visit, and a block of pairs."""
+    programs, compile = [], jax.stages.Lowered.compile
+
+    def noted(lowered, *args, **kwargs):
+        programs.append(compile(lowered, *args, **kwargs))
+        return programs[-1]
+
+    def pull(a, b):
+        return (b - a) / (((b - a) ** 2).sum() + 1e-2) ** 1.5
+
+    with group_of("devices", 8), monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", noted)
+        x = np.random.default_rng(0).normal(size=(4003, 3)).astype(np.float32)
+        forces = synk.pairs(pull, x, outputs="scatter")
+        sums = synk.scan(jnp.add, forces, reduce="scatter")
+        assert isinstance(sums, synk.Data)
+        assert sums.place == "scatter"
+        text = programs[0].as_text()
+        assert re.search(r" collective-permute(-start)?\(", text)
+        assert "all-gather" not in text
+        assert programs[0].memory_analysis().temp_size_in_bytes < 2e6  # of 501 x 4003 pairs of 12 bytes: 24e6
+    wide = x.astype(np.float64)
+    apart = wide[None] - wide[:200, None]
+    want = (apart / ((apart**2).sum(-1, keepdims=True) + 1e-2) ** 1.5).sum(1)
+    np.testing.assert_allclose(forces[:200], want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+    np.testing.assert_allclose(sums[:], np.cumsum(forces[:].astype(np.float64), 0), rtol=1e-4, atol=1e-2)
+
+
+def test_warm(monkeypatch):
+    """The same op compiles once for as many rows, in each group; closed ones take theirs along."""
+    count, compile = [0], jax.stages.Lowered.compile
+
+    def counted(lowered, *args, **kwargs):
+        count[0] += 1
+        return compile(lowered, *args, **kwargs)
+
+    def add(a, b):
+        return a + b
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", counted)
+        for kind, n in (("devices", 2), ("simulated", 3)) * 2:
+            with group_of(kind, n):
+                for seed in range(3):
+                    x = np.random.default_rng(seed).integers(0, 9, 7).astype(np.int32)
+                    assert_same(synk.scan(add, x), np.cumsum(x).astype(np.int32))
+                    assert_same(synk.pairs(add, x), 7 * x + x.sum().astype(np.int32))
+    assert count[0] == 4
+
+
+X = np.arange(6.0, dtype=np.float32)
+REFUSED = {
+    "identity": (lambda: synk.scan(jnp.add, X, exclusive=True), ValueError, "exclusive leaves the first row"),
+    "identity's tree": (lambda: synk.scan(jnp.add, X, identity=(0, 0)), ValueError, "identity has the tree"),
+    "dtype": (lambda: synk.scan(lambda a, b: a > b, X), ValueError, r"op changes x from float32\[2\] to bool\[2\]"),
+    "shape": (lambda: synk.scan(lambda a, b: a.sum(), X), ValueError, r"to float32\[\]"),
+    "tree": (lambda: synk.scan(lambda a, b: (a, b), X), ValueError, "op changes the tree"),
+    "rows": (lambda: synk.scan(then, (X, X[:3])), ValueError, r"x\[1\] has 3 rows, x\[0\] 6"),
+    "no rows": (lambda: synk.pairs(jnp.add, X[:0]), ValueError, "0 rows"),
+    "scalar": (lambda: synk.pairs(jnp.add, X, 3.0), ValueError, "y is a scalar and has no rows"),
+    "nothing": (lambda: synk.scan(jnp.add, ()), ValueError, "which has no array"),
+    "text": (lambda: synk.scan(jnp.add, np.array(["a"])), TypeError, "give numbers"),
+    "op": (lambda: synk.pairs(jnp.add, X, reduce="stack"), ValueError, "reduce is 'stack'; use one of sum, mean"),
+    "results": (lambda: synk.scan(jnp.add, X, reduce="sum"), ValueError, 'use "concat" or "scatter"'),
+    "inside": (lambda: synk.function(lambda x: synk.scan(jnp.add, x))(X), synk.SynkError, "not inside a synk function"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_refused(which):
+    """What cannot be combined says why; and right calls are right after it."""
+    act, error, message = REFUSED[which]
+    with group_of("devices", 2):
+        for _ in range(2):
+            with pytest.raises(error, match=message):
+                act()
+        assert_same(synk.scan(jnp.add, X), np.cumsum(X))
