@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ._base.pytree import narrow
 from ._reductions import statistics
 from ._reductions.monoid import Gathered, Monoid, MonoidSpec, known
 from ._reductions.reduction import accumulation_dtype
@@ -236,6 +237,8 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
         raise ValueError(f"synk.stats.histogram: bins={bins!r} needs range=(lowest, highest); or give edges as bins.")
     like = np.zeros(0, x.dtype if jnp.issubdtype(x.dtype, np.floating) and x.dtype.itemsize >= 4 else np.float32)
     edges = np.histogram_bin_edges(like, bins, range)
+    of_integers = edges.dtype.kind in "iub" and jnp.issubdtype(x.dtype, np.integer)
+    edges = edges.astype(narrow(x.dtype if of_integers else np.result_type(like.dtype, edges.dtype)))
     values = x.ravel().astype(edges.dtype)
     place = jnp.searchsorted(jnp.asarray(edges), values, side="right") - 1
     place = jnp.where(values == edges[-1], len(edges) - 2, place)

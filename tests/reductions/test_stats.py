@@ -279,3 +279,17 @@ def test_finished_by_hand():
     assert_close(stats.var(x).value, x.var(0), rtol=1e-4, atol=1e-6)
     leaves, treedef = jax.tree.flatten(stats.var(x))
     assert_close(jax.tree.unflatten(treedef, leaves).value, x.var(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "x", [np.array([-0.5, 0.5, 1.5, 2.0, -1.0, 3.0], np.float32), np.array([-3, 0, 1, 2, 16777217])]
+)
+@pytest.mark.parametrize(
+    "bins", [[0, 1, 2], np.array([0.0, 0.5, 2]), np.array([-1, 0, 2], np.float32), np.array([0, 16777217])]
+)
+def test_edges_of_a_histogram(bins, x):
+    """Of any dtype: integers are compared as they are, all else as floats, and nothing is cut off on the way."""
+    counts, edges = synk.function(lambda x: stats.histogram(x, bins))(x)
+    wanted = np.histogram(x, bins)
+    assert counts.tolist() == wanted[0].tolist()
+    np.testing.assert_allclose(edges, wanted[1], rtol=1e-6)
