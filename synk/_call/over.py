@@ -19,10 +19,11 @@ from .._variables.access import bind
 from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .binding import BoundArguments
+from .compiler import Compiler
 from .execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
 from .feeding import launches
 from .inputs import RowRequest
-from .plan import PlanCache
+from .plan import CallPlan, PlanCache
 from .prepare import Where, check_row_count, prepare, start
 from .spec import FunctionSpec
 
@@ -78,7 +79,8 @@ class Accumulation:
             self._first, self._carry = ready, run(ready, plan.start, [])
         leaves, rows = leaves_taken(ready, states), rows_taken(ready)
         of_variables = [leaves[variable] for variable in plan.reads[0]]
-        count = len(plan.compiler.carry)
+        compiler = _compiler(plan)
+        count = len(compiler.carry)
         several = launches(lengths, ready.num_slices)
         for j, parts in enumerate(several, 1):
             table = place_table(ready, parts, ended=sum(lengths) if j == len(several) else 0)
@@ -86,14 +88,14 @@ class Accumulation:
             found = run(ready, plan.program_of(parts), [*of_variables, self._carry, values])
             self._carry = found[:count]
             self._seen |= np.array(parts.counts) > 0
-            if plan.compiler.kept_kinds:
+            if compiler.kept_kinds:
                 self._pieces.append(_Piece(self._batches, parts.counts, parts.tall, found[count : len(found)]))
         self._rows += sum(lengths)
         self._batches += 1
 
     def _check(self, ready: ReadyCall, states: dict[Shared, VariableState], rows: int) -> None:
         """All batches find the same values and give outputs of the same shapes."""
-        name, new = ready.function.name, ready.plan.compiler
+        name, new = ready.function.name, _compiler(ready.plan)
         for variable, state in states.items():
             if self._states.setdefault(variable, state) is not state:
                 raise SynkError(
@@ -104,7 +106,7 @@ class Accumulation:
             raise ValueError(f"{name}.over: rows beyond {_MOST} have no number in int32. Do without row numbers.")
         if self._first is None:
             return
-        old = self._first.plan.compiler
+        old = _compiler(self._first.plan)
         leaves = zip(old.builder.outputs.leaves, old.states, new.states, strict=False)
         other = [(leaf.path, a, b) for leaf, a, b in leaves if a.dtype != b.dtype or _shape(leaf, a) != _shape(leaf, b)]
         for path, a, b in other[:1]:
@@ -123,7 +125,7 @@ class Accumulation:
         ready, rows = self._first, self._rows
         if ready is None:
             raise ValueError(f"{self._function.name}.over: there was no batch. An answer needs at least one row.")
-        plan, compiler, name = ready.plan, ready.plan.compiler, self._function.name
+        plan, compiler, name = ready.plan, _compiler(ready.plan), self._function.name
         check_row_count(name, plan.least_rows, (rows,))
         index = {is_row: _row_order(self._pieces, is_row) for is_row in compiler.kept_kinds}
         places = {True: sum(piece.tall for piece in self._pieces), False: len(self._pieces)}
@@ -138,6 +140,11 @@ class Accumulation:
             values = run(ready, program, [[*self._carry[:-1], *kept], placed])  # not where they end
             self._function.stats.calls += 1
         return plan.result.tree(values)
+
+
+def _compiler(plan: CallPlan) -> Compiler:
+    assert plan.compiler is not None
+    return plan.compiler
 
 
 def _shape(leaf: Any, state: jax.ShapeDtypeStruct) -> tuple[int, ...]:

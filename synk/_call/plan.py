@@ -49,7 +49,9 @@ class CallPlan:
     staying: tuple[int, ...]  # and which stay on the replicas that made them
     outputs: OutputSpec  # the structure of what `fn` returned
     least_rows: int  # fewer in all would not do
-    compiler: Compiler  # of the program that ends `f.over`, which depends on how much has been kept
+    # Of `f.over`, what compiles the program that ends it, which depends on how much has been kept; else none, since it
+    # holds on to what a call has seen.
+    compiler: Compiler | None
 
     def program_of(self, parts: PartRows) -> Executable:
         """The program of one launch of several."""
@@ -140,7 +142,7 @@ def make_plan(
         staying=tuple(j for j, i in enumerate(result.picked) if i in finisher.staying),
         outputs=builder.outputs,
         least_rows=builder.outputs.least_rows,
-        compiler=compiler,
+        compiler=compiler if call.is_over else None,
     )
 
 

@@ -54,11 +54,14 @@ def order(batches: Any, rows=37):
     return np.concatenate([numbers[:b] if isinstance(b, int) else numbers[... if b is None else b] for b in batches])
 
 
-@pytest.mark.parametrize("batches", BATCHES)
-@pytest.mark.parametrize(("kind", "n"), slow_but([("devices", 2), ("simulated", 3)], [*GROUPS, ("devices", 8)]))
-def test_over_is_one_call_over_all_rows(kind, n, batches):
+CASES = [(group, batches) for group in [*GROUPS, ("devices", 8)] for batches in BATCHES]
+QUICK = [(("devices", 2), "minibatches"), (("simulated", 3), "first has one row")]
+
+
+@pytest.mark.parametrize(("group", "batches"), slow_but(QUICK, CASES))
+def test_over_is_one_call_over_all_rows(group, batches):
     """Every op, any batches and slices, warm as fresh; and calls of the same function come between."""
-    with group_of(kind, n):
+    with group_of(*group):
         w = synk.shared(np.float32(2))
         f = synk.function(lambda x, y: everything(x, y, w), outputs=OUTPUTS)
         want = f.serial(X, Y, batch=order(BATCHES[batches]()))
