@@ -156,6 +156,7 @@ def test_serial_asks_only_for_what_it_reads(four):
     assert float(f.serial(X, False)) == X.sum()
 
 
+@pytest.mark.slow  # it waits three times
 def test_a_callback_that_waits_for_its_own_call_is_told():
     """A host callback that asks for a variable gets its value or an error, never a deadlock.
 

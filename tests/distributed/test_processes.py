@@ -222,7 +222,7 @@ FAILURES = [  # those that wait for the heartbeat go first
 ]  # fmt: skip
 
 
-QUICK = [("stop", 1), ("kill", 2), ("raise", 0)]
+QUICK = [("kill", 2), ("raise", 0)]
 
 
 @Once
