@@ -113,6 +113,12 @@ def of_uneven(found):
         yield f"{name}, on 4 replicas", f"{case['ratio']:.2f}", wanted
 
 
+def of_over(found):
+    for name, case in found["results"].items():
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in case["ratios"].values())
+        yield f"f.over, {name}: / by hand without a thread, with one", ratios, "<= 1.05"
+
+
 def of_packing(found):
     for case in found["results"]:
         yield f"64 leaves of {case['KB']} KB: packed / alone", f"{case['packed us'] / case['alone us']:.2f}", ""
@@ -166,6 +172,7 @@ ROWS = {
     "overhead": of_overhead,
     "calls": of_calls,
     "uneven": of_uneven,
+    "over": of_over,
     "packing": of_packing,
     "batches": of_batches,
     "slices": of_slices,
