@@ -33,7 +33,7 @@ ROOMS = {
     ),
     "_call": (
         [*CORE, "_reductions", "_tracing", "_data", "_variables"],
-        "binding spec inputs feeding parts traces program finish compiler plan execute prepare compose compare views check iterate "
+        "binding spec row_input inputs feeding parts traces program finish compiler plan execute prepare compose compare views check iterate "
         "over function decorator skeletons scan pairs",
     ),
     "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "model step local_sgd"),

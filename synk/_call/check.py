@@ -18,9 +18,9 @@ from .binding import BoundArguments
 from .compare import Tolerance, difference, matching_ops
 from .execute import Outcome, ReadyCall, evaluate
 from .feeding import launches
-from .inputs import RowRequest
 from .plan import PlanCache
 from .prepare import Where, prepare
+from .row_input import RowRequest
 from .spec import FunctionSpec
 from .traces import cannot_update_rows, shared_in
 from .views import one_device, split_at, view_of_one, view_of_simulated

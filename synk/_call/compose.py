@@ -28,11 +28,12 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .feeding import launches
 from .finish import Finisher
-from .inputs import RowCall, RowRequest, check_leaves, select_rows
+from .inputs import check_leaves, select_rows
 from .parts import arrays_of, part_of, part_table
 from .plan import PlanCache, plan_key
 from .prepare import check_row_count, checked_subset, part_form
 from .program import ProgramBuilder
+from .row_input import RowCall, RowRequest
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 

@@ -12,7 +12,8 @@ from .._data.selection import IndexKind, ReplicaSelection
 from .._data.transfer import PartRows, send_index, send_rows
 from .._runtime.group import Group
 from .._runtime.layout import constant
-from .inputs import RowInput, RowInputs
+from .inputs import RowInputs
+from .row_input import RowInput
 
 
 @lru_cache(maxsize=1024)

@@ -23,11 +23,12 @@ from .check import Runner, check, run_serial
 from .compare import Tolerance
 from .compose import compose
 from .execute import ReadyCall, execute
-from .inputs import RowRequest, check_slices
+from .inputs import check_slices
 from .iterate import Batches, iterate
 from .over import Accumulation
 from .plan import PlanCache
 from .prepare import Where, prepare, start
+from .row_input import RowRequest
 from .spec import FunctionSpec, with_then
 
 

@@ -1,4 +1,4 @@
-"""Inputs: the scattered arguments of a call, which of their rows it takes, and how these reach the replicas."""
+"""Inputs: the arguments of a call, checked, and which rows of the scattered ones it takes."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,46 +8,24 @@ import jax
 import numpy as np
 
 from .._base.partition import split_rows
-from .._base.pytree import SCALARS, as_data, key_of, narrow
-from .._data.dataset import Data, is_result, resident, source_of
-from .._data.feed import SENT, InputFeed
-from .._data.overlap import Overlap, halo_of, with_neighbours
+from .._base.pytree import SCALARS, as_data, key_of
+from .._data.dataset import Data, is_result, source_of
+from .._data.overlap import halo_of
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
-    IndexKind,
     ReplicaSelection,
     Selection,
-    index_kind,
     merge_replicas,
     select,
     select_on_replicas,
 )
-from .._data.sources import Source, as_source, is_in_memory
+from .._data.sources import Source, as_source
 from .._data.transfer import gather_rows
 from .._runtime.group import Group
 from .._variables.access import rows_held
 from .._variables.variable import Shared
 from .binding import BoundArguments
-
-
-class RowRequest(NamedTuple):
-    """Which rows a call asks for, as its user gave them."""
-
-    batch: Any = None
-    batch_s: Any = None
-    num_slices: int = 1
-
-
-class RowInput(NamedTuple):
-    """One scattered argument."""
-
-    source: Any  # on the host; or the resident array
-    selection: Selection  # which rows; of scattered data that keeps its rows, all
-    feed: InputFeed  # how they come
-    shape: tuple[int, ...]  # of one row
-    dtype: np.dtype  # as JAX has it
-    scattered_rows: int | None = None  # where a batch picks from all rows of scattered data: how many there are
-    rows_before: int = 0  # rows of the call that lie before the source's, in other processes
+from .row_input import Picks, RowCall, RowInput, row_input
 
 
 class RowInputs(NamedTuple):
@@ -113,18 +91,6 @@ def check_slices(num_slices: Any, name: str) -> None:
         raise ValueError(f"{name}: num_slices is {num_slices}; give an integer >= 1.")
 
 
-class RowCall(NamedTuple):
-    """What the checks of the rows of one call share."""
-
-    name: str  # of the function
-    names: Sequence[str]  # of the scattered arguments
-    leaves: Sequence[Any]  # these, looked at
-    request: RowRequest  # which rows
-    group: Group  # which runs them
-    data_group: Group | None = None  # where scattered data lies in another group: that one; rows come from the host
-    overlaps: Sequence[Overlap | None] = ()  # which neighbours of its rows each brings; () for none
-
-
 def select_rows(call: RowCall) -> RowInputs:
     """Check the scattered arguments of a call and what picks their rows: values, in every call."""
     name, names, leaves, (batch, batch_s, _), group, data_group, _ = call
@@ -159,17 +125,17 @@ def select_rows(call: RowCall) -> RowInputs:
     for i, leaf in enumerate(leaves):
         overlap = call.overlaps[i] if call.overlaps else None
         if i in minibatch:
-            picks = _Picks(Selection(None, 0, count or 0), None, False)
+            picks = Picks(Selection(None, 0, count or 0), None, False)
         elif on_replicas is not None and i in resident_ones:
             chosen = merge_replicas(on_replicas) if data_group or overlap else Selection(None, 0, len(leaf))
-            picks = _Picks(chosen, batch_s, overlap is None)
+            picks = Picks(chosen, batch_s, overlap is None)
         else:
             assert selection is not None
-            picks = _Picks(selection, batch, False)
+            picks = Picks(selection, batch, False)
         if overlap is not None:
             lengths = on_replicas.lengths if on_replicas and data_group is None else lengths_of(count or 0, group.size)
             picks = picks._replace(overlap=overlap, tall=max(lengths) + halo_of(overlap))
-        each.append(_input(call, leaf, picks))
+        each.append(row_input(call, leaf, picks))
     if on_replicas is not None and data_group is None:
         return RowInputs(tuple(each), on_replicas.lengths, on_replicas)
     return RowInputs(tuple(each), None if count is None else lengths_of(count, group.size))
@@ -205,13 +171,13 @@ def _select_process_rows(call: RowCall) -> RowInputs:
         sources = [rows_of_processes(gather_rows(source, selection, source.dtype)) for source in sources]
         selection = Selection(None, 0, len(sources[0]))
     if data_group is not None or not is_multi_process:
-        each = [_input(call, source, _Picks(selection, None, False)) for source in sources]
+        each = [row_input(call, source, Picks(selection, None, False)) for source in sources]
         return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
     lengths = rows_of_replicas(group, selection.rows)
     if not any(lengths):
         raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
     before = sum(lengths[: group._local_ranks.start])
-    each = [_input(call, source, _Picks(selection, None, False))._replace(rows_before=before) for source in sources]
+    each = [row_input(call, source, Picks(selection, None, False))._replace(rows_before=before) for source in sources]
     return RowInputs(tuple(each), lengths, None, True)
 
 
@@ -271,58 +237,6 @@ def common_rows(
     if rows == 0 and not may_be_empty:
         raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows; a call needs at least one.")
     return rows
-
-
-class _Picks(NamedTuple):
-    """Which rows a call takes of one argument."""
-
-    selection: Selection
-    batch: Any  # what picks them
-    is_on_replicas: bool  # whether that picks on each replica
-    overlap: Overlap | None = None  # which neighbours come with them
-    tall: int = 0  # with these, rows of the longest part
-
-
-def _input(call: RowCall, leaf: Any, picks: _Picks) -> RowInput:
-    """How one argument's rows come: sent from the host, or picked from resident data where they lie.
-
-    Resident data is sent too where the call has another group, where `batch_s` picks from other data, and where CPU
-    devices share the host's memory. Rows of the whole scattered data that a batch names are exchanged first.
-    """
-    selection, batch, is_on_replicas, overlap, tall = picks
-    is_all = isinstance(leaf, Data) and selection.indexes is None and selection.rows == len(leaf)
-    sending = SENT if overlap is None else SENT._replace(overlap=overlap)
-    if overlap is not None:
-        among = with_neighbours(selection.rows, overlap)
-        index = among + selection.start if selection.indexes is None else selection.indexes[among]
-        selection = Selection(index, 0, len(index))
-    if not isinstance(leaf, Data):
-        return RowInput(leaf, selection, sending, leaf.shape[1:], narrow(leaf.dtype))
-    shape, dtype, group = leaf.shape[1:], narrow(leaf.dtype), call.group
-    sent = RowInput(source_of(leaf), selection, sending, shape, dtype)
-    if leaf.place == "host" or call.data_group is not None:
-        return sent
-    if leaf.place == "scatter" and call.request.batch_s is not None and not is_on_replicas:
-        # `batch_s` gives replicas unequal rows, but scattered minibatch data is split evenly: send its rows.
-        return sent
-    may_differ = group.size > 1 or overlap is not None
-    is_global = leaf.place == "scatter" and may_differ and not (is_on_replicas or is_all)
-    if is_global and group.platform == "cpu" and is_in_memory(source_of(leaf)):
-        return sent  # which these devices' rows lie in, too
-    array = resident(leaf, group)
-    at = sent._replace(source=array)
-    kind: IndexKind = index_kind(batch) if overlap is None else "gather"
-    if leaf.place == "broadcast":
-        return at._replace(feed=InputFeed("replicated", kind, len(leaf), overlap))
-    of_slice: IndexKind | None = "slice" if call.request.num_slices > 1 else None
-    if is_all and not is_on_replicas:
-        # Whole, each part begins where its replica's rows do, unless it is a slice of those.
-        held = 0 if overlap is None else len(leaf)
-        return at._replace(feed=InputFeed("stacked", of_slice, array.shape[1], overlap, held))
-    if not is_global:  # picked on its replica; one replica has all rows
-        return at._replace(feed=InputFeed("stacked", kind, array.shape[1]))
-    tall = tall or -(-selection.rows // group.size)
-    return at._replace(feed=InputFeed("stacked", of_slice, tall, overlap), scattered_rows=len(leaf))
 
 
 def values_given(given: Arguments, rows: RowInputs) -> list[Any]:

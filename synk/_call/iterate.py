@@ -13,7 +13,8 @@ from .._data.selection import Selection, select
 from .._data.transfer import gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .binding import BoundArguments
-from .inputs import RowRequest, check_leaves, common_rows
+from .inputs import check_leaves, common_rows
+from .row_input import RowRequest
 from .spec import FunctionSpec
 
 

@@ -22,9 +22,10 @@ from .binding import BoundArguments
 from .compiler import Compiler
 from .execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
 from .feeding import launches
-from .inputs import RowRequest
+from .inputs import RowInputs
 from .plan import CallPlan, PlanCache
 from .prepare import Where, check_row_count, prepare, start
+from .row_input import RowRequest
 from .spec import FunctionSpec
 
 _MOST = 2**31 - 1  # the largest number that a row can have
@@ -76,7 +77,8 @@ class Accumulation:
         check_held_rows(ready, states)
         self._check(ready, states, sum(lengths))
         if self._first is None:
-            self._first, self._carry = ready, run(ready, plan.start, [])
+            self._carry = run(ready, plan.start, [])
+            self._first = ready._replace(rows=RowInputs((), None), broadcast=[])  # which need not be kept
         leaves, rows = leaves_taken(ready, states), rows_taken(ready)
         of_variables = [leaves[variable] for variable in plan.reads[0]]
         compiler = _compiler(plan)

@@ -21,9 +21,7 @@ from .binding import BoundArguments
 from .execute import ReadyCall
 from .feeding import launches
 from .inputs import (
-    RowCall,
     RowInputs,
-    RowRequest,
     check_leaves,
     lengths_of,
     passes_variables,
@@ -31,6 +29,7 @@ from .inputs import (
     values_given,
 )
 from .plan import CallPlan, NeedsLengths, PlanCache, make_plan, plan_key
+from .row_input import RowCall, RowRequest
 from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View
 
