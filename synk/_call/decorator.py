@@ -60,8 +60,9 @@ def function(
     Args:
       fn: a function of arrays, traced by JAX, called with one replica's rows.
       inputs: how each parameter is dealt out: "scatter" (the default; its rows, axis 0, over the replicas), "broadcast"
-        (whole to each), "static" (a hashable constant), or `synk.Overlap` (rows with their neighbours). A sequence of modes by position, each a pytree prefix; or a
-        mapping from parameter to mode; or a sequence of parameters' names, all others being broadcast.
+        (whole to each), "static" (a hashable constant), or `synk.Overlap` (rows with their neighbours). A sequence
+        of modes by position, each a pytree prefix; or a mapping from parameter to mode; or a sequence of parameters'
+        names, all others being broadcast.
       outputs: how outputs combine: a pytree prefix of what `fn` returns with an op at each leaf: "sum", "mean"
         (weighted by rows), "max", "min", "prod", "any", "all", "concat", "scatter" (as "concat", but rows stay where
         they were made), "merge" (of a `synk.Monoid`), "stack", "first" or None, or a callable. Left out, or None:
