@@ -47,6 +47,18 @@ def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
+def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
+    """A number of the user's as one of this dtype; ValueError where it would become another."""
+    refuse_tracer(value, what)
+    found = np.asarray(value)
+    is_number = found.dtype.kind in "biufcV" and (found.dtype.kind != "c" or dtype.kind == "c")
+    with np.errstate(all="ignore"):
+        cast = found.astype(dtype) if is_number else found
+    if not is_number or (dtype.kind in "biu" and not np.array_equal(cast.astype(np.float64), found.astype(np.float64))):
+        raise ValueError(f"{what} is {value!r}, which is no {np.dtype(dtype).name}. Give a number of that dtype.")
+    return cast
+
+
 def refuse_tracer(leaf: Any, what: str) -> None:
     """SynkError where a value is traced: whoever keeps it would have it after its trace has ended."""
     if isinstance(leaf, jax.core.Tracer):

@@ -105,7 +105,7 @@ class Compiler:
         size, builder = self.group.size, self.builder
 
         def body() -> list[jax.Array]:
-            states = builder.identities()
+            states = builder.empty_states()
             first = [states[i] for i in self.carried] + [jnp.zeros_like(POSITION)] * self.call.is_over
             return [jnp.stack([state] * size) for state in first]
 
@@ -249,6 +249,8 @@ class Compiler:
 
     def _results(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:
         """What the program that ends a call returns."""
+        if self.call.is_sliced:
+            states = self.builder.states_of_present(states, part.count > 0)
         results, new = self.finisher.finish_values(states, state, broadcast, part)
         return [*(results[i] for i in self.finisher.result.picked), *chain(*(new[v] for v in self.updates))]
 
@@ -276,8 +278,9 @@ class Compiler:
 
         def body(*values: jax.Array) -> list[jax.Array]:
             given, index = values[: len(states)], dict(zip(kinds, values[len(states) :], strict=False))
-            whole = self._all_states(given[:count], given[count:], entries)
-            found = self.finisher.combine_batches(whole, index, *values[-2:])
+            whole, (rows, present) = self._all_states(given[:count], given[count:], entries), values[-2:]
+            whole = self.builder.states_of_present(whole, present[lax.axis_index(AXIS)])
+            found = self.finisher.combine_batches(whole, index, rows, present)
             return [found[i] for i in result.picked]
 
         function = self.builder.function

@@ -81,14 +81,20 @@ def compose(
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]
+    return plan.result.tree(run_inlined(group, plan.mapped, placed))
+
+
+def run_inlined(
+    group: Group, mapped: Callable[..., Sequence[jax.Array]], placed: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """Run a mapped program as a part of the transformation under way."""
     try:
-        values = plan.mapped(*placed)
+        return mapped(*placed)
     except ValueError as error:
         # Under an eager grad or vmap a traced value may wrap one that lives on one device alone.
         if "incompatible devices" not in str(error):
             raise
-        values = plan.mapped(*(jax.device_put(a, group.replicated) for a in placed))
-    return plan.result.tree(values)
+        return mapped(*(jax.device_put(a, group.replicated) for a in placed))
 
 
 def _picked(call: RowCall, batch: Any) -> list[jax.Array]:

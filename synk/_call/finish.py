@@ -27,6 +27,10 @@ class Finisher:
         self.builder, self.call, self.function, self.group = builder, builder.call, builder.function, builder.group
         self.traces, self.outputs, self.reduced = builder.traces, builder.outputs, builder.reduced
         self.staying = self.outputs.staying
+        if self.staying and not self.call.has_rows:
+            raise ValueError(
+                f'{self.function.name}: "scatter" keeps rows where they were made, but this call has no rows.'
+            )
         if self.staying and self.function.then is not None:
             path = self.outputs.results[self.staying[0]].path
             raise ValueError(

@@ -11,10 +11,12 @@ from jax import lax
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
-from .._reductions.reduction import ELEMENTWISE, PartInfo, Reduction, reduction_of, result_dtype
+from .._reductions.monoid import Monoid
+from .._reductions.outputs import is_whole
+from .._reductions.reduction import ELEMENTWISE, PartInfo, Reduction, Weighted, reduction_of, result_dtype
 from .._runtime.group import AXIS, current_group
 from .inputs import lengths_of
-from .skeletons import Leaves, Results, Skeleton, row_tree, run_skeleton
+from .skeletons import Leaves, Results, Skeleton, row_tree, run_skeleton, without_state
 
 
 @public_api
@@ -53,10 +55,16 @@ def pairs(
         raise ValueError(f"{name}: reduce is {reduce!r}; use one of {', '.join(ELEMENTWISE)}, or concat.")
     one = row_tree(x, "x", name, group)
     two = one if y is None else row_tree(y, "y", name, group)
-    tree = jax.tree.structure(jax.eval_shape(fn, one.tree.unflatten(one.structs()), two.tree.unflatten(two.structs())))
+    alone = without_state(fn, name)
+    out = jax.eval_shape(alone, one.tree.unflatten(one.structs()), two.tree.unflatten(two.structs()))
+    if any(isinstance(leaf, Monoid | Weighted) for leaf in jax.tree.leaves(out, is_leaf=is_whole)):
+        raise ValueError(
+            f"{name}: it returns a Monoid or Weighted, but pairs combine by {reduce!r} alone. Return arrays."
+        )
+    tree = jax.tree.structure(out)
 
     def each(a: Leaves, b: Leaves) -> list[jax.Array]:
-        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(fn(one.tree.unflatten(a), two.tree.unflatten(b)))]
+        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(alone(one.tree.unflatten(a), two.tree.unflatten(b)))]
 
     ring = _Ring(each, len(one.leaves), lengths_of(two.rows, group.size), reduction)
     key = pairs, fn, one.tree, two.tree, reduction.name, two.rows

@@ -218,10 +218,19 @@ class ProgramBuilder:
         rows = max(self.call.lengths) if self.call.lengths else self.call.part_sizes[0][0] or 1
         return {True: rows, False: 1 if self.call.is_over else min(self.call.num_slices, rows)}
 
-    def identities(self) -> list[jax.Array]:
-        """The states of a replica before its first part, where it has several."""
-        pairs = zip(self.state_shapes(self.slots), self.reductions, strict=True)
-        return [jnp.full(shape.shape, reduction.identity(shape.dtype), shape.dtype) for shape, reduction in pairs]
+    def empty_states(self) -> list[jax.Array]:
+        """The states of a replica before its first part, where it has several: zeros, since what changes nothing may be
+        infinite, which `jax_debug_infs` would find."""
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in self.state_shapes(self.slots)]
+
+    def states_of_present(self, states: Sequence[jax.Array], is_present: Any) -> list[jax.Array]:
+        """The states of a replica after its last part; what changes nothing where it had none."""
+        return [
+            jnp.where(is_present, state, jnp.asarray(reduction.identity(state.dtype), state.dtype))
+            if reduction.collective in ("max", "min", "prod")
+            else state
+            for state, reduction in zip(states, self.reductions, strict=True)
+        ]
 
     def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
         """The states of this replica's parts so far and of one more; where that has no rows, those so far."""
@@ -236,7 +245,10 @@ class ProgramBuilder:
                 slot = part.row_slot if reduction.has_row_entries else part.part_slot
                 found.append(lax.dynamic_update_slice_in_dim(before[i], one, slot, 0))
             else:
-                found.append(jnp.where(part.count > 0, reduction.accumulate(before[i], one), before[i]))
+                both = reduction.accumulate(before[i], one)
+                if reduction.collective in ("max", "min", "prod"):
+                    both = jnp.where(part.seen > 0, both, one)
+                found.append(jnp.where(part.count > 0, both, before[i]))
         return found
 
     def _merge(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> dict[int, jax.Array]:
@@ -254,7 +266,7 @@ class ProgramBuilder:
         total = sum(self.call.lengths or ())
         # Where each slice has its entries: that of the longest part, so that all replicas agree.
         places = np.array([each.start for each in self._slices(self.slots[True])], np.int32)
-        states = self.identities()
+        states = self.empty_states()
         for rows, group in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
             numbers, starts = np.array([(number, each.start) for number, each in group], np.int32).T
             chunks: list[jax.Array] = []

@@ -10,11 +10,11 @@ from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._base.errors import public_api
-from .._base.pytree import PyTree
+from .._base.pytree import PyTree, exactly
 from .._reductions.collectives import all_gather
 from .._runtime.group import AXIS, current_group
 from .inputs import lengths_of
-from .skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton
+from .skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
 
 
 @public_api
@@ -58,15 +58,15 @@ def scan(
       [1.0, 3.0, 7.0, 15.0]
     """
     name, group = f"synk.scan({getattr(op, '__name__', 'op')})", current_group()
-    given = row_tree(x, "x", name, group)
+    given, op_alone = row_tree(x, "x", name, group), without_state(op, name)
     first = None if identity is None else _identity(identity, given, name)
     if exclusive and first is None:
         raise ValueError(f"{name}: exclusive leaves the first row with nothing but the identity; give identity=...")
     like = given.tree.unflatten(given.structs(2))
-    _check_op(like, jax.eval_shape(op, like, like), name)
+    _check_op(like, jax.eval_shape(op_alone, like, like), name)
 
     def combine(a: Leaves, b: Leaves) -> list[jax.Array]:
-        return jax.tree.leaves(op(given.tree.unflatten(a), given.tree.unflatten(b)))
+        return jax.tree.leaves(op_alone(given.tree.unflatten(a), given.tree.unflatten(b)))
 
     body = partial(_scan, combine, lengths_of(given.rows, group.size), None if first is None else list(first), reverse)
     constants = None if first is None else tuple((leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in first)
@@ -80,9 +80,8 @@ def _identity(identity: PyTree, given: RowTree, name: str) -> list[np.ndarray]:
     leaves, tree = jax.tree.flatten(identity)
     if tree != given.tree:
         raise ValueError(f"{name}: identity has the tree {tree}, but x has {given.tree}. Give one row's.")
-    return [
-        np.broadcast_to(np.asarray(leaf, s.dtype), s.shape) for leaf, s in zip(leaves, given.structs(), strict=True)
-    ]
+    pairs, what = zip(leaves, given.structs(), strict=True), f"{name}: identity"
+    return [np.broadcast_to(exactly(leaf, like.dtype, what), like.shape) for leaf, like in pairs]
 
 
 def _check_op(one: PyTree, both: PyTree, name: str) -> None:
@@ -121,8 +120,12 @@ def _scan(
     carried = lax.associative_scan(combine, [total[order] for total in totals])
     at = jnp.asarray(place)[rank]
     before = [leaf.at[jnp.maximum(at - 1, 0)].get() for leaf in carried]
-    spread = [jnp.broadcast_to(leaf, whole.shape) for leaf, whole in zip(before, inside, strict=True)]
-    found = [jnp.where(at == 0, a, b) for a, b in zip(inside, combine(spread, inside), strict=True)]
+    # What does not count is replaced before it is combined: a gradient through what a select leaves out may be NaN.
+    is_own = jnp.arange(inside[0].shape[0], dtype=jnp.int32) < own
+    safe = [jnp.where(is_own.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[:1]) for leaf in inside]
+    pairs = zip(before, safe, strict=True)
+    spread = [jnp.broadcast_to(jnp.where(at == 0, whole[0], leaf), whole.shape) for leaf, whole in pairs]
+    found = [jnp.where(at == 0, a, b) for a, b in zip(safe, combine(spread, safe), strict=True)]
     if is_exclusive and first is not None:
         start = [jnp.where(at == 0, a, b) for a, b in zip(first, before, strict=True)]
         found = [jnp.concatenate([a[None], leaf[:-1]]) for a, leaf in zip(start, found, strict=True)]

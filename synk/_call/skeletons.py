@@ -11,18 +11,18 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._base.errors import SynkError
 from .._base.jax_context import is_traced, trace_options
-from .._base.pytree import SCALARS, PyTree, narrow
-from .._data.dataset import Data, data_of_replicas, resident
+from .._base.pytree import SCALARS, PyTree, key_of, narrow
+from .._data.dataset import Data, data_of_replicas, resident, source_of
 from .._reductions.collectives import all_gather, merge_leading_axes
 from .._runtime.dispatch import LOCK
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import Group
 from .._runtime.layout import layouts
-from .._tracing.context import current_trace
+from .._tracing.context import TraceContext, current_trace, tracing
 from .._variables.access import rows_held
 from .._variables.variable import Shared
-from .compose import in_blocks, place_traced
+from .compose import in_blocks, place_traced, run_inlined
 from .inputs import lengths_of
 
 Leaves: TypeAlias = Sequence[jax.Array]
@@ -50,13 +50,20 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
     for path, leaf in pairs:
         where = f"{name}: {what}{keystr(path)}"
         if isinstance(leaf, Shared):
+            if is_traced():
+                raise SynkError(
+                    f"{where} is the shared variable {leaf.name}, of which jit, grad or vmap would keep the value of "
+                    f"now. Pass {leaf.name}.value as an argument."
+                )
             leaves.append(rows_held(leaf, group, where))
+        elif key_of(leaf) is not None or (isinstance(leaf, Data) and leaf._key is not None):
+            raise TypeError(f"{where} holds typed PRNG keys, which do not combine; give jax.random.key_data of them.")
         elif isinstance(leaf, SCALARS) or np.ndim(leaf) == 0:
             raise ValueError(f"{where} is a scalar and has no rows; give arrays, rows first.")
         elif is_traced() or isinstance(leaf, jax.core.Tracer):
             leaves.append(jnp.asarray(leaf[:] if isinstance(leaf, Data) else leaf))
         else:
-            is_there = isinstance(leaf, Data) and leaf.place == "scatter"
+            is_there = isinstance(leaf, Data) and leaf.place == "scatter" and source_of(leaf) is not None
             leaves.append(leaf if is_there else Data(leaf, where, "scatter"))
         if len(leaves[-1]) != len(leaves[0]) or not len(leaves[0]):
             raise ValueError(
@@ -66,6 +73,32 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
     if not leaves:
         raise ValueError(f"{name}: {what} is {tree!r}, which has no array; give arrays, rows first.")
     return RowTree(leaves, treedef, len(leaves[0]))
+
+
+def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
+    """A user's function of rows, which may not read or write shared variables, nor call what runs over all replicas:
+    programs are kept by the function alone."""
+    if not callable(fn):
+        raise TypeError(f"{name}: it is given {fn!r}; give a function of rows.")
+    try:
+        hash(fn)
+    except TypeError:
+        raise TypeError(
+            f"{name}: {type(fn).__name__} has no hash, by which its programs are kept. Give a function."
+        ) from None
+
+    def refuse(variable: Any) -> Any:
+        raise SynkError(
+            f"{name}: its function uses the shared variable {variable.name}, but has rows alone. Pass its value beside "
+            f"the rows, or use synk.function."
+        )
+
+    def call(*args: PyTree) -> PyTree:
+        nothing: Any = None
+        with tracing(TraceContext(name, nothing, nothing, 0, None, False, False, {}, refuse)):
+            return fn(*args)
+
+    return call
 
 
 class Skeleton(NamedTuple):
@@ -97,7 +130,7 @@ def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> 
     if is_inlined:
         cut = [in_blocks(leaf, lengths_of(n, group.size), None) for leaf, n in zip(leaves, counts, strict=True)]
         mapped = jax.jit(spmd(group, body, layouts("rows", len(cut)), outs))
-        return list(mapped(*[place_traced(group, block, "rows") for block in cut]))
+        return list(run_inlined(group, mapped, [place_traced(group, block, "rows") for block in cut]))
 
     def compile() -> Executable:
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]

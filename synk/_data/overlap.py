@@ -11,6 +11,7 @@ from jax import lax
 
 from .._base.errors import public_api
 from .._base.partition import split_rows
+from .._base.pytree import exactly
 from .._runtime.group import AXIS
 from .transfer import PartRows
 
@@ -64,11 +65,11 @@ class Overlap:
             if width < 0:
                 raise ValueError(f"synk.Overlap: {name} is {width}; give an integer >= 0.")
         if edge not in get_args(Edge):
-            other = _OTHERS.get(str(edge).lower())
+            other = _OTHERS.get(edge.lower()) if isinstance(edge, str) else None
             hint = f'it is "{other}" here.' if other else f"use {', '.join(map(repr, get_args(Edge)))}."
             raise ValueError(f"synk.Overlap: edge is {edge!r}; {hint}")
-        if np.ndim(fill):
-            raise ValueError(f"synk.Overlap: fill has shape {np.shape(fill)}; give one number.")
+        if np.ndim(fill) or np.asarray(fill).dtype.kind not in "biufc":
+            raise ValueError(f"synk.Overlap: fill is {fill!r}; give one number.")
         values = {"before": int(before), "after": int(after), "edge": edge, "fill": np.asarray(fill).item()}
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -104,7 +105,7 @@ def fill_beyond(rows: jax.Array, overlap: Overlap | None, first_row: Any, total:
         return rows
     number = first_row - overlap.before + jnp.arange(rows.shape[0], dtype=jnp.int32)
     is_there = ((number >= 0) & (number < total)).reshape(-1, *[1] * (rows.ndim - 1))
-    return jnp.where(is_there, rows, jnp.asarray(overlap.fill, rows.dtype))
+    return jnp.where(is_there, rows, exactly(overlap.fill, rows.dtype, "synk.Overlap: fill"))
 
 
 class _Message(NamedTuple):

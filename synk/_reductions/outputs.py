@@ -178,7 +178,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
             items.append(len(leaves))
             add(path + keystr(sub), WEIGHTED, leaf, weight)
         add(f"{path}.weight", WEIGHT, value.weight)
-    plain = jax.tree.map(_whole, out, is_leaf=_is_whole)
+    plain = jax.tree.map(_whole, out, is_leaf=is_whole)
     return arrays, OutputSpec(tuple(leaves), tuple(items), jax.tree.structure(plain))
 
 
@@ -213,7 +213,7 @@ def _pick(tree: PyTree, subset: Sequence[Any], name: str) -> tuple[Any, ...]:
     return tuple(tree[wanted] for wanted in subset)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
     """Is it one of synk's own, which has its own way to combine?"""
     return isinstance(value, Weighted | Monoid)
 
@@ -230,7 +230,7 @@ def _match_ops(rules: OutputRules, out: PyTree) -> list[tuple[str, Reduction, An
     found: list[tuple[str, Reduction, Any]] = []
 
     def match(prefix: Any, reduction: Reduction, subtree: Any) -> None:
-        for path, value in tree_leaves_with_path(subtree, is_leaf=_is_whole):
+        for path, value in tree_leaves_with_path(subtree, is_leaf=is_whole):
             found.append((keystr((*prefix, *path)), reduction, value))
 
     try:
@@ -272,9 +272,11 @@ def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
     where = f"{rules.name}: output{leaf.path}"
     if leaf.key is not None and leaf.op not in ("concat", "scatter", "stack", "first", "first part"):
         raise TypeError(f'{where} holds PRNG keys, which do not combine by {leaf.op!r}; use "concat", "stack" or None.')
-    if leaf.op == "scatter" and (rules.is_over or rules.rows is None):
-        why = "over takes rows in another order than they lie in" if rules.is_over else "this call has no rows"
-        raise ValueError(f'{where}: "scatter" keeps rows where they were made, but {why}. Use "concat" or "stack".')
+    if leaf.op == "scatter" and rules.is_over:
+        raise ValueError(
+            f'{where}: "scatter" keeps rows where they were made, but over takes rows in another order than '
+            f'they lie in. Use "concat".'
+        )
     if leaf.op in ("stack", "first") and rules.is_sliced:
         several, each = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
         raise ValueError(

@@ -213,7 +213,7 @@ def row_numbers() -> jax.Array:
 def _own_part(call: str, what: str) -> TraceContext:
     """The function being traced, whose results now depend on which part it runs on."""
     context = current_trace()
-    if context is None:
+    if context is None or context.size == 0:  # a function of rows alone has no part either
         raise SynkError(f"synk.{call}: {what} only inside a synk function, on each replica.")
     context.uses_rank = True
     return context

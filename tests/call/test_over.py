@@ -218,3 +218,17 @@ def test_batches_of_unlike_shapes():
         g = synk.function(lambda x: [x.sum()] * len(x), name="g")
         with pytest.raises(ValueError, match=r"g.over: what it returns has another tree in batch 1"):
             g.over(X, batches=[4, 5])
+
+
+def test_under_debug_infs():
+    """What changes a maximum nothing is infinite; it is no result, also in slices and on replicas without rows."""
+    with group_of("devices", 2), jax.debug_infs(True):
+        f = synk.function(lambda x: (x.max(0), x.min(0), jnp.cos(x).prod(0)), outputs=("max", "min", "prod"))
+        for rows, got in (
+            (X[:5], f(X[:5], num_slices=3)),
+            (X[:5], f.over(X[:5], batches=[[0], [1], slice(2, 5)])),
+            (X[:1], f(X[:1], num_slices=2)),
+            (X[:1], f.over(X[:1], batches=[1])),
+        ):
+            assert_same(got[:2], (rows.max(0), rows.min(0)))
+            np.testing.assert_allclose(got[2], np.cos(rows).prod(0), rtol=1e-5)

@@ -110,3 +110,14 @@ def test_refused():
             ):
                 f(data, batch_s=[[0], [0, 1]])
         assert_same(f(data, batch_s=[[0, 1], [0]])[:], x[[0, 1, 3]] * 2)
+
+
+def test_rows_of_a_variable():
+    """A variable that holds rows brings them too."""
+    x = numbers(7, 3)
+    with group_of("devices", 2):
+        held = synk.shared(x, name="held")
+        synk.scatter(held, x)
+        f = synk.function(lambda: held.value * 2, reduce="scatter")
+        assert_same(f()[:], x * 2)
+        assert_same(f(num_slices=2)[:], x * 2)

@@ -148,6 +148,11 @@ REFUSED = {
     "text": (lambda: synk.scan(jnp.add, np.array(["a"])), TypeError, "give numbers"),
     "op": (lambda: synk.pairs(jnp.add, X, reduce="stack"), ValueError, "reduce is 'stack'; use one of sum, mean"),
     "results": (lambda: synk.scan(jnp.add, X, reduce="sum"), ValueError, 'use "concat" or "scatter"'),
+    "keys": (lambda: synk.scan(jnp.add, jax.random.split(jax.random.key(0))), TypeError, "holds typed PRNG keys"),
+    "no function": (lambda: synk.scan(3, X), TypeError, "it is given 3; give a function of rows"),
+    "fraction": (lambda: synk.scan(jnp.add, np.arange(3), identity=0.5, exclusive=True), ValueError, "is 0.5, which is no"),
+    "monoid": (lambda: synk.pairs(lambda a, b: synk.Monoid(a, jnp.add), X), ValueError, "returns a Monoid or Weighted"),
+    "rank": (lambda: synk.pairs(lambda a, b: a * synk.rank(), X), synk.SynkError, "only inside a synk function"),
     "inside": (lambda: synk.function(lambda x: synk.scan(jnp.add, x))(X), synk.SynkError, "not inside a synk function"),
 }  # fmt: skip
 
@@ -161,3 +166,50 @@ def test_refused(which):
             with pytest.raises(error, match=message):
                 act()
         assert_same(synk.scan(jnp.add, X), np.cumsum(X))
+
+
+@pytest.mark.parametrize("device", [0, 5])
+def test_of_an_array_on_one_device(device):
+    """Eager transformations of what lies on one device alone, of the group or not."""
+    with group_of("devices", 2):
+        x = jax.device_put(X, jax.devices()[device])
+        assert_same(jax.grad(lambda x: synk.scan(jnp.add, x).sum())(x), np.arange(6, 0, -1, dtype=np.float32))
+        assert_same(jax.grad(lambda x: synk.pairs(jnp.add, x).sum())(x), np.full(6, 12, np.float32))
+        assert_same(jax.vmap(lambda x: synk.scan(jnp.add, x))(x[None]), np.cumsum(X)[None])
+
+
+def test_a_variable_under_a_trace():
+    """Its value of now would be kept, so it raises, as a function does; warm too."""
+    with group_of("devices", 2):
+        held = synk.shared(X, name="held")
+        synk.scatter(held, X)
+        for _ in range(2):
+            with pytest.raises(synk.SynkError, match=r"shared variable held, of which jit"):
+                jax.jit(lambda: synk.scan(jnp.add, held))()
+            assert_same(synk.scan(jnp.add, held), np.cumsum(X))
+
+
+@pytest.mark.parametrize(("kind", "n"), GROUPS)
+def test_state_is_refused(kind, n):
+    """A program is kept by its function alone, so that may not depend on a variable; each time, in any group."""
+    with group_of(kind, n):
+        w = synk.shared(np.float32(1), name="w")
+        for _ in range(2):
+            for act in (
+                lambda: synk.pairs(lambda a, b: a * b * w.value, X),
+                lambda: synk.scan(lambda a, b: a + b * w.value, X),
+                lambda: synk.pairs(lambda a, b: setattr(w, "value", a) or a, X),
+            ):
+                with pytest.raises(synk.SynkError, match="its function uses the shared variable w"):
+                    act()
+        assert float(w.value) == 1
+
+
+def test_gradients_of_uneven_rows():
+    """Rows that fill a part up have none, also where they would overflow."""
+    with group_of("devices", 2):
+        x = np.array([1, 1, 1e20], np.float32)
+        got = jax.grad(lambda x: synk.scan(jnp.multiply, x).sum())(x)
+        np.testing.assert_allclose(
+            got, jax.grad(lambda x: jax.lax.associative_scan(jnp.multiply, x).sum())(x), rtol=1e-6
+        )

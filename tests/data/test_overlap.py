@@ -175,6 +175,12 @@ REFUSED = {
     "negative": (lambda: synk.Overlap(-1), ValueError, "before is -1; give an integer >= 0"),
     "float": (lambda: synk.Overlap(1, 2.0), TypeError, "after is 2.0; give an integer >= 0"),
     "fill": (lambda: synk.Overlap(1, edge="fill", fill=[1, 2]), ValueError, "give one number"),
+    "text": (lambda: synk.Overlap(1, edge="fill", fill="a"), ValueError, "give one number"),
+    "fraction": (
+        lambda: synk.function(lambda x: x[1:-1], [synk.Overlap(1, edge="fill", fill=0.5)], "concat")(np.arange(4)),
+        ValueError,
+        "fill is 0.5, which is no int32",
+    ),
     "mode": (lambda: synk.function(lambda x: x, inputs=["overlap"]), ValueError, "neither a mode"),
 }
 
