@@ -115,8 +115,9 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
                     return fn(*args, **kwargs)
             return fn(*args, **kwargs)
         except Exception as error:
-            # What comes while JAX compares trees is a ValueError there.
-            if isinstance(error.__cause__, KeyboardInterrupt):
+            # What comes while JAX compares keys of its caches is a ValueError there, whose text alone may tell.
+            is_of_cache = isinstance(error, ValueError) and str(error).startswith("Cache keys should be comparable")
+            if isinstance(error.__cause__, KeyboardInterrupt) or (is_of_cache and "KeyboardInterrupt" in str(error)):
                 raise KeyboardInterrupt from error
             hide_internal_frames(error)
             raise
