@@ -28,6 +28,7 @@ from ._distributed.preemption import preempted
 from ._reductions.monoid import Monoid
 from ._reductions.reduction import Weighted
 from ._runtime.group import Group
+from ._runtime.target import target
 from ._synkhronos import build_inputs, distribute, fork
 from ._tracing.context import part_key, rank, row_numbers, size
 from ._variables.checkpoint import load, save
@@ -54,7 +55,7 @@ __all__ = [
     "broadcast", "build_inputs", "check_replicas", "close", "data", "distribute", "fork", "function", "gather",
     "get_lengths", "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "pairs", "part_key",
     "preempted", "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value",
-    "shared", "simulate", "size",
+    "shared", "simulate", "size", "target",
 ]  # fmt: skip
 
 # Show users `synk.function`, never `synk._call.function.function`, in tracebacks and help().

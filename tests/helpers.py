@@ -5,6 +5,7 @@ import mmap
 import os
 import signal
 import threading
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -14,6 +15,9 @@ from hypothesis import strategies as st
 from jax._src import core  # noqa: TID251  # to mend what only JAX can break
 
 import synk
+
+# Is JAX's plugin here that compiles for GPUs?
+HAS_PLUGIN = find_spec("jax_plugins") is not None and find_spec("jax_plugins.xla_cuda12") is not None
 
 # Replicas on as many devices, or on one.
 GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3)]

@@ -758,7 +758,19 @@ def test_members_of_a_variable(two, flat):
 def test_members_of_a_function(two):
     """Beside what `functools.wraps` brings."""
     f = synk.function(branches, then=lambda total: total)
-    assert members(f) == {"fn", "name", "stats", "then", "shared", "iterate", "over", "serial", "check", "compile"}
+    assert members(f) == {
+        "fn",
+        "name",
+        "stats",
+        "then",
+        "shared",
+        "iterate",
+        "over",
+        "serial",
+        "check",
+        "compile",
+        "explain",
+    }
 
 
 @pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])

@@ -18,11 +18,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # Folders from the bottom up, with those that each may import, and their modules from the bottom up.
 BASE, CORE = ["_base"], ["_base", "_runtime"]
 ROOMS = {
-    "_base": ([], "jax_context bounded_cache errors old_names pytree partition"),
-    "_runtime": (BASE, "watchdog dispatch group layout engine executable"),
+    "_base": ([], "jax_context bounded_cache errors old_names pytree partition units"),
+    "_runtime": (BASE, "watchdog dispatch group layout engine executable target"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
     "_reductions": (CORE, "collectives reduction monoid statistics outputs"),
-    "_tracing": (CORE, "context tracer"),
+    "_tracing": (CORE, "context equations tracer"),
     "_data": (
         [*CORE, "_tracing"],
         "host_buffers sources selection transfer overlap feed resident_rows exchange dataset process_rows prefetch minibatches row_keys",
@@ -33,7 +33,7 @@ ROOMS = {
     ),
     "_call": (
         [*CORE, "_reductions", "_tracing", "_data", "_variables"],
-        "binding spec row_input inputs feeding parts traces program finish compiler plan execute prepare compose compare views check iterate "
+        "binding spec row_input inputs feeding parts traces program finish compiler causes plan execute prepare compose compare views check hlo picture report explain measure inspection iterate "
         "over function decorator skeletons scan pairs",
     ),
     "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "model step local_sgd"),

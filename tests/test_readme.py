@@ -1,27 +1,57 @@
-"""The README tells the truth: its Python blocks run one after another, and print what it says they print."""
+"""The README and the pages tell the truth: Python blocks run one after another, and print what they say they print."""
 
 import re
 from pathlib import Path
+
+import jax
+import pytest
+
+from .helpers import HAS_PLUGIN
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-def test_blocks_run_and_print_what_they_say(capsys):
-    """A `text` block after a `python` block is what that one prints."""
-    text = README.read_text()
-    names, printed, checked = {"__name__": "readme"}, "", 0
+def run_blocks(path, capsys):
+    """Run a page's blocks, and compare what each prints with the `text` block after it; how many were compared."""
+    text = path.read_text()
+    names, printed, checked = {"__name__": path.stem}, "", 0
     for block in BLOCK.finditer(text):
         kind, body = block.groups()
         if kind == "python":
-            # Lines keep their numbers, so that a traceback points into the README.
+            # Lines keep their numbers, so that a traceback points into the page.
             before = "\n" * (text[: block.start()].count("\n") + 1)
-            exec(compile(before + body, README, "exec"), names)
+            exec(compile(before + body, path, "exec"), names)
             printed = capsys.readouterr().out
         elif kind == "text":
             assert printed == body
             checked += 1
-    assert checked >= 2
+    return checked
+
+
+def test_blocks_run_and_print_what_they_say(capsys):
+    """A `text` block after a `python` block is what that one prints."""
+    assert run_blocks(README, capsys) >= 2
+
+
+def test_before_you_rent(capsys):
+    """What needs no plugin, everywhere."""
+    before = "import jax.numpy as jnp, numpy as np, synk\n"
+    exec(before, names := {})
+    text = (README.parent / "docs" / "before_you_rent.md").read_text()
+    *_, (_, code), (_, printed) = BLOCK.findall(text)
+    exec(code, names)
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.target
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'")
+def test_before_you_rent_with_the_plugin(capsys, tmp_path, monkeypatch):
+    """All of the page."""
+    monkeypatch.chdir(tmp_path)  # where it writes
+    with jax.numpy_dtype_promotion("standard"):  # as users have it
+        assert run_blocks(README.parent / "docs" / "before_you_rent.md", capsys) == 1
+    assert (tmp_path / "step.html").exists()
 
 
 def test_length_and_first_screen():

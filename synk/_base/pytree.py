@@ -22,14 +22,20 @@ def as_keys(data: Any, impl: Any) -> Any:
 
 def key_of(leaf: Any) -> Any:
     """The PRNG implementation of a typed key array, None of anything else."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return None
+    if isinstance(leaf, jax.Array):
         return jax.random.key_impl(leaf)
-    return None
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]
 
 
 def as_data(leaf: Any) -> Any:
     """A typed PRNG key array as raw data; anything else as it is."""
-    return leaf if key_of(leaf) is None else jax.random.key_data(leaf)
+    if key_of(leaf) is None:
+        return leaf
+    return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
 
 
 def narrow(dtype: np.dtype) -> np.dtype:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any
-
-import jax
 
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced
@@ -16,23 +13,19 @@ from .._base.pytree import PyTree
 from .._data.prefetch import Prefetch
 from .._runtime.dispatch import LOCK
 from .._runtime.group import current_group
-from .._tracing.context import current_trace
 from .._variables.variable import Shared
 from .binding import ArgumentBinder, BoundArguments
-from .check import Runner, check, run_serial
-from .compare import Tolerance
 from .compose import compose
-from .execute import ReadyCall, execute
-from .inputs import check_slices
+from .execute import execute
+from .inspection import Inspection
 from .iterate import Batches, iterate
 from .over import Accumulation
-from .plan import PlanCache
 from .prepare import Where, prepare, start
 from .row_input import RowRequest
 from .spec import FunctionSpec, with_then
 
 
-class Function:
+class Function(Inspection):
     """What `synk.function` makes: call it as the serial function.
 
     Attributes:
@@ -48,9 +41,7 @@ class Function:
     """
 
     def __init__(self, spec: FunctionSpec, binder: ArgumentBinder) -> None:
-        self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
-        self._spec, self._binder = spec, binder
-        self._plans = PlanCache()
+        super().__init__(spec, binder)
         update_wrapper(self, spec.fn, updated=())
 
     def __repr__(self) -> str:
@@ -144,31 +135,13 @@ class Function:
             return compose(self._spec, self._plans, bound, request, output_subset, current_group())
         return self._launch(bound, request, output_subset)
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_slices: Any, call: str = "") -> BoundArguments:
-        """The arguments of a call, none of their leaves looked at; `call` names one that a trace cannot hold."""
-        self._refuse(call)
-        check_slices(num_slices, self.name)
-        return self._binder.bind(args, kwargs)
-
-    def _refuse(self, call: str = "") -> None:
-        current = current_trace()
-        if current is not None:
-            raise SynkError(
-                f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
-                f"Call {self.name}.fn there."
-            )
-        if call and is_traced():
-            raise SynkError(
-                f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
-            )
-
-    def _prepare(self, bound: BoundArguments, request: RowRequest, subset: Any) -> ReadyCall:
-        return prepare(self._spec, self._plans, bound, request, subset, Where(current_group()))
-
     def _launch(self, bound: BoundArguments, request: RowRequest, subset: Any) -> PyTree:
         """Start one call."""
+        current_group()._refuse_if_absent(self.name)
         with LOCK:
-            result = start(self._spec, partial(self._prepare, bound, request, subset), execute)
+            where = Where(current_group())
+            ready = partial(prepare, self._spec, self._plans, bound, request, subset, where)
+            result = start(self._spec, ready, execute)
             self.stats.calls += 1
             return result
 
@@ -206,7 +179,9 @@ class Function:
           [6, 9]
         """
         bound = self._bind(args, kwargs, num_slices, "iterate")
-        rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), current_group())
+        group = current_group()
+        group._refuse_if_absent(f"{self.name}.iterate")
+        rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), group)
         call = partial(self._launch, subset=output_subset)
         return iterate(rows, batches, prefetch, call, lambda: self._refuse("iterate"))
 
@@ -244,98 +219,9 @@ class Function:
           3.0
         """
         bound, where = self._bind(args, kwargs, num_slices, "over"), Where(current_group())
+        where.group._refuse_if_absent(f"{self.name}.over")
         total = Accumulation(self._spec, self._plans, where, output_subset)
         rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), where.group, "over")
         for _ in iterate(rows, batches, prefetch, total.add, lambda: self._refuse("over")):
             pass
         return total.finish()
-
-    @public_api
-    def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:
-        """Run `fn` and `then` once, on one device, over all selected rows: what every other call must equal.
-
-        Args:
-          *args: as in a call.
-          batch, batch_s: as in a call.
-          update: whether shared variables take their new values; by default they stay as they are.
-          **kwargs: as in a call.
-
-        Returns:
-          As a call; all arrays lie on every replica.
-
-        Raises:
-          DivergedError: a shared variable holds different values on the replicas.
-
-        Example:
-          >>> import jax.numpy as jnp, numpy as np, synk
-          >>> f = synk.function(jnp.mean, reduce="mean")
-          >>> float(f.serial(np.arange(5.0)))
-          2.0
-        """
-        bound = self._bind(args, kwargs, 1, "serial")
-        return run_serial(self._runner(bound, RowRequest(batch, batch_s)), update)
-
-    @public_api
-    def check(
-        self,
-        *args: Any,
-        rtol: float | None = None,
-        atol: float | None = None,
-        batch: Any = None,
-        batch_s: Any = None,
-        num_slices: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
-
-        A group of one replica is checked as two simulated ones.
-
-        Args:
-          *args: as in a call.
-          rtol: relative tolerance; None chooses by dtype (2e-4 for float32).
-          atol: absolute tolerance; None chooses by dtype (2e-5 for float32).
-          batch, batch_s: as in a call.
-          num_slices: as in a call.
-          **kwargs: as in a call.
-
-        Raises:
-          LawError: something differs; the message names it, and the ops that would have matched.
-
-        Example:
-          >>> import jax.numpy as jnp, numpy as np, synk
-          >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
-        """
-        runner = self._runner(self._bind(args, kwargs, num_slices, "check"), RowRequest(batch, batch_s, num_slices))
-        check(runner, replace(runner.function, then=None), Tolerance(rtol, atol))
-
-    def _runner(self, bound: BoundArguments, request: RowRequest) -> Runner:
-        return Runner(self._spec.gathering(), self._plans, bound, request, current_group())
-
-    @public_api
-    def compile(
-        self,
-        *args: Any,
-        batch: Any = None,
-        batch_s: Any = None,
-        num_slices: int = 1,
-        output_subset: Sequence[Any] | None = None,
-        **kwargs: Any,
-    ) -> jax.stages.Compiled:
-        """Compile ahead what a call with such arguments runs, and change nothing.
-
-        Args:
-          As in a call; only trees, shapes and dtypes matter.
-
-        Returns:
-          JAX's `Compiled` of the program that runs `fn`, or where rows are sliced of the one that combines.
-
-        Example:
-          >>> import jax.numpy as jnp, numpy as np, synk
-          >>> f = synk.function(jnp.sum)
-          >>> "HloModule" in f.compile(np.ones(8)).as_text()
-          True
-        """
-        bound = self._bind(args, kwargs, num_slices, "compile")
-        with LOCK:
-            request = RowRequest(batch, batch_s, num_slices)
-            return self._prepare(bound, request, output_subset).plan.last.compiled

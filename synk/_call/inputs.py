@@ -46,7 +46,7 @@ class Arguments(NamedTuple):
     keys: tuple[Any, ...]
 
 
-def check_leaves(bound: BoundArguments, name: str, group: Group | None = None) -> Arguments:
+def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, is_abstract: bool = False) -> Arguments:
     """Check what users have passed; `group` is where shared variables live, None under a trace."""
     spec, values = bound.spec, list(bound.leaves)
     overlapping = [i for i, overlap in zip(spec.scattered, spec.overlaps, strict=True) if overlap is not None]
@@ -59,6 +59,13 @@ def check_leaves(bound: BoundArguments, name: str, group: Group | None = None) -
             pass
         elif isinstance(leaf, Data):
             keys[i] = leaf._key
+        elif isinstance(leaf, jax.ShapeDtypeStruct):
+            if not is_abstract:
+                raise TypeError(
+                    f"{name}: argument {spec.names[i]} is a shape alone, which compile and explain take; a call needs "
+                    f"an array."
+                )
+            keys[i], values[i] = key_of(leaf), as_data(leaf)
         elif isinstance(leaf, Shared) and i in overlapping and group is not None:
             values[i] = rows_held(leaf, group, f"{name}: argument {spec.names[i]}")
             keys[i] = values[i]._key
@@ -93,7 +100,7 @@ def check_slices(num_slices: Any, name: str) -> None:
 
 def select_rows(call: RowCall) -> RowInputs:
     """Check the scattered arguments of a call and what picks their rows: values, in every call."""
-    name, names, leaves, (batch, batch_s, _), group, data_group, _ = call
+    name, names, leaves, (batch, batch_s, _), group, data_group = call[:6]
     minibatch: list[int] = []  # brings the rows of the batch itself
     resident_ones: list[int] = []  # lies on the replicas, where batch_s picks
     picked: list[int] = []

@@ -51,6 +51,7 @@ def pairs(
       [[0, 0], [1, 2], [2, 4]]
     """
     name, group, reduction = f"synk.pairs({getattr(fn, '__name__', 'fn')})", current_group(), reduction_of(reduce, "")
+    group._refuse_if_absent(name)
     if reduction.name not in (*ELEMENTWISE, "concat"):
         raise ValueError(f"{name}: reduce is {reduce!r}; use one of {', '.join(ELEMENTWISE)}, or concat.")
     one = row_tree(x, "x", name, group)

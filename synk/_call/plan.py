@@ -1,8 +1,10 @@
 """Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any value."""
 
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import ref
 
 from .._data.transfer import PartRows
 from .._reductions.outputs import OutputSpec, ResultSpec
@@ -11,6 +13,7 @@ from .._runtime.group import Group
 from .._runtime.layout import Layout
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
+from .causes import Compiled
 from .compiler import Compiler
 from .finish import Finisher
 from .program import ProgramBuilder
@@ -48,6 +51,8 @@ class CallPlan:
     own: tuple[int, ...]  # which leaves of the result are the first replica's own
     staying: tuple[int, ...]  # and which stay on the replicas that made them
     outputs: OutputSpec  # the structure of what `fn` returned
+    flops: Mapping[int | None, int]  # of `fn` over so many rows, in matrix products and convolutions
+    flops_of_then: int
     least_rows: int  # fewer in all would not do
     # Of `f.over`, what compiles the program that ends it, which depends on how much has been kept; else none, since it
     # holds on to what a call has seen.
@@ -71,14 +76,13 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._touched: dict[Shared, None] = {}
+        self.compiled: deque[Compiled] = deque(maxlen=64)  # the newest plans, to tell why one had to be made
 
     def variables(self) -> tuple[Shared, ...]:
         """All that plans have touched so far."""
         return tuple(self._touched)
 
-    def find(
-        self, group: Group, key: Hashable, abstract: Callable[[Shared], AbstractState], make: Callable[[], Any]
-    ) -> Any:
+    def find(self, group: Group, key: Any, abstract: Callable[[Shared], AbstractState], make: Callable[[], Any]) -> Any:
         """The plan for a key; made where there is none."""
         plans: list[Any] = group._cached(self, key, list)
         for plan in plans:
@@ -86,6 +90,8 @@ class PlanCache:
                 return plan
         plan = make()  # a failure is not kept
         self._touched.update(dict.fromkeys(plan.accepts))
+        if isinstance(plan, CallPlan):
+            self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], plan.accepts))
         plans.insert(0, plan)
         del plans[64:]
         return plan
@@ -141,6 +147,8 @@ def make_plan(
         own=tuple(j for j, i in enumerate(result.picked) if i in own),  # none before then
         staying=tuple(j for j, i in enumerate(result.picked) if i in finisher.staying),
         outputs=builder.outputs,
+        flops={size: traced.flops for size, traced in builder.traced.items()},
+        flops_of_then=0 if finisher.then is None else finisher.then[0].flops,
         least_rows=builder.outputs.least_rows,
         compiler=compiler if call.is_over else None,
     )

@@ -1,7 +1,7 @@
 """Prepare: bind, select and plan: from arguments to a call that only has to run."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.jax_context import checks_floats, trace_options
-from .._base.pytree import SCALARS
+from .._base.pytree import SCALARS, narrow
 from .._data.dataset import Data, resident, source_of
 from .._data.selection import index_kind, select_on_replicas
 from .._runtime.group import Group
@@ -41,6 +41,7 @@ class Where(NamedTuple):
     view: View | None = None  # of variables, where that is not their own group
     data_group: Group | None = None  # which scattered data lies in, where that is another one
     may_donate: bool = True  # whether old values may be overwritten
+    is_abstract: bool = False  # whether shapes are enough: the call is compiled, and not run
 
     def state(self, variable: Shared) -> VariableState:
         """What a variable holds, as the call sees it."""
@@ -63,14 +64,17 @@ def prepare(
 ) -> ReadyCall:
     """Check a call's arguments and rows, and find or make its plan."""
     name, group, slices = function.name, where.group, request.num_slices
-    looked = check_leaves(bound, name, where.data_group or group)
+    looked = check_leaves(bound, name, where.data_group or group, where.is_abstract)
     spec = bound.spec
-    call_rows = RowCall(name, spec.scattered_names, looked.scattered, request, group, where.data_group, spec.overlaps)
+    call_rows = RowCall(
+        name, spec.scattered_names, looked.scattered, request, group, where.data_group, spec.overlaps, where.is_abstract
+    )
     rows = select_rows(call_rows)
-    if group._is_multi_process:
+    if group._is_multi_process and not where.is_abstract:
         remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
         group._peers.compare_values(f"the arguments of {name}", lambda: values_given(looked, rows), remedy)
-    broadcast = [place_broadcast(group, leaf, where.data_group) for leaf in looked.broadcast]
+    bring = abstract_broadcast if where.is_abstract else partial(place_broadcast, group, where.data_group)
+    broadcast = [bring(leaf) for leaf in looked.broadcast]
     batch_s = None if where.data_group else request.batch_s
     form = (  # the first fields of CallSpec
         spec,
@@ -191,7 +195,16 @@ def _rows_of_variable(
     return rows._replace(lengths=chosen.lengths, on_replicas=chosen)
 
 
-def place_broadcast(group: Group, leaf: Any, data_group: Group | None) -> jax.Array:
+def abstract_broadcast(leaf: Any) -> jax.ShapeDtypeStruct:
+    """What a broadcast argument will be on every replica; no more than its shape is looked at."""
+    if isinstance(leaf, Data):
+        source_of(leaf)  # SynkError where it was freed
+    if isinstance(leaf, SCALARS):
+        return jax.eval_shape(jnp.asarray, leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, narrow(leaf.dtype), weak_type=getattr(leaf, "weak_type", False))
+
+
+def place_broadcast(group: Group, data_group: Group | None, leaf: Any) -> jax.Array:
     """Bring a broadcast argument to every replica; data is there already, unless another group is its home."""
     if isinstance(leaf, Data):
         source_of(leaf)  # SynkError where it was freed

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._base.pytree import narrow
-from .._data.dataset import Data, resident, source_of
+from .._data.dataset import Data, abstract_rows, resident, source_of
 from .._data.feed import SENT, InputFeed
 from .._data.overlap import Overlap, with_neighbours
 from .._data.selection import IndexKind, Selection, index_kind
@@ -44,6 +44,7 @@ class RowCall(NamedTuple):
     group: Group  # which runs them
     data_group: Group | None = None  # where scattered data lies in another group: that one; rows come from the host
     overlaps: Sequence[Overlap | None] = ()  # which neighbours of its rows each brings; () for none
+    is_abstract: bool = False  # whether the call is compiled and not run, so that nothing is placed
 
 
 class Picks(NamedTuple):
@@ -82,7 +83,7 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
     is_global = leaf.place == "scatter" and may_differ and not (is_on_replicas or is_all)
     if is_global and group.platform == "cpu" and is_in_memory(source_of(leaf)):
         return sent  # which these devices' rows lie in, too
-    array = resident(leaf, group)
+    array = abstract_rows(leaf, group) if call.is_abstract else resident(leaf, group)
     at = sent._replace(source=array)
     kind: IndexKind = index_kind(batch) if overlap is None else "gather"
     if leaf.place == "broadcast":

@@ -58,6 +58,7 @@ def scan(
       [1.0, 3.0, 7.0, 15.0]
     """
     name, group = f"synk.scan({getattr(op, '__name__', 'op')})", current_group()
+    group._refuse_if_absent(name)
     given, op_alone = row_tree(x, "x", name, group), without_state(op, name)
     first = None if identity is None else _identity(identity, given, name)
     if exclusive and first is None:

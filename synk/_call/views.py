@@ -52,6 +52,20 @@ def _of_rank(group: Group, one: Group, leaf: jax.Array, state: VariableState, ra
     return jax.make_array_from_single_device_arrays(shard.shape, sharding, [shard])
 
 
+def view_of_absent(group: Group) -> View:
+    """Variables as a group whose devices are not here would have them: rows dealt out to its replicas, by shapes."""
+
+    def look(variable: Shared) -> VariableState:
+        state = variable._state
+        if state.rows_per_replica is None:
+            return state
+        lengths = tuple(part.rows for part in split_rows(sum(state.rows_per_replica), group.size))
+        shapes = tuple(jax.ShapeDtypeStruct((max(lengths), *s.shape[1:]), s.dtype) for s in state.abstract.shapes)
+        return replace(state, abstract=replace(state.abstract, shapes=shapes, rows_per_replica=lengths))
+
+    return look
+
+
 def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
     """Variables of a group of one replica, for several simulated ones."""
 

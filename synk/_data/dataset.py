@@ -244,6 +244,14 @@ def resident(data: Data, group: Group) -> jax.Array:
     return data._copy
 
 
+def abstract_rows(data: Data, group: Group) -> jax.ShapeDtypeStruct:
+    """What `resident` gives, by its shape."""
+    rows, dtype = len(data), narrow(data._dtype)
+    if data._place == "broadcast":
+        return jax.ShapeDtypeStruct((rows, *data.shape[1:]), dtype)
+    return jax.ShapeDtypeStruct((group.size, -(-rows // group.size), *data.shape[1:]), dtype)
+
+
 def is_result(source: Source) -> bool:
     """Was it made on the replicas, as an output that stays there?"""
     return isinstance(source, Reader) and isinstance(source.of, ReplicaRows)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ class ProgramSpec:
     engine: str = "shard_map"
     name: str = ""  # what messages call it
     variables: Sequence[str] = ()  # the names of what it reads and writes, on which processes agree as well
+    options: tuple[tuple[str, Any], ...] = ()  # for the compiler, beside those of the group's platform
     takes_all_replicas: bool = False  # whether `body` takes the arrays of all replicas instead
 
 
@@ -45,16 +47,26 @@ class Executable:
         if group._is_multi_process:
             self.name += f"({describe_shapes([*chain(*structs)])})"
             group._peers.agree(self.name, "\n".join([*spec.variables, lowered.as_text()]))
-        self.compiled = lowered.compile()
+        start = perf_counter()
+        self.compiled = lowered.compile(compiler_options=compiler_options(group) | dict(spec.options))
+        self.seconds = perf_counter() - start
 
     def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
         """Start the program on its lists of arguments; `on_failure` is told should it die later."""
         return _launch(self.group, self.name, self.compiled, args, on_failure)
 
 
+def compiler_options(group: Group) -> dict[str, Any]:
+    """What programs of a group are compiled with."""
+    if group.accelerator is not None and group.platform == "gpu":
+        return {"xla_gpu_autotune_level": 0}  # which would time kernels on the device
+    return {}
+
+
 def _launch(group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure) -> list[jax.Array]:
     """Start a compiled program, of a call or of synk's own, and note it among those in flight."""
     wait_for_capacity(group._limits_in_flight)
+    group._refuse_if_absent(name)
     WATCHDOG.rearm()
     group._peers.before_launch(name)
     try:

@@ -17,12 +17,38 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import SynkError
-from .dispatch import CPU_CAN_WEDGE
+from .dispatch import CPU_CAN_WEDGE, LOCK
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a class that JAX exports untyped
 
 AXIS = "replica"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What devices can do, by their makers' data sheets.
+
+    Attributes:
+      name: what `synk.target` calls them.
+      memory: bytes a device.
+      usable_memory: of these, what programs may use as JAX is set up (XLA_PYTHON_CLIENT_MEM_FRACTION, of GPUs).
+      flops: dense bfloat16 operations a second a device.
+      bandwidth: bytes a second between a device and its memory.
+      link: bytes a second, one way, between devices of one host.
+
+    Example:
+      >>> import synk
+      >>> synk.group().accelerator is None  # of devices that are here
+      True
+    """
+
+    name: str
+    memory: int
+    usable_memory: int
+    flops: float
+    bandwidth: float
+    link: float
 
 
 class Peers:
@@ -56,6 +82,7 @@ class Group:
       devices: the device of each replica, in rank order.
       mesh: the `jax.sharding.Mesh` that arrays of the group live on (one device where simulated).
       is_simulated: whether the replicas share one device, by `jax.vmap`.
+      accelerator: of a group made by `synk.target`, what its devices are, which are not here; else None.
 
     Example:
       >>> import synk
@@ -68,6 +95,7 @@ class Group:
     mesh: Mesh
     is_simulated: bool
     _peers: Peers
+    accelerator: Accelerator | None = None
     _caches: WeakKeyDictionary[Any, BoundedCache] = field(default_factory=WeakKeyDictionary)
     _groups_before: list[Group | None] = field(default_factory=list)
 
@@ -87,6 +115,8 @@ class Group:
     @cached_property
     def _local_ranks(self) -> range:
         """The ranks whose devices belong to this process: all, unless the group spans several."""
+        if self.accelerator is not None:
+            return range(self.size)
         here = jax.process_index()
         ranks = [rank for rank, device in enumerate(self.devices) if device.process_index == here]
         return range(ranks[0], ranks[-1] + 1) if ranks else range(0)
@@ -133,7 +163,19 @@ class Group:
             cache = self._caches[owner] = BoundedCache()
         return cache.get(key, make)
 
+    def _refuse_if_absent(self, what: str) -> None:
+        """SynkError where something is to run or to be placed on devices that are not here."""
+        if self.accelerator is not None:
+            raise SynkError(
+                f"{what}: the current group is {self}, whose devices are not here: functions compile and explain "
+                f"there, and nothing runs. Leave the `with` block of synk.target, or call synk.init()."
+            )
+
     def __repr__(self) -> str:
+        if self.accelerator is not None:
+            hosts = len({device.process_index for device in self.devices})
+            where = f" in {hosts} hosts" if hosts > 1 else ""
+            return f"Group(target of {self.size} {self.accelerator.name}{where})"
         ids = ", ".join(str(device.id) for device in dict.fromkeys(self.devices))
         kind = "simulated replicas on" if self.is_simulated else "replicas on"
         processes = len({device.process_index for device in self.devices})
@@ -193,12 +235,20 @@ CURRENT = _CurrentGroup()
 
 def current_group() -> Group:
     """The current group, made of all devices on first use."""
-    return CURRENT.group or CURRENT.make_default()
+    if CURRENT.group is None:
+        with LOCK:  # threads that ask at once get the same
+            return CURRENT.group or CURRENT.make_default()
+    return CURRENT.group
 
 
-def make_group(devices: tuple[Device, ...], is_simulated: bool, peers: Peers | None = None) -> Group:
+def make_group(
+    devices: tuple[Device, ...],
+    is_simulated: bool,
+    peers: Peers | None = None,
+    accelerator: Accelerator | None = None,
+) -> Group:
     """A group of these devices."""
     on = devices[:1] if is_simulated else devices
     # Auto: newer JAX makes Explicit axes by default, which change what jnp functions accept.
     mesh = Mesh(np.array(on), (AXIS,), axis_types=(AxisType.Auto,))
-    return Group(devices, mesh, is_simulated, peers or Peers())
+    return Group(devices, mesh, is_simulated, peers or Peers(), accelerator)

@@ -31,6 +31,7 @@ def sharding_of(group: Group, layout: Layout) -> NamedSharding:
 def put(group: Group, value: Any, layout: Layout) -> jax.Array:
     """`jax.device_put` of a global value; over processes without comparing it. NumPy memory may be shared."""
     where = sharding_of(group, layout)
+    group._refuse_if_absent("a value to place")
     if not group._is_multi_process:
         return jax.device_put(value, where)
     if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
@@ -85,6 +86,7 @@ def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Arra
 
 def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Array:
     """Stack one array a replica, each padded to `rows` rows (None: they have one shape)."""
+    group._refuse_if_absent("rows to place")
     shape = parts[0].shape if rows is None else (rows, *parts[0].shape[1:])
 
     def padded(part: Any) -> np.ndarray:

@@ -16,6 +16,7 @@ from .._base.errors import SynkError
 from .._base.pytree import PyTree, as_keys, key_of
 from .._runtime.group import AXIS
 from .context import TraceContext, tracing
+from .equations import equations, flops
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
 _context = jax.make_user_context(None)
@@ -52,6 +53,7 @@ class TracedFunction:
     uses_rank: bool  # whether its results may differ between replicas that were given equal values
     has_effects: bool  # prints or calls back to the host, so it must not run on rows that are not there
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
+    flops: int  # of matrix products and convolutions
 
 
 def trace(request: TraceRequest) -> TracedFunction:
@@ -70,14 +72,15 @@ def trace(request: TraceRequest) -> TracedFunction:
         variables = tuple(dict.fromkeys((*variables, *found["reads"])))
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
     is_used = [variable in found["reads"] for variable in variables for _ in request.shapes_of(variable)]
-    equations = list(_equations(closed.jaxpr))
-    found["uses_rank"] |= any(map(_tells_ranks_apart, equations))
+    found_equations = list(equations(closed.jaxpr))
+    found["uses_rank"] |= any(map(_tells_ranks_apart, found_equations))
     return TracedFunction(
         run=_runner(closed, is_used, request.name),
         variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
-        has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in equations),
+        has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
+        flops=flops(closed.jaxpr),
         **found,
     )
 
@@ -122,16 +125,6 @@ def _tells_ranks_apart(equation: Any) -> bool:
     by_rank = name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
     is_over_axis = AXIS in str(params.get("axis_name", params.get("axes", "")))
     return is_over_axis and (by_rank or params.get("axis_index_groups") is not None)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those of inner functions too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(tuple(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
 
 
 def _runner(closed: Any, is_used: Sequence[bool], name: str) -> Callable[..., list[jax.Array]]:

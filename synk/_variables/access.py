@@ -11,13 +11,13 @@ import numpy as np
 from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError
 from .._base.jax_context import is_traced
 from .._base.partition import split_rows
-from .._base.pytree import PyTree
+from .._base.pytree import PyTree, as_keys
 from .._data.dataset import Data, data_of_replicas
 from .._runtime.dispatch import drain, uninterrupted
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout, set_replica, stack_parts
-from .._tracing.context import current_trace
+from .._tracing.context import current_trace, eager
 from .state import AbstractState, VariableState
 from .value import ValueSpec, as_owned_array, conform, shared_rows
 
@@ -41,7 +41,14 @@ def group_of(variable: Variable) -> Group:
 
 def bind(variable: Variable, group: Group) -> VariableState:
     """Return its state in this group, placing the value on first use."""
+    if variable._group is not group:
+        group._refuse_if_absent(variable.name)
     if variable._group is None:
+        if is_made_of_shapes(variable):
+            raise SynkError(
+                f"{variable.name}: it was made of shapes alone, for compile and explain. Give it a value first: "
+                f"{variable.name}.value = ..., or synk.load."
+            )
         leaves = place(variable, group, variable._state.leaves)
         variable._state, variable._group = replace(variable._state, leaves=leaves), group
     if variable._group is not group:
@@ -58,6 +65,29 @@ def bind(variable: Variable, group: Group) -> VariableState:
             f"Set or load it again; donate=False in {name} keeps old values."
         ) from cause
     return variable._state
+
+
+def is_made_of_shapes(variable: Variable) -> bool:
+    """Has it been given no value yet?"""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in variable._state.leaves)
+
+
+def map_value(variable: Variable, fn: Callable[[PyTree], PyTree]) -> PyTree:
+    """A function of what it holds; where that is its first value nothing is placed, and of shapes come shapes."""
+    if variable._group is not None:
+        with eager():
+            value = common_value(variable)
+        return fn(value)
+    value = variable._spec.tree(variable._state.leaves) if not is_made_of_shapes(variable) else None
+    return fn(value) if value is not None else jax.eval_shape(fn, abstract_value(variable))
+
+
+def abstract_value(variable: Variable) -> PyTree:
+    """The tree of a variable, with shapes for arrays and typed keys."""
+    spec = variable._spec
+    return jax.eval_shape(
+        lambda *leaves: spec.treedef.unflatten(map(as_keys, leaves, spec.keys)), *logical_shapes(variable)
+    )
 
 
 def rows_held(variable: Variable, group: Group, what: str) -> Data:

@@ -33,6 +33,10 @@ class ValueSpec:
         """Stored leaves from logical ones."""
         if self.buffers is None:
             return list(leaves)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            sizes = [sum(leaves[i].size for i in which) for which in self.buffers]
+            dtypes = [leaves[which[0]].dtype for which in self.buffers]
+            return [jax.ShapeDtypeStruct((size,), dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
         numpy: Any = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np
         return [numpy.concatenate([numpy.asarray(leaves[i]).reshape(-1) for i in which]) for which in self.buffers]
 
@@ -74,8 +78,12 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, is_flat: bool) -> tupl
     owned: list[Any] = []
     for path, (_, leaf) in zip(paths, leaves, strict=True):
         refuse_tracer(leaf, f"{name}{path}: its value")
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            owned.append(leaf)
+            continue
         owned.append(as_owned_array(leaf, f"{name}{path}", borrow or is_flat))  # what is flat is copied into buffers
-    data = [as_data(leaf) for leaf in owned]
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in owned)
+    data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in owned]
     shapes = tuple(abstract_array(leaf) for leaf in data)
     of_dtype: dict[Any, list[int]] = {}
     for i, shape in enumerate(shapes):

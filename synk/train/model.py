@@ -14,6 +14,7 @@ from .._call.decorator import Inputs, function
 from .._call.function import Function
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
+from .._variables.access import map_value
 from .._variables.variable import Shared, shared
 
 # What a leaf is to training: a number to average, a PRNG key, or a count, which on some replica may be behind.
@@ -73,7 +74,7 @@ class TrainingModel:
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
-        self.opt_state = shared(optimizer.init(self.params.value), "opt_state", flat=flat)
+        self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state", flat=flat)
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
         self.signature = self._signature_of_rows(call)
         self._optax, self._clip, self._optimizer = optax, clip, optax.with_extra_args_support(optimizer)

@@ -10,6 +10,7 @@ from .._base.errors import public_api
 from .._base.pytree import PyTree
 from .._call.decorator import Inputs
 from .._call.function import Function
+from .._call.report import Explanation
 from .._call.spec import Stats
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
@@ -83,6 +84,11 @@ class Step:
     def compile(self, *args: Any, **options: Any) -> jax.stages.Compiled:
         """Compile ahead what a step of such rows runs, and take none; see `synk.Function.compile`."""
         return self.function.compile(*args, **options)
+
+    @public_api
+    def explain(self, *args: Any, **options: Any) -> Explanation:
+        """Say what a step of such rows would do, and take none; see `synk.Function.explain`."""
+        return self.function.explain(*args, **options)
 
 
 @public_api

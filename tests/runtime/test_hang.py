@@ -42,6 +42,13 @@ BODIES = {
         "for t in threads: t.join()",
         2000.0,
     ),
+    "threads that iterate": (
+        "def go():\n    for _ in step.iterate(np.ones((8, 4), np.float32), batches=[8] * 100, prefetch=1): pass\n"
+        "threads = [threading.Thread(target=go) for _ in range(4)]\n"
+        "for t in threads: t.start()\n"
+        "for t in threads: t.join()",
+        400.0,
+    ),
     "collectives": (
         "train(1, 8)\nfor _ in range(1000):\n    synk.all_reduce(total)\n    synk.gather(total)",
         1.0,

@@ -1,0 +1,204 @@
+"""Inspection: what users ask of a function beside calls: the serial answer, the law, what compiles. Nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._base.errors import SynkError, public_api
+from .._base.jax_context import is_traced
+from .._base.pytree import PyTree
+from .._runtime.dispatch import LOCK
+from .._runtime.group import current_group
+from .._tracing.context import current_trace
+from .binding import ArgumentBinder, BoundArguments
+from .check import Runner, check, run_serial
+from .compare import Tolerance
+from .execute import ReadyCall
+from .explain import explain
+from .inputs import check_slices
+from .measure import measure
+from .plan import PlanCache
+from .prepare import Where, prepare
+from .report import Explanation
+from .row_input import RowRequest
+from .spec import FunctionSpec
+from .views import view_of_absent
+
+
+class Inspection:
+    """A function whose calls can be looked at."""
+
+    def __init__(self, spec: FunctionSpec, binder: ArgumentBinder) -> None:
+        self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
+        self._spec, self._binder = spec, binder
+        self._plans = PlanCache()
+
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_slices: Any, call: str = "") -> BoundArguments:
+        """The arguments of a call, none of their leaves looked at; `call` names one that a trace cannot hold."""
+        self._refuse(call)
+        check_slices(num_slices, self.name)
+        return self._binder.bind(args, kwargs)
+
+    def _refuse(self, call: str = "") -> None:
+        current = current_trace()
+        if current is not None:
+            raise SynkError(
+                f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
+                f"Call {self.name}.fn there."
+            )
+        if call and is_traced():
+            raise SynkError(
+                f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
+            )
+
+    @public_api
+    def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:
+        """Run `fn` and `then` once, on one device, over all selected rows: what every other call must equal.
+
+        Args:
+          *args: as in a call.
+          batch, batch_s: as in a call.
+          update: whether shared variables take their new values; by default they stay as they are.
+          **kwargs: as in a call.
+
+        Returns:
+          As a call; all arrays lie on every replica.
+
+        Raises:
+          DivergedError: a shared variable holds different values on the replicas.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(jnp.mean, reduce="mean")
+          >>> float(f.serial(np.arange(5.0)))
+          2.0
+        """
+        bound = self._bind(args, kwargs, 1, "serial")
+        return run_serial(self._runner(bound, RowRequest(batch, batch_s)), update)
+
+    @public_api
+    def check(
+        self,
+        *args: Any,
+        rtol: float | None = None,
+        atol: float | None = None,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
+
+        A group of one replica is checked as two simulated ones.
+
+        Args:
+          *args: as in a call.
+          rtol: relative tolerance; None chooses by dtype (2e-4 for float32).
+          atol: absolute tolerance; None chooses by dtype (2e-5 for float32).
+          batch, batch_s: as in a call.
+          num_slices: as in a call.
+          **kwargs: as in a call.
+
+        Raises:
+          LawError: something differs; the message names it, and the ops that would have matched.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
+        """
+        runner = self._runner(self._bind(args, kwargs, num_slices, "check"), RowRequest(batch, batch_s, num_slices))
+        check(runner, replace(runner.function, then=None), Tolerance(rtol, atol))
+
+    def _runner(self, bound: BoundArguments, request: RowRequest) -> Runner:
+        group = current_group()
+        group._refuse_if_absent(self.name)
+        return Runner(self._spec.gathering(), self._plans, bound, request, group)
+
+    @public_api
+    def compile(
+        self,
+        *args: Any,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> jax.stages.Compiled:
+        """Compile ahead what a call with such arguments runs, and change nothing.
+
+        Args:
+          As in a call; only trees, shapes and dtypes matter, and `jax.ShapeDtypeStruct`s may stand for arrays.
+
+        Returns:
+          JAX's `Compiled` of the program that runs `fn`, or where rows are sliced of the one that combines.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(jnp.sum)
+          >>> "HloModule" in f.compile(np.ones(8)).as_text()
+          True
+        """
+        bound = self._bind(args, kwargs, num_slices, "compile")
+        return self._planned(bound, RowRequest(batch, batch_s, num_slices), output_subset).plan.last.compiled
+
+    @public_api
+    def explain(
+        self,
+        *args: Any,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int = 1,
+        output_subset: Sequence[Any] | None = None,
+        run: int = 0,
+        **kwargs: Any,
+    ) -> Explanation:
+        """Compile what a call with such arguments runs, and say what it would do; change nothing.
+
+        Args:
+          *args, batch, batch_s, num_slices, output_subset, **kwargs: as in a call; `jax.ShapeDtypeStruct`s may stand
+            for arrays.
+          run: how many calls to time, whose results and updates are dropped; 0 for none.
+
+        Returns:
+          An `Explanation`: print it, or write it by its `json`, `html` and `png`. In a group of several processes all
+          make this call.
+
+        Raises:
+          As a call; TypeError or ValueError where `run` is no number of calls.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(lambda x, w: x @ w, inputs=["x"], reduce="concat")
+          >>> with synk.simulate(2):
+          ...     e = f.explain(np.ones((8, 4), np.float32), np.ones((4, 3), np.float32))
+          >>> e.lengths, e.flops, e.inputs[0].sent_bytes
+          ((4, 4), 96, 128)
+        """
+        bound = self._bind(args, kwargs, num_slices, "explain")
+        if isinstance(run, bool) or not isinstance(run, int | np.integer):
+            raise TypeError(f"{self.name}.explain: run is {run!r}; give a number of calls, 0 for none.")
+        if run < 0:
+            raise ValueError(f"{self.name}.explain: run is {run}; give a number of calls, 0 for none.")
+        request, group = RowRequest(batch, batch_s, num_slices), current_group()
+        if run:
+            group._refuse_if_absent(f"{self.name}.explain(run={run})")
+        before = self.stats.compilations
+        found = explain(self._planned(bound, request, output_subset), self._plans, self.stats.compilations == before)
+        if not run:
+            return found
+        with LOCK:
+            ready = partial(prepare, self._spec, self._plans, bound, request, output_subset, Where(group))
+            return replace(found, measured=measure(ready, run))
+
+    def _planned(self, bound: BoundArguments, request: RowRequest, subset: Any) -> ReadyCall:
+        """A call made ready from shapes: compiled, nothing placed."""
+        group = current_group()
+        view = None if group.accelerator is None else view_of_absent(group)
+        with LOCK:
+            return prepare(self._spec, self._plans, bound, request, subset, Where(group, view, is_abstract=True))

@@ -1,0 +1,201 @@
+"""Report: what is known of a call, as data, text, JSON and pictures."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .._base.units import UNKNOWN, number_text, size_text
+from .hlo import Collective
+from .picture import draw_png, draw_svg, page
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """A program of a call; bytes are of one device. None: the backend does not tell."""
+
+    role: str
+    launches: int
+    argument_bytes: int | None
+    temporary_bytes: int | None
+    result_bytes: int | None
+    aliased_bytes: int | None  # of results that take the place of arguments
+    compile_seconds: float
+    collectives: tuple[Collective, ...]
+    heavy: tuple[float, ...]  # where in the schedule convolutions and matrix products run, from 0 to 1
+
+    @property
+    def total_bytes(self) -> int | None:
+        """What a device needs while it runs."""
+        sizes = (self.argument_bytes, self.temporary_bytes, self.result_bytes, self.aliased_bytes)
+        if None in sizes:
+            return None
+        arguments, temporary, results, aliased = (size or 0 for size in sizes)
+        return arguments + temporary + results - aliased
+
+
+@dataclass(frozen=True)
+class InputReport:
+    """How one argument comes."""
+
+    name: str
+    how: str
+    rows: int | None  # None: it is broadcast
+    sent_bytes: int  # from the host, by one call, to all replicas
+
+
+@dataclass(frozen=True)
+class VariableReport:
+    """A shared variable; bytes are of one replica."""
+
+    name: str
+    bytes: int
+    is_written: bool
+    is_equal: bool  # whether replicas hold one value
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What calls took, medians in seconds."""
+
+    calls: int
+    seconds: float  # from the call to the end on the devices
+    host_seconds: float  # until the call came back
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What a call would do; made by `f.explain`. Print it, or read its fields; what a backend does not tell is None
+    there, and "unknown" in the text.
+
+    Attributes:
+      function: the function's name.
+      group: the group, in words.
+      platform: its platform.
+      lengths: rows of each replica; () where there are none.
+      num_slices: in how many parts each runs them.
+      programs: what is launched, one `ProgramReport` a program.
+      inputs, variables: arguments and shared variables.
+      flops: multiplications and additions in matrix products and convolutions on the replica with the most rows.
+      why: what made compiling necessary, one line each.
+      was_compiled: whether that had been done before.
+      memory_limit: bytes of a device that programs may use; None: unknown.
+      lower_bound_seconds: no device of this kind can be faster; None: unknown.
+      measured: times of real calls, if asked for.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> f = synk.function(jnp.sum, name="total")
+      >>> e = f.explain(np.ones((8, 2), np.float32))
+      >>> e.function, sum(e.lengths), e.why, len(e.programs)
+      ('total', 8, ['the first call'], 1)
+    """
+
+    function: str
+    group: str
+    platform: str
+    lengths: tuple[int, ...]
+    num_slices: int
+    programs: tuple[ProgramReport, ...]
+    inputs: tuple[InputReport, ...]
+    variables: tuple[VariableReport, ...]
+    flops: int
+    why: list[str]
+    was_compiled: bool
+    memory_limit: int | None
+    lower_bound_seconds: float | None
+    measured: Measured | None = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a device needs for the largest of the programs."""
+        sizes = [program.total_bytes for program in self.programs]
+        return None if None in sizes else max(size or 0 for size in sizes)
+
+    @property
+    def fits(self) -> bool | None:
+        """Does that fit in a device's memory? None: unknown."""
+        if self.memory_bytes is None or self.memory_limit is None:
+            return None
+        return self.memory_bytes <= self.memory_limit
+
+    @property
+    def sent_bytes(self) -> int:
+        """What one call sends from the host, to all replicas."""
+        return sum(each.sent_bytes for each in self.inputs)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return draw_svg(self)
+
+    def json(self) -> str:
+        """All of it as JSON text; what is unknown is null."""
+        found = asdict(self)
+        found |= {name: getattr(self, name) for name in ("memory_bytes", "fits", "sent_bytes")}
+        return json.dumps(found, indent=1)
+
+    def html(self, path: str | Path) -> None:
+        """Write one HTML file with a picture, which needs no network."""
+        Path(path).write_text(page(self, str(self)), encoding="utf-8")
+
+    def png(self, path: str | Path) -> None:
+        """Write the picture as PNG.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        draw_png(self, path)
+
+
+def _lines(e: Explanation) -> Iterator[str]:
+    sizes = ", ".join(map(str, e.lengths[:8])) + (", ..." if len(e.lengths) > 8 else "")
+    rows = f"{sum(e.lengths)} rows ({sizes})" if e.lengths else "no rows"
+    slices = f", in {e.num_slices} slices" if e.num_slices > 1 else ""
+    yield f"{e.function}: {rows} on {e.group}{slices}"
+    state = "compiled before" if e.was_compiled else "compiled now"
+    yield f"  why compiled ({state}): {'; '.join(e.why)}"
+    for each in e.inputs:
+        yield f"  {each.name}: {each.how}" + (f", {size_text(each.sent_bytes)} sent" if each.sent_bytes else "")
+    for each in e.variables:
+        written = ", written" if each.is_written else ""
+        yield f"  {each.name}: shared, {size_text(each.bytes)} a replica{written}" + (
+            "" if each.is_equal else ", a value each"
+        )
+    for program in e.programs:
+        yield from _program_lines(program)
+    yield f"  work: {number_text(e.flops)}flop in matrix products and convolutions on the replica with the most rows"
+    fits = {True: "fits in", False: "DOES NOT FIT in", None: "of"}[e.fits]
+    yield f"  memory of a device: {size_text(e.memory_bytes)}, {fits} {size_text(e.memory_limit)}"
+    bound = UNKNOWN if e.lower_bound_seconds is None else f"{e.lower_bound_seconds * 1e3:.3g} ms"
+    yield f"  lower bound of the time, by flops and bytes against the device's figures: {bound}"
+    if e.measured is not None:
+        took = f"{e.measured.seconds * 1e3:.3g} ms, of which {e.measured.host_seconds * 1e3:.3g} before it came back"
+        yield f"  measured, median of {e.measured.calls} calls: {took}"
+
+
+def _program_lines(program: ProgramReport) -> Iterator[str]:
+    times = f" x {program.launches}" if program.launches > 1 else ""
+    yield (
+        f"  program of {program.role}{times}: arguments {size_text(program.argument_bytes)}, temporary "
+        f"{size_text(program.temporary_bytes)}, results {size_text(program.result_bytes)} "
+        f"({size_text(program.aliased_bytes)} in place), compiled in {program.compile_seconds:.2f} s"
+    )
+    if not program.collectives:
+        yield "    no collective"
+    for kind in dict.fromkeys(each.kind for each in program.collectives):
+        same = [each for each in program.collectives if each.kind == kind]
+        total = sum(each.operand_bytes for each in same)
+        yield f"    {len(same)} {kind}, {size_text(total)} given by each replica{_behind_text(same)}"
+
+
+def _behind_text(same: list[Collective]) -> str:
+    if any(each.behind is None for each in same):
+        return "; behind computation: unknown"
+    behind = sum(each.operand_bytes for each in same if each.behind)
+    last = sum(each.operand_bytes for each in same if each.after_last and not each.behind)
+    return f"; {size_text(behind)} behind computation, {size_text(last)} after the last of it"

@@ -1,0 +1,177 @@
+"""Target: groups of devices that are not here, for which programs compile."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from .._base.errors import SynkError, public_api
+from .group import CURRENT, Accelerator, Device, Group, make_group
+
+
+class _Gpu(NamedTuple):
+    """What XLA's compiler asks of a GPU, as its own descriptions have it (xla/backends/gpu/target_config/specs)."""
+
+    description: str
+    capability: int
+    cores: int
+    fpus: int  # a core
+    clock: float  # GHz
+    shared_memory: int  # bytes a core; a block gets 1 KiB less
+    cache: int  # bytes, second level
+    memory: int  # bytes
+    bandwidth: int  # bytes a second
+
+    @property
+    def config(self) -> str:
+        """As a text-format proto."""
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+              shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_memory}
+              shared_memory_per_block_optin: {self.shared_memory - 1024}
+              core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
+              block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+              registers_per_core_limit: 65536 registers_per_block_limit: 65536
+              l2_cache_size: {self.cache} memory_bandwidth: {self.bandwidth} device_memory_size: {self.memory}
+              cuda_compute_capability {{ major: {self.capability} }}
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 8 }}
+            runtime_version {{ major: 12 minor: 8 }}
+            device_description_str: "{self.description}"
+        """
+
+
+_GPUS = {
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 167936, 41943040, 85100068864, 2039040000000),
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 233472, 52428800, 84942979072, 3352320000000),
+    "h200": _Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 1.98, 233472, 52428800, 151397597184, 4800000000000),
+    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 233472, 132644864, 191514411008, 7672320000000),
+}
+# Dense bfloat16 operations a second, and bytes a second one way by NVLink: NVIDIA's data sheets of A100, H100, H200 and
+# HGX B200.
+_GPU_SPEEDS = {"a100": (312e12, 300e9), "h100": (989e12, 450e9), "h200": (989e12, 450e9), "b200": (2250e12, 900e9)}
+_TPUS = {  # cloud.google.com/tpu/docs/v5e and v6e; links count both ways there
+    "v5e": Accelerator("v5e", 16 * 2**30, 16 * 2**30, 197e12, 819e9, 200e9),
+    "v6e": Accelerator("v6e", 32 * 2**30, 32 * 2**30, 918e12, 1638e9, 400e9),
+}
+_TPU_SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
+MOST = 64
+_PLUGINS = {  # what is set while JAX looks for its plugins, all of which it does once
+    # Else its CUDA plugin wants a CUDA runtime, which compiling does without,
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    # and libtpu asks a metadata server which machine this is.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+
+@public_api
+def target(device: str, replicas: int, hosts: int = 1) -> Group:
+    """Make a group of devices that are not here, and make it the current one: functions compile and explain for them.
+
+    Nothing runs there and nothing is placed: arguments, shared variables and data are described by their shapes, and
+    may be made of `jax.ShapeDtypeStruct`s alone. Calling raises. GPUs need the extra "target" (JAX's CUDA plugin; no
+    GPU, no driver), TPUs "target-tpu" (libtpu).
+
+    Args:
+      device: "a100", "h100", "h200" or "b200"; "v5e" or "v6e".
+      replicas: how many, 1 to 64; of TPUs 1, 4, 8, 16, 32 or 64.
+      hosts: over how many machines, each with as many; 1 for TPUs, whose slices span theirs by themselves.
+
+    Returns:
+      The group, to be used in `with` or left as it is.
+
+    Raises:
+      ValueError: there is no such device, or no such number of them.
+      SynkError: what compiles for it is not installed, or was not found when JAX looked for it.
+
+    Example:
+      >>> import synk
+      >>> try:
+      ...     synk.target("h1000", 8)
+      ... except ValueError as error:
+      ...     print(error)
+      synk.target: there is no 'h1000'; known are a100, h100, h200, b200, v5e, v6e.
+    """
+    for what, count in (("replicas", replicas), ("hosts", hosts)):
+        if isinstance(count, bool) or not isinstance(count, int | np.integer):
+            raise TypeError(f"synk.target: {what} is {count!r}; give an integer >= 1.")
+    if device not in _GPUS and device not in _TPUS:
+        known = ", ".join([*_GPUS, *_TPUS])
+        raise ValueError(f"synk.target: there is no {device!r}; known are {known}.")
+    if not 1 <= replicas <= MOST:
+        raise ValueError(f"synk.target: {replicas} replicas were asked for; give 1 to {MOST}.")
+    if hosts < 1 or replicas % hosts:
+        raise ValueError(f"synk.target: {replicas} replicas do not divide over {hosts} hosts. Give each as many.")
+    devices = _gpus(device, replicas, hosts) if device in _GPUS else _tpus(device, replicas, hosts)
+    return CURRENT.use(make_group(devices, False, None, _accelerator(device)))
+
+
+def _accelerator(device: str) -> Accelerator:
+    if device in _TPUS:
+        return _TPUS[device]
+    flops, link = _GPU_SPEEDS[device]
+    fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))  # JAX's own default
+    memory = _GPUS[device].memory
+    return Accelerator(device, memory, int(memory * fraction), flops, _GPUS[device].bandwidth, link)
+
+
+def known_accelerator(device: Device) -> Accelerator | None:
+    """What a device that is here can do, if that is in the table."""
+    kinds = {gpu.description: name for name, gpu in _GPUS.items()} | {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e"}
+    name = kinds.get(device.device_kind)
+    return None if name is None else _accelerator(name)
+
+
+def _gpus(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
+    with _environment(**_PLUGINS):
+        try:
+            found: Any = topologies.get_topology_desc(
+                platform="cuda", target_config=_GPUS[device].config, topology=f"1x{hosts}x{replicas // hosts}"
+            )
+        except (NotImplementedError, RuntimeError) as error:
+            raise _missing(device, error, "JAX's CUDA plugin", "target", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1") from error
+    return tuple(found.devices)
+
+
+def _tpus(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
+    if replicas not in _TPU_SHAPES or hosts != 1:
+        counts = ", ".join(map(str, _TPU_SHAPES))
+        raise ValueError(
+            f"synk.target: {replicas} {device} in {hosts} hosts were asked for; give {counts} "
+            f"replicas and hosts=1: a slice spans its hosts by itself."
+        )
+    with _environment(**_PLUGINS):
+        try:
+            found: Any = topologies.get_topology_desc(platform="tpu", topology_name=f"{device}:{_TPU_SHAPES[replicas]}")
+        except (NotImplementedError, RuntimeError) as error:
+            raise _missing(device, error, "libtpu", "target-tpu", "JAX_PLATFORMS=cpu") from error
+    return tuple(found.devices)
+
+
+def _missing(device: str, error: Exception, what: str, extra: str, setting: str) -> SynkError:
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return SynkError(
+        f"synk.target: {device!r} needs {what}, which JAX {jax.__version__} has not found ({said}).\n"
+        f"Install it, pip install 'synk-jax[{extra}]', and if JAX is used before synk.target, set {setting} before "
+        f"Python starts."
+    )
+
+
+@contextmanager
+def _environment(**values: str) -> Generator[None]:
+    """Environment variables that are not set, for a while."""
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)

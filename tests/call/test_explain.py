@@ -1,0 +1,229 @@
+"""What explain says of calls: exact bytes, causes, nothing run and nothing changed, pages that need no network."""
+
+import json
+from html.parser import HTMLParser
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import synk
+import synk.train
+from synk._call.hlo import read_schedule, size_in_bytes
+
+from ..helpers import group_of
+
+SCHEDULED = """HloModule step, is_scheduled=true, entry_computation_layout={()->f32[]}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%scatter_body (p: bf16[16]) -> bf16[2] {
+  %p = bf16[16]{0} parameter(0)
+  ROOT %rs = bf16[2]{0} reduce-scatter(%p), to_apply=%add
+}
+
+%gemm (p.1: f32[4,4]) -> f32[4,4] {
+  %p.1 = f32[4,4]{1,0} parameter(0)
+  ROOT %d = f32[4,4]{1,0} dot(%p.1, %p.1), lhs_contracting_dims={1}
+}
+
+ENTRY %main (x: f32[4,4], y: bf16[16]) -> f32[] {
+  %x = f32[4,4]{1,0} parameter(0)
+  %y = bf16[16]{0} parameter(1)
+  %ar = (f32[4,4]{1,0}, f32[3]{0}) all-reduce-start(%x, %small), to_apply=%add
+  %mm = f32[4,4]{1,0} fusion(%x), kind=kOutput, calls=%gemm
+  %ar.done = (f32[4,4]{1,0}, f32[3]{0}) all-reduce-done(%ar)
+  %small = f32[3]{0} constant({1, 2, 3})
+  %rs.start = ((bf16[16]), bf16[2]) async-start(%y), calls=%scatter_body
+  %cheap = f32[4,4]{1,0} add(%x, %x)
+  %rs.done = bf16[2]{0} async-done(%rs.start)
+  %conv = (f32[4,4]{1,0}, u8[0]{0}) custom-call(%x), custom_call_target="__cudnn$convForward"
+  ROOT %ag = f32[8,4]{1,0} all-gather(%cheap), dimensions={0}
+}
+"""
+
+
+def test_a_schedule_is_read():
+    """Bytes that replicas give and get, what runs meanwhile and what comes after the last heavy one."""
+    found = read_schedule(SCHEDULED, is_in_order=True)
+    assert [(c.kind, c.operand_bytes, c.result_bytes, c.behind, c.after_last) for c in found.collectives] == [
+        ("all-reduce", 76, 76, True, False), ("reduce-scatter", 32, 4, False, False), ("all-gather", 64, 128, False, True)
+    ]  # fmt: skip
+    assert len(found.heavy) == 2
+    unknown = read_schedule(SCHEDULED, is_in_order=False).collectives
+    assert {(c.behind, c.after_last, c.begin) for c in unknown} == {(None, None, None)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [("f32[]", 4), ("(f32[2,3]{1,0:T(8,128)}, bf16[5])", 34), ("pred[7]", 7), ("s4[3]", 2), ("f8e4m3fn[6]", 6), ("c64[2]", 16), ("f32[<=4]", 16), ("token[]", 0)],
+)  # fmt: skip
+def test_sizes(shape, size):
+    """Of arrays as HLO writes them."""
+    assert size_in_bytes(shape) == size
+
+
+def all_reduced(e):
+    return sum(c.operand_bytes for program in e.programs for c in program.collectives if c.kind == "all-reduce")
+
+
+def lenet_loss(params, x, y):
+    for kernel, bias in params["convolutions"]:
+        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + bias
+        x = jax.lax.reduce_window(jnp.tanh(x), -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    x = x.reshape(len(x), -1)
+    for kernel, bias in params["dense"]:
+        x = jnp.tanh(x @ kernel + bias)
+    return optax.softmax_cross_entropy_with_integer_labels(x, y).mean()
+
+
+def lenet():
+    def layer(*shape):
+        return np.full(shape, 0.01, np.float32), np.zeros((1,) * (len(shape) - 1) + shape[-1:], np.float32)
+
+    params = {"convolutions": [layer(5, 5, 1, 6), layer(5, 5, 6, 16)], "dense": [layer(784, 120), layer(120, 10)]}
+    return synk.train.step(lenet_loss, params, optax.sgd(0.1, momentum=0.9)), params
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+@pytest.mark.parametrize("rows", [16, 13])
+def test_the_bytes_of_lenet(rows, num_slices):
+    """Gradients and the loss, and no more, whatever rows and slices; nothing ran, and nothing is another after it."""
+    step, params = lenet()
+    x, y = np.ones((rows, 28, 28, 1), np.float32), np.zeros(rows, np.int32)
+    want = 4 * (sum(leaf.size for leaf in jax.tree.leaves(params)) + 1)
+    with group_of("devices", 2):
+        for _ in range(2):
+            e = step.explain(x, y, num_slices=num_slices)
+            assert all_reduced(e) == want
+            assert step.stats.calls == step.stats.rows == 0
+            assert step.params._group is None  # not even placed
+        assert e.was_compiled
+        count = step.stats.compilations
+        step(x, y, num_slices=num_slices)
+        assert step.stats.compilations == count
+        convolutions = 2 * 28 * 28 * 25 * 6 + 2 * 14 * 14 * 150 * 16
+        dense = 2 * (784 * 120 + 120 * 10)
+        first = -(-rows // 2) * (3 * (convolutions + dense) - 2 * 28 * 28 * 25 * 6)  # no gradient of the images
+        assert e.flops == first
+
+
+def causes_of(f, *calls):
+    """Why each call had to be compiled."""
+    return ["; ".join(f.explain(*args, **options).why) for args, options in calls]
+
+
+def test_causes():
+    """The nearest earlier call, and what differs from it."""
+    x = np.ones((8, 4), np.float32)
+    w = synk.shared(np.float32(2), name="w")
+    f = synk.function(
+        lambda x, lr, k=1: (x.astype(np.float32) * lr * k * w.value).sum(0),
+        inputs={"lr": "broadcast", "k": "static"},
+        name="f",
+    )
+    calls = [
+        ((x, 1.0), {}), ((x[:, :3], 1.0), {}), ((x.astype(np.float16), 1.0), {}), ((x, np.float32(1)), {}),
+        ((x[:4], 1.0), {}), ((x[:5], 1.0), {}), ((x, 1.0), {"num_slices": 2}), ((x, 1.0, 2), {}), ((x, 1.0, 3), {}),
+        ((synk.data(x, place="scatter"), 1.0), {}), ((synk.data(x, place="broadcast"), 1.0), {"batch": [1, 2, 3, 4, 5, 6, 7, 0]}),
+        (({"a": x}["a"], {"b": 1.0}["b"]), {}),
+    ]  # fmt: skip
+    with group_of("devices", 2):
+        assert causes_of(f, *calls) == [
+            "the first call", "rows of x: float32[3], were float32[4]", "rows of x: float16[4], were float32[4]",
+            "lr: float32[], was a Python number (float32)", "rows of a part: 2, were 4", "rows of a part: 3 or 2, were 2",
+            "rows are sliced, and were not", "static k is 2, was 1", "static k is 3, was 2",
+            "x: rows that lie on the replicas (whole, 4 held), was from the host",
+            "x: all rows on every replica (picked by indexes, 8 held), was rows that lie on the replicas (whole, 4 held)",
+            "the first call",
+        ]  # fmt: skip
+        with jax.numpy_rank_promotion("warn"):
+            assert causes_of(f, calls[0]) == ["jax_numpy_rank_promotion is 'warn', was 'raise'"]
+        w.set_value(np.float32(3), rank=1)
+        assert causes_of(f, calls[0]) == ["w differs between replicas, and did not before"]
+        assert causes_of(f, calls[1])[0].startswith("rows of x: float32[3], were float32[4]")
+    with group_of("simulated", 2):
+        g = synk.function(jnp.sum)
+        assert causes_of(g, ((x,), {})) == ["the first call"]
+    with group_of("simulated", 3):
+        assert causes_of(g, ((x,), {}))[0].startswith("the group is Group(3 simulated")
+
+
+def test_run_changes_nothing(group):
+    """Times are real ones; variables keep their values, which the calls were given copies of."""
+    total = synk.shared(np.zeros(3, np.float32), name="total")
+
+    @synk.function
+    def add(x):
+        return x.sum(0)
+
+    @add.then
+    def add(part):
+        total.value = total.value + part
+
+    x = np.ones((7, 3), np.float32)
+    for _ in range(2):
+        e = add.explain(x, run=3)
+        assert e.measured.calls == 3
+        assert 0 < e.measured.host_seconds <= e.measured.seconds
+        assert total.value.tolist() == [0, 0, 0]
+    add(x)
+    assert total.value.tolist() == [7, 7, 7]
+    assert "measured, median of 3 calls" in str(e)
+
+
+@pytest.mark.parametrize(("run", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError)])
+def test_wrong_runs(run, error):
+    """Refused by name."""
+    with pytest.raises(error, match="give a number of calls"):
+        synk.function(jnp.sum).explain(np.ones(3), run=run)
+
+
+def test_under_a_trace_it_raises():
+    """It compiles what a call runs, which a trace has not."""
+    f = synk.function(jnp.sum)
+    with pytest.raises(synk.SynkError, match="not inside jit"):
+        jax.jit(lambda x: f.explain(x).flops)(np.ones(3))
+    assert f.explain(np.ones(3)).why == ["the first call"]
+
+
+class _Page(HTMLParser):
+    """What a page loads, and whether its tags match."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loaded, self.seen = [], [], set()
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "rect"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag != "rect":
+            assert self.open.pop() == tag
+
+
+def test_what_it_writes(tmp_path):
+    """JSON that reads back, a page that is whole and loads nothing, and a picture."""
+    f = synk.function(lambda x, w: jnp.tanh(x @ w).sum(0), inputs=["x"], name="a<b")
+    with group_of("devices", 2):
+        e = f.explain(np.ones((9, 4), np.float32), np.ones((4, 3), np.float32), num_slices=2)
+    found = json.loads(e.json())
+    assert found["lengths"] == [5, 4]
+    assert found["memory_limit"] is None  # unknown, and not 0
+    assert "behind computation: unknown" in str(e)
+    e.html(tmp_path / "call.html")
+    page = _Page()
+    page.feed((tmp_path / "call.html").read_text())
+    assert page.open == page.loaded == []
+    assert {"svg", "rect", "table"} <= page.seen
+    e.png(tmp_path / "call.png")
+    assert (tmp_path / "call.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,208 @@
+"""Groups of devices that are not here: what they take, what they refuse, and what compiles for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import synk
+import synk.train
+
+from ..helpers import HAS_PLUGIN
+
+SHAPE = jax.ShapeDtypeStruct
+needs_plugin = [
+    pytest.mark.target,
+    pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'"),
+]
+
+
+def mean_square(params, x, y):
+    return jnp.mean((jax.nn.relu(x @ params["in"]) @ params["out"] - y) ** 2)
+
+
+def step_of(make):
+    return synk.train.step(mean_square, {"in": make((6, 8)), "out": make((8, 2))}, optax.sgd(0.125, momentum=0.5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("h1000", 8), ValueError, "known are a100, h100, h200, b200, v5e, v6e"),
+        (("h100", 0), ValueError, "give 1 to 64"),
+        (("h100", 65), ValueError, "give 1 to 64"),
+        (("h100", 8, 3), ValueError, "do not divide over 3 hosts"),
+        (("h100", 8.0), TypeError, "replicas is 8.0"),
+        (("h100", 8, True), TypeError, "hosts is True"),
+        (("v5e", 3), ValueError, "1, 4, 8, 16, 32, 64"),
+        (("v5e", 8, 2), ValueError, "spans its hosts by itself"),
+    ],
+)
+def test_wrong_arguments(arguments, error, words):
+    """Each names what there is, and the current group stays."""
+    with synk.simulate(2) as group:
+        with pytest.raises(error, match=words):
+            synk.target(*arguments)
+        assert synk.group() is group
+
+
+@pytest.mark.skipif(HAS_PLUGIN, reason="the plugin is here")
+def test_without_the_plugin():
+    """Two lines say what to install; nothing else changes."""
+    with synk.simulate(2) as group:
+        with pytest.raises(synk.SynkError, match=r"pip install 'synk-jax\[target\]'") as caught:
+            synk.target("h100", 8)
+        assert len(str(caught.value).splitlines()) == 2
+        assert synk.group() is group
+
+
+class TestShapes:
+    """Shapes in the place of arrays, in a group that is here."""
+
+    def test_compile_takes_them(self):
+        """And what they compile is what a call then runs."""
+        f = synk.function(lambda x, w: x @ w, inputs=["x"], reduce="concat")
+        with synk.simulate(2):
+            text = f.compile(SHAPE((5, 3), np.float32), SHAPE((3, 2), np.float32)).as_text()
+            count = f.stats.compilations
+            x, w = np.ones((5, 3), np.float32), np.ones((3, 2), np.float32)
+            np.testing.assert_array_equal(f(x, w), x @ w)
+            assert f.stats.compilations == count
+            assert f.compile(x, w).as_text() == text
+
+    @pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
+    def test_data_stays_where_it_is(self, place):
+        """Compiling brings no rows to devices, and compiles what a call runs."""
+        f = synk.function(jnp.sum)
+        with synk.simulate(3):
+            x = synk.data(np.arange(14, dtype=np.float32).reshape(7, 2), place=place)
+            for batch in (None, 5, [6, 0, 3]):
+                f.compile(x, batch=batch)
+                assert x._copy is None
+            count = f.stats.compilations
+            for batch, total in ((None, 91), (5, 45), ([6, 0, 3], 25 + 1 + 13)):
+                assert float(f(x, batch=batch)) == total
+            assert f.stats.compilations == count
+
+    def test_typed_keys(self):
+        """A shape of PRNG keys is one."""
+        f = synk.function(lambda x, key: x + jax.random.normal(key), inputs=["x"], reduce="concat")
+        key = jax.random.key(3)
+        with synk.simulate(2):
+            f.compile(SHAPE((4,), np.float32), SHAPE((), key.dtype))
+            count = f.stats.compilations
+            f(np.zeros(4, np.float32), key)
+            assert f.stats.compilations == count
+
+    def test_a_call_refuses_them(self):
+        """It names the argument; calls before and after are as they were."""
+        f = synk.function(jnp.sum)
+        with synk.simulate(2):
+            for _ in range(2):
+                assert float(f(np.ones(3))) == 3
+                for call in (
+                    f,
+                    f.serial,
+                    f.check,
+                    lambda x: f.over(x, batches=[1]),
+                    lambda x: f.iterate(x, batches=[1]),
+                ):
+                    with pytest.raises(TypeError, match=r"argument (x|a) is a shape alone"):
+                        call(SHAPE((3,), np.float32))
+
+    def test_variables_of_shapes(self):
+        """They compile, say that they have no value, and take one."""
+        step, rows = step_of(lambda shape: SHAPE(shape, np.float32)), np.ones((5, 6), np.float32)
+        with synk.simulate(2):
+            step.compile(rows, np.zeros((5, 2), np.float32))
+            with pytest.raises(synk.SynkError, match=r"params: it was made of shapes alone.*params\.value = "):
+                step(rows, np.zeros((5, 2), np.float32))
+            with pytest.raises(synk.SynkError, match="made of shapes alone"):
+                step.params.value
+            other = step_of(lambda shape: np.full(shape, 0.5, np.float32))
+            step.params.value, step.opt_state.value = other.params.value, other.opt_state.value
+            count = step.stats.compilations
+            np.testing.assert_array_equal(step(rows, rows[:, :2]), other(rows, rows[:, :2]))
+            assert step.stats.compilations == count
+
+    def test_a_flat_variable_of_shapes(self):
+        """Its buffers have the sizes of its leaves."""
+        w = synk.shared(
+            {"a": SHAPE((3, 2), np.float32), "b": SHAPE((4,), np.float64), "n": SHAPE((), np.int32)}, flat=True
+        )
+        f = synk.function(lambda x: x.sum() + w.value["a"].sum() + w.value["b"].sum() + w.value["n"].astype(np.float32))
+        with synk.simulate(2):
+            f.compile(np.ones(4, np.float32))
+            w.value = {"a": np.ones((3, 2), np.float32), "b": np.ones(4, np.float32), "n": np.int32(1)}
+            assert float(f(np.ones(4, np.float32))) == 4 + 2 * 11
+
+    def test_no_value_of_shapes(self):
+        """A variable that has a value takes no shapes."""
+        w = synk.shared(np.ones(3, np.float32), name="w")
+        with synk.simulate(2), pytest.raises(TypeError, match="w: a shared variable holds arrays"):
+            w.value = SHAPE((3,), np.float32)
+
+
+def all_of(step, rows):
+    """What a group runs for its users, none of which a target has."""
+    x, y = np.ones((rows, 6), np.float32), np.zeros((rows, 2), np.float32)
+    f, w = synk.function(jnp.sum), synk.shared(np.ones(3))
+    return [
+        lambda: step(x, y), lambda: next(step.iterate(x, y, batches=[2])), lambda: step.serial(x, y),
+        lambda: step.check(x, y), lambda: f.over(x, batches=[2]), lambda: f.explain(x, run=1),
+        lambda: w.value, lambda: w.get_value(1), lambda: synk.all_reduce(w), lambda: synk.gather(w),
+        lambda: setattr(w, "value", np.zeros(3)), lambda: synk.scan(jnp.add, x), lambda: synk.pairs(jnp.dot, x), lambda: synk.scatter(w, x[:, :1].ravel()),
+        lambda: synk.check_replicas(w),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(name, marks=needs_plugin) for name in ("a100", "h100", "h200", "b200")]
+)
+def test_it_compiles_and_runs_nothing(device):
+    """Each call raises at once, what compiles does, and groups that are here go on as they were, warm."""
+    step, x, y = step_of(lambda shape: np.full(shape, 0.5, np.float32)), np.ones((7, 6), np.float32), np.zeros((7, 2))
+    with synk.simulate(2) as here:
+        step(x, y)
+        count = step.stats.compilations
+    with synk.target(device, 8) as group:
+        assert (group.size, group.platform, group.accelerator.name) == (8, "gpu", device)
+        assert repr(group) == f"Group(target of 8 {device})"
+        for call in all_of(step, 7):
+            with pytest.raises(synk.SynkError, match=r"devices are not here|lives in"):
+                call()
+        for slices in (1, 2):
+            e = step.explain(x, y, num_slices=slices)
+            assert e.fits
+            assert sum(each.operand_bytes for program in e.programs for each in program.collectives) == 4 * (
+                6 * 8 + 8 * 2 + 1
+            )
+        assert step.explain(x[:1], y[:1]).lengths == (1, 0, 0, 0, 0, 0, 0, 0)
+        assert step.params.value["in"].shape == (6, 8)  # which lies where it lay
+    compiled = step.stats.compilations
+    with here:
+        step(x, y)
+    assert step.stats.compilations == compiled > count
+
+
+@pytest.mark.parametrize("hosts", [pytest.param(hosts, marks=needs_plugin) for hosts in (1, 2, 8)])
+def test_rows_that_variables_and_data_hold(hosts):
+    """They are described for the replicas of the target, wherever they are here."""
+    with synk.simulate(3):
+        held = synk.shared(np.ones((12, 2), np.float32), name="held")
+        synk.scatter(held, np.ones((10, 2), np.float32))
+        f = synk.function(lambda: held.value.sum())
+        assert float(f()) == 20
+    with synk.target("h100", 16, hosts) as group:
+        assert ("hosts" in repr(group)) == (hosts > 1)
+        assert f.explain().lengths == (1,) * 10 + (0,) * 6
+        for place in ("host", "scatter", "broadcast"):
+            x = synk.data(np.ones((33, 2), np.float32), place=place)
+            g = synk.function(jnp.sum)
+            for batch in (None, 17, [1, 5]):
+                e = g.explain(x, batch=batch)
+                assert sum(e.lengths) == len(
+                    np.ones(33)[slice(None) if batch is None else slice(17) if batch == 17 else batch]
+                )
+            assert x._copy is None
