@@ -130,6 +130,7 @@ class Compiler:
             outs=self._outs(launch),
             donate=self._donated(launch),
             engine=function.engine,
+            options=function.compiler_options,
             name=function.name,
             variables=tuple(variable._given_name for variable in self.builder.traces.touched),
             takes_all_replicas=takes_all_replicas,
@@ -291,6 +292,7 @@ class Compiler:
             shapes=[states, others],
             outs=layouts("replicated", len(result.picked)),
             engine=function.engine,
+            options=function.compiler_options,
             name=function.name,
         )
         return Executable(self.group, spec)

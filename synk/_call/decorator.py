@@ -26,6 +26,7 @@ def function(
     then: Callable[..., PyTree] | None = ...,
     engine: Literal["shard_map", "pmap"] = ...,
     donate: bool = ...,
+    compiler_options: Mapping[str, Any] | None = ...,
     name: str | None = ...,
 ) -> Function: ...
 @overload
@@ -38,6 +39,7 @@ def function(
     then: Callable[..., PyTree] | None = ...,
     engine: Literal["shard_map", "pmap"] = ...,
     donate: bool = ...,
+    compiler_options: Mapping[str, Any] | None = ...,
     name: str | None = ...,
 ) -> Callable[[Callable[..., PyTree]], Function]: ...
 @public_api
@@ -50,6 +52,7 @@ def function(
     then: Callable[..., PyTree] | None = None,
     engine: Literal["shard_map", "pmap"] = "shard_map",
     donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
     **removed: Any,
 ) -> Any:
@@ -71,6 +74,8 @@ def function(
       then: runs on every replica on the combined outputs; see `Function.then`.
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
       donate: whether old values of shared variables that are updated may be overwritten in place.
+      compiler_options: options of XLA for its programs, by name, as `jax.jit` takes them; on GPUs these go before those
+        of synk's own, which let gradients travel while others are computed.
       name: what messages call it; `fn`'s name.
 
     Returns:
@@ -99,7 +104,24 @@ def function(
         if engine not in engines:
             raise ValueError(f"{called}: engine={engine!r}; use {' or '.join(map(repr, engines))}.")
         binder = ArgumentBinder(fn, inputs, called)
-        spec = FunctionSpec(called, fn, check_ops(ops, called), None, lambda count: (), engine, donate, Stats())
+        options = _checked_options(compiler_options, called)
+        spec = FunctionSpec(
+            called, fn, check_ops(ops, called), None, lambda count: (), engine, donate, Stats(), options
+        )
         return Function(spec if then is None else with_then(spec, binder, then), binder)
 
     return make if fn is None else make(fn)
+
+
+def _checked_options(options: Any, name: str) -> tuple[tuple[str, Any], ...]:
+    """Options of the compiler, as they are kept."""
+    if options is None:
+        return ()
+    if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
+        raise TypeError(f"{name}: compiler_options is {options!r}; give a mapping from the names of XLA's options.")
+    wrong = [option for option, value in options.items() if not isinstance(value, str | bool | int | float)]
+    if wrong:
+        raise TypeError(
+            f"{name}: compiler_options[{wrong[0]!r}] is {options[wrong[0]]!r}; give a string, a boolean or a number."
+        )
+    return tuple(options.items())

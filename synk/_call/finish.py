@@ -121,6 +121,9 @@ class Finisher:
         new = self._finish_updates(states[count:], state, part)
         if self.then is None:
             return results, new
+        if self.group.platform == "gpu" and not self.call.is_composed:
+            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other.
+            results = lax.optimization_barrier(results)
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)

@@ -57,6 +57,7 @@ class FunctionSpec:
     engine: str  # how programs are mapped
     donate: bool  # whether old values of updated variables may be overwritten
     stats: Stats  # what it has done
+    compiler_options: tuple[tuple[str, Any], ...] = ()  # of XLA, beside synk's
     per_part: bool = False  # whether every output's parts are kept as they come, for `f.check`
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`
     gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array

@@ -1,5 +1,6 @@
 """Executable: a body mapped over a group, lowered from shapes, agreed on, compiled, launched."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +16,11 @@ from .engine import Body, spmd
 from .group import AXIS, Group
 from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
 from .watchdog import WATCHDOG
+
+# What XLA may pack into one all-reduce on GPUs. By its own limit (30 MB) most gradients wait for those that come last.
+# bench/gpu_programs.py has the figures, also of others.
+COMBINE_BYTES = 8 * 2**20
+_COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,14 @@ class Executable:
 
 def compiler_options(group: Group) -> dict[str, Any]:
     """What programs of a group are compiled with."""
-    if group.accelerator is not None and group.platform == "gpu":
-        return {"xla_gpu_autotune_level": 0}  # which would time kernels on the device
-    return {}
+    if group.platform != "gpu":
+        return {}
+    options: dict[str, Any] = {}
+    if _COMBINE not in os.environ.get("XLA_FLAGS", ""):
+        options[_COMBINE] = COMBINE_BYTES
+    if group.accelerator is not None:
+        options["xla_gpu_autotune_level"] = 0  # which would time kernels on the device
+    return options
 
 
 def _launch(group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure) -> list[jax.Array]:

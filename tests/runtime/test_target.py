@@ -144,6 +144,30 @@ class TestShapes:
             w.value = SHAPE((3,), np.float32)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (["xla"], TypeError, "compiler_options is"), ({1: 2}, TypeError, "names of XLA's options"),
+        ({"xla": [1]}, TypeError, "give a string, a boolean or a number"),
+    ],
+)  # fmt: skip
+def test_wrong_compiler_options(options, error, words):
+    """When the function is built."""
+    with pytest.raises(error, match=words):
+        synk.function(jnp.sum, compiler_options=options)
+
+
+def test_compiler_options(group):
+    """They reach XLA, which refuses what it does not know, and loses nothing; answers stay."""
+    x = np.ones((5, 2), np.float32)
+    f = synk.function(jnp.sum, compiler_options={"xla_cpu_enable_fast_min_max": True})
+    wrong = synk.function(jnp.sum, compiler_options={"xla_no_such_option": 1})
+    for slices in (1, 2):
+        assert float(f(x, num_slices=slices)) == 10
+        with pytest.raises(Exception, match="xla_no_such_option"):
+            wrong(x, num_slices=slices)
+
+
 def all_of(step, rows):
     """What a group runs for its users, none of which a target has."""
     x, y = np.ones((rows, 6), np.float32), np.zeros((rows, 2), np.float32)
@@ -206,3 +230,47 @@ def test_rows_that_variables_and_data_hold(hosts):
                     np.ones(33)[slice(None) if batch is None else slice(17) if batch == 17 else batch]
                 )
             assert x._copy is None
+
+
+@pytest.mark.target
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'")
+class TestGpuPrograms:
+    """What synk asks of XLA so that gradients travel while others are computed."""
+
+    def loss(self, params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def explained(self, num_slices=1, **options):
+        params, batch = [SHAPE((1024, 1024), np.float32)] * 6, SHAPE((8 * 512, 1024), np.float32)
+        with synk.target("h100", 8):
+            w = synk.shared(params, name="w")
+            f = synk.function(lambda x: jax.grad(self.loss)(w.value, x), reduce="mean", **options)
+
+            @f.then
+            def f(grads):
+                w.value = jax.tree.map(lambda w, g: w - 0.5 * g, w.value, grads)
+
+            return f.explain(batch, num_slices=num_slices)
+
+    def test_sums_hide(self):
+        """All but those of the last layer, which nothing is left to hide."""
+        [program] = self.explained().programs
+        sizes = [c.operand_bytes for c in program.collectives]
+        assert sum(sizes) == 6 * 4 * 1024**2
+        assert max(sizes) <= 8 * 2**20
+        behind = sum(c.operand_bytes for c in program.collectives if c.behind)
+        assert behind >= 4 * 4 * 1024**2
+        assert program.aliased_bytes == 6 * 4 * 1024**2
+
+    def test_slices_communicate_once(self):
+        """In the program that ends the call."""
+        *slices, last = self.explained(num_slices=2).programs
+        assert [program.collectives for program in slices] == [()] * len(slices)
+        assert sum(c.operand_bytes for c in last.collectives) == 6 * 4 * 1024**2
+
+    def test_options_of_the_user_go_first(self):
+        """They bound what is packed."""
+        bound = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**30}
+        assert len(self.explained(compiler_options=bound).programs[0].collectives) == 1
