@@ -12,6 +12,7 @@ from ._base.errors import (
     SharedLostError,
     SynkError,
 )
+from ._call.blame import Blame
 from ._call.decorator import function
 from ._call.function import Function
 from ._call.pairs import pairs
@@ -50,7 +51,7 @@ from ._variables.variable import Shared, shared
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
+    "Blame", "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
     "Overlap", "PeerError", "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce",
     "broadcast", "build_inputs", "check_replicas", "close", "data", "distribute", "fork", "function", "gather",
     "get_lengths", "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "pairs", "part_key",

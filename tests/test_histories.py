@@ -770,6 +770,7 @@ def test_members_of_a_function(two):
         "check",
         "compile",
         "explain",
+        "blame",
     }
 
 

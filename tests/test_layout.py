@@ -22,7 +22,7 @@ ROOMS = {
     "_runtime": (BASE, "watchdog dispatch group layout engine executable target"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
     "_reductions": (CORE, "collectives reduction monoid statistics outputs"),
-    "_tracing": (CORE, "context equations tracer"),
+    "_tracing": (CORE, "context equations lines tracer"),
     "_data": (
         [*CORE, "_tracing"],
         "host_buffers sources selection transfer overlap feed resident_rows exchange dataset process_rows prefetch minibatches row_keys",
@@ -33,7 +33,7 @@ ROOMS = {
     ),
     "_call": (
         [*CORE, "_reductions", "_tracing", "_data", "_variables"],
-        "binding spec row_input inputs feeding parts traces program finish compiler causes plan execute prepare compose compare views check hlo picture report explain measure inspection iterate "
+        "binding spec row_input inputs feeding parts traces program finish compiler causes plan execute prepare compose compare views check hlo picture report explain measure search blame inspection iterate "
         "over function decorator skeletons scan pairs",
     ),
     "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "model step local_sgd"),

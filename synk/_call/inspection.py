@@ -17,6 +17,7 @@ from .._runtime.dispatch import LOCK
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .binding import ArgumentBinder, BoundArguments
+from .blame import Blame, blame
 from .check import Runner, check, run_serial
 from .compare import Tolerance
 from .execute import ReadyCall
@@ -37,7 +38,7 @@ class Inspection:
     def __init__(self, spec: FunctionSpec, binder: ArgumentBinder) -> None:
         self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
         self._spec, self._binder = spec, binder
-        self._plans = PlanCache()
+        self._plans, self._probe_plans = PlanCache(), PlanCache()
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_slices: Any, call: str = "") -> BoundArguments:
         """The arguments of a call, none of their leaves looked at; `call` names one that a trace cannot hold."""
@@ -195,6 +196,37 @@ class Inspection:
         with LOCK:
             ready = partial(prepare, self._spec, self._plans, bound, request, output_subset, Where(group))
             return replace(found, measured=measure(ready, run))
+
+    @public_api
+    def blame(self, *args: Any, batch: Any = None, num_slices: int = 1, **kwargs: Any) -> Blame | None:
+        """Find the first row whose outputs, gradients or updates are not finite; change nothing.
+
+        It runs the function on parts of the rows, at most 2 log2(rows) + 4 times by one program, and of what it finds
+        line by line on one device. Shared variables and broadcast arguments that are not finite are told first.
+
+        Args:
+          *args, batch, num_slices, **kwargs: as in a call; rows are held in host memory meanwhile.
+
+        Returns:
+          A `Blame`, which prints as a sentence; None where all is finite. Rows that are bad only together are said to
+          be so.
+
+        Raises:
+          As a call; ValueError where rows cannot be tried one by one: those with neighbours, those that variables hold,
+          and `synk.local` ones.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> x = np.arange(8, dtype=np.float32) - 3
+          >>> with synk.simulate(4):
+          ...     found = synk.function(lambda x: jnp.log(x).sum()).blame(x, num_slices=2)
+          >>> found.row, found.replica, found.slice
+          (0, 0, 0)
+        """
+        bound, group = self._bind(args, kwargs, num_slices, "blame"), current_group()
+        group._refuse_if_absent(f"{self.name}.blame")
+        request = RowRequest(batch, None, num_slices)
+        return blame(self._spec.gathering(), (self._plans, self._probe_plans), bound, request, group)
 
     def _planned(self, bound: BoundArguments, request: RowRequest, subset: Any) -> ReadyCall:
         """A call made ready from shapes: compiled, nothing placed."""

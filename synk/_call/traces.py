@@ -51,7 +51,7 @@ class CallTraces:
         """So that one trace is enough; none where looking at one that is not read could raise."""
         return shared_in(fn) if self._view is None else []
 
-    def of_rows(self, rows: int | None) -> TracedFunction:
+    def of_rows(self, rows: int | None, keeps_lines: bool = False) -> TracedFunction:
         """Trace `fn` over so many rows of one replica."""
         function, call = self.function, self.call
         has_axis = call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
@@ -74,6 +74,7 @@ class CallTraces:
             rows=rows,
             is_sliced=call.is_sliced and not call.is_over,
             has_axis=has_axis,
+            keeps_lines=keeps_lines,
         )
         try:
             traced = self._trace(request)

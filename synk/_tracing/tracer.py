@@ -17,6 +17,7 @@ from .._base.pytree import PyTree, as_keys, key_of
 from .._runtime.group import AXIS
 from .context import TraceContext, tracing
 from .equations import equations, flops
+from .lines import first_bad_line
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
 _context = jax.make_user_context(None)
@@ -38,6 +39,7 @@ class TraceRequest:
     rows: int | None = None  # of the part; None where there are none
     is_sliced: bool = False  # whether updates must say how slices combine
     has_axis: bool = True  # whether replicas may communicate inside
+    keeps_lines: bool = False  # whether equations shall tell the user's line that each comes from
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class TracedFunction:
     """A function of plain arrays: leaves of variables and of arguments, rank, first row -> outputs, new leaves."""
 
     run: Callable[..., list[jax.Array]]
+    blame_line: Callable[..., str | None]  # of the same arguments: the line that makes the first number not finite
     variables: tuple[Any, ...]  # those whose leaves come first, in this order
     reads: tuple[Any, ...]  # the same in the order in which they are read
     writes: tuple[tuple[Any, str | None], ...]  # the variables written, each with how slices combine
@@ -74,8 +77,10 @@ def trace(request: TraceRequest) -> TracedFunction:
     is_used = [variable in found["reads"] for variable in variables for _ in request.shapes_of(variable)]
     found_equations = list(equations(closed.jaxpr))
     found["uses_rank"] |= any(map(_tells_ranks_apart, found_equations))
+    consts = _constants(closed, request.name)
     return TracedFunction(
-        run=_runner(closed, is_used, request.name),
+        run=_runner(closed, consts, is_used),
+        blame_line=lambda *args: first_bad_line(closed.jaxpr, consts, _all_of(closed.jaxpr, is_used, args)),
         variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
@@ -113,8 +118,9 @@ def _run_traced(
         found["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 
-    # Through jit, so that JAX's errors name the user's function and its arguments; inlined, it leaves nothing behind.
-    return jax.jit(named, inline=True)(*args, **kwargs)
+    # Through jit, so that JAX's errors name the user's function and its arguments; inlined, it leaves nothing behind,
+    # and its equations come from this line.
+    return jax.jit(named, inline=not request.keeps_lines)(*args, **kwargs)
 
 
 def _tells_ranks_apart(equation: Any) -> bool:
@@ -127,17 +133,27 @@ def _tells_ranks_apart(equation: Any) -> bool:
     return is_over_axis and (by_rank or params.get("axis_index_groups") is not None)
 
 
-def _runner(closed: Any, is_used: Sequence[bool], name: str) -> Callable[..., list[jax.Array]]:
+def _constants(closed: Any, name: str) -> list[Any]:
     if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
         raise SynkError(
             f"{name}: it uses values of a transformation around the call (jit, grad, vmap, ...) that are not among its "
             f'arguments. Pass them as "broadcast" arguments.'
         )
     # A constant that lives on one device cannot enter a program over several; on the host it can.
-    consts = [
+    return [
         np.asarray(c) if isinstance(c, jax.Array) and key_of(c) is None and c.committed else c for c in closed.consts
     ]
 
+
+def _all_of(jaxpr: Any, is_used: Sequence[bool], args: Sequence[Any]) -> list[Any]:
+    """Values of all inputs: zeros where nothing uses one."""
+    given = iter(args)
+    shapes = [variable.aval for variable in jaxpr.invars]
+    used = [*is_used, *(True for _ in shapes[len(is_used) :])]
+    return [next(given) if one else np.zeros(s.shape, s.dtype) for one, s in zip(used, shapes, strict=True)]
+
+
+def _runner(closed: Any, consts: Sequence[Any], is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
     def run(*args: jax.Array) -> list[jax.Array]:
         given = iter(args)
         variables = [next(given) if used else None for used in is_used]

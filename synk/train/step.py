@@ -8,6 +8,7 @@ import jax
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
+from .._call.blame import Blame
 from .._call.decorator import Inputs
 from .._call.function import Function
 from .._call.report import Explanation
@@ -89,6 +90,11 @@ class Step:
     def explain(self, *args: Any, **options: Any) -> Explanation:
         """Say what a step of such rows would do, and take none; see `synk.Function.explain`."""
         return self.function.explain(*args, **options)
+
+    @public_api
+    def blame(self, *args: Any, **options: Any) -> Blame | None:
+        """Find the first row whose loss or gradients are not finite, and take no step; see `synk.Function.blame`."""
+        return self.function.blame(*args, **options)
 
 
 @public_api

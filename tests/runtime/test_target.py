@@ -249,7 +249,7 @@ class TestGpuPrograms:
             f = synk.function(lambda x: jax.grad(self.loss)(w.value, x), reduce="mean", **options)
 
             @f.then
-            def f(grads):
+            def update(grads):
                 w.value = jax.tree.map(lambda w, g: w - 0.5 * g, w.value, grads)
 
             return f.explain(batch, num_slices=num_slices)

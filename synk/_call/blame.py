@@ -1,0 +1,265 @@
+"""Blame: which row makes the first number that is not finite, where it ran, and by which line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from .._base.errors import SynkError
+from .._base.pytree import PyTree, as_keys
+from .._data.process_rows import ProcessLocalRows
+from .._data.transfer import gather_rows, to_host
+from .._reductions.monoid import Monoid
+from .._reductions.reduction import REDUCTIONS, Weighted
+from .._runtime.dispatch import LOCK
+from .._runtime.executable import run_collective
+from .._runtime.group import AXIS, Group
+from .._tracing.context import current_trace
+from .._variables.access import bind
+from .binding import BoundArguments
+from .execute import ReadyCall, evaluate
+from .feeding import feed_rows, launches
+from .inputs import check_leaves, select_rows
+from .plan import PlanCache
+from .prepare import Where, prepare
+from .row_input import RowCall, RowRequest
+from .search import find_first
+from .spec import FunctionSpec, Stats
+from .traces import CallTraces
+from .views import one_device, view_of_one
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What makes a call's outputs, gradients or updates not finite; made by `f.blame`.
+
+    Attributes:
+      what: the finding, in words.
+      row: which row of the inputs; None where no row is to blame by itself.
+      replica, slice: where that row ran.
+      line: the line that made the first number that is not finite, 'model.py:58: h = jnp.log(x)'; None: not known.
+      rows: the first and the last of rows that are bad together; None otherwise.
+      probes: how often the function was run to find it.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> f = synk.function(lambda x: jnp.log(x).sum())
+      >>> x = np.ones(100, np.float32)
+      >>> f.blame(x) is None
+      True
+      >>> x[77] = -1
+      >>> f.blame(x).row
+      77
+    """
+
+    what: str
+    row: int | None = None
+    replica: int | None = None
+    slice: int | None = None
+    line: str | None = None
+    rows: tuple[int, int] | None = None
+    probes: int = 0
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def flagging(function: FunctionSpec) -> FunctionSpec:
+    """A function that says of each output and local update whether a part's is not finite."""
+
+    def flagged(*args: Any, **kwargs: Any) -> jax.Array:
+        out = function.fn(*args, **kwargs)
+        context = current_trace()
+        assert context is not None
+        written = [leaf for new, _ in context.writes.values() for leaf in new]
+        return jnp.stack([jnp.zeros((), bool), *_flags(out), *map(_is_bad, written)])
+
+    ops = REDUCTIONS["any"]
+    return replace(function, fn=flagged, ops=ops, then=None, stats=Stats(), gathers_all=True)
+
+
+def _flags(out: PyTree) -> list[jax.Array]:
+    """One a leaf; what has no weight counts for nothing."""
+    found: list[jax.Array] = []
+    for one in jax.tree.leaves(out, is_leaf=lambda node: isinstance(node, Weighted | Monoid)):
+        if isinstance(one, Weighted):
+            weight = jnp.asarray(one.weight)
+            found += [(weight != 0) & flag for flag in (*_flags(one.value), _is_bad(weight))]
+        else:
+            found += map(_is_bad, jax.tree.leaves(one.state if isinstance(one, Monoid) else one))
+    return found
+
+
+def _is_bad(leaf: Any) -> jax.Array:
+    leaf = jnp.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.zeros((), bool)
+    return ~jnp.isfinite(leaf).all()
+
+
+class Prober:
+    """Runs a function on rows of one call, over and over, by programs of one shape."""
+
+    def __init__(self, function: FunctionSpec, plans: PlanCache, bound: BoundArguments, ready: ReadyCall) -> None:
+        self.function, self.plans, self.bound, self.group = function, plans, bound, ready.group
+        self.num_slices, self.lengths, self.probes = ready.num_slices, ready.rows.lengths, 0
+        name, spec, group = function.name, bound.spec, ready.group
+        if any(spec.overlaps):
+            raise ValueError(f"{name}.blame: rows that bring their neighbours cannot be tried one by one.")
+        looked = check_leaves(bound, name, group)
+        if any(isinstance(leaf, ProcessLocalRows) for leaf in looked.scattered):
+            raise ValueError(f"{name}.blame: it tries rows of all processes, not synk.local ones. Give all the same.")
+        if ready.plan.held:
+            held = ready.plan.held[0].name
+            raise ValueError(
+                f"{name}.blame: {held} holds rows, which cannot be tried in another order. Pass them as an argument: "
+                f"x = synk.gather({held}, nd_up=0)."
+            )
+        self.keys = [looked.keys[place] for place in spec.scattered]
+        self.numbers = np.arange(0)
+        if ready.rows.each:
+            self.numbers = ready.rows.each[0].selection.positions(0, sum(self.lengths or ()))
+        self.arrays: list[np.ndarray] = []
+
+    def bring(self, request: RowRequest) -> None:
+        """Take the rows of the call into host memory, wherever they lie."""
+        name, spec, group = self.function.name, self.bound.spec, self.group
+        leaves = check_leaves(self.bound, name, group).scattered
+        rows = select_rows(RowCall(name, spec.scattered_names, leaves, request, one_device(group), group))
+        self.arrays = [_rows(group, one.source, one.selection, one.dtype) for one in rows.each]
+
+    def of_rows(self, rows: Any) -> BoundArguments:
+        """The call's arguments with these of its rows alone."""
+        leaves = list(self.bound.leaves)
+        for place, array, key in zip(self.bound.spec.scattered, self.arrays, self.keys, strict=True):
+            leaves[place] = as_keys(array[np.asarray(rows)], key)
+        return self.bound._replace(leaves=leaves)
+
+    def is_bad(self, rows: Sequence[int]) -> bool:
+        """Does something of the parts come out not finite, of these rows, as often as it takes to be as many?"""
+        self.probes += 1
+        count = sum(self.lengths or ())
+        bound = self.of_rows(np.resize(np.asarray(rows), count)) if count else self.bound
+        request = RowRequest(num_slices=self.num_slices)
+        where = Where(self.group, may_donate=False)
+        ready = prepare(self.function, self.plans, bound, request, None, where)
+        return bool(np.asarray(evaluate(ready, None).leaves[0]).any())
+
+
+def _rows(group: Group, source: Any, selection: Any, dtype: Any) -> np.ndarray:
+    """The rows of a selection in host memory."""
+    host = to_host(group, source)
+    return gather_rows(np.asarray(source) if host is None else host, selection, dtype)
+
+
+def blame(
+    function: FunctionSpec, plans: tuple[PlanCache, PlanCache], bound: BoundArguments, request: RowRequest, group: Group
+) -> Blame | None:
+    """Find what makes a call's numbers not finite; `plans` are those of the function and of its probes."""
+    with LOCK:
+        own = prepare(function, plans[0], bound, request, None, Where(group))
+        found = _of_state(own)
+        if found is not None:
+            return found
+        prober = Prober(flagging(function), plans[1], bound, own)
+        prober.bring(request)
+        count = sum(prober.lengths or ())
+        rows = find_first(count, prober.is_bad) if count else None
+        if not count and prober.is_bad(()):
+            return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
+        if rows is None:
+            whole = prepare(function, plans[0], bound, request, None, Where(group, may_donate=False))
+            return _of_whole(whole, prober.probes)
+        first, last = int(prober.numbers[rows.first]), int(prober.numbers[rows.last])
+        if not rows.is_alone:
+            return Blame(
+                f"{function.name}: it is not finite, but no row by itself is to blame: rows {first} to {last} of the "
+                f"inputs are, taken together (statistics across rows), or every one of them.",
+                rows=(first, last),
+                probes=prober.probes,
+            )
+        replica, part = _place_of(prober.lengths or (), request.num_slices, rows.first)
+        line = _line(function, prober.of_rows([rows.first]), group)
+        where = f"replica {replica}" + (f", slice {part}" if request.num_slices > 1 else "")
+        what = f"{function.name}: row {first} makes it not finite, on {where}" + (f"; {line}" if line else "")
+        return Blame(what, first, replica, part, line, None, prober.probes)
+
+
+def _place_of(lengths: tuple[int, ...], num_slices: int, row: int) -> tuple[int, int]:
+    """Which replica and slice run a row of a selection."""
+    for number, parts in enumerate(launches(lengths, num_slices)):
+        for replica, (start, count) in enumerate(zip(parts.starts, parts.counts, strict=True)):
+            if start <= row < start + count:
+                return replica, number
+    raise AssertionError(row)
+
+
+def _of_state(ready: ReadyCall) -> Blame | None:
+    """Shared variables and broadcast arguments that are not finite before the call."""
+    name, group = ready.function.name, ready.group
+    for variable in ready.plan.accepts:
+        state = bind(variable, group)
+        for path, leaf in zip(_paths(variable._spec.paths, len(state.leaves)), state.leaves, strict=True):
+            if _holds_bad(group, leaf, state.layout):
+                return Blame(f"{name}: {variable.name}{path} holds numbers that are not finite, before the call.")
+    for place, leaf in zip(ready.call.arguments.broadcast, ready.broadcast, strict=True):
+        if _holds_bad(group, leaf, "replicated"):
+            return Blame(f"{name}: argument {ready.call.arguments.names[place]} is not finite.")
+    return None
+
+
+def _paths(paths: Sequence[str], count: int) -> Sequence[str]:
+    return paths if len(paths) == count else [""] * count  # flat ones are stored otherwise
+
+
+def _holds_bad(group: Group, leaf: jax.Array, layout: Any) -> bool:
+    return bool(np.asarray(run_collective(group, _any_bad, [layout], ["replicated"], [leaf])[0]))
+
+
+def _any_bad(*leaves: jax.Array) -> list[jax.Array]:
+    return [lax.psum(_is_bad(leaf).astype(jnp.int32), AXIS) > 0 for leaf in leaves]
+
+
+def _of_whole(ready: ReadyCall, probes: int) -> Blame | None:
+    """Where every part is finite: what combines them, and then."""
+    name, plan, group = ready.function.name, ready.plan, ready.group
+    outcome = evaluate(ready, None)
+    treedef = plan.result.treedef
+    paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
+    for i, ((path, _), leaf) in enumerate(zip(paths, outcome.leaves, strict=False)):
+        if i not in plan.own and _holds_bad(group, leaf, "stacked" if i in plan.staying else "replicated"):
+            by = "then" if ready.function.then is not None else "combining its parts"
+            return Blame(f"{name}: every row is fine; {by} makes output{keystr(path)} not finite.", probes=probes)
+    for variable, state in outcome.updates.items():
+        for path, leaf in zip(_paths(variable._spec.paths, len(state.leaves)), state.leaves, strict=True):
+            if _holds_bad(group, leaf, state.layout):
+                return Blame(f"{name}: every row is fine; then makes {variable.name}{path} not finite.", probes=probes)
+    return None
+
+
+def _line(function: FunctionSpec, bound: BoundArguments, group: Group) -> str | None:
+    """Which line it is, of one row: the function as equations, one after the other on one device."""
+    one, view = one_device(group), view_of_one(group, None)
+    where = Where(one, view, group, may_donate=False)
+    try:
+        plain = replace(function, then=None, stats=Stats())
+        ready = prepare(plain, PlanCache(), bound, RowRequest(), None, where)
+        traces = CallTraces(plain, one, ready.call, view)
+        traced = traces.of_rows(1, keeps_lines=True)
+        leaves = [
+            leaf[0] if view(variable).layout == "stacked" else leaf
+            for variable in traced.variables
+            for leaf in view(variable).leaves
+        ]
+        rows = feed_rows(one, ready.rows, launches((1,), 1)[0])
+        given = ready.call.arguments.in_tree_order(rows, ready.broadcast)
+        with jax.ensure_compile_time_eval():
+            values = [np.asarray(leaf) for leaf in (*leaves, *given)]
+            return traced.blame_line(*values, np.int32(0), np.int32(0))
+    except (SynkError, ValueError, TypeError):
+        return None

@@ -1,0 +1,73 @@
+"""Lines: which line of a user's makes the first number that is not finite, equation by equation."""
+
+import linecache
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INLINED = ("pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+def is_finite(value: Any) -> bool:
+    """Has an array no NaN and no infinity? Of what is no number of a kind that could, yes."""
+    dtype = getattr(value, "dtype", None)
+    return dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or bool(jnp.isfinite(value).all())
+
+
+def first_bad_line(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> str | None:
+    """Run a jaxpr and say which line first makes of finite numbers one that is not: 'file.py:58: h = jnp.log(x)'."""
+    try:
+        _run(jaxpr, consts, args)
+    except _FoundLine as found:
+        return found.line
+    except Exception:  # what cannot run by itself, such as a collective, hides its line
+        return None
+    return None
+
+
+class _FoundLine(Exception):
+    def __init__(self, line: str | None) -> None:
+        self.line = line
+
+
+def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if hasattr(atom, "val") else values[atom]
+
+    for equation in jaxpr.eqns:
+        given = [read(atom) for atom in equation.invars]
+        results = _results_of(equation, given)
+        if all(map(is_finite, given)) and not all(map(is_finite, results)):
+            raise _FoundLine(_line_of(equation))
+        values.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _results_of(equation: Any, given: Sequence[Any]) -> list[Any]:
+    params = equation.params
+    inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
+    if equation.primitive.name in _INLINED and inner is not None:
+        consts = getattr(inner, "consts", ())
+        return _run(getattr(inner, "jaxpr", inner), consts, given)
+    bind: Callable[..., Any] = equation.primitive.bind
+    found = equation.primitive.get_bind_params(params)  # JAX below 0.10 gives functions apart
+    functions, rest = found if isinstance(found, tuple) else ((), found)
+    results = bind(*functions, *given, **rest)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _line_of(equation: Any) -> str | None:
+    """The innermost line of the user's that an equation comes from."""
+    traceback = equation.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        name = frame.file_name
+        if name.startswith(_PACKAGE) or "-packages" + os.sep in name or name.startswith("<frozen"):
+            continue
+        text = linecache.getline(name, frame.line_num).strip()
+        return f"{os.path.basename(name)}:{frame.line_num}" + (f": {text}" if text else "")
+    return None

@@ -1,0 +1,231 @@
+"""Who makes a call's numbers not finite: the row, where it ran, and the line; never a row that is not to blame."""
+
+from math import ceil, log2
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import synk
+import synk.train
+from synk._call.search import Found, find_first
+
+from ..helpers import group_of, mapped, parts_of, slow
+
+
+class TestSearch:
+    """The search by itself, of sets that a made-up function finds bad."""
+
+    @pytest.mark.parametrize("rows", [1, 2, 3, 7, 64, 1000])
+    def test_one_row(self, rows):
+        """Found wherever it is, by few questions, and the first of several."""
+        for bad in {0, rows // 3, rows // 2, rows - 1}:
+            asked = []
+
+            def is_bad(subset, bad=bad, asked=asked):
+                asked.append(len(subset))
+                return bad in subset
+
+            assert find_first(rows, is_bad) == Found(bad, bad, True)
+            assert len(asked) <= 2 * log2(rows) + 4
+            both = {bad, rows - 1}
+            if rows > 2 and bad < rows - 2:
+                assert find_first(rows, lambda subset, both=both: bool(both & set(subset))) == Found(bad, bad, True)
+
+    @pytest.mark.parametrize("rows", [2, 7, 64, 1000])
+    def test_rows_together(self, rows):
+        """A pair that is bad only together, what is bad of any row alone, and nothing."""
+        for one, two in {(0, rows - 1), (rows // 3, rows // 3 + 1)}:
+            asked = []
+
+            def is_bad(subset, one=one, two=two, asked=asked):
+                asked.append(1)
+                return {one, two} <= set(subset)
+
+            assert find_first(rows, is_bad) == Found(one, two, False)
+            assert len(asked) <= 2 * ceil(log2(rows)) + 4
+        assert not find_first(rows, lambda subset: len(set(subset)) < 2 or len(subset) == rows).is_alone
+        assert not find_first(rows, lambda subset: True).is_alone
+        assert find_first(rows, lambda subset: False) is None
+
+
+def log_loss(x, w):
+    h = jnp.log(x)  # this line
+    return ((h @ w) ** 2).mean()
+
+
+def root_gradient(x, w):
+    def loss(w):
+        y = x @ w
+        return jnp.where(y > 0, jnp.sqrt(y), 0.0).sum()  # whose gradient is NaN at 0, where its value is not
+
+    return loss(w), jax.grad(loss)(w)
+
+
+GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3), slow(("devices", 8))]
+
+
+@pytest.fixture
+def two():
+    """Two replicas on as many devices."""
+    with group_of("devices", 2) as group:
+        yield group
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("kind", GROUPS, ids=str)
+def test_rows_are_found(kind, slices):
+    """At many positions, warm, with one program for all of it; row, replica, slice and line are right."""
+    f = synk.function(log_loss, inputs=["x"], reduce="mean")
+    rows, w = 103, np.ones(4, np.float32)
+    clean = np.random.default_rng(0).uniform(1, 2, (rows, 4)).astype(np.float32)
+    with group_of(*kind) as group:
+        assert f.blame(clean, w, num_slices=slices) is None
+        compilations = None
+        for bad in [0, 1, 17, 34, 35, 51, 52, 68, 69, 70, 77, 101, 102]:
+            x = clean.copy()
+            x[bad, 2] = -1
+            found = f.blame(x, w, num_slices=slices)
+            split = parts_of(np.arange(rows), group.size, slices)
+            [(replica, part)] = [(r, s) for r, parts in enumerate(split) for s, part in enumerate(parts) if bad in part]
+            assert (found.row, found.replica, found.slice) == (bad, replica, part)
+            assert found.line.endswith(": h = jnp.log(x)  # this line")
+            assert found.line.startswith("test_blame.py:")
+            assert found.probes <= 2 * log2(rows) + 4
+            now = f._probe_plans.compiled
+            assert compilations in (None, len(now))
+            compilations = len(now)
+        assert f.stats.calls == 0
+
+
+def test_gradients_that_are_not_finite(group):
+    """Where values are; and the line that they come from."""
+    f = synk.function(root_gradient, inputs=["x"])
+    x, w = np.random.default_rng(0).uniform(1, 2, (41, 3)).astype(np.float32), np.ones(3, np.float32)
+    x[29] = 0
+    assert np.isfinite(f(x, w)[0])
+    found = f.blame(x, w)
+    assert found.row == 29
+    assert "jnp.sqrt(y)" in found.line
+
+
+@pytest.mark.parametrize("place", ["memory", "disk", "host", "scatter", "broadcast"])
+def test_rows_of_batches(place, two):
+    """The number is that of the dataset's row, wherever the data lies."""
+    x = np.ones((50, 4), np.float32)
+    x[31, 1] = -1
+    given = {"memory": lambda: x, "disk": lambda: mapped(x)}.get(place, lambda: synk.data(x, place=place))()
+    f, w = synk.function(log_loss, inputs=["x"], reduce="mean"), np.ones(4, np.float32)
+    for _ in range(2):
+        assert f.blame(given, w).row == 31
+        found = f.blame(given, w, batch=[49, 30, 31, 2, 31], num_slices=2)
+        assert (found.row, found.replica, found.slice) == (31, 0, 1)
+        assert f.blame(given, w, batch=slice(0, 31)) is None
+
+
+def test_coupled_rows_are_not_blamed(group):
+    """Statistics across rows, whose badness is no row's own."""
+    same = np.ones((64, 2), np.float32)
+    divided = synk.function(lambda x: x / x.std(0, keepdims=True), reduce="concat")
+    if group.size == 1 or divided.blame(same) is not None:
+        found = divided.blame(same)
+        assert (found.row, found.rows) == (None, (0, 63))
+    pair = synk.function(lambda x: jnp.where((x == 3).any() & (x == 4).any(), jnp.nan, x.sum()))
+    x = np.zeros(12, np.float32)
+    x[0], x[1] = 3, 4  # on one replica, whatever the group
+    found = pair.blame(x)
+    assert (found.row, found.rows) == (None, (0, 1))
+    assert "taken together" in str(found)
+
+
+def test_weights_of_nothing(group):
+    """A part of weight 0 is NaN by itself, and counts for nothing."""
+
+    @synk.function(reduce="mean")
+    def masked(x, mask):
+        weight = mask.sum()
+        return synk.Weighted((jnp.where(mask > 0, jnp.log(x), 0.0)).sum() / weight, weight)
+
+    x, mask = np.ones(40, np.float32), np.tile(np.float32([0, 0, 0, 1]), 10)
+    assert masked.blame(x, mask) is None
+    x[27] = -1
+    assert masked.blame(x, mask).row == 27
+
+
+def test_what_is_bad_before(group):
+    """Shared variables and broadcast arguments come first; then what combines, and then."""
+    w = synk.shared({"a": np.ones(3, np.float32)}, name="w")
+
+    @synk.function(inputs=["x"], reduce="sum")
+    def f(x, scale):
+        return (x * w.value["a"][None] * scale).sum()
+
+    @f.then
+    def f(total):
+        w.value = {"a": w.value["a"] / (total - 12)}
+
+    x = np.ones((5, 3), np.float32)
+    assert f.blame(x, 1.0) is None
+    assert "argument scale is not finite" in str(f.blame(x, np.nan))
+    found = f.blame(x[:4], 1.0)
+    assert "every row is fine; then makes w['a'] not finite" in str(found)
+    assert w.value["a"].tolist() == [1, 1, 1]  # nothing is kept
+    f(x[:4], 1.0)
+    assert "w['a'] holds numbers that are not finite, before the call" in str(f.blame(x, 1.0))
+    big = synk.function(lambda x: x.sum().astype(jnp.float32) * 1e38)
+    if group.size > 1:
+        assert "combining its parts" in str(big.blame(np.full(2 * group.size, 1.5, np.float32)))
+
+
+def test_updates_of_replicas(two):
+    """What the function writes on each replica is looked at too."""
+    w = synk.shared(np.float32(1), name="w")
+
+    @synk.function
+    def f(x):
+        w.value = w.value + jnp.log(x).sum()
+        return x.sum()
+
+    x = np.ones(9, np.float32)
+    x[7] = -1
+    assert f.blame(x).row == 7
+    assert float(w.value) == 1
+
+
+def test_training_steps(two):
+    """`synk.train.step` has it, and takes no step."""
+    step = synk.train.step(lambda w, x: jnp.mean(jnp.sqrt(x @ w)), np.ones(3, np.float32), optax.sgd(0.5))
+    x = np.ones((20, 3), np.float32)
+    x[13] = -1
+    found = step.blame(x)
+    assert found.row == 13
+    assert "jnp.sqrt" in found.line
+    assert step.params.value.tolist() == [1, 1, 1]
+
+
+def test_keys_of_rows(two):
+    """Typed keys are rows as others are."""
+    f = synk.function(lambda x, keys: jnp.log(x + 0 * jax.vmap(jax.random.uniform)(keys)).sum())
+    x = np.ones(9, np.float32)
+    x[4] = -1
+    assert f.blame(x, synk.row_keys(jax.random.key(0), 9)).row == 4
+
+
+def test_what_it_refuses(two):
+    """Rows that cannot be tried one by one, by name; and traces."""
+    x = np.ones(8, np.float32)
+    near = synk.function(lambda x: x[1:-1], inputs={"x": synk.Overlap(1)}, reduce="concat")
+    with pytest.raises(ValueError, match="neighbours"):
+        near.blame(x)
+    held = synk.shared(np.ones(8, np.float32), name="held")
+    synk.scatter(held, x)
+    with pytest.raises(ValueError, match="held holds rows"):
+        synk.function(lambda: held.value.sum()).blame()
+    with pytest.raises(ValueError, match=r"synk\.local"):
+        synk.function(jnp.sum).blame(synk.local(x))
+    f = synk.function(jnp.sum)
+    with pytest.raises(synk.SynkError, match="not inside jit"):
+        jax.jit(f.blame)(x)
+    assert f.blame(x) is None
