@@ -62,6 +62,7 @@ class BoundArguments(NamedTuple):
 
     spec: ArgumentSpec
     leaves: list[Any]
+    numbers: Any = None  # of rows that were picked ahead of the call, what numbers they have where they come from
 
     @property
     def has_tracers(self) -> bool:

@@ -80,7 +80,7 @@ def flagging(function: FunctionSpec) -> FunctionSpec:
         return jnp.stack([jnp.zeros((), bool), *_flags(out), *map(_is_bad, written)])
 
     ops = REDUCTIONS["any"]
-    return replace(function, fn=flagged, ops=ops, then=None, stats=Stats(), gathers_all=True)
+    return replace(function, fn=flagged, ops=ops, then=None, stats=Stats(), gathers_all=True, refuses_nan=False)
 
 
 def _flags(out: PyTree) -> list[jax.Array]:
@@ -124,6 +124,8 @@ class Prober:
         self.numbers = np.arange(0)
         if ready.rows.each:
             self.numbers = ready.rows.each[0].selection.positions(0, sum(self.lengths or ()))
+        if bound.numbers is not None:
+            self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.numbers]
         self.arrays: list[np.ndarray] = []
 
     def bring(self, request: RowRequest) -> None:
@@ -173,7 +175,8 @@ def blame(
         if not count and prober.is_bad(()):
             return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
         if rows is None:
-            whole = prepare(function, plans[0], bound, request, None, Where(group, may_donate=False))
+            plain = replace(function, refuses_nan=False)
+            whole = prepare(plain, plans[0], bound, request, None, Where(group, may_donate=False))
             return _of_whole(whole, prober.probes)
         first, last = int(prober.numbers[rows.first]), int(prober.numbers[rows.last])
         if not rows.is_alone:
@@ -247,7 +250,7 @@ def _line(function: FunctionSpec, bound: BoundArguments, group: Group) -> str | 
     one, view = one_device(group), view_of_one(group, None)
     where = Where(one, view, group, may_donate=False)
     try:
-        plain = replace(function, then=None, stats=Stats())
+        plain = replace(function, then=None, stats=Stats(), refuses_nan=False)
         ready = prepare(plain, PlanCache(), bound, RowRequest(), None, where)
         traces = CallTraces(plain, one, ready.call, view)
         traced = traces.of_rows(1, keeps_lines=True)

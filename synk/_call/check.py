@@ -73,6 +73,8 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
     """Run once on one device; commit on request."""
     with LOCK:
         outcome, home = runner.run(runner.serial, runner.function), runner.home
+        if outcome.is_refused:
+            raise FloatingPointError(f"{runner.function.name}: its outputs or updates are not finite.")
         states = []
         for variable, state in outcome.updates.items() if update else ():
             held = variable._state.rows_per_replica

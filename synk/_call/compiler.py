@@ -20,7 +20,7 @@ from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .feeding import launches
 from .finish import Finisher
-from .parts import POSITION, TABLE_ROWS, Part, arrays_of, part_of, part_of_many
+from .parts import POSITION, TABLE_ROWS, Part, any_not_finite, arrays_of, part_of, part_of_many
 from .traces import State
 
 Arrays = Sequence[jax.Array]
@@ -59,6 +59,7 @@ class Compiler:
         self.finisher, self.builder, self.updates, self.layouts = finisher, finisher.builder, updates, layouts
         builder = finisher.builder
         self.call, self.group, self.traces = builder.call, builder.group, builder.traces
+        self.refuses_nan = builder.function.refuses_nan and not (self.call.is_over or self.call.is_composed)
         self.states = tuple(builder.state_shapes(builder.slots)) if self.call.is_sliced else ()
         # Where one has no size, jaxlib 0.10.2 fails to partition: "func.call op expected at least one operand ...
         # produced by a GlobalToLocalShape"; so those of no size do not travel.
@@ -72,6 +73,8 @@ class Compiler:
         of_then = finisher.then[0].variables if finisher.then else ()
         # In one launch the program that runs `fn` ends the call.
         last = (*of_then, *written) if self.call.is_sliced else (*launch, *of_then)
+        # Where what is not finite is refused, old values stay, also of what nothing else reads.
+        last = (*last, *updates) if self.refuses_nan else last
         self.reads = (launch, tuple(dict.fromkeys(last)))
 
     def compile(self, owner: Any) -> Programs:
@@ -240,7 +243,8 @@ class Compiler:
             return layouts("stacked", len(self.carry) + len(self.kept))
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
         staying = self.finisher.staying
-        return [*("stacked" if i in staying else "replicated" for i in self.finisher.result.picked), *new]
+        flag: list[Layout] = ["replicated"] * self.refuses_nan
+        return [*("stacked" if i in staying else "replicated" for i in self.finisher.result.picked), *new, *flag]
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
         """The lists of arguments that may be overwritten: states so far, or old values."""
@@ -253,7 +257,15 @@ class Compiler:
         if self.call.is_sliced:
             states = self.builder.states_of_present(states, part.count > 0)
         results, new = self.finisher.finish_values(states, state, broadcast, part)
-        return [*(results[i] for i in self.finisher.result.picked), *chain(*(new[v] for v in self.updates))]
+        picked = [results[i] for i in self.finisher.result.picked]
+        if not self.refuses_nan:
+            return [*picked, *chain(*(new[v] for v in self.updates))]
+        leaves = [*chain(*(new[v] for v in self.updates))]
+        is_bad = any_not_finite([*results, *leaves])
+        differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.own
+        flag = lax.psum(is_bad.astype(jnp.int32), AXIS) > 0 if differs else is_bad
+        old = [*chain(*(state[v] for v in self.updates))]
+        return [*picked, *(jnp.where(flag, *pair) for pair in zip(old, leaves, strict=True)), flag]
 
     def _all_states(
         self, carry: Arrays, kept: Arrays = (), entries: Mapping[bool, int] | None = None

@@ -26,6 +26,7 @@ def function(
     then: Callable[..., PyTree] | None = ...,
     engine: Literal["shard_map", "pmap"] = ...,
     donate: bool = ...,
+    nan: Literal["raise"] | None = ...,
     compiler_options: Mapping[str, Any] | None = ...,
     name: str | None = ...,
 ) -> Function: ...
@@ -39,6 +40,7 @@ def function(
     then: Callable[..., PyTree] | None = ...,
     engine: Literal["shard_map", "pmap"] = ...,
     donate: bool = ...,
+    nan: Literal["raise"] | None = ...,
     compiler_options: Mapping[str, Any] | None = ...,
     name: str | None = ...,
 ) -> Callable[[Callable[..., PyTree]], Function]: ...
@@ -52,6 +54,7 @@ def function(
     then: Callable[..., PyTree] | None = None,
     engine: Literal["shard_map", "pmap"] = "shard_map",
     donate: bool = True,
+    nan: Literal["raise"] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
     **removed: Any,
@@ -74,6 +77,8 @@ def function(
       then: runs on every replica on the combined outputs; see `Function.then`.
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
       donate: whether old values of shared variables that are updated may be overwritten in place.
+      nan: "raise" for FloatingPointError where outputs or updates are not finite, which names the row to blame
+        (`Function.blame`): such a call updates nothing. It waits for each call's end. Not under `jit` and the like.
       compiler_options: options of XLA for its programs, by name, as `jax.jit` takes them; on GPUs these go before those
         of synk's own, which let gradients travel while others are computed.
       name: what messages call it; `fn`'s name.
@@ -104,9 +109,19 @@ def function(
         if engine not in engines:
             raise ValueError(f"{called}: engine={engine!r}; use {' or '.join(map(repr, engines))}.")
         binder = ArgumentBinder(fn, inputs, called)
-        options = _checked_options(compiler_options, called)
+        if nan not in (None, "raise"):
+            raise ValueError(f'{called}: nan={nan!r}; use "raise", or None.')
         spec = FunctionSpec(
-            called, fn, check_ops(ops, called), None, lambda count: (), engine, donate, Stats(), options
+            name=called,
+            fn=fn,
+            ops=check_ops(ops, called),
+            then=None,
+            then_parameters=lambda count: (),
+            engine=engine,
+            donate=donate,
+            stats=Stats(),
+            refuses_nan=nan == "raise",
+            compiler_options=_checked_options(compiler_options, called),
         )
         return Function(spec if then is None else with_then(spec, binder, then), binder)
 

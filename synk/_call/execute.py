@@ -1,11 +1,13 @@
 """Execute: feed, launch and commit one call of a plan; or do all but commit."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import ref
 
 import jax
+import numpy as np
 
 from .._base.errors import SynkError
 from .._base.jax_context import checks_floats
@@ -44,6 +46,11 @@ class Outcome(NamedTuple):
     leaves: list[jax.Array]
     updates: dict[Shared, VariableState]
     plan: CallPlan
+    is_refused: bool  # whether something is not finite, which its function refuses
+
+
+class NotFinite(FloatingPointError):
+    """A call's numbers are not finite, which its function or the user's options refuse."""
 
 
 def execute(ready: ReadyCall) -> Any:
@@ -53,13 +60,17 @@ def execute(ready: ReadyCall) -> Any:
     check_held_rows(ready, states)
     last = _before_last(ready, states)
     if not plan.updates:
-        return _tree(ready, _launch(ready, last, ignore_failure))
+        values = _launch(ready, last, ignore_failure)
+        if _is_refused(plan, values):
+            raise NotFinite
+        return _tree(ready, values)
     if not ready.call.donate:
         retire_finished()
     rollback = _Rollback(ready.function.name)
     with uninterrupted():
         try:
             values = _launch(ready, last, rollback)
+            is_refused = _is_refused(plan, values)
         except Exception as error:
             for update in plan.updates:
                 old = states[update.variable]
@@ -67,10 +78,20 @@ def execute(ready: ReadyCall) -> Any:
                     invalidate(update.variable, old, ready.function.name, error)
             raise
         for variable, state in _updates(ready, values, states).items():
+            if is_refused:  # its leaves hold old values, some in the memory of the old ones
+                old = states[variable]
+                state = replace(state, is_equal=old.is_equal, diverged_by=old.diverged_by)
             # What is donated is not kept alive either.
             rollback.committed.append((variable, ref(state), None if ready.call.donate else states[variable]))
             variable._state = state
+    if is_refused:
+        raise NotFinite
     return _tree(ready, values)
+
+
+def _is_refused(plan: CallPlan, values: list[jax.Array]) -> bool:
+    """Wait, where the function wants that, and tell whether something is not finite."""
+    return plan.has_flag and bool(np.asarray(values.pop()))
 
 
 def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
@@ -108,7 +129,8 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
     states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
     check_held_rows(ready, states)
     values = _launch(ready, _before_last(ready, states), ignore_failure)
-    return Outcome(values[: len(ready.plan.result.picked)], _updates(ready, values, states), ready.plan)
+    is_refused = _is_refused(ready.plan, values)
+    return Outcome(values[: len(ready.plan.result.picked)], _updates(ready, values, states), ready.plan, is_refused)
 
 
 def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
@@ -219,7 +241,7 @@ def _explained(error: Exception, name: str) -> Exception:
     if isinstance(error, SynkError):
         return error
     if checks_floats() and type(error).__name__ == "InternalFloatingPointError":
-        return FloatingPointError(f"{name}: a result holds NaN or infinity, which jax_debug_nans or _infs forbids.")
+        return NotFinite(f"{name}: a result holds NaN or infinity, which jax_debug_nans or _infs forbids.")
     if "RESOURCE_EXHAUSTED" in str(error):
         first = str(error).splitlines()[0]
         return MemoryError(f"{name}: {first} Run it with num_slices=2 or more, which needs the memory of one slice.")

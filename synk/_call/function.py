@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any
+
+import jax
 
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced
@@ -16,7 +19,7 @@ from .._runtime.group import current_group
 from .._variables.variable import Shared
 from .binding import ArgumentBinder, BoundArguments
 from .compose import compose
-from .execute import execute
+from .execute import NotFinite, execute
 from .inspection import Inspection
 from .iterate import Batches, iterate
 from .over import Accumulation
@@ -141,9 +144,21 @@ class Function(Inspection):
         with LOCK:
             where = Where(current_group())
             ready = partial(prepare, self._spec, self._plans, bound, request, subset, where)
-            result = start(self._spec, ready, execute)
+            try:
+                result = start(self._spec, ready, execute)
+            except NotFinite as error:
+                raise FloatingPointError(self._not_finite(bound, request)) from error.__cause__
             self.stats.calls += 1
             return result
+
+    def _not_finite(self, bound: BoundArguments, request: RowRequest) -> str:
+        """Who is to blame for it, in words."""
+        said = f"{self.name}: its outputs or updates are not finite"
+        if request.batch_s is None:
+            with suppress(SynkError, ValueError), jax.debug_nans(False), jax.debug_infs(False):
+                found = self._blame(bound, request)
+                said = str(found) if found is not None else said
+        return f"{said}. Nothing was updated."
 
     @public_api
     def iterate(

@@ -223,9 +223,11 @@ class Inspection:
           >>> found.row, found.replica, found.slice
           (0, 0, 0)
         """
-        bound, group = self._bind(args, kwargs, num_slices, "blame"), current_group()
+        return self._blame(self._bind(args, kwargs, num_slices, "blame"), RowRequest(batch, None, num_slices))
+
+    def _blame(self, bound: BoundArguments, request: RowRequest) -> Blame | None:
+        group = current_group()
         group._refuse_if_absent(f"{self.name}.blame")
-        request = RowRequest(batch, None, num_slices)
         return blame(self._spec.gathering(), (self._plans, self._probe_plans), bound, request, group)
 
     def _planned(self, bound: BoundArguments, request: RowRequest, subset: Any) -> ReadyCall:

@@ -68,7 +68,8 @@ class Batches:
             if i not in self.resident:
                 given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
         kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
-        return _Ahead(self.bound._replace(leaves=given), versions, kept, perf_counter() - start)
+        numbers = None if self.resident else selection
+        return _Ahead(self.bound._replace(leaves=given, numbers=numbers), versions, kept, perf_counter() - start)
 
     def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
         leaf = self.sources[i]

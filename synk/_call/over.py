@@ -15,6 +15,7 @@ from .._base.pytree import PyTree
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective
 from .._runtime.layout import constant, layouts, put
+from .._tracing.lines import is_finite
 from .._variables.access import bind
 from .._variables.state import VariableState
 from .._variables.variable import Shared
@@ -141,6 +142,8 @@ class Accumulation:
             placed.append(constant(ready.group, "replicated", tuple(self._seen.tolist()), "bool"))
             values = run(ready, program, [[*self._carry[:-1], *kept], placed])  # not where they end
             self._function.stats.calls += 1
+        if self._function.refuses_nan and not all(map(is_finite, values)):
+            raise FloatingPointError(f"{name}.over: its outputs are not finite.")
         return plan.result.tree(values)
 
 

@@ -89,6 +89,12 @@ def arrays_of(call: CallSpec, values: Sequence[jax.Array]) -> PartArrays:
     return PartArrays(arrays, held_index, rest)
 
 
+def any_not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Does one of them hold NaN or infinity?"""
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.any(jnp.array([~jnp.isfinite(leaf).all() for leaf in floats])) if floats else jnp.zeros((), bool)
+
+
 def pad_rows(array: jax.Array, rows: int | None) -> jax.Array:
     """The same with zeros after its rows, up to so many."""
     if rows is None or array.shape[0] == rows:

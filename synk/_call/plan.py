@@ -51,6 +51,7 @@ class CallPlan:
     own: tuple[int, ...]  # which leaves of the result are the first replica's own
     staying: tuple[int, ...]  # and which stay on the replicas that made them
     outputs: OutputSpec  # the structure of what `fn` returned
+    has_flag: bool  # whether the last program also tells that something is not finite, and updates nothing then
     flops: Mapping[int | None, int]  # of `fn` over so many rows, in matrix products and convolutions
     flops_of_then: int
     least_rows: int  # fewer in all would not do
@@ -99,7 +100,7 @@ class PlanCache:
 
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Of a kind of call; `f.check` also runs functions without then, and for parts, and then may come after a trace."""
-    return call, function.then is None, function.per_part, function.gathers_all
+    return call, function.then is None, function.per_part, function.gathers_all, function.refuses_nan
 
 
 class NeedsLengths(NamedTuple):
@@ -147,6 +148,7 @@ def make_plan(
         own=tuple(j for j, i in enumerate(result.picked) if i in own),  # none before then
         staying=tuple(j for j, i in enumerate(result.picked) if i in finisher.staying),
         outputs=builder.outputs,
+        has_flag=compiler.refuses_nan,
         flops={size: traced.flops for size, traced in builder.traced.items()},
         flops_of_then=0 if finisher.then is None else finisher.then[0].flops,
         least_rows=builder.outputs.least_rows,

@@ -57,6 +57,7 @@ class FunctionSpec:
     engine: str  # how programs are mapped
     donate: bool  # whether old values of updated variables may be overwritten
     stats: Stats  # what it has done
+    refuses_nan: bool = False  # whether a call whose numbers are not finite raises, and commits nothing
     compiler_options: tuple[tuple[str, Any], ...] = ()  # of XLA, beside synk's
     per_part: bool = False  # whether every output's parts are kept as they come, for `f.check`
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`

@@ -56,6 +56,7 @@ class TrainingModel:
         flat: bool,
         donate: bool,
         name: str | None,
+        nan: Literal["raise"] | None = None,
     ) -> None:
         try:
             import optax  # type: ignore[import-untyped]  # it has no stubs
@@ -70,7 +71,7 @@ class TrainingModel:
         if clip is not None and not clip > 0:
             raise ValueError(f"{call}: clip is {clip!r}; give the largest global norm of a gradient, a number > 0.")
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
-        self.loss, self.donate, self.inputs = loss, donate, inputs
+        self.loss, self.donate, self.inputs, self.nan = loss, donate, inputs, nan
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
@@ -95,7 +96,7 @@ class TrainingModel:
         """A function of rows that looks like the loss, in messages and to `inputs`."""
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         ops = {**outputs, "aux": self.aux_ops}
-        return function(fn, self.inputs, ops, then=then, donate=self.donate, name=self.name)
+        return function(fn, self.inputs, ops, then=then, donate=self.donate, name=self.name, nan=self.nan)
 
     def value_and_grad(self, params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]) -> LossAndGrad:
         """The loss of these rows, and its gradient."""

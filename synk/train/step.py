@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -109,6 +109,7 @@ def step(
     clip: float | None = None,
     flat: bool = False,
     donate: bool = True,
+    nan: Literal["raise"] | None = None,
     name: str | None = None,
 ) -> Step:
     """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
@@ -134,6 +135,8 @@ def step(
       clip: the largest global norm of the combined gradient; a larger one is scaled down to it before the update.
       flat: whether parameters and optimizer state keep one buffer a dtype, as `synk.shared(..., flat=True)`.
       donate: as for `synk.function`.
+      nan: as for `synk.function`: "raise" for FloatingPointError where loss, gradients or the new parameters are not
+        finite, which names the row to blame; no step is taken then.
       name: what messages call it; the loss's name.
 
     Returns:
@@ -154,7 +157,7 @@ def step(
     """
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
-        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name,
+        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name, nan=nan,
     )  # fmt: skip
 
     # Named here, so that tracing expects them.
