@@ -71,7 +71,8 @@ class TrainingModel:
         if clip is not None and not clip > 0:
             raise ValueError(f"{call}: clip is {clip!r}; give the largest global norm of a gradient, a number > 0.")
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
-        self.loss, self.donate, self.inputs, self.nan = loss, donate, inputs, nan
+        self.loss, self.donate, self.inputs = loss, donate, inputs
+        self.nan: Literal["raise"] | None = nan
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
