@@ -44,6 +44,13 @@ def test_before_you_rent(capsys):
     assert capsys.readouterr().out == printed
 
 
+def test_when_wrong(capsys):
+    """Its one block names the row."""
+    ((_, code),) = BLOCK.findall((README.parent / "docs" / "when_wrong.md").read_text())
+    exec(code, {"__name__": "__main__"})
+    assert capsys.readouterr().out.startswith("f: row 777 makes it not finite, on replica 3, slice 0")
+
+
 @pytest.mark.target
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'")
 def test_before_you_rent_with_the_plugin(capsys, tmp_path, monkeypatch):
