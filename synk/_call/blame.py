@@ -11,9 +11,8 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import SynkError
-from .._base.pytree import PyTree, as_keys
+from .._base.pytree import PyTree
 from .._data.process_rows import ProcessLocalRows
-from .._data.transfer import gather_rows, to_host
 from .._reductions.monoid import Monoid
 from .._reductions.reduction import REDUCTIONS, Weighted
 from .._runtime.dispatch import LOCK
@@ -24,10 +23,11 @@ from .._variables.access import bind
 from .binding import BoundArguments
 from .execute import ReadyCall, evaluate
 from .feeding import feed_rows, launches
-from .inputs import check_leaves, select_rows
+from .host_rows import HostRows
+from .inputs import check_leaves
 from .plan import PlanCache
 from .prepare import Where, prepare
-from .row_input import RowCall, RowRequest
+from .row_input import RowRequest
 from .search import find_first
 from .spec import FunctionSpec, Stats
 from .traces import CallTraces
@@ -120,43 +120,22 @@ class Prober:
                 f"{name}.blame: {held} holds rows, which cannot be tried in another order. Pass them as an argument: "
                 f"x = synk.gather({held}, nd_up=0)."
             )
-        self.keys = [looked.keys[place] for place in spec.scattered]
         self.numbers = np.arange(0)
         if ready.rows.each:
             self.numbers = ready.rows.each[0].selection.positions(0, sum(self.lengths or ()))
         if bound.numbers is not None:
             self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.numbers]
-        self.arrays: list[np.ndarray] = []
-
-    def bring(self, request: RowRequest) -> None:
-        """Take the rows of the call into host memory, wherever they lie."""
-        name, spec, group = self.function.name, self.bound.spec, self.group
-        leaves = check_leaves(self.bound, name, group).scattered
-        rows = select_rows(RowCall(name, spec.scattered_names, leaves, request, one_device(group), group))
-        self.arrays = [_rows(group, one.source, one.selection, one.dtype) for one in rows.each]
-
-    def of_rows(self, rows: Any) -> BoundArguments:
-        """The call's arguments with these of its rows alone."""
-        leaves = list(self.bound.leaves)
-        for place, array, key in zip(self.bound.spec.scattered, self.arrays, self.keys, strict=True):
-            leaves[place] = as_keys(array[np.asarray(rows)], key)
-        return self.bound._replace(leaves=leaves)
+        self.rows: HostRows | None = None
 
     def is_bad(self, rows: Sequence[int]) -> bool:
         """Does something of the parts come out not finite, of these rows, as often as it takes to be as many?"""
         self.probes += 1
         count = sum(self.lengths or ())
-        bound = self.of_rows(np.resize(np.asarray(rows), count)) if count else self.bound
+        bound = self.bound if self.rows is None else self.rows.take(np.resize(np.asarray(rows), count))
         request = RowRequest(num_slices=self.num_slices)
         where = Where(self.group, may_donate=False)
         ready = prepare(self.function, self.plans, bound, request, None, where)
         return bool(np.asarray(evaluate(ready, None).leaves[0]).any())
-
-
-def _rows(group: Group, source: Any, selection: Any, dtype: Any) -> np.ndarray:
-    """The rows of a selection in host memory."""
-    host = to_host(group, source)
-    return gather_rows(np.asarray(source) if host is None else host, selection, dtype)
 
 
 def blame(
@@ -169,12 +148,12 @@ def blame(
         if found is not None:
             return found
         prober = Prober(flagging(function), plans[1], bound, own)
-        prober.bring(request)
         count = sum(prober.lengths or ())
+        prober.rows = HostRows(bound, function.name, request, group) if count else None
         rows = find_first(count, prober.is_bad) if count else None
         if not count and prober.is_bad(()):
             return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
-        if rows is None:
+        if rows is None or prober.rows is None:
             plain = replace(function, refuses_nan=False)
             whole = prepare(plain, plans[0], bound, request, None, Where(group, may_donate=False))
             return _of_whole(whole, prober.probes)
@@ -187,7 +166,7 @@ def blame(
                 probes=prober.probes,
             )
         replica, part = _place_of(prober.lengths or (), request.num_slices, rows.first)
-        line = _line(function, prober.of_rows([rows.first]), group)
+        line = _line(function, prober.rows.take([rows.first]), group)
         where = f"replica {replica}" + (f", slice {part}" if request.num_slices > 1 else "")
         what = f"{function.name}: row {first} makes it not finite, on {where}" + (f"; {line}" if line else "")
         return Blame(what, first, replica, part, line, None, prober.probes)

@@ -9,6 +9,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import LawError
 from .._base.pytree import PyTree
+from .._data.process_rows import ProcessLocalRows
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import copy_to_replicas, replica_to_host
 from .._runtime.group import Group
@@ -16,8 +17,10 @@ from .._runtime.layout import put
 from .._variables.access import commit_all, state_of_leaves, state_of_rows
 from .binding import BoundArguments
 from .compare import Tolerance, difference, matching_ops
+from .diagnosis import likely_cause
 from .execute import Outcome, ReadyCall, evaluate
 from .feeding import launches
+from .host_rows import HostRows
 from .plan import PlanCache
 from .prepare import Where, prepare
 from .row_input import RowRequest
@@ -131,8 +134,29 @@ def _differing_outputs(
             continue
         hint = matching_ops(parts[0][i], parts[1], a, tolerance) if parts else ['"concat"'] * (leaf.op != "concat")
         fits = f"{' or '.join(hint)} would have matched" if hint else "no op would have matched"
+        cause = None if hint else _cause(runner, mapping, i, tolerance)
+        fits += "" if cause is None else f". Likely cause: {cause}"
         op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
         yield f"output{leaf.path} combined by {op}: {difference(a, b)}; {fits}."
+
+
+def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolerance) -> str | None:
+    """What rows do to each other in an output; None where it cannot be told."""
+    bound, name, home = runner.bound, mapping.name, runner.home
+    if any(bound.spec.overlaps) or runner.request.batch_s is not None or not bound.spec.scattered:
+        return None
+    if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
+        return None
+    rows = HostRows(bound, name, runner.request, home)
+
+    def run(index: np.ndarray) -> np.ndarray:
+        ready = prepare(mapping, runner.plans, rows.take(index), RowRequest(), None, runner.serial)
+        return np.asarray(evaluate(ready, runner.serial.view).leaves[output])
+
+    try:
+        return likely_cause(run, len(rows), tolerance)
+    except (ValueError, TypeError):  # of other numbers of rows it has no answer, or another one
+        return None
 
 
 def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndarray] | None:
