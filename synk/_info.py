@@ -1,0 +1,87 @@
+"""Info: what there is to run on: versions, devices, memory, settings that matter, and what is wrong with them."""
+
+import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+
+from ._base.units import UNKNOWN, size_text
+from ._runtime.dispatch import CPU_CAN_WEDGE
+from ._runtime.target import known_accelerator
+
+PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "optax", "flax", "equinox")
+SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "TPU_", "NCCL_", "SYNK_")
+
+
+def report() -> str:
+    """All of it as text, for people, and for those who read their reports.
+
+    Starts JAX's backend, as the first use of any device does.
+    """
+    return "\n".join([*_versions(), *_devices(), *_settings(), *_troubles()])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _versions() -> Iterator[str]:
+    yield f"synk {_version('synk-jax') or UNKNOWN}, Python {platform.python_version()}, {platform.platform()}"
+    found = [f"{name} {_version(name)}" for name in PACKAGES if _version(name)]
+    yield f"packages: {', '.join(found)}"
+
+
+def _devices() -> Iterator[str]:
+    devices = jax.devices()
+    yield f"devices: {len(devices)} {devices[0].device_kind} ({devices[0].platform}), {os.cpu_count()} CPU cores"
+    memory = None if devices[0].platform == "cpu" else (devices[0].memory_stats() or {}).get("bytes_limit")
+    yield f"memory of a device that JAX uses: {size_text(memory)}"
+    known = known_accelerator(devices[0])
+    if known is not None:
+        yield f"  by its data sheet: {size_text(known.memory)}, {size_text(known.bandwidth)}/s, {known.flops:.3g} flop/s"
+
+
+def _settings() -> Iterator[str]:
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
+    yield "settings: " + (", ".join(f"{name}={value}" for name, value in found.items()) or "none")
+
+
+def _troubles() -> Iterator[str]:
+    troubles = [*_of_versions(), *_of_devices()]
+    yield "what may be wrong: " + ("nothing that shows here" if not troubles else "")
+    for trouble in troubles:
+        yield f"  - {trouble}"
+
+
+def _of_versions() -> Iterator[str]:
+    jax_version, jaxlib = _version("jax"), _version("jaxlib")
+    for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+        has = _version(plugin)
+        if has is not None and has != jaxlib:
+            yield f"{plugin} {has} goes with jaxlib {has}, but this one is {jaxlib}: install both of one version."
+    if jax_version and jaxlib and jax_version.split(".")[:2] != jaxlib.split(".")[:2]:
+        yield f"jax {jax_version} beside jaxlib {jaxlib}: install both of one version."
+
+
+def _of_devices() -> Iterator[str]:
+    device, count = jax.devices()[0], jax.device_count()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if device.platform == "cpu" and Path("/proc/driver/nvidia/version").exists():
+        yield "an NVIDIA driver is here, but JAX runs on the CPU: pip install 'jax[cuda12]', and see JAX_PLATFORMS."
+    if device.platform == "cpu" and count == 1:
+        yield "one CPU device is one replica: JAX_NUM_CPU_DEVICES=4, synk.init(4) or synk.simulate(4) make more."
+    if device.platform == "cpu" and count > 1 and CPU_CAN_WEDGE:
+        yield (
+            f"jaxlib {_version('jaxlib')} stops for good at 33 programs in flight on several CPU devices: synk keeps 4; "
+            f"programs of yours around it should be waited for."
+        )
+    if device.platform == "cpu" and count > (os.cpu_count() or 1):
+        yield f"{count} CPU devices share {os.cpu_count()} cores: right answers, but no speed to be measured."
+    if "xla_force_host_platform_device_count" in flags and "JAX_NUM_CPU_DEVICES" in os.environ:
+        yield "XLA_FLAGS and JAX_NUM_CPU_DEVICES both say how many CPU devices there are: keep the second."
