@@ -8,12 +8,12 @@ from pathlib import Path
 
 import jax
 
-from ._base.units import UNKNOWN, size_text
+from ._base.units import UNKNOWN, number_text, size_text
 from ._runtime.dispatch import CPU_CAN_WEDGE
 from ._runtime.target import known_accelerator
 
 PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "optax", "flax", "equinox")
-SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "TPU_", "NCCL_", "SYNK_")
+SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "NCCL_", "SYNK_")
 
 
 def report() -> str:
@@ -44,7 +44,8 @@ def _devices() -> Iterator[str]:
     yield f"memory of a device that JAX uses: {size_text(memory)}"
     known = known_accelerator(devices[0])
     if known is not None:
-        yield f"  by its data sheet: {size_text(known.memory)}, {size_text(known.bandwidth)}/s, {known.flops:.3g} flop/s"
+        speeds = f"{size_text(known.bandwidth)}/s, {number_text(known.flops)}flop/s in bfloat16"
+        yield f"  by its data sheet: {size_text(known.memory)}, {speeds}"
 
 
 def _settings() -> Iterator[str]:
@@ -54,7 +55,7 @@ def _settings() -> Iterator[str]:
 
 def _troubles() -> Iterator[str]:
     troubles = [*_of_versions(), *_of_devices()]
-    yield "what may be wrong: " + ("nothing that shows here" if not troubles else "")
+    yield "what may be wrong:" + (" nothing that shows here" if not troubles else "")
     for trouble in troubles:
         yield f"  - {trouble}"
 
@@ -78,8 +79,8 @@ def _of_devices() -> Iterator[str]:
         yield "one CPU device is one replica: JAX_NUM_CPU_DEVICES=4, synk.init(4) or synk.simulate(4) make more."
     if device.platform == "cpu" and count > 1 and CPU_CAN_WEDGE:
         yield (
-            f"jaxlib {_version('jaxlib')} stops for good at 33 programs in flight on several CPU devices: synk keeps 4; "
-            f"programs of yours around it should be waited for."
+            f"jaxlib {_version('jaxlib')} stops for good at 33 programs in flight on several CPU devices: synk keeps "
+            f"4; programs of yours around it should be waited for."
         )
     if device.platform == "cpu" and count > (os.cpu_count() or 1):
         yield f"{count} CPU devices share {os.cpu_count()} cores: right answers, but no speed to be measured."
