@@ -155,6 +155,7 @@ def trial(options):
         "gradient bytes": gradients,
         "all-reduced bytes": total,
         "all-reduces": [each.operand_bytes for each in sums],
+        "exposed": [each.operand_bytes for each in sums if not each.behind],
         "behind": sum(each.operand_bytes for each in sums if each.behind) / total,
         "tail bytes": sum(each.operand_bytes for each in sums if each.after_last and not each.behind),
         "exposed bytes": sum(each.operand_bytes for each in sums if not each.behind),

@@ -1,6 +1,7 @@
 """Model: predictions of how a step scales to machines that are not here, from its time on one replica.
 
-    python bench/model.py [--step-ms 120 | --measured resnet50.json] [--bytes 102.4e6,3e6] [--json OUT] [--plot OUT.png]
+    python bench/model.py [--step-ms 120 | --measured resnet50.json] [--bytes 102.4e6,3e6]
+        [--programs gpu_programs.json] [--json OUT] [--plot OUT.png]
 
 Claim: with published step times, what one step of ResNet-50 communicates leaves an efficiency above 0.98 on 8 GPUs of
 every DGX. All of these numbers are predictions, under this link model; none is a measurement:
@@ -10,7 +11,8 @@ every DGX. All of these numbers are predictions, under this link model; none is 
 - up to 8 replicas by NVLink; of more, machines of 8 reduce inside, then all-reduce between machines, whose adapters the
   8 replicas share, then gather inside. Other collectives than an all-reduce take half its time;
 - without overlap communication follows the step of one replica; with overlap it hides behind the backward pass, the
-  last two thirds of the step, but for the last collective, whose gradients come last.
+  last two thirds of the step, but for the last collective, whose gradients come last; with --programs what hides is
+  what XLA has scheduled behind a convolution, and the rest is waited for.
 
 Nothing else slows a step down in it: no input pipeline, no stragglers, no shared power. The check against published
 runs says what that leaves out. Without --step-ms and --measured each machine has its published step time, without
@@ -46,6 +48,7 @@ class Machine:
     network: float  # a machine's
     step_ms: float  # published, of one GPU, ResNet-50
     step_source: str
+    images: int  # of that step
     network_latency: float = INFINIBAND_LATENCY
     network_fraction: float = INFINIBAND_FRACTION
 
@@ -54,11 +57,11 @@ class Machine:
 # one beyond; NVLink 2, 6 links a V100 of 25 GB/s, 4 of them inside the quad, 1 between GPUs 0 and 1; 4 EDR adapters of
 # 100 Gb/s. DGX A100 data sheet: 12 links of 25 GB/s into NVSwitch (600 GB/s both ways), 8 HDR adapters of 200 Gb/s.
 # DGX H100 data sheet: 18 links of 25 GB/s (900 GB/s both ways), 8 NDR adapters of 400 Gb/s.
-P100 = Machine({2: 20, 4: 60, 8: 80}, 50, 1e3 * 64 / 219, "TensorFlow, float32, batch 64")
-V100 = Machine({2: 25, 4: 100, 8: 150}, 50, 1e3 * 192 / 1376, "MXNet, float16, batch 192")
-A100 = Machine({2: 300, 4: 300, 8: 300}, 200, 1e3 * 256 / 2180, "MXNet, float16, batch 256")
-H100 = Machine({2: 450, 4: 450, 8: 450}, 400, A100.step_ms, "an A100's, as a stand-in")
-ETHERNET = Machine(A100.inside, 12.5, A100.step_ms, A100.step_source, ETHERNET_LATENCY, ETHERNET_FRACTION)
+P100 = Machine({2: 20, 4: 60, 8: 80}, 50, 1e3 * 64 / 219, "TensorFlow, float32, batch 64", 64)
+V100 = Machine({2: 25, 4: 100, 8: 150}, 50, 1e3 * 192 / 1376, "MXNet, float16, batch 192", 192)
+A100 = Machine({2: 300, 4: 300, 8: 300}, 200, 1e3 * 256 / 2180, "MXNet, float16, batch 256", 256)
+H100 = Machine({2: 450, 4: 450, 8: 450}, 400, A100.step_ms, "an A100's, as a stand-in", 256)
+ETHERNET = Machine(A100.inside, 12.5, A100.step_ms, A100.step_source, 256, ETHERNET_LATENCY, ETHERNET_FRACTION)
 MACHINES = {
     "DGX-1 (P100, NVLink 1)": P100,
     "DGX-1 (V100, NVLink 2)": V100,
@@ -107,6 +110,36 @@ def predict(machine, n, step_ms, talk, overlap):
         exposed = max(exposed - HIDES * step_ms, each[-1])
     ms = step_ms + exposed
     return {"replicas": n, "overlap": overlap, "ms": ms, "speedup": n * step_ms / ms, "efficiency": step_ms / ms}
+
+
+def predict_as_compiled(machine, n, step_ms, program):
+    """The predicted step of n replicas whose program XLA has scheduled: what travels behind nothing is waited for."""
+    sizes = list(program["all-reduces"])
+    for size in program["exposed"]:
+        sizes.remove(size)
+    exposed, hidden = (
+        1e3 * sum(communication(machine, n, "all-reduce", size) for size in each)
+        for each in (program["exposed"], sizes)
+    )
+    return step_ms + exposed + max(0.0, hidden - HIDES * step_ms)
+
+
+def compare_programs(path):
+    """The predicted step of each way that bench/gpu_programs.py has compiled ResNet-50, and by synk beside it."""
+    with open(path) as file:
+        programs = [one for one in json.load(file)["programs"] if one["model"] == "resnet50"]
+    print(
+        "\nResNet-50 as compiled, predicted ms a step of 64 images a GPU (to synk's), from published rates of one GPU"
+    )
+    rows = []
+    for name, machine in MACHINES.items():
+        step_ms = machine.step_ms * 64 / machine.images  # of as many images as were compiled
+        for n in (8, 16, 64):
+            ms = {one["way"]: predict_as_compiled(machine, n, step_ms, one) for one in programs}
+            rows.append({"machine": name, "replicas": n, "ms": ms})
+            shown = ", ".join(f"{way} {one:.1f} ({one / ms['synk']:.2f} x)" for way, one in ms.items())
+            print(f"{name:36} {n:3} GPUs: {shown}")
+    return rows
 
 
 def compiled_talk():
@@ -174,10 +207,15 @@ def main(options):
             )
         results[name] = {"constants": asdict(machine), "step ms": one, "step source": source, "predictions": rows}
     checks = check()
+    compared = compare_programs(options.programs) if options.programs else []
     if options.json:
         sizes = {"collectives": [{"name": kind, "bytes": size} for kind, size in talk], "MB": total}
         with open(options.json, "w") as file:
-            json.dump({"bench": "model: predictions", **sizes, "machines": results, "check": checks}, file, indent=1)
+            json.dump(
+                {"bench": "model: predictions", **sizes, "machines": results, "check": checks, "as compiled": compared},
+                file,
+                indent=1,
+            )
     if options.plot:
         plot(results, options.plot)
 
@@ -205,6 +243,7 @@ if __name__ == "__main__":
     given.add_argument("--step-ms", type=float, help="measured on one replica")
     given.add_argument("--measured", help="JSON that bench/resnet50.py wrote")
     parser.add_argument("--bytes", help="of each all-reduce, with commas between")
+    parser.add_argument("--programs", help="JSON that bench/gpu_programs.py wrote: schedules instead of an assumption")
     parser.add_argument("--json")
     parser.add_argument("--plot")
     main(parser.parse_args())
