@@ -600,6 +600,41 @@ def known(group, noted):
 
 
 @case
+def blaming(group, noted):
+    """All processes are told of the same row, and refuse the same call; a call is explained alike."""
+    w = synk.shared(np.float32(0), name="w")
+
+    @synk.function(reduce="mean", nan="raise", name="f")
+    def f(x):
+        return jnp.log(x).mean()
+
+    @f.then
+    def f(mean):
+        w.value = w.value + mean
+        return mean
+
+    x = np.ones((23, 2), np.float32)
+    for slices in (1, 2):
+        assert f.blame(x, num_slices=slices) is None
+        for bad in (0, 11, 22):
+            x[bad] = -1
+            assert f.blame(x, num_slices=slices).row == bad
+            try:
+                f(x, num_slices=slices)
+            except FloatingPointError as error:
+                assert f"row {bad} " in str(error)
+            else:
+                raise AssertionError("it took the step")
+            x[bad] = 1
+        f(x, num_slices=slices)
+        assert float(w.value) == 0
+        e = f.explain(x, num_slices=slices)
+        assert sum(e.lengths) == 23
+        assert e.was_compiled
+        assert f.explain(x, num_slices=slices, run=1).measured.calls == 1
+
+
+@case
 def staying(group, noted):
     """Outputs that stay on their replicas go from function to function, and are read by all together."""
     f = synk.function(lambda x: x + 1, reduce="scatter")
