@@ -291,7 +291,8 @@ def test_nan_raises(group, slices, donate):
     assert float(refusing.over(good, batches=[4, slice(4, 11)])) == pytest.approx(1)
 
 
-def test_nan_in_updates(group):
+@pytest.mark.parametrize("donate", [True, False])
+def test_nan_in_updates(group, donate):
     """Of then and of replicas, where outputs are finite; equal replicas stay so."""
     w = synk.shared(np.float32(1), name="w")
 
@@ -306,7 +307,7 @@ def test_nan_in_updates(group):
         local(x)
     assert float(w.value) == 1
 
-    @synk.function(nan="raise")
+    @synk.function(nan="raise", donate=donate)
     def after(x):
         return x.sum()
 
@@ -314,8 +315,9 @@ def test_nan_in_updates(group):
     def after(total):
         w.value = w.value / (total - 3)
 
-    with pytest.raises(FloatingPointError, match="every row is fine; then makes w not finite"):
-        after(x)
+    for slices in (1, 2):
+        with pytest.raises(FloatingPointError, match="every row is fine; then makes w not finite"):
+            after(x, num_slices=slices)
     assert float(w.value) == 1
     after(x[:4])
     assert float(w.value) == 1
