@@ -158,10 +158,10 @@ def blame(
             whole = prepare(plain, plans[0], bound, request, None, Where(group, may_donate=False))
             return _of_whole(whole, prober.probes)
         first, last = int(prober.numbers[rows.first]), int(prober.numbers[rows.last])
-        if not rows.is_alone:
+        if not (rows.is_alone and _is_bad_alone(prober, rows.first)):
             return Blame(
                 f"{function.name}: it is not finite, but no row by itself is to blame: rows {first} to {last} of the "
-                f"inputs are, taken together (statistics across rows), or every one of them.",
+                f"inputs are, taken together (statistics across rows, sums that overflow), or every one of them.",
                 rows=(first, last),
                 probes=prober.probes,
             )
@@ -170,6 +170,15 @@ def blame(
         where = f"replica {replica}" + (f", slice {part}" if request.num_slices > 1 else "")
         what = f"{function.name}: row {first} makes it not finite, on {where}" + (f"; {line}" if line else "")
         return Blame(what, first, replica, part, line, None, prober.probes)
+
+
+def _is_bad_alone(prober: Prober, row: int) -> bool:
+    """Is a row bad in a call of it alone? As often as the call has rows it may overflow where once it does not."""
+    assert prober.rows is not None
+    view = view_of_one(prober.group, None)
+    where = Where(one_device(prober.group), view, prober.group, may_donate=False)
+    ready = prepare(prober.function, PlanCache(), prober.rows.take([row]), RowRequest(), None, where)
+    return bool(np.asarray(evaluate(ready, view).leaves[0]).any())
 
 
 def _place_of(lengths: tuple[int, ...], num_slices: int, row: int) -> tuple[int, int]:

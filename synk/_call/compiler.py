@@ -262,7 +262,11 @@ class Compiler:
         if not self.refuses_nan:
             return [*picked, *chain(*(new[v] for v in self.updates))]
         leaves = [*chain(*(new[v] for v in self.updates))]
-        is_bad = any_not_finite([*results, *leaves])
+        own = {j for j, i in enumerate(self.builder.outputs.own) if i in self.builder.own}
+        is_bad = any_not_finite([*(result for j, result in enumerate(results) if j not in own), *leaves])
+        # What is the first replica's own counts there alone.
+        has_first = (jnp.asarray(part.first_row) == 0) & (part.count is None or part.count > 0)
+        is_bad |= has_first & any_not_finite([results[j] for j in own])
         differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.own
         flag = lax.psum(is_bad.astype(jnp.int32), AXIS) > 0 if differs else is_bad
         old = [*chain(*(state[v] for v in self.updates))]

@@ -158,7 +158,7 @@ class Function(Inspection):
             with suppress(SynkError, ValueError), jax.debug_nans(False), jax.debug_infs(False):
                 found = self._blame(bound, request)
                 said = str(found) if found is not None else said
-        return f"{said}. Nothing was updated."
+        return f"{said.rstrip('.')}. Nothing was updated."
 
     @public_api
     def iterate(

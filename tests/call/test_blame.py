@@ -140,6 +140,30 @@ def test_coupled_rows_are_not_blamed(group):
     assert "taken together" in str(found)
 
 
+@pytest.mark.parametrize("op", ["sum", "prod", "mean"])
+def test_rows_that_overflow_together(group, op):
+    """A row that is fine once, and not as often as the call has rows, is not to blame."""
+    fn = {"sum": jnp.sum, "prod": lambda x: jnp.log(jnp.prod(x)), "mean": lambda x: (x**2).mean()}[op]
+    f = synk.function(fn, reduce="mean", name="f")
+    rows = 48 * group.size
+    x = {"sum": np.zeros, "prod": np.ones, "mean": np.zeros}[op](rows, np.float32)
+    x[1::2] = {"sum": 3e37, "prod": 0.01, "mean": 1e19}[op]
+    found = f.blame(x)
+    assert found.row is None
+    assert np.isfinite(f.serial(x[1:2]))
+
+
+def test_the_first_replicas_own_output(group):
+    """What other replicas have there counts for nothing."""
+    f = synk.function(lambda x: jnp.log(x).sum(), reduce="first", nan="raise")
+    x = np.ones(24, np.float32)
+    x[-1] = -1
+    if group.size > 1:
+        assert float(f(x)) == 0
+    with pytest.raises(FloatingPointError, match="row 0 "):
+        f(x[::-1].copy())
+
+
 def test_weights_of_nothing(group):
     """A part of weight 0 is NaN by itself, and counts for nothing."""
 
