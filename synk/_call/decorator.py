@@ -78,7 +78,7 @@ def function(
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
       donate: whether old values of shared variables that are updated may be overwritten in place.
       nan: "raise" for FloatingPointError where outputs (all of them) or updates are not finite, which names the row to
-        blame (`Function.blame`): such a call updates nothing. It waits for each call's end. Not under `jit` and the like.
+        blame (`Function.blame`): such a call updates nothing. Each call is waited for. Not under `jit` and the like.
       compiler_options: options of XLA for its programs, by name, as `jax.jit` takes them; on GPUs these go before those
         of synk's own, which let gradients travel while others are computed.
       name: what messages call it; `fn`'s name.
