@@ -25,6 +25,7 @@ from .execute import ReadyCall, evaluate
 from .feeding import feed_rows, launches
 from .host_rows import HostRows
 from .inputs import check_leaves
+from .parts import any_not_finite
 from .plan import PlanCache
 from .prepare import Where, prepare
 from .row_input import RowRequest
@@ -96,10 +97,7 @@ def _flags(out: PyTree) -> list[jax.Array]:
 
 
 def _is_bad(leaf: Any) -> jax.Array:
-    leaf = jnp.asarray(leaf)
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.zeros((), bool)
-    return ~jnp.isfinite(leaf).all()
+    return any_not_finite([jnp.asarray(leaf)])
 
 
 class Prober:
