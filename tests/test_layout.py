@@ -33,7 +33,7 @@ ROOMS = {
     ),
     "_call": (
         [*CORE, "_reductions", "_tracing", "_data", "_variables"],
-        "binding spec row_input inputs feeding parts traces program finish compiler causes plan execute prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate "
+        "binding spec row_input inputs feeding parts traces program finish compiler causes plan execute memory look slices prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate "
         "over function decorator skeletons scan pairs",
     ),
     "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "model step local_sgd"),

@@ -1,4 +1,7 @@
-"""Units: numbers as people read them."""
+"""Units: numbers as people read and write them."""
+
+import re
+from typing import Any
 
 UNKNOWN = "unknown"
 
@@ -14,3 +17,25 @@ def number_text(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.4g} {prefix}"
     return f"{count:.4g} "
+
+
+_UNITS = {f"{prefix}{binary}B": (1024 if binary else 1000) ** power
+          for power, prefix in enumerate(("", "K", "M", "G", "T")) for binary in ("", "i")}  # fmt: skip
+
+
+def parse_memory(memory: Any, call: str) -> int | float | None:
+    """What a user has given for the memory of a device: bytes, text such as "14GB", a fraction of it as float, None."""
+    if memory is None:
+        return None
+    wanted = f'{call}: memory is {memory!r}; give bytes (an integer), text like "14GB", or a fraction of what there is.'
+    if isinstance(memory, bool) or not isinstance(memory, int | float | str):
+        raise TypeError(wanted)
+    if isinstance(memory, str):
+        found = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?i?B)\s*", memory)
+        try:
+            memory = int(float(found[1]) * _UNITS[found[2].replace("k", "K")]) if found else 0
+        except (ValueError, KeyError):
+            memory = 0
+    if memory <= 0 or (isinstance(memory, float) and not memory <= 1):
+        raise ValueError(wanted)
+    return memory

@@ -25,9 +25,10 @@ from .execute import ReadyCall, evaluate
 from .feeding import feed_rows, launches
 from .host_rows import HostRows
 from .inputs import check_leaves
+from .look import Where
 from .parts import any_not_finite
 from .plan import PlanCache
-from .prepare import Where, prepare
+from .prepare import prepare
 from .row_input import RowRequest
 from .search import find_first
 from .spec import FunctionSpec, Stats
@@ -163,9 +164,9 @@ def blame(
                 rows=(first, last),
                 probes=prober.probes,
             )
-        replica, part = _place_of(prober.lengths or (), request.num_slices, rows.first)
+        replica, part = _place_of(prober.lengths or (), prober.num_slices, rows.first)
         line = _line(function, prober.rows.take([rows.first]), group)
-        where = f"replica {replica}" + (f", slice {part}" if request.num_slices > 1 else "")
+        where = f"replica {replica}" + (f", slice {part}" if prober.num_slices > 1 else "")
         what = f"{function.name}: row {first} makes it not finite, on {where}" + (f"; {line}" if line else "")
         return Blame(what, first, replica, part, line, None, prober.probes)
 

@@ -21,8 +21,9 @@ from .diagnosis import likely_cause
 from .execute import Outcome, ReadyCall, evaluate
 from .feeding import launches
 from .host_rows import HostRows
+from .look import Where
 from .plan import PlanCache
-from .prepare import Where, prepare
+from .prepare import prepare
 from .row_input import RowRequest
 from .spec import FunctionSpec
 from .traces import cannot_update_rows, shared_in
@@ -169,7 +170,7 @@ def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndar
     size, lengths = runner.parallel.group.size, ready.rows.lengths
     rows = [1] * size
     if lengths is not None:
-        by_launch = launches(lengths, runner.request.num_slices)
+        by_launch = launches(lengths, ready.num_slices)
         rows = [each.counts[rank] for rank in range(size) for each in by_launch if each.counts[rank]]
     return [np.asarray(leaf) for leaf in outcome.leaves], np.array(rows, np.float64)
 

@@ -28,10 +28,11 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .feeding import launches
 from .finish import Finisher
-from .inputs import check_leaves, select_rows
+from .inputs import AUTO, check_leaves, select_rows
+from .look import checked_subset, part_form
 from .parts import arrays_of, part_of, part_table
 from .plan import PlanCache, plan_key
-from .prepare import check_row_count, checked_subset, part_form
+from .prepare import check_row_count
 from .program import ProgramBuilder
 from .row_input import RowCall, RowRequest
 from .spec import CallSpec, FunctionSpec
@@ -54,6 +55,8 @@ def compose(
     name, spec = function.name, bound.spec
     if request.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
+    if request.num_slices == AUTO:
+        raise ValueError(f'{name}: num_slices="auto" looks at compiled programs, which a traced call has not. Name it.')
     if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
         raise ValueError(f"{name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
     looked = check_leaves(bound, name)

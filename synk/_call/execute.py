@@ -24,7 +24,7 @@ from .._variables.variable import Shared
 from .feeding import exchanged, feed_rows, index_on_replicas, launches
 from .inputs import RowInputs
 from .parts import part_table
-from .plan import CallPlan
+from .plan import CallPlan, SliceChoice
 from .spec import CallSpec, FunctionSpec
 
 
@@ -38,6 +38,7 @@ class ReadyCall(NamedTuple):
     rows: RowInputs
     broadcast: list[Any]
     num_slices: int
+    choice: SliceChoice | None = None  # where synk has chosen these
 
 
 class Outcome(NamedTuple):
@@ -230,19 +231,19 @@ def run(
     try:
         return program.launch(arguments, on_failure)
     except Exception as error:
-        explained = _explained(error, ready.function.name)
-        if explained is error:
+        found = explained(error, ready.function.name)
+        if found is error:
             raise
-        raise explained from error
+        raise found from error
 
 
-def _explained(error: Exception, name: str) -> Exception:
+def explained(error: Exception, name: str) -> Exception:
     """What JAX says of a launch, in words that name the function."""
     if isinstance(error, SynkError):
         return error
     if checks_floats() and type(error).__name__ == "InternalFloatingPointError":
         return NotFinite(f"{name}: a result holds NaN or infinity, which jax_debug_nans or _infs forbids.")
-    if "RESOURCE_EXHAUSTED" in str(error):
+    if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):  # the latter where a CPU has no more
         first = str(error).splitlines()[0]
         return MemoryError(f"{name}: {first} Run it with num_slices=2 or more, which needs the memory of one slice.")
     return error

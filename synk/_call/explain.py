@@ -1,13 +1,14 @@
 """Explain: what a call would do, read from its plan: programs, memory, collectives, bytes, and why it was compiled."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 from .._data.overlap import widened
 from .._runtime.executable import Executable
-from .._runtime.group import Accelerator, Group
+from .._runtime.group import Accelerator
 from .._runtime.target import known_accelerator
 from .._variables.state import AbstractState
 from .causes import causes
@@ -15,16 +16,19 @@ from .execute import ReadyCall
 from .feeding import launches
 from .hlo import read_schedule
 from .inputs import RowInputs
+from .look import Where
+from .memory import memory_of
 from .plan import CallPlan, PlanCache
 from .report import Explanation, InputReport, ProgramReport, VariableReport
+from .slices import rows_that_fit
 
 
-def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanation:
+def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool, where: Where) -> Explanation:
     """What is known of a call that was made ready from shapes."""
     plan, group, rows = ready.plan, ready.group, ready.rows
     device = group.accelerator or known_accelerator(group.devices[0])
     programs, flops = tuple(_programs(ready)), _flops(ready)
-    return Explanation(
+    found = Explanation(
         function=ready.function.name,
         group=repr(group),
         platform=group.platform,
@@ -36,48 +40,34 @@ def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanati
         flops=flops,
         why=causes(list(plans.compiled), plan),
         was_compiled=was_compiled,
-        memory_limit=memory_limit(group),
+        memory_limit=group.memory,
         lower_bound_seconds=_lower_bound(programs, flops, device),
     )
-
-
-def memory_limit(group: Group) -> int | None:
-    """Bytes of a device that programs may use."""
-    if group.accelerator is not None:
-        return group.accelerator.usable_memory
-    stats: Mapping[str, int] | None = None
-    if group.platform != "cpu":
-        stats = group.devices[group._local_ranks.start].memory_stats()
-    return None if not stats else stats.get("bytes_limit")
+    return found if found.fits is not False else replace(found, rows_that_fit=rows_that_fit(ready, plans, where))
 
 
 def _programs(ready: ReadyCall) -> Iterator[ProgramReport]:
     """In the order in which they are launched, one each."""
     plan, lengths = ready.plan, ready.rows.lengths
     if plan.finish is None:
-        yield _program("the call", plan.last, 1)
+        yield _program("the call", plan.last, 1, plan)
         return
     assert lengths is not None
     assert plan.start is not None
-    yield _program("begin", plan.start, 1)
+    yield _program("begin", plan.start, 1, plan)
     counts: dict[Executable, int] = {}
     for parts in launches(lengths, ready.num_slices):
         program = plan.program_of(parts)
         counts[program] = counts.get(program, 0) + 1
     for program, count in counts.items():
-        yield _program("a slice", program, count)
-    yield _program("combine", plan.finish, 1)
+        yield _program("a slice", program, count, plan)
+    yield _program("combine", plan.finish, 1, plan)
 
 
-def _program(role: str, program: Executable, count: int) -> ProgramReport:
-    compiled = program.compiled
-    memory: Any = compiled.memory_analysis()
-    schedule = read_schedule(compiled.as_text() or "", program.group.platform != "cpu")
-    sizes = [getattr(memory, f"{name}_size_in_bytes", None) for name in ("argument", "temp", "output", "alias")]
-    arguments, temporary, results, aliased = sizes
-    return ProgramReport(
-        role, count, arguments, temporary, results, aliased, program.seconds, schedule.collectives, schedule.heavy
-    )
+def _program(role: str, program: Executable, count: int, plan: CallPlan) -> ProgramReport:
+    schedule = read_schedule(program.compiled.as_text() or "", program.group.platform != "cpu")
+    memory = memory_of(program, plan)
+    return ProgramReport(role, count, *memory, program.seconds, schedule.collectives, schedule.heavy)
 
 
 def _inputs(ready: ReadyCall) -> Iterator[InputReport]:

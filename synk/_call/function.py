@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -19,12 +19,14 @@ from .._runtime.group import current_group
 from .._variables.variable import Shared
 from .binding import ArgumentBinder, BoundArguments
 from .compose import compose
-from .execute import NotFinite, execute
+from .execute import NotFinite
 from .inspection import Inspection
 from .iterate import Batches, iterate
+from .look import Where
 from .over import Accumulation
-from .prepare import Where, prepare, start
+from .prepare import prepare, start
 from .row_input import RowRequest
+from .slices import execute_fitting
 from .spec import FunctionSpec, with_then
 
 
@@ -108,7 +110,7 @@ class Function(Inspection):
         *args: Any,
         batch: Any = None,
         batch_s: Any = None,
-        num_slices: int = 1,
+        num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> PyTree:
@@ -119,7 +121,9 @@ class Function(Inspection):
           batch: which rows: an int n (the first n), a slice, a boolean mask, or integer indexes; None for all.
           batch_s: which of the rows that live on the replicas, counted on each: one such batch for all or a list of one
             for each.
-          num_slices: run each replica's rows in so many parts, one at a time, for the memory of one.
+          num_slices: run each replica's rows in so many parts, one at a time, for the memory of one; "auto": in the
+            fewest whose compiled programs fit into a device's memory (`synk.init(memory=)`), found by at most four more
+            compilations and remembered; should memory not do in spite of it, in twice as many, and nothing is lost.
           output_subset: which entries of the top level of the outputs to return, as a tuple in that order.
           **kwargs: as `fn` takes them.
 
@@ -131,6 +135,7 @@ class Function(Inspection):
           TypeError: an argument is no array, or a batch holds no integers.
           ValueError: rows differ, nothing is selected, or the ops do not fit the outputs.
           IndexError: the batch names rows that are not there.
+          MemoryError: memory does not do.
         """
         bound = self._bind(args, kwargs, num_slices)
         request = RowRequest(batch, batch_s, num_slices)
@@ -145,7 +150,7 @@ class Function(Inspection):
             where = Where(current_group())
             ready = partial(prepare, self._spec, self._plans, bound, request, subset, where)
             try:
-                result = start(self._spec, ready, execute)
+                result = start(self._spec, ready, lambda first: execute_fitting(first, ready))
             except NotFinite as error:
                 raise FloatingPointError(self._not_finite(bound, request)) from error.__cause__
             self.stats.calls += 1
@@ -166,7 +171,7 @@ class Function(Inspection):
         *args: Any,
         batches: Iterable[Any],
         prefetch: int = 2,
-        num_slices: int = 1,
+        num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Prefetch[Any, PyTree]:
@@ -206,7 +211,7 @@ class Function(Inspection):
         *args: Any,
         batches: Iterable[Any],
         prefetch: int = 2,
-        num_slices: int = 1,
+        num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> PyTree:

@@ -27,6 +27,8 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .row_input import Picks, RowCall, RowInput, row_input
 
+AUTO = "auto"  # for num_slices: as few as fit into memory
+
 
 class RowInputs(NamedTuple):
     """The scattered arguments of a call, checked."""
@@ -91,11 +93,13 @@ def _as_array(leaf: Any, what: str) -> Source:
 
 
 def check_slices(num_slices: Any, name: str) -> None:
-    """`num_slices` is an integer >= 1."""
+    """`num_slices` is an integer >= 1, or "auto"."""
+    if isinstance(num_slices, str) and num_slices == AUTO:
+        return
     if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
-        raise TypeError(f"{name}: num_slices is {num_slices!r}; give an integer >= 1.")
+        raise TypeError(f'{name}: num_slices is {num_slices!r}; give an integer >= 1, or "auto".')
     if num_slices < 1:
-        raise ValueError(f"{name}: num_slices is {num_slices}; give an integer >= 1.")
+        raise ValueError(f'{name}: num_slices is {num_slices}; give an integer >= 1, or "auto".')
 
 
 def select_rows(call: RowCall) -> RowInputs:

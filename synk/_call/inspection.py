@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -23,9 +23,10 @@ from .compare import Tolerance
 from .execute import ReadyCall
 from .explain import explain
 from .inputs import check_slices
+from .look import Where
 from .measure import measure
 from .plan import PlanCache
-from .prepare import Where, prepare
+from .prepare import prepare
 from .report import Explanation
 from .row_input import RowRequest
 from .spec import FunctionSpec
@@ -91,7 +92,7 @@ class Inspection:
         atol: float | None = None,
         batch: Any = None,
         batch_s: Any = None,
-        num_slices: int = 1,
+        num_slices: int | Literal["auto"] = 1,
         **kwargs: Any,
     ) -> None:
         """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
@@ -127,7 +128,7 @@ class Inspection:
         *args: Any,
         batch: Any = None,
         batch_s: Any = None,
-        num_slices: int = 1,
+        num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> jax.stages.Compiled:
@@ -154,7 +155,7 @@ class Inspection:
         *args: Any,
         batch: Any = None,
         batch_s: Any = None,
-        num_slices: int = 1,
+        num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
         run: int = 0,
         **kwargs: Any,
@@ -190,7 +191,9 @@ class Inspection:
         if run:
             group._refuse_if_absent(f"{self.name}.explain(run={run})")
         before = self.stats.compilations
-        found = explain(self._planned(bound, request, output_subset), self._plans, self.stats.compilations == before)
+        where = self._where_absent()
+        planned = self._planned(bound, request, output_subset)
+        found = explain(planned, self._plans, self.stats.compilations == before, where)
         if not run:
             return found
         with LOCK:
@@ -198,7 +201,9 @@ class Inspection:
             return replace(found, measured=measure(ready, run))
 
     @public_api
-    def blame(self, *args: Any, batch: Any = None, num_slices: int = 1, **kwargs: Any) -> Blame | None:
+    def blame(
+        self, *args: Any, batch: Any = None, num_slices: int | Literal["auto"] = 1, **kwargs: Any
+    ) -> Blame | None:
         """Find the first row whose outputs, gradients or updates are not finite; change nothing.
 
         It runs the function on parts of the rows, at most 2 log2(rows) + 4 times by one program, and of what it finds
@@ -232,7 +237,10 @@ class Inspection:
 
     def _planned(self, bound: BoundArguments, request: RowRequest, subset: Any) -> ReadyCall:
         """A call made ready from shapes: compiled, nothing placed."""
+        with LOCK:
+            return prepare(self._spec, self._plans, bound, request, subset, self._where_absent())
+
+    def _where_absent(self) -> Where:
         group = current_group()
         view = None if group.accelerator is None else view_of_absent(group)
-        with LOCK:
-            return prepare(self._spec, self._plans, bound, request, subset, Where(group, view, is_abstract=True))
+        return Where(group, view, is_abstract=True)

@@ -24,8 +24,9 @@ from .compiler import Compiler
 from .execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
 from .feeding import launches
 from .inputs import RowInputs
+from .look import Where
 from .plan import CallPlan, PlanCache
-from .prepare import Where, check_row_count, prepare, start
+from .prepare import check_row_count, prepare, start
 from .row_input import RowRequest
 from .spec import FunctionSpec
 
@@ -85,6 +86,7 @@ class Accumulation:
         compiler = _compiler(plan)
         count = len(compiler.carry)
         several = launches(lengths, ready.num_slices)
+        ready.function.stats.slices = len(several)
         for j, parts in enumerate(several, 1):
             table = place_table(ready, parts, ended=sum(lengths) if j == len(several) else 0)
             values = [*values_of(ready, rows, parts), table]

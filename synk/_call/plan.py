@@ -103,6 +103,16 @@ def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     return call, function.then is None, function.per_part, function.gathers_all, function.refuses_nan
 
 
+@dataclass(eq=False)
+class SliceChoice:
+    """In how many slices calls of one kind run, where synk chooses."""
+
+    slices: int
+    most: int  # the rows of the longest part, which can be no more slices
+    accepts: dict[Shared, tuple[AbstractState, ...]]  # the states of variables that it is for
+    has_run: bool = False  # whether such a call has ended well; out of memory it is twice as many
+
+
 class NeedsLengths(NamedTuple):
     """In place of a plan: calls of this kind need one for the very lengths of their replicas."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .._base.units import UNKNOWN, number_text, size_text
 from .hlo import Collective
+from .memory import ProgramMemory
 from .picture import draw_png, draw_svg, page
 
 
@@ -20,6 +21,7 @@ class ProgramReport:
     temporary_bytes: int | None
     result_bytes: int | None
     aliased_bytes: int | None  # of results that take the place of arguments
+    resident_bytes: int  # of shared variables of the call that it does not take
     compile_seconds: float
     collectives: tuple[Collective, ...]
     heavy: tuple[float, ...]  # where in the schedule convolutions and matrix products run, from 0 to 1
@@ -28,10 +30,7 @@ class ProgramReport:
     def total_bytes(self) -> int | None:
         """What a device needs while it runs."""
         sizes = (self.argument_bytes, self.temporary_bytes, self.result_bytes, self.aliased_bytes)
-        if None in sizes:
-            return None
-        arguments, temporary, results, aliased = (size or 0 for size in sizes)
-        return arguments + temporary + results - aliased
+        return ProgramMemory(*sizes, self.resident_bytes).total
 
 
 @dataclass(frozen=True)
@@ -80,6 +79,7 @@ class Explanation:
       why: what made compiling necessary, one line each.
       was_compiled: whether that had been done before.
       memory_limit: bytes of a device that programs may use; None: unknown.
+      rows_that_fit: where it does not fit, with about how many rows in all it would; None: it fits, or unknown.
       lower_bound_seconds: no device of this kind can be faster; None: unknown.
       measured: times of real calls, if asked for.
 
@@ -104,6 +104,7 @@ class Explanation:
     was_compiled: bool
     memory_limit: int | None
     lower_bound_seconds: float | None
+    rows_that_fit: int | None = None
     measured: Measured | None = None
 
     @property
@@ -170,7 +171,8 @@ def _lines(e: Explanation) -> Iterator[str]:
         yield from _program_lines(program)
     yield f"  work: {number_text(e.flops)}flop in matrix products and convolutions on the replica with the most rows"
     fits = {True: "fits in", False: "DOES NOT FIT in", None: "of"}[e.fits]
-    yield f"  memory of a device: {size_text(e.memory_bytes)}, {fits} {size_text(e.memory_limit)}"
+    would = "" if e.rows_that_fit is None else f"; {e.rows_that_fit} rows would"
+    yield f"  memory of a device: {size_text(e.memory_bytes)}, {fits} {size_text(e.memory_limit)}{would}"
     bound = UNKNOWN if e.lower_bound_seconds is None else f"{e.lower_bound_seconds * 1e3:.3g} ms"
     yield f"  lower bound of the time, by flops and bytes against the device's figures: {bound}"
     if e.measured is not None:
@@ -180,10 +182,11 @@ def _lines(e: Explanation) -> Iterator[str]:
 
 def _program_lines(program: ProgramReport) -> Iterator[str]:
     times = f" x {program.launches}" if program.launches > 1 else ""
+    beside = f", beside {size_text(program.resident_bytes)} of variables" if program.resident_bytes else ""
     yield (
         f"  program of {program.role}{times}: arguments {size_text(program.argument_bytes)}, temporary "
         f"{size_text(program.temporary_bytes)}, results {size_text(program.result_bytes)} "
-        f"({size_text(program.aliased_bytes)} in place), compiled in {program.compile_seconds:.2f} s"
+        f"({size_text(program.aliased_bytes)} in place){beside}, compiled in {program.compile_seconds:.2f} s"
     )
     if not program.collectives:
         yield "    no collective"

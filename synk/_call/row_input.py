@@ -19,7 +19,7 @@ class RowRequest(NamedTuple):
 
     batch: Any = None
     batch_s: Any = None
-    num_slices: int = 1
+    num_slices: Any = 1  # or "auto"
 
 
 class RowInput(NamedTuple):

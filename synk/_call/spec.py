@@ -23,6 +23,7 @@ class Stats:
       calls: how often it was called.
       compilations: how many programs were compiled for it.
       rows: how many rows it was given in all.
+      slices: in how many slices its newest call ran.
       selecting: seconds spent checking arguments and batches.
       sending: seconds spent picking rows and starting to bring them to the devices.
       dispatching: seconds spent starting programs, compilation included.
@@ -35,10 +36,11 @@ class Stats:
       (2, 1, 16)
     """
 
-    __slots__ = ("calls", "compilations", "dispatching", "rows", "selecting", "sending")
+    __slots__ = ("calls", "compilations", "dispatching", "rows", "selecting", "sending", "slices")
 
     def __init__(self) -> None:
         self.calls = self.compilations = self.rows = 0
+        self.slices = 1
         self.selecting = self.sending = self.dispatching = 0.0
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from .._base.errors import public_api
+from .._base.units import parse_memory
 from .._runtime.dispatch import drain
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
@@ -21,6 +22,7 @@ from .agreement import PEERS
 def init(
     devices: int | Sequence[Device] | None = None,
     *,
+    memory: int | float | str | None = None,
     distributed: bool = False,
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -44,6 +46,9 @@ def init(
 
     Args:
       devices: None for all of `jax.devices()`; an int n for the first n; or a sequence of distinct devices.
+      memory: how much of a device's memory programs may use, for `num_slices="auto"` and `f.explain`: bytes, text like
+        "14GB" or "14GiB", or a fraction of what the device tells. CPUs tell nothing, and need bytes; over processes
+        that of process 0 counts.
       distributed: whether other processes take part.
       coordinator: "host:port" of process 0.
       num_processes: how many there are.
@@ -59,7 +64,7 @@ def init(
 
     Raises:
       ValueError: fewer devices exist than were asked for, one is named twice, or no launcher is found.
-      TypeError: `devices` is none of these.
+      TypeError: `devices` or `memory` is none of these.
 
     Example:
       >>> import synk
@@ -69,6 +74,7 @@ def init(
     """
     if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
+    most = parse_memory(memory, "synk.init")
     if distributed:
         meeting.initialize(coordinator, num_processes, process_id, heartbeat, shutdown, start)
         liveness.attend(exit_hook, shutdown)
@@ -78,11 +84,11 @@ def init(
         # Process 0 ends last: it takes the store along, and with it those that have yet to show their stacks.
         is_last = kv_store.is_running() and jax.process_count() > 1 and jax.process_index() == 0
         WATCHDOG.start(watchdog + kv_store.NOTICE_SECONDS * is_last)
-    return _use(_chosen_devices(devices, distributed))
+    return _use(_chosen_devices(devices, distributed), False, most)
 
 
 @public_api
-def simulate(n: int) -> Group:
+def simulate(n: int, *, memory: int | float | str | None = None) -> Group:
     """Make a group of `n` replicas that share one device, and make it the current one.
 
     The per-replica program is the same, mapped by `jax.vmap` with a named axis: the same answers to rounding, no
@@ -90,9 +96,10 @@ def simulate(n: int) -> Group:
 
     Args:
       n: how many replicas, >= 1.
+      memory: of the device that they share; as for `synk.init`.
 
     Raises:
-      ValueError: `n` is below 1.
+      ValueError: `n` is below 1, or `memory` is no amount.
       TypeError: `n` is no integer.
 
     Example:
@@ -102,7 +109,8 @@ def simulate(n: int) -> Group:
       5.0
     """
     _check_count("synk.simulate", n)
-    return _use((jax.local_devices()[0],) * int(n), is_simulated=True)
+    most = parse_memory(memory, "synk.simulate")
+    return _use((jax.local_devices()[0],) * int(n), True, most)
 
 
 @public_api
@@ -135,7 +143,7 @@ def close() -> None:
 CURRENT.make_default = init
 
 
-def _use(devices: tuple[Device, ...], is_simulated: bool = False) -> Group:
+def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | None) -> Group:
     """Make the group of these devices the current one."""
     here = jax.process_index()
     local = [rank for rank, device in enumerate(devices) if device.process_index == here]
@@ -144,7 +152,7 @@ def _use(devices: tuple[Device, ...], is_simulated: bool = False) -> Group:
             f"synk.init: of the devices {devices}, those of one process must stand together, and each process that "
             f"runs this needs one; this is process {here}."
         )
-    return CURRENT.use(make_group(devices, is_simulated, PEERS if len(local) < len(devices) else None))
+    return CURRENT.use(make_group(devices, is_simulated, PEERS if len(local) < len(devices) else None, memory=memory))
 
 
 def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:

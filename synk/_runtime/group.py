@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from traceback import walk_stack
@@ -83,6 +83,8 @@ class Group:
       mesh: the `jax.sharding.Mesh` that arrays of the group live on (one device where simulated).
       is_simulated: whether the replicas share one device, by `jax.vmap`.
       accelerator: of a group made by `synk.target`, what its devices are, which are not here; else None.
+      memory: bytes of a device that programs may use: as `memory=` had it when the group was made, else what the device
+        tells; None where it tells nothing, as CPUs.
 
     Example:
       >>> import synk
@@ -96,6 +98,7 @@ class Group:
     is_simulated: bool
     _peers: Peers
     accelerator: Accelerator | None = None
+    _memory: int | float | None = None  # as its user gave it: bytes, or a fraction
     _caches: WeakKeyDictionary[Any, BoundedCache] = field(default_factory=WeakKeyDictionary)
     _groups_before: list[Group | None] = field(default_factory=list)
 
@@ -111,6 +114,16 @@ class Group:
 
     def __index__(self) -> int:
         return self.size
+
+    @cached_property
+    def memory(self) -> int | None:
+        if isinstance(self._memory, int):
+            return self._memory
+        told = None if self.accelerator is None else self.accelerator.usable_memory
+        if told is None and self.platform != "cpu":
+            stats: Mapping[str, int] = self.devices[self._local_ranks.start].memory_stats() or {}
+            told = stats.get("bytes_limit")
+        return told if told is None or self._memory is None else int(told * self._memory)
 
     @cached_property
     def _local_ranks(self) -> range:
@@ -150,11 +163,13 @@ class Group:
         """Return ranks `start` to `stop`, of this process, as a group of their own."""
         if (start, stop) == (0, self.size):
             return self
-        return self._cached(self, (start, stop), lambda: make_group(self.devices[start:stop], self.is_simulated))
+        return self._cached(
+            self, (start, stop), lambda: make_group(self.devices[start:stop], self.is_simulated, memory=self._memory)
+        )
 
     def _simulated(self, n: int) -> Group:
         """Return a group of n replicas simulated on this group's first device."""
-        return self._cached(self, n, lambda: make_group(self.devices[:1] * n, True))
+        return self._cached(self, n, lambda: make_group(self.devices[:1] * n, True, memory=self._memory))
 
     def _cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Keep what `make` gives, a pure function of `key`, as long as group and owner live; the newest ones alone."""
@@ -246,9 +261,10 @@ def make_group(
     is_simulated: bool,
     peers: Peers | None = None,
     accelerator: Accelerator | None = None,
+    memory: int | float | None = None,
 ) -> Group:
     """A group of these devices."""
     on = devices[:1] if is_simulated else devices
     # Auto: newer JAX makes Explicit axes by default, which change what jnp functions accept.
     mesh = Mesh(np.array(on), (AXIS,), axis_types=(AxisType.Auto,))
-    return Group(devices, mesh, is_simulated, peers or Peers(), accelerator)
+    return Group(devices, mesh, is_simulated, peers or Peers(), accelerator, memory)

@@ -10,6 +10,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from .._base.errors import SynkError, public_api
+from .._base.units import parse_memory
 from .group import CURRENT, Accelerator, Device, Group, make_group
 
 
@@ -73,7 +74,7 @@ _PLUGINS = {  # what is set while JAX looks for its plugins, all of which it doe
 
 
 @public_api
-def target(device: str, replicas: int, hosts: int = 1) -> Group:
+def target(device: str, replicas: int, hosts: int = 1, *, memory: int | float | str | None = None) -> Group:
     """Make a group of devices that are not here, and make it the current one: functions compile and explain for them.
 
     Nothing runs there and nothing is placed: arguments, shared variables and data are described by their shapes, and
@@ -84,6 +85,7 @@ def target(device: str, replicas: int, hosts: int = 1) -> Group:
       device: "a100", "h100", "h200" or "b200"; "v5e" or "v6e".
       replicas: how many, 1 to 64; of TPUs 1, 4, 8, 16, 32 or 64.
       hosts: over how many machines, each with as many; 1 for TPUs, whose slices span theirs by themselves.
+      memory: as for `synk.init`.
 
     Returns:
       The group, to be used in `with` or left as it is.
@@ -110,8 +112,9 @@ def target(device: str, replicas: int, hosts: int = 1) -> Group:
         raise ValueError(f"synk.target: {replicas} replicas were asked for; give 1 to {MOST}.")
     if hosts < 1 or replicas % hosts:
         raise ValueError(f"synk.target: {replicas} replicas do not divide over {hosts} hosts. Give each as many.")
+    most = parse_memory(memory, "synk.target")
     devices = _gpus(device, replicas, hosts) if device in _GPUS else _tpus(device, replicas, hosts)
-    return CURRENT.use(make_group(devices, False, None, _accelerator(device)))
+    return CURRENT.use(make_group(devices, False, None, _accelerator(device), most))
 
 
 def _accelerator(device: str) -> Accelerator:

@@ -129,7 +129,7 @@ class _Iterating(Iterator[Any]):
 
 def _refuse_slices(num_slices: int, name: str) -> None:
     check_slices(num_slices, name)
-    if num_slices > 1:
+    if num_slices != 1:
         raise ValueError(f"{name}: num_slices goes with synk.train.step; local steps take each replica's rows at once.")
 
 

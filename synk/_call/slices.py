@@ -1,0 +1,184 @@
+"""Slices: the plan of a call in so many slices, or in the fewest whose programs fit into a device's memory."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._base.units import size_text
+from .._runtime.dispatch import drain
+from .._runtime.executable import relayout
+from .._runtime.group import Group
+from .._runtime.layout import put
+from .._variables.access import bind
+from .._variables.state import VariableState
+from .._variables.variable import Shared
+from .binding import BoundArguments
+from .execute import ReadyCall, execute, explained
+from .feeding import launches
+from .look import FORM_FIELDS, Looked, Where, look
+from .memory import memory_needed, most_rows, variable_bytes
+from .plan import CallPlan, NeedsLengths, PlanCache, SliceChoice, make_plan, plan_key
+from .row_input import RowRequest
+from .spec import CallSpec, FunctionSpec
+
+
+def find_plan(
+    function: FunctionSpec, plans: PlanCache, looked: Looked, slices: int, where: Where, is_probe: bool = False
+) -> tuple[CallSpec, CallPlan]:
+    """The plan of a call in so many slices, and its key; made where there is none.
+
+    A probe shows what memory programs need: of those that run slices it has one alone, whose parts differ if any do,
+    since that may run both sizes.
+    """
+    call, lengths = looked.call(slices, function), looked.rows.lengths
+    if is_probe:
+        call = call._replace(part_sizes=(max(call.part_sizes, key=lambda sizes: (len(sizes), sizes)),))
+    plan = _find(function, plans, call, where)
+    if isinstance(plan, NeedsLengths):
+        call = call._replace(lengths=lengths, num_slices=len(launches(lengths or (), slices)))
+        plan = _find(function, plans, call, where)
+    assert isinstance(plan, CallPlan)
+    return call, plan
+
+
+def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where) -> CallPlan | NeedsLengths:
+    def make() -> CallPlan | NeedsLengths:
+        start = perf_counter()
+        plan = make_plan(function, where.group, call, where.view, plans)
+        function.stats.dispatching += perf_counter() - start
+        return plan
+
+    return plans.find(where.group, plan_key(function, call), where.abstract, make)
+
+
+def choose_slices(
+    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, where: Where
+) -> SliceChoice:
+    """In how many slices a call runs: the fewest whose programs fit, remembered with its plans."""
+    where = where._replace(is_abstract=True)
+
+    def ask(slices: int) -> Looked:
+        return look(function, plans, bound, request._replace(num_slices=slices), subset, where)
+
+    whole = ask(1)
+    lengths = whole.rows.lengths
+    if lengths is None:
+        return SliceChoice(1, 1, {})
+    key = ("slices", plan_key(function, CallSpec(*whole.form)), lengths)
+    make = partial(_choose, function, plans, where, ask, max(lengths))
+    return plans.find(where.group, key, where.abstract, make)
+
+
+def _choose(
+    function: FunctionSpec, plans: PlanCache, where: Where, ask: Callable[[int], Looked], tall: int
+) -> SliceChoice:
+    """For replicas that have up to `tall` rows."""
+    group, name = where.group, function.name
+    limit = _limit(group, name)
+    whole = find_plan(function, plans, ask(1), 1, where)[1]
+    needs: dict[int, int] = {}
+
+    def need(rows: int) -> int:
+        slices = -(-tall // rows)
+        plan = whole if slices == 1 else find_plan(function, plans, ask(slices), slices, where, is_probe=True)[1]
+        needs[rows] = _bytes(plan, group, name)
+        return needs[rows]
+
+    # Rows as slices cut them: 10 in slices of 4 or fewer are three slices, the longest of which has 4; of 6, 5.
+    rows = most_rows(need, limit, tall, variable_bytes(whole, group), lambda rows: -(-tall // -(-tall // rows)))
+    if not rows:
+        raise MemoryError(
+            f"{name}: a slice of one row needs {size_text(needs[1])} of a device, but programs may use "
+            f"{size_text(limit)}. Make the model or a row smaller, or raise memory= of {group}."
+        )
+    slices = -(-tall // rows)
+    while slices < tall and _bytes(find_plan(function, plans, ask(slices), slices, where)[1], group, name) > limit:
+        slices += 1  # parts of very different lengths, of which a probe showed one alone
+    return SliceChoice(slices, tall, whole.accepts)
+
+
+def _limit(group: Group, name: str) -> int:
+    """Bytes of a device; over processes those of the first, so that all choose alike."""
+    limit = int(group._peers.from_process_0(f"the memory of {group}", lambda: str(group.memory or 0)))
+    if not limit:
+        raise ValueError(
+            f'{name}: num_slices="auto" fits programs into the memory of a device, which a {group.platform} does not '
+            f'tell. Name it: synk.init(memory="14GB"), or give a number of slices.'
+        )
+    return limit
+
+
+def _bytes(plan: CallPlan, group: Group, name: str) -> int:
+    found = memory_needed(plan, group)
+    if found is None:
+        raise ValueError(
+            f'{name}: num_slices="auto" needs to know what programs need, which JAX does not tell for a '
+            f"{group.platform}. Give a number of slices."
+        )
+    return found
+
+
+def rows_that_fit(ready: ReadyCall, plans: PlanCache, where: Where) -> int | None:
+    """How many rows such a call may have in all for a device's memory; None where it is not known."""
+    group, lengths, function = ready.group, ready.rows.lengths, ready.function
+    if lengths is None or ready.plan.held or any(feed.layout != "rows" for feed in ready.call.feeds):
+        return None  # programs take all the rows that lie on the devices, however many of these run
+    if group.memory is None or memory_needed(ready.plan, group) is None:
+        return None
+
+    def need(tall: int) -> int:
+        if tall == max(lengths):
+            return memory_needed(ready.plan, group) or 0
+        looked = Looked(ready.rows._replace(lengths=(tall,) * group.size), [], ready.call[:FORM_FIELDS])
+        plan = find_plan(function, plans, looked, ready.num_slices, where, is_probe=True)[1]
+        return memory_needed(plan, group) or 0
+
+    tall = most_rows(need, group.memory, max(lengths), variable_bytes(ready.plan, group))
+    return min(tall * group.size, sum(lengths))
+
+
+def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
+    """Run a call; where synk has chosen its slices and memory does not do, in twice as many, with nothing lost."""
+    while True:
+        choice, lengths = ready.choice, ready.rows.lengths
+        ready.function.stats.slices = len(launches(lengths, ready.num_slices)) if lengths else 1
+        if choice is None or ready.group._is_multi_process:  # of which one cannot know what the others found
+            return execute(ready)
+        try:
+            return execute(ready) if choice.has_run else _execute_first(ready, choice)
+        except MemoryError:
+            is_lost = any(update.variable._state.failure for update in ready.plan.updates)
+            if is_lost or choice.slices == choice.most:
+                raise
+            choice.slices, choice.has_run = min(2 * choice.slices, choice.most), False
+        ready = prepare()
+
+
+def _execute_first(ready: ReadyCall, choice: SliceChoice) -> Any:
+    """Run a call whose slices are new, and wait; out of memory, variables get back values kept on the host."""
+    kept: dict[Shared, tuple[VariableState, list[np.ndarray]]] = {}
+    for variable in [update.variable for update in ready.plan.updates] if ready.call.donate else []:
+        state = bind(variable, ready.group)
+        kept[variable] = state, [np.array(leaf) for leaf in state.leaves]
+    try:
+        result = execute(ready)
+        jax.block_until_ready((result, [update.variable._state.leaves for update in ready.plan.updates]))
+    except Exception as error:
+        found = explained(error, ready.function.name)
+        if not isinstance(found, MemoryError):
+            raise
+        drain()  # which tells variables that a program of theirs has died
+        for variable, (state, leaves) in kept.items():
+            there = state.leaves
+            if any(leaf.is_deleted() for leaf in there):
+                placed = [put(ready.group, leaf, state.layout) for leaf in leaves]
+                there = relayout(ready.group, placed, state.layout, state.layout)  # memory of their own
+            variable._state = replace(state, leaves=there)
+        raise found from error
+    choice.has_run = True
+    return result
