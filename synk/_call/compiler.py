@@ -73,8 +73,6 @@ class Compiler:
         of_then = finisher.then[0].variables if finisher.then else ()
         # In one launch the program that runs `fn` ends the call.
         last = (*of_then, *written) if self.call.is_sliced else (*launch, *of_then)
-        # Where what is not finite is refused, old values stay, also of what nothing else reads.
-        last = (*last, *updates) if self.refuses_nan else last
         self.reads = (launch, tuple(dict.fromkeys(last)))
 
     def compile(self, owner: Any) -> Programs:
@@ -269,8 +267,7 @@ class Compiler:
         is_bad |= has_first & any_not_finite([results[j] for j in own])
         differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.own
         flag = lax.psum(is_bad.astype(jnp.int32), AXIS) > 0 if differs else is_bad
-        old = [*chain(*(state[v] for v in self.updates))]
-        return [*picked, *(jnp.where(flag, *pair) for pair in zip(old, leaves, strict=True)), flag]
+        return [*picked, *leaves, flag]
 
     def _all_states(
         self, carry: Arrays, kept: Arrays = (), entries: Mapping[bool, int] | None = None

@@ -1,7 +1,6 @@
 """Execute: feed, launch and commit one call of a plan; or do all but commit."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import ref
@@ -71,7 +70,8 @@ def execute(ready: ReadyCall) -> Any:
     with uninterrupted():
         try:
             values = _launch(ready, last, rollback)
-            is_refused = _is_refused(plan, values)
+            if _is_refused(plan, values):
+                raise NotFinite
         except Exception as error:
             for update in plan.updates:
                 old = states[update.variable]
@@ -79,14 +79,9 @@ def execute(ready: ReadyCall) -> Any:
                     invalidate(update.variable, old, ready.function.name, error)
             raise
         for variable, state in _updates(ready, values, states).items():
-            if is_refused:  # its leaves hold old values, some in the memory of the old ones
-                old = states[variable]
-                state = replace(state, is_equal=old.is_equal, diverged_by=old.diverged_by)
             # What is donated is not kept alive either.
             rollback.committed.append((variable, ref(state), None if ready.call.donate else states[variable]))
             variable._state = state
-    if is_refused:
-        raise NotFinite
     return _tree(ready, values)
 
 

@@ -92,7 +92,7 @@ def look(
         looked.keys,
         None if batch_s is None else index_kind(batch_s),
         None if subset is None else checked_subset(subset, name),
-        function.donate and where.may_donate and not (checks_floats() or (spec.overlaps and passes_variables(bound))),
+        where.may_donate and function.donates and not (checks_floats() or (spec.overlaps and passes_variables(bound))),
     )
     if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
         rows = _rows_of_variable(function, plans, CallSpec(*form), rows, batch_s, where)

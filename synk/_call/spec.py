@@ -72,6 +72,11 @@ class FunctionSpec:
         ops = jax.tree.map(lambda op: REDUCTIONS["concat"] if op.collective == "stay" else op, self.ops)
         return replace(self, ops=ops, gathers_all=True)
 
+    @property
+    def donates(self) -> bool:
+        """May old values be overwritten? Not where the new ones may be refused."""
+        return self.donate and not self.refuses_nan
+
     @cached_property
     def gathers(self) -> bool:
         """Do some outputs keep an entry a row or a part, so that programs depend on how many there are?"""

@@ -73,7 +73,7 @@ def test_the_fewest_that_fit(model, replicas, share):
     step, x = step_and_rows(model)
     tall = -(-len(x) // replicas)
     with synk.simulate(replicas):
-        whole, least = (step.explain(x, x, num_slices=k).memory_bytes for k in (1, tall))
+        whole, least = (step.explain(x, x, num_slices=k).memory_bytes or 0 for k in (1, tall))
     memory = int(least + share * (whole - least))
     with synk.simulate(replicas, memory=memory):
         (step, _), (by_hand, _) = step_and_rows(model), step_and_rows(model)
@@ -219,7 +219,7 @@ def test_rows_that_fit():
         assert e.fits is False
         assert f"DOES NOT FIT in 2 MB; {e.rows_that_fit} rows would" in str(e)
         assert f.explain(x[: e.rows_that_fit]).fits
-        assert not f.explain(x[: int(1.2 * e.rows_that_fit)]).fits
+        assert not f.explain(x[: int(1.2 * (e.rows_that_fit or 0))]).fits
         assert f.explain(x, num_slices=8).rows_that_fit is None  # it fits
         assert f.explain(synk.data(x, place="broadcast")).rows_that_fit is None  # all rows lie there anyway
 
@@ -277,14 +277,14 @@ def test_out_of_memory(donate):
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'")
 def test_a_target():
     """The memory of GPUs that are not here: what does not fit is cut into the fewest slices that do."""
-    shape, params = (32_768, 16_384), [jax.ShapeDtypeStruct((16_384, 16_384), np.float32)] * 4
+    shape, params = (131_072, 8192), [jax.ShapeDtypeStruct((8192, 8192), np.float32)] * 4
     x = jax.ShapeDtypeStruct(shape, np.float32)
     step = synk.train.step(dense, params, optax.sgd(0.1))
-    with synk.target("h100", 2, memory="20GB"):
+    with synk.target("h100", 2, memory="8GB"):
         e = step.explain(x, x, num_slices="auto")
         assert e.fits and e.num_slices > 1
         assert not step.explain(x, x, num_slices=max(1, (e.num_slices - 1) // 2)).fits
-        assert 0 < step.explain(x, x).rows_that_fit < len(x.shape) * shape[0]
+        assert 0 < (step.explain(x, x).rows_that_fit or 0) < shape[0]
     with synk.target("h100", 2) as group:
         assert group.memory == group.accelerator.usable_memory
     with synk.target("h100", 2, memory=0.5) as group:
