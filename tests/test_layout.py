@@ -21,7 +21,7 @@ ROOMS = {
     "_base": ([], "jax_context bounded_cache errors old_names pytree partition units"),
     "_runtime": (BASE, "watchdog dispatch group layout engine executable target"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
-    "_reductions": (CORE, "collectives reduction monoid statistics outputs"),
+    "_reductions": (CORE, "collectives wire reduction monoid statistics outputs"),
     "_tracing": (CORE, "context equations lines tracer"),
     "_data": (
         [*CORE, "_tracing"],

@@ -82,7 +82,9 @@ def flagging(function: FunctionSpec) -> FunctionSpec:
         return jnp.stack([jnp.zeros((), bool), *_flags(out), *map(_is_bad, written)])
 
     ops = REDUCTIONS["any"]
-    return replace(function, fn=flagged, ops=ops, then=None, stats=Stats(), gathers_all=True, refuses_nan=False)
+    return replace(
+        function, fn=flagged, ops=ops, then=None, stats=Stats(), gathers_all=True, refuses_nan=False, wires=None
+    )
 
 
 def _flags(out: PyTree) -> list[jax.Array]:

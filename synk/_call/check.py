@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import LawError
 from .._base.pytree import PyTree
 from .._data.process_rows import ProcessLocalRows
+from .._reductions.wire import largest_error
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import copy_to_replicas, replica_to_host
 from .._runtime.group import Group
@@ -117,6 +119,27 @@ def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
         )
 
 
+def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
+    """Compare outputs whose sums travel narrowly with the same that do not; LawError names what is further off than
+    that explains."""
+    exact = replace(mapping, wires=None)
+    with LOCK:
+        one, many = runner.run(runner.parallel, exact), runner.run(runner.parallel, mapping)
+        parts = _parts(runner, replace(exact, per_part="sums"))
+    for i, (leaf, a, b) in enumerate(zip(many.plan.outputs.results, one.leaves, many.leaves, strict=True)):
+        wire = leaf.reduced.wire
+        if wire is None or parts is None or tolerance.admits(a, b, leaf.reduced.dtype):
+            continue
+        rounding = 4 * float(jnp.finfo(leaf.reduced.dtype).eps)
+        exactly, got = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        allowed = largest_error(wire, leaf.op, parts[0][i]) + rounding * np.abs(exactly)
+        if not (np.isnan(got) | (np.abs(got - exactly) <= allowed)).all():
+            raise LawError(
+                f"{mapping.name}: output{leaf.path} travels as {wire!r}, and is further off than that explains: "
+                f"{difference(a, b).replace('serially', 'travelling as it is')}."
+            )
+
+
 def _differing_outputs(
     runner: Runner, mapping: FunctionSpec, one: Outcome, many: Outcome, tolerance: Tolerance
 ) -> Iterator[str]:
@@ -127,13 +150,15 @@ def _differing_outputs(
         for i, (leaf, a, b) in enumerate(zip(leaves, one.leaves, many.leaves, strict=True))
         if leaf.reduced.reduction.is_lawful and not tolerance.admits(a, b, leaf.reduced.dtype)
     ]
-    parts = _parts(runner, replace(mapping, per_part=True)) if differing else None
+    parts = _parts(runner, replace(mapping, per_part="all")) if differing else None
     for i in differing:
         leaf, a, b = leaves[i], one.leaves[i], many.leaves[i]
         if leaf.op == "merge":
             yield f"output{leaf.path}: {difference(a, b)}; is merge associative, and the state that of all rows?"
             continue
-        hint = matching_ops(parts[0][i], parts[1], a, tolerance) if parts else ['"concat"'] * (leaf.op != "concat")
+        hint = ['"concat"'] * (leaf.op != "concat")
+        if parts:
+            hint = [] if leaf.reduced.weight is not None else matching_ops(parts[0][i], parts[1], a, tolerance)
         fits = f"{' or '.join(hint)} would have matched" if hint else "no op would have matched"
         cause = None if hint else _cause(runner, mapping, i, tolerance)
         fits += "" if cause is None else f". Likely cause: {cause}"

@@ -87,7 +87,7 @@ class Compiler:
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
         about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
-        about = (*about, self.refuses_nan)
+        about = (*about, self.refuses_nan, builder.function.wires is None)
 
         def cached(kind: Any, make: Callable[[], Executable]) -> Executable:
             return self.group._cached(owner, ("program", kind, *about), make)

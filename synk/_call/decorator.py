@@ -8,6 +8,7 @@ from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
+from .._reductions.wire import check_wire
 from .._runtime.engine import ENGINES
 from .binding import ArgumentBinder
 from .function import Function
@@ -27,6 +28,7 @@ def function(
     engine: Literal["shard_map", "pmap"] = ...,
     donate: bool = ...,
     nan: Literal["raise"] | None = ...,
+    wire: PyTree = ...,
     compiler_options: Mapping[str, Any] | None = ...,
     name: str | None = ...,
 ) -> Function: ...
@@ -41,6 +43,7 @@ def function(
     engine: Literal["shard_map", "pmap"] = ...,
     donate: bool = ...,
     nan: Literal["raise"] | None = ...,
+    wire: PyTree = ...,
     compiler_options: Mapping[str, Any] | None = ...,
     name: str | None = ...,
 ) -> Callable[[Callable[..., PyTree]], Function]: ...
@@ -55,6 +58,7 @@ def function(
     engine: Literal["shard_map", "pmap"] = "shard_map",
     donate: bool = True,
     nan: Literal["raise"] | None = None,
+    wire: PyTree = None,
     compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
     **removed: Any,
@@ -79,6 +83,10 @@ def function(
       donate: whether old values of shared variables that are updated may be overwritten in place.
       nan: "raise" for FloatingPointError where outputs (all of them) or updates are not finite, which names the row to
         blame (`Function.blame`): such a call updates nothing. Each call is waited for. Not under `jit` and the like.
+      wire: as what sums of floats travel between replicas ("sum", "mean", `synk.Weighted`): "bf16" or "int8" (with a
+        scale for each 256), half or a quarter of the bytes; a pytree prefix of the outputs, None for as they are. They
+        are added in float32, and all replicas get the same bits; the answer is the serial one to that rounding.
+        Leaves of fewer than 256 numbers travel as they are, and all do under `jit`, `grad` and the like.
       compiler_options: options of XLA for its programs, by name, as `jax.jit` takes them; on GPUs these go before those
         of synk's own, which let gradients travel while others are computed.
       name: what messages call it; `fn`'s name.
@@ -87,7 +95,7 @@ def function(
       A `Function`.
 
     Raises:
-      TypeError, ValueError: a mode or an op is none of synk's.
+      TypeError, ValueError: a mode, an op or a wire is none of synk's.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -122,6 +130,7 @@ def function(
             stats=Stats(),
             refuses_nan=nan == "raise",
             compiler_options=_checked_options(compiler_options, called),
+            wires=check_wire(wire, called),
         )
         return Function(spec if then is None else with_then(spec, binder, then), binder)
 

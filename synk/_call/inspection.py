@@ -18,7 +18,7 @@ from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .binding import ArgumentBinder, BoundArguments
 from .blame import Blame, blame
-from .check import Runner, check, run_serial
+from .check import Runner, check, check_wires, run_serial
 from .compare import Tolerance
 from .execute import ReadyCall
 from .explain import explain
@@ -97,7 +97,8 @@ class Inspection:
     ) -> None:
         """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
 
-        A group of one replica is checked as two simulated ones.
+        A group of one replica is checked as two simulated ones. Sums that travel narrowly (`wire=`) are
+        compared as if they did not, and what arrives with that, to what its rounding can do.
 
         Args:
           *args: as in a call.
@@ -115,7 +116,11 @@ class Inspection:
           >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
         """
         runner = self._runner(self._bind(args, kwargs, num_slices, "check"), RowRequest(batch, batch_s, num_slices))
-        check(runner, replace(runner.function, then=None), Tolerance(rtol, atol))
+        narrow, tolerance = replace(runner.function, then=None), Tolerance(rtol, atol)
+        exact = replace(runner, function=replace(runner.function, wires=None))
+        check(exact, replace(narrow, wires=None), tolerance)
+        if narrow.wires is not None:
+            check_wires(exact, narrow, tolerance)
 
     def _runner(self, bound: BoundArguments, request: RowRequest) -> Runner:
         group = current_group()

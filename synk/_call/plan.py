@@ -100,7 +100,8 @@ class PlanCache:
 
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Of a kind of call; `f.check` also runs functions without then, and for parts, and then may come after a trace."""
-    return call, function.then is None, function.per_part, function.gathers_all, function.refuses_nan
+    flags = function.then is None, function.per_part, function.gathers_all, function.refuses_nan
+    return call, *flags, function.wires is None
 
 
 @dataclass(eq=False)

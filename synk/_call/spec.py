@@ -12,6 +12,7 @@ import numpy as np
 from .._base.pytree import PyTree
 from .._data.feed import InputFeed
 from .._data.selection import IndexKind
+from .._reductions.outputs import PerPart
 from .._reductions.reduction import REDUCTIONS
 from .binding import ArgumentBinder, ArgumentSpec
 
@@ -61,7 +62,8 @@ class FunctionSpec:
     stats: Stats  # what it has done
     refuses_nan: bool = False  # whether a call whose numbers are not finite raises, and commits nothing
     compiler_options: tuple[tuple[str, Any], ...] = ()  # of XLA, beside synk's
-    per_part: bool = False  # whether every output's parts are kept as they come, for `f.check`
+    wires: PyTree = None  # as what sums travel, a prefix of its outputs; None: as they are
+    per_part: PerPart = ""  # of which outputs the parts are kept as they come, for `f.check`
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`
     gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array
 
@@ -80,7 +82,7 @@ class FunctionSpec:
     @cached_property
     def gathers(self) -> bool:
         """Do some outputs keep an entry a row or a part, so that programs depend on how many there are?"""
-        return self.per_part or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))
+        return bool(self.per_part) or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))
 
 
 class PartForm(NamedTuple):

@@ -60,7 +60,9 @@ class CallTraces:
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
         overlaps = [overlap for overlap in call.arguments.overlaps if overlap]
         widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
-        rules = OutputRules(function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest)
+        rules = OutputRules(
+            function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest, function.wires
+        )
         request = TraceRequest(
             fn=function.fn,
             call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),

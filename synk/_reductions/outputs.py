@@ -1,7 +1,7 @@
 """Outputs: what a function returned, leaf by leaf, each with the reduction that its user named."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,10 @@ from .reduction import (
 )
 
 MERGE = REDUCTIONS["merge"]
+SUMS = (REDUCTIONS["sum"], REDUCTIONS["mean"], MEAN_OF_ROWS, WEIGHTED)  # what may travel narrowly
+
+
+PerPart: TypeAlias = Literal["", "all", "sums"]
 
 
 class OutputLeaf(NamedTuple):
@@ -121,9 +125,10 @@ class OutputRules(NamedTuple):
     name: str  # what messages call the function
     rows: int | None  # of the part; None where there are none
     is_sliced: bool  # whether a replica has several parts
-    per_part: bool  # whether every output's parts are kept as they come, for `f.check`
+    per_part: PerPart  # of which outputs the parts are kept as they come, for `f.check`
     is_over: bool = False  # whether there are more batches, for `f.over`
     neighbours: tuple[int, int] = (0, 0)  # how many rows before and after its own the part sees
+    wires: PyTree = None  # as what sums travel, a prefix of the outputs; None: as they are
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
@@ -136,13 +141,21 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     leaves: list[OutputLeaf] = []
     arrays: list[jax.Array] = []
     items: list[int | Merged] = []
+    plain = jax.tree.map(_whole, out, is_leaf=is_whole)
+    wires = _match_wires(rules, plain)
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         reduction = MEAN_OF_ROWS if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
         array = _as_array(value, f"{rules.name}: output{path}")
-        leaf = OutputLeaf(path, reduction.name, Reduced(reduction, as_data(array).dtype, weight), key_of(array))
+        reduced = Reduced(reduction, as_data(array).dtype, weight, wires.get(path) if reduction in SUMS else None)
+        leaf = OutputLeaf(path, reduction.name, reduced, key_of(array))
         _check(leaf, array, rules)
-        if rules.per_part and not is_of_monoid and reduction not in (WEIGHTED, WEIGHT):
+        if (
+            rules.per_part
+            and not is_of_monoid
+            and reduction is not WEIGHT
+            and (rules.per_part == "all" or reduction in SUMS)
+        ):
             leaf = leaf._replace(reduced=Reduced(PER_PART, leaf.reduced.dtype))
         leaves.append(leaf)
         arrays.append(as_data(array))
@@ -178,7 +191,6 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
             items.append(len(leaves))
             add(path + keystr(sub), WEIGHTED, leaf, weight)
         add(f"{path}.weight", WEIGHT, value.weight)
-    plain = jax.tree.map(_whole, out, is_leaf=is_whole)
     return arrays, OutputSpec(tuple(leaves), tuple(items), jax.tree.structure(plain))
 
 
@@ -240,6 +252,24 @@ def _match_ops(rules: OutputRules, out: PyTree) -> list[tuple[str, Reduction, An
         raise ValueError(
             f"{rules.name}: outputs={names!r} is no prefix of what it returned, whose tree is "
             f"{jax.tree.structure(out)}. Name one op for each output, or one for all."
+        ) from error
+    return found
+
+
+def _match_wires(rules: OutputRules, plain: PyTree) -> dict[str, str]:
+    """As what sums travel, by the paths of outputs; those that travel as they are are left out."""
+    found: dict[str, str] = {}
+
+    def match(prefix: Any, wire: str | None, subtree: Any) -> None:
+        if wire is not None:
+            found.update({keystr((*prefix, *path)): wire for path, _ in tree_leaves_with_path(subtree)})
+
+    try:
+        tree_map_with_path(match, rules.wires, plain, is_leaf=lambda wire: wire is None)
+    except ValueError as error:
+        raise ValueError(
+            f"{rules.name}: wire={rules.wires!r} is no prefix of what it returned, whose tree is "
+            f"{jax.tree.structure(plain)}. Name one wire for each output, or one for all."
         ) from error
     return found
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._base.pytree import PyTree
 from .._runtime.executable import as_bits, from_bits
-from . import collectives
+from . import collectives, wire
 
 Op: TypeAlias = str | Callable[[jax.Array], Any] | None
 
@@ -193,11 +193,13 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
 
 
 class Reduced(NamedTuple):
-    """One output leaf's reduction, the dtype of its parts, and, of a `Weighted` value, which leaf holds its weight."""
+    """One output leaf's reduction, the dtype of its parts, of a `Weighted` value which leaf holds its weight, and as
+    what sums travel, if not as they are."""
 
     reduction: Reduction
     dtype: np.dtype
     weight: int | None = None
+    wire: str | None = None
 
 
 def prepare_parts(values: Sequence[jax.Array], leaves: Sequence[Reduced], info: PartInfo) -> list[jax.Array]:
@@ -258,7 +260,10 @@ def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gra
         return kinds[i] == "prod" or (kinds[i] in ("max", "min") and (has_gradients or is_complex))
 
     folded = [i for i in range(len(leaves)) if is_folded(i)]
-    sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first")]
+    narrow: dict[int, str] = {}
+    if not has_gradients:  # what is rounded has none
+        narrow = {i: leaf.wire for i, leaf in enumerate(leaves) if leaf.wire and wire.travels_narrowly(states[i])}
+    sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first") and i not in narrow]
     extremes = [i for i, kind in enumerate(kinds) if kind in ("max", "min") and i not in folded]
     gathered = [i for i, kind in enumerate(kinds) if kind in ("gather", "merge")]
     gathered += [i for i in folded if states[i].nbytes <= collectives.PACK_BYTES]
@@ -266,6 +271,9 @@ def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gra
     as_sums = [as_bits(states[i]) if kinds[i] == "first" and not has_gradients else states[i] for i in sums]
     found = {i: states[i] for i, kind in enumerate(kinds) if kind == "stay"}
     found |= zip(sums, collectives.all_sum(as_sums), strict=True)
+    for name in dict.fromkeys(narrow.values()):
+        same = [i for i in narrow if narrow[i] == name]
+        found |= zip(same, wire.all_sum_narrowly([states[i] for i in same], name), strict=True)
     is_min = [kinds[i] == "min" for i in extremes]
     found |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
     found |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)

@@ -14,6 +14,7 @@ from .._call.decorator import Inputs, function
 from .._call.function import Function
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
+from .._reductions.wire import check_wire
 from .._variables.access import map_value
 from .._variables.variable import Shared, shared
 
@@ -57,6 +58,7 @@ class TrainingModel:
         donate: bool,
         name: str | None,
         nan: Literal["raise"] | None = None,
+        wire: str | None = None,
     ) -> None:
         try:
             import optax  # type: ignore[import-untyped]  # it has no stubs
@@ -73,6 +75,7 @@ class TrainingModel:
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
         self.loss, self.donate, self.inputs = loss, donate, inputs
         self.nan: Literal["raise"] | None = nan
+        self.wire = check_wire(wire, call)
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
@@ -97,7 +100,8 @@ class TrainingModel:
         """A function of rows that looks like the loss, in messages and to `inputs`."""
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         ops = {**outputs, "aux": self.aux_ops}
-        return function(fn, self.inputs, ops, then=then, donate=self.donate, name=self.name, nan=self.nan)
+        wire = None if self.wire is None else {**dict.fromkeys(ops), "loss": (None, self.wire)}
+        return function(fn, self.inputs, ops, then=then, donate=self.donate, name=self.name, nan=self.nan, wire=wire)
 
     def value_and_grad(self, params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]) -> LossAndGrad:
         """The loss of these rows, and its gradient."""

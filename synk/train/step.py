@@ -110,6 +110,7 @@ def step(
     flat: bool = False,
     donate: bool = True,
     nan: Literal["raise"] | None = None,
+    wire: Literal["bf16", "int8"] | None = None,
     name: str | None = None,
 ) -> Step:
     """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
@@ -137,6 +138,8 @@ def step(
       donate: as for `synk.function`.
       nan: as for `synk.function`: "raise" for FloatingPointError where loss, gradients or the new parameters are not
         finite, which names the row to blame; no step is taken then.
+      wire: as what gradients travel between replicas, as for `synk.function`; the loss, the state and leaves of fewer
+        than 256 numbers travel as they are.
       name: what messages call it; the loss's name.
 
     Returns:
@@ -157,7 +160,7 @@ def step(
     """
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
-        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name, nan=nan,
+        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name, nan=nan, wire=wire,
     )  # fmt: skip
 
     # Named here, so that tracing expects them.

@@ -1,0 +1,117 @@
+"""Wire: sums of floats that travel narrowly: encoded, added as float32, and encoded again for all to decode."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._base.pytree import PyTree
+from .._runtime.group import AXIS
+from .collectives import PACK_BYTES
+
+BLOCK = 256  # numbers that share a scale; leaves with fewer travel as they are
+_LARGEST = 127  # of int8, with either sign
+
+
+class Wire(NamedTuple):
+    """How floats are written; blocks are on the last axis, float32.
+
+    A psum of bfloat16 would not do: XLA's CPU backend widens it. So bits travel, as unsigned integers.
+    """
+
+    encode: Callable[[jax.Array], jax.Array]
+    decode: Callable[[jax.Array], jax.Array]
+    error: float  # what a sum is off at most, to the sum of what its parts are (of int8: of their largest numbers)
+    is_by_number: bool  # whether that holds for each number, or for the largest of a leaf
+
+
+def _encode_bf16(blocks: jax.Array) -> jax.Array:
+    # XLA takes a conversion there and back for none where nothing comes between, as on simulated replicas.
+    rounded = lax.reduce_precision(blocks, exponent_bits=8, mantissa_bits=7)
+    return lax.bitcast_convert_type(rounded.astype(jnp.bfloat16), jnp.uint16)
+
+
+def _decode_bf16(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
+
+
+def _encode_int8(blocks: jax.Array) -> jax.Array:
+    """(..., 256) numbers as as many bytes, and the 4 of their scale; one NaN or infinity makes all of a block NaN."""
+    is_finite = jnp.isfinite(blocks).all(-1, keepdims=True)  # XLA's CPU backend may lose NaN in a maximum
+    scale = jnp.maximum(jnp.abs(blocks).max(-1, keepdims=True) / _LARGEST, jnp.finfo(jnp.float32).tiny)
+    scale = jnp.where(is_finite, scale, jnp.nan)
+    numbers = jnp.round(blocks / scale).astype(jnp.int8)
+    scale_bytes = lax.bitcast_convert_type(scale, jnp.uint8).reshape(*scale.shape[:-1], 4)
+    return jnp.concatenate([lax.bitcast_convert_type(numbers, jnp.uint8), scale_bytes], -1)
+
+
+def _decode_int8(bits: jax.Array) -> jax.Array:
+    numbers = lax.bitcast_convert_type(bits[..., :BLOCK], jnp.int8).astype(jnp.float32)
+    scale = lax.bitcast_convert_type(bits[..., BLOCK:], jnp.float32)[..., None]
+    return jnp.where(jnp.isfinite(scale), numbers * scale, jnp.nan)
+
+
+# Half a unit in the last place of each part and once more of their sum.
+WIRES = {
+    "bf16": Wire(_encode_bf16, _decode_bf16, 2**-7, True),
+    "int8": Wire(_encode_int8, _decode_int8, 1 / _LARGEST, False),
+}
+
+
+def check_wire(wire: PyTree, name: str) -> PyTree:
+    """Check a tree of wires, None where sums travel as they are."""
+    for each in jax.tree.leaves(wire):
+        if not isinstance(each, str):
+            raise TypeError(f'{name}: wire {each!r} is none of synk\'s; use "bf16", "int8" or None.')
+        if each not in WIRES:
+            raise ValueError(f'{name}: wire {each!r} is none of synk\'s; use "bf16", "int8" or None.')
+    return wire
+
+
+def largest_error(wire: str, op: str, parts: np.ndarray) -> np.ndarray:
+    """How far a combination of these parts, on axis 0, may be off for having travelled so."""
+    sizes = np.nan_to_num(np.abs(parts.astype(np.float64)))
+    if not WIRES[wire].is_by_number:
+        sizes = sizes.max(tuple(range(1, sizes.ndim)), keepdims=True)
+    return WIRES[wire].error * (sizes.sum(0) if op == "sum" else sizes.max(0))  # weights of means add up to 1
+
+
+def travels_narrowly(state: Any) -> bool:
+    """Is it worth it? Few numbers, and those that are no floats, travel as they are."""
+    return jnp.issubdtype(state.dtype, jnp.floating) and state.size >= BLOCK
+
+
+def all_sum_narrowly(values: Sequence[jax.Array], wire: str) -> list[jax.Array]:
+    """Sum each array over the replicas, at half or a quarter of the bytes; small ones together. No derivatives."""
+    if lax.psum(1, AXIS) == 1:
+        return list(values)
+    small = [i for i, value in enumerate(values) if value.nbytes <= PACK_BYTES]
+    together = [small] if small else []
+    found: dict[int, jax.Array] = {}
+    for chosen in (*together, *([i] for i in range(len(values)) if i not in small)):
+        found |= zip(chosen, _sum(wire, [values[i] for i in chosen]), strict=True)
+    return [found[i] for i in range(len(values))]
+
+
+def _sum(wire: str, values: list[jax.Array]) -> list[jax.Array]:
+    """Reduce-scatter by an all-to-all of what is encoded, so that nothing encoded is ever added, and all-gather.
+
+    Each replica decodes what all have gathered, its own part included: else they would drift apart.
+    """
+    replicas, (encode, decode, *_) = lax.psum(1, AXIS), WIRES[wire]
+    flat = [_padded(value.ravel().astype(jnp.float32), BLOCK) for value in values]  # no block of two leaves
+    blocks = _padded(jnp.concatenate(flat), replicas * BLOCK).reshape(replicas, -1, BLOCK)
+    mine = decode(lax.all_to_all(encode(blocks), AXIS, 0, 0)).sum(0)
+    whole = decode(lax.all_gather(encode(mine), AXIS)).ravel()
+    found, start = [], 0
+    for value, padded in zip(values, flat, strict=True):
+        found.append(whole[start : start + value.size].reshape(value.shape).astype(value.dtype))
+        start += padded.size
+    return found
+
+
+def _padded(flat: jax.Array, multiple: int) -> jax.Array:
+    return jnp.pad(flat, (0, -flat.size % multiple))
