@@ -43,11 +43,16 @@ class LocalSteps:
     """
 
     def __init__(
-        self, model: TrainingModel, every: int, optimizer_state: bool, report: Callable[[int, jax.Array], Any] | None
+        self,
+        model: TrainingModel,
+        every: int | Callable[[int], int],
+        optimizer_state: bool,
+        report: Callable[[int, jax.Array], Any] | None,
     ) -> None:
         self.params, self.opt_state, self.state = model.params, model.opt_state, model.state
         self.steps = self._averaged = 0
-        self._every, self._report = every, report
+        self._every, self._report, self._name = every, report, model.name
+        self._next = self._steps_to_take()  # before the next average
         trained = shared({"weight": np.float32(0), "loss": np.float32(0)}, "trained")  # since the last average
         kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
         self.function = _local_function(model, trained)
@@ -87,6 +92,7 @@ class LocalSteps:
         if self.steps > self._averaged:
             loss = self._average()
             self._averaged = self.steps
+            self._next = self._steps_to_take()
             if self._report is not None:
                 self._report(self.steps, loss)
 
@@ -100,8 +106,12 @@ class LocalSteps:
     def _end_step(self) -> None:
         """Count a step that was started, and average where it is time to."""
         self.steps += 1
-        if self.steps - self._averaged >= self._every:
+        if self.steps - self._averaged >= self._next:
             self.finish()
+
+    def _steps_to_take(self) -> int:
+        every = self._every(self.steps) if callable(self._every) else self._every
+        return _checked_every(every, f"{self._name}: every({self.steps})" if callable(self._every) else self._name)
 
 
 class _Iterating(Iterator[Any]):
@@ -125,6 +135,14 @@ class _Iterating(Iterator[Any]):
     def close(self) -> None:
         """Stop the thread; nothing more comes."""
         self._results.close()
+
+
+def _checked_every(every: Any, what: str) -> int:
+    if isinstance(every, bool) or not isinstance(every, int | np.integer):
+        raise TypeError(f"{what}: every is {every!r}; give an integer >= 1, or a function of the steps taken so far.")
+    if every < 1:
+        raise ValueError(f"{what}: every is {every}; average after so many steps, >= 1.")
+    return int(every)
 
 
 def _refuse_slices(num_slices: int, name: str) -> None:
@@ -201,7 +219,7 @@ def local_steps(
     params: PyTree,
     optimizer: Any,
     *,
-    every: int = 3,
+    every: int | Callable[[int], int] = 3,
     optimizer_state: bool = True,
     report: Callable[[int, jax.Array], Any] | None = None,
     state: PyTree = None,
@@ -221,7 +239,8 @@ def local_steps(
     Args:
       loss, params, inputs, aux, flat, donate, name: as for `synk.train.step`.
       optimizer: one of optax's; it sees each replica's own gradients.
-      every: after how many steps to average, >= 1.
+      every: after how many steps to average, >= 1; or a schedule: a function of the steps taken so far, which says how
+        many to take before the next average.
       optimizer_state: whether to average the optimizer's state too, of which integers (step counts) take the largest;
         else each replica keeps its own, to be read by `opt_state.get_value(rank)`.
       report: called after each average as `report(steps, loss)`: how many steps were taken so far, and the mean loss of
@@ -248,12 +267,10 @@ def local_steps(
       2.44 after 3 steps
     """
     call = "synk.train.local_steps"
-    if isinstance(every, bool) or not isinstance(every, int | np.integer):
-        raise TypeError(f"{call}: every is {every!r}; give an integer >= 1.")
-    if every < 1:
-        raise ValueError(f"{call}: every is {every}; average after so many steps, >= 1.")
+    if not callable(every):
+        _checked_every(every, call)
     model = TrainingModel(
         call, loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name,
     )  # fmt: skip
-    return LocalSteps(model, int(every), optimizer_state, report)
+    return LocalSteps(model, every, optimizer_state, report)

@@ -84,6 +84,19 @@ class TrainingModel:
         self.signature = self._signature_of_rows(call)
         self._optax, self._clip, self._optimizer = optax, clip, optax.with_extra_args_support(optimizer)
 
+    def average(self, decay: float, flat: bool) -> Shared:
+        """A moving average of the parameters, which begins as they are."""
+        if isinstance(decay, bool) or not isinstance(decay, int | float):
+            raise TypeError(f"synk.train.step: ema is {decay!r}; give its decay, a number such as 0.999.")
+        if not 0 <= decay < 1:
+            raise ValueError(f"synk.train.step: ema is {decay!r}; give its decay, at least 0 and below 1.")
+        self._ema = decay
+        return shared(map_value(self.params, lambda params: params), "ema", flat=flat)
+
+    def moved_average(self, average: PyTree, params: PyTree) -> PyTree:
+        """The average after a step."""
+        return self._optax.incremental_update(params, average, 1 - self._ema)
+
     def _signature_of_rows(self, call: str) -> inspect.Signature:
         """The loss's signature without parameters and state."""
         signature = inspect.signature(self.loss)

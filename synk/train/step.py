@@ -27,6 +27,8 @@ class Step:
       function: the `synk.Function` that it calls.
       params, opt_state, state: shared variables: the parameters, whose tree is `params.value`, the optimizer's state,
         and the model's, None where there is none.
+      ema: a shared variable, the exponential moving average of the parameters; None where none was asked for.
+      variables: all of these that there are, by name: what `synk.save` and `synk.load` take.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -43,6 +45,13 @@ class Step:
     params: Shared
     opt_state: Shared
     state: Shared | None
+    ema: Shared | None = None
+
+    @property
+    def variables(self) -> dict[str, Shared]:
+        """All shared variables that a step updates, by name."""
+        found = {"params": self.params, "opt_state": self.opt_state, "state": self.state, "ema": self.ema}
+        return {name: variable for name, variable in found.items() if variable is not None}
 
     @property
     def stats(self) -> Stats:
@@ -111,6 +120,7 @@ def step(
     donate: bool = True,
     nan: Literal["raise"] | None = None,
     wire: Literal["bf16", "int8"] | None = None,
+    ema: float | None = None,
     name: str | None = None,
 ) -> Step:
     """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
@@ -140,6 +150,8 @@ def step(
         finite, which names the row to blame; no step is taken then.
       wire: as what gradients travel between replicas, as for `synk.function`; the loss, the state and leaves of fewer
         than 256 numbers travel as they are.
+      ema: the decay of an exponential moving average of the parameters, e.g. 0.999: after each step `step.ema` is
+        ema * itself + (1 - ema) * the new parameters. It begins as these.
       name: what messages call it; the loss's name.
 
     Returns:
@@ -165,6 +177,7 @@ def step(
 
     # Named here, so that tracing expects them.
     held, opt_state, running = model.params, model.opt_state, model.state
+    average = None if ema is None else model.average(ema, flat)
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         found = model.value_and_grad(held.value, running, args, kwargs)
@@ -174,9 +187,13 @@ def step(
 
     def then(combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
-        held.value, opt_state.value = model.apply_updates(held.value, opt_state.value, grads, value)
+        new, opt_state.value = model.apply_updates(held.value, opt_state.value, grads, value)
+        held.value = new
         if running is not None:
             running.value = combined["state"]
+        if average is not None:
+            average.value = model.moved_average(average.value, new)
         return (value, combined["aux"]) if model.has_aux else value
 
-    return Step(model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then), held, opt_state, running)
+    function = model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then)
+    return Step(function, held, opt_state, running, average)

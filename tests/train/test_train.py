@@ -116,6 +116,28 @@ def test_clipping_is_of_the_combined_gradient(devices, rows):
     assert_close(trained(loose, batches), serial(mean_loss, tx, batches))
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_moving_average(four, flat, tmp_path):
+    """Of the parameters after each step; saved and loaded with the step, and left alone by a step that is refused."""
+    batches, tx = [rows_of(n, seed=1) for n in (8, 7, 3, 8)], optax.sgd(0.1)
+    step = synk.train.step(mean_loss, START, tx, ema=0.75, flat=flat)
+    assert_close(step.ema.value, START)
+    want = START
+    for i, batch in enumerate(batches):
+        step(*batch, num_slices=1 + i % 2)
+        want = jax.tree.map(lambda old, new: 0.75 * old + 0.25 * new, want, step.params.value)
+        assert_close(step.ema.value, want)
+        with pytest.raises(ValueError, match="rows"):
+            step(batch[0], batch[1][:1])
+    assert list(step.variables) == ["params", "opt_state", "ema"]
+    synk.save(tmp_path, step.variables, step=4)
+    other = synk.train.step(mean_loss, START, tx, ema=0.75, flat=flat)
+    assert synk.load(tmp_path, other.variables)[0] == 4
+    assert_close(trained(other, batches[:1]), trained(step, batches[:1]))
+    assert_close(other.ema.value, step.ema.value)
+    assert synk.train.step(mean_loss, START, tx).ema is None
+
+
 def with_aux(params, x, y):
     scores = jnp.tanh(x @ params["w"] + params["b"])
     off = {"largest": jnp.abs(scores - y).max(), "scores": scores, "count": len(x)}
@@ -434,6 +456,20 @@ def test_before_the_average_replicas_differ(devices):
     assert_close(step.params.value, before)
 
 
+def test_a_schedule_of_averages(devices):
+    """It is asked at the beginning and after each average, with the steps taken so far."""
+    asked, reports = [], []
+
+    def every(steps):
+        asked.append(steps)
+        return 1 if steps < 2 else 3
+
+    step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=every, report=lambda n, _: reports.append(n))
+    list(step.iterate(*rows_of(8), batches=[slice(0, 8)] * 9))
+    assert asked == [0, 1, 2, 5, 8, 9]
+    assert reports == [1, 2, 5, 8, 9]
+
+
 def test_scores_are_reported_after_averaging(devices):
     """How many steps, and the mean loss of all rows since the last report."""
     reports = []
@@ -530,6 +566,9 @@ WRONG = {
         stepping(lambda p, s, x, y: (x.mean(), {"a": s}), state=1.0, name="f"), ValueError, "new value of state",
     ),
     "every 0": (local(every=0), ValueError, "every is 0; average after so many steps, >= 1"),
+    "every none": (local(every=lambda steps: 0), ValueError, r"mean_loss: every\(0\): every is 0"),
+    "no decay": (stepping(mean_loss, ema=1.0), ValueError, r"ema is 1\.0; give its decay, at least 0 and below 1"),
+    "a decay": (stepping(mean_loss, ema="0.9"), TypeError, "ema is '0.9'; give its decay, a number such as 0.999"),
     "every half": (local(every=0.5), TypeError, "every is 0.5; give an integer"),
     "no rows": (local(inputs=["broadcast", "broadcast"]), ValueError, "mean_loss: averages are weighted by rows"),
     "slices": (lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(4), num_slices=0),
