@@ -21,7 +21,7 @@ ROOMS = {
     "_base": ([], "jax_context bounded_cache errors old_names pytree partition units"),
     "_runtime": (BASE, "watchdog dispatch group layout engine executable target"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
-    "_reductions": (CORE, "collectives wire reduction monoid statistics outputs"),
+    "_reductions": (CORE, "collectives wire reduction tree monoid statistics outputs"),
     "_tracing": (CORE, "context equations lines tracer"),
     "_data": (
         [*CORE, "_tracing"],
@@ -33,7 +33,7 @@ ROOMS = {
     ),
     "_call": (
         [*CORE, "_reductions", "_tracing", "_data", "_variables"],
-        "binding spec row_input inputs feeding parts traces program finish compiler causes plan execute memory look slices prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate "
+        "binding spec row_input inputs feeding parts blocks traces program finish compiler causes plan execute memory look slices prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate "
         "over function decorator skeletons scan pairs",
     ),
     "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "model step local_sgd"),

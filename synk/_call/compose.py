@@ -55,6 +55,10 @@ def compose(
     name, spec = function.name, bound.spec
     if request.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
+    if function.blocks is not None:
+        raise ValueError(
+            f"{name}: blocks={function.blocks} fixes the bits of a call, which a traced one cannot promise."
+        )
     if request.num_slices == AUTO:
         raise ValueError(f'{name}: num_slices="auto" looks at compiled programs, which a traced call has not. Name it.')
     if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
+import jax
+import numpy as np
+
 from .._base.errors import public_api
 from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
@@ -29,6 +32,7 @@ def function(
     donate: bool = ...,
     nan: Literal["raise"] | None = ...,
     wire: PyTree = ...,
+    blocks: int | None = ...,
     compiler_options: Mapping[str, Any] | None = ...,
     name: str | None = ...,
 ) -> Function: ...
@@ -44,6 +48,7 @@ def function(
     donate: bool = ...,
     nan: Literal["raise"] | None = ...,
     wire: PyTree = ...,
+    blocks: int | None = ...,
     compiler_options: Mapping[str, Any] | None = ...,
     name: str | None = ...,
 ) -> Callable[[Callable[..., PyTree]], Function]: ...
@@ -59,6 +64,7 @@ def function(
     donate: bool = True,
     nan: Literal["raise"] | None = None,
     wire: PyTree = None,
+    blocks: int | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
     **removed: Any,
@@ -87,6 +93,9 @@ def function(
         scale for each 256), half or a quarter of the bytes; a pytree prefix of the outputs, None for as they are. They
         are added in float32, and all replicas get the same bits; the answer is the serial one to that rounding.
         Leaves of fewer than 256 numbers travel as they are, and all do under `jit`, `grad` and the like.
+      blocks: cut the rows into blocks of so many, run `fn` on each, and combine them by one fixed tree: the bits of the
+        answer depend on neither replicas nor slices, and `f.serial` has them too. Replicas get whole blocks. Not with
+        "stack", "first", "scatter", callables, `batch_s`, rows that variables hold, or under `jit` and the like.
       compiler_options: options of XLA for its programs, by name, as `jax.jit` takes them; on GPUs these go before those
         of synk's own, which let gradients travel while others are computed.
       name: what messages call it; `fn`'s name.
@@ -131,10 +140,23 @@ def function(
             refuses_nan=nan == "raise",
             compiler_options=_checked_options(compiler_options, called),
             wires=check_wire(wire, called),
+            blocks=_checked_blocks(blocks, wire, called),
         )
         return Function(spec if then is None else with_then(spec, binder, then), binder)
 
     return make if fn is None else make(fn)
+
+
+def _checked_blocks(blocks: Any, wire: PyTree, name: str) -> int | None:
+    if blocks is None:
+        return None
+    if isinstance(blocks, bool) or not isinstance(blocks, int | np.integer):
+        raise TypeError(f"{name}: blocks is {blocks!r}; give how many rows a block has, an integer >= 1.")
+    if blocks < 1:
+        raise ValueError(f"{name}: blocks is {blocks}; give how many rows a block has, an integer >= 1.")
+    if jax.tree.leaves(wire):
+        raise ValueError(f"{name}: wire={wire!r} rounds each replica's sum, so it does not go with blocks={blocks}.")
+    return int(blocks)
 
 
 def _checked_options(options: Any, name: str) -> tuple[tuple[str, Any], ...]:

@@ -14,6 +14,7 @@ from .._reductions.outputs import ResultSpec, result_spec
 from .._reductions.reduction import UPDATES, combine_replicas
 from .._runtime.group import AXIS
 from .._tracing.tracer import TracedFunction
+from .blocks import Blocks
 from .feeding import launches
 from .parts import Part
 from .program import ProgramBuilder
@@ -43,6 +44,9 @@ class Finisher:
         lengths = self.call.lengths
         if lengths is None or (self.call.is_even and not self.call.is_sliced):
             return [None for _ in self.reduced]
+        if self.call.block is not None:
+            index = Blocks(self.call).valid
+            return [index[leaf.reduction.has_row_entries] for leaf in self.reduced]
         rows: list[np.ndarray] = []
         parts: list[int] = []
         for rank in range(self.group.size):
@@ -121,8 +125,9 @@ class Finisher:
         new = self._finish_updates(states[count:], state, part)
         if self.then is None:
             return results, new
-        if self.group.platform == "gpu" and not self.call.is_composed:
-            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other.
+        if (self.group.platform == "gpu" and not self.call.is_composed) or self.call.block is not None:
+            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other; and of
+            # blocks the bits would depend on how it does.
             results = lax.optimization_barrier(results)
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]

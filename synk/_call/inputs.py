@@ -110,6 +110,10 @@ def select_rows(call: RowCall) -> RowInputs:
     picked: list[int] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, ProcessLocalRows):
+            if call.block is not None:
+                raise ValueError(
+                    f"{name}: synk.local rows stay where they are, but blocks={call.block} deals them out."
+                )
             return _select_process_rows(call)
         is_data = isinstance(leaf, Data)
         if is_data and leaf.is_minibatch:
@@ -143,19 +147,23 @@ def select_rows(call: RowCall) -> RowInputs:
         else:
             assert selection is not None
             picks = Picks(selection, batch, False)
-        if overlap is not None:
-            lengths = on_replicas.lengths if on_replicas and data_group is None else lengths_of(count or 0, group.size)
+        if overlap is not None or call.block is not None:
+            dealt_out = lengths_of(count or 0, group.size, call.block)
+            lengths = on_replicas.lengths if on_replicas and data_group is None else dealt_out
             picks = picks._replace(overlap=overlap, tall=max(lengths) + halo_of(overlap))
         each.append(row_input(call, leaf, picks))
     if on_replicas is not None and data_group is None:
         return RowInputs(tuple(each), on_replicas.lengths, on_replicas)
-    return RowInputs(tuple(each), None if count is None else lengths_of(count, group.size))
+    return RowInputs(tuple(each), None if count is None else lengths_of(count, group.size, call.block))
 
 
 @lru_cache(maxsize=1024)
-def lengths_of(rows: int, replicas: int) -> tuple[int, ...]:
-    """How many rows each replica gets of so many."""
-    return tuple([part.rows for part in split_rows(rows, replicas)])
+def lengths_of(rows: int, replicas: int, block: int | None = None) -> tuple[int, ...]:
+    """How many rows each replica gets of so many; of blocks whole ones, but for the last."""
+    if block is None:
+        return tuple([part.rows for part in split_rows(rows, replicas)])
+    several = split_rows(-(-rows // block), replicas)
+    return tuple([max(0, min(part.rows * block, rows - part.start * block)) for part in several])
 
 
 def _select_process_rows(call: RowCall) -> RowInputs:

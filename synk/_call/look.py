@@ -55,8 +55,12 @@ class Looked(NamedTuple):
     def call(self, slices: int, function: FunctionSpec) -> CallSpec:
         """The kind of call that it is in so many slices."""
         is_over = function.is_over
-        parts = part_form(self.rows.lengths, slices, function.gathers and not is_over)
-        return CallSpec._make((*self.form, *parts, False, is_over))
+        lengths, block = self.rows.lengths, function.blocks
+        if block is not None and lengths is not None:  # who has which is compiled in; programs have no branches then
+            parts = PartForm(((max(lengths),),), lengths, is_even=False)
+            return CallSpec._make((*self.form, *parts, False, False, block))
+        parts = part_form(lengths, slices, function.gathers and not is_over)
+        return CallSpec._make((*self.form, *parts, False, is_over, None))
 
 
 class _Holder(NamedTuple):
@@ -70,11 +74,22 @@ def look(
     function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, where: Where
 ) -> Looked:
     """Check a call's arguments and rows, and bring the broadcast ones to the replicas."""
+    if function.blocks is not None:
+        check_blocks(function, bound, request)
+        request = request._replace(num_slices=1)  # one block at a time runs anyway
     name, group, slices = function.name, where.group, request.num_slices
     looked = check_leaves(bound, name, where.data_group or group, where.is_abstract)
     spec = bound.spec
     call_rows = RowCall(
-        name, spec.scattered_names, looked.scattered, request, group, where.data_group, spec.overlaps, where.is_abstract
+        name,
+        spec.scattered_names,
+        looked.scattered,
+        request,
+        group,
+        where.data_group,
+        spec.overlaps,
+        where.is_abstract,
+        function.blocks,
     )
     rows = select_rows(call_rows)
     if group._is_multi_process and not where.is_abstract:
@@ -130,6 +145,11 @@ def _rows_of_variable(
 
     holder = plans.find(where.group, ("holder", call, taken, function.per_part), where.abstract, find).variable
     lengths = None if holder is None else where.state(holder).rows_per_replica
+    if holder is not None and function.blocks is not None:
+        raise ValueError(
+            f"{name}: {holder.name} holds rows, which lie where they are, but blocks={function.blocks} deals rows "
+            f"out. Pass them as an argument: x = synk.gather({holder.name}, nd_up=0)."
+        )
     if batch_s is None:
         return rows._replace(lengths=lengths)
     if holder is None or lengths is None:
@@ -144,6 +164,21 @@ def _rows_of_variable(
             f"{sum(rows.lengths)} to go with them. Give as many."
         )
     return rows._replace(lengths=chosen.lengths, on_replicas=chosen)
+
+
+def check_blocks(function: FunctionSpec, bound: BoundArguments, request: RowRequest) -> None:
+    """What does not go with rows that are dealt out in blocks."""
+    name, block = function.name, function.blocks
+    if request.batch_s is not None:
+        raise ValueError(f"{name}: batch_s picks rows on the replicas, but blocks={block} deals rows out. Use batch.")
+    if any(bound.spec.overlaps):
+        raise ValueError(
+            f"{name}: blocks={block} and synk.Overlap do not go together: a row's neighbours cross blocks."
+        )
+    if function.is_over:
+        raise ValueError(
+            f"{name}.over: blocks={block} are blocks of one call. Call it on all rows, or leave blocks out."
+        )
 
 
 def abstract_broadcast(leaf: Any) -> jax.ShapeDtypeStruct:

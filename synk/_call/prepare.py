@@ -19,6 +19,8 @@ def prepare(
 ) -> ReadyCall:
     """Check a call's arguments and rows, and find or make its plan."""
     choice, name = None, function.name
+    if function.blocks is not None:
+        request = request._replace(num_slices=1)
     if request.num_slices == AUTO:
         choice = choose_slices(function, plans, bound, request, subset, where)
         request = request._replace(num_slices=choice.slices)

@@ -17,6 +17,7 @@ from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, prepare_parts
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
+from .blocks import Blocks
 from .parts import Part, PartArrays, pad_rows
 from .traces import CallTraces, State
 
@@ -71,6 +72,8 @@ class ProgramBuilder:
 
     def _sizes(self) -> Iterable[int | None]:
         """All numbers of rows that `fn` runs over."""
+        if self.call.block is not None:
+            return Blocks(self.call).sizes
         sizes = [size for sizes in self.call.part_sizes for size in sizes if size != 0]
         if self.call.is_composed and self.call.is_sliced:
             sizes = [part.rows for size in sizes for part in self._slices(size)]
@@ -105,6 +108,8 @@ class ProgramBuilder:
         run = partial(self._run_part, state=state, arrays=arrays, part=part, tall=tall)
         if self.call.is_composed and self.call.is_sliced:
             run = partial(self._run_slices, arrays=arrays, part=part)
+        if self.call.block is not None:
+            return self._run_blocks(state, arrays, part.rank)
         branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
             return branches[0]()
@@ -137,6 +142,8 @@ class ProgramBuilder:
     @cached_property
     def runs_each_rank(self) -> bool:
         """Must simulated replicas run one by one? Mapped together all run every branch, also what prints."""
+        if self.call.block is not None:  # mapped together, matrix products would add up in another order
+            return self.group.is_simulated
         runs_together = self.group.is_simulated and not self.call.is_plain and not self.call.is_composed
         return runs_together and self._has_effects
 
@@ -216,6 +223,8 @@ class ProgramBuilder:
     def slots(self) -> dict[bool, int]:
         """How many entries a replica has of what is gathered an entry a row (True) or a part (False)."""
         rows = max(self.call.lengths) if self.call.lengths else self.call.part_sizes[0][0] or 1
+        if self.call.block is not None:
+            return Blocks(self.call).slots
         return {True: rows, False: 1 if self.call.is_over else min(self.call.num_slices, rows)}
 
     def empty_states(self) -> list[jax.Array]:
@@ -284,3 +293,48 @@ class ProgramBuilder:
 
             states, _ = lax.scan(add, states, (chunks, numbers, starts, places[numbers]), unroll=self.selects_branches)
         return states
+
+    # Blocks.
+
+    def _run_blocks(self, state: State, arrays: PartArrays, rank: jax.Array) -> list[jax.Array]:
+        """Run `fn` over this replica's blocks, one after the other: each by the same computation wherever it runs."""
+        blocks = Blocks(self.call)
+        starts = jnp.asarray(np.cumsum([0, *blocks.lengths[:-1]]).astype(np.int32))[rank]
+        total, tall = int(blocks.lengths.sum()), int(blocks.lengths.max())
+        rows = [read_rows(array, index, tall) for array, index in arrays.arrays]
+        states = self.empty_states()
+
+        def add(before: list[jax.Array], chunk: Any, size: int = blocks.size) -> tuple[list[jax.Array], None]:
+            seen, slot, first, count = chunk
+            its = Part(
+                rank, count, starts + first, first, first, size / total, 1.0, slot * blocks.size, slot, total=total
+            )
+            # Between barriers, so that XLA makes the same of it whatever is around.
+            seen, own = lax.optimization_barrier((list(seen), list(state.values())))
+            its_rows = PartArrays([(each, None) for each in seen], None, arrays.broadcast)
+            its_state = dict(zip(state, own, strict=True))
+            run = partial(self._run_part, size, state=its_state, arrays=its_rows, part=its, tall=size)
+            if not self.selects_branches:
+                run = partial(lax.cond, count > 0, run, partial(self._nothing, size))
+            return self.accumulate(before, lax.optimization_barrier(run()), its), None
+
+        if blocks.most:
+            slots = np.arange(blocks.most, dtype=np.int32)
+            chunks = [each[: blocks.most * blocks.size].reshape(blocks.most, -1, *each.shape[1:]) for each in rows]
+            counts = jnp.asarray(blocks.counts(slots))[rank]
+            several = (chunks, slots, slots * blocks.size, counts)
+            if self.selects_branches:  # by hand, since lax.scan makes a loop of a single step in spite of unroll=True
+                for number in slots:
+                    states, _ = add(states, jax.tree.map(lambda each, number=number: each[number], several))
+            else:
+                states, _ = lax.scan(add, states, several)
+        if blocks.rest:
+            first = int(blocks.full[blocks.owner]) * blocks.size
+            chunks = [each[first : first + blocks.rest] for each in rows]
+            count = jnp.where(rank == blocks.owner, blocks.rest, 0).astype(jnp.int32)
+            states, _ = add(states, (chunks, np.int32(blocks.most), np.int32(first), count), blocks.rest)
+        return self.states_of_present(states, jnp.asarray(blocks.lengths > 0)[rank])
+
+    def _nothing(self, size: int) -> list[jax.Array]:
+        """In the place of the states of a block that is not there."""
+        return [jnp.zeros(shape.shape, shape.dtype) for shape in self.state_shapes({True: size, False: 1})]

@@ -45,6 +45,7 @@ class RowCall(NamedTuple):
     data_group: Group | None = None  # where scattered data lies in another group: that one; rows come from the host
     overlaps: Sequence[Overlap | None] = ()  # which neighbours of its rows each brings; () for none
     is_abstract: bool = False  # whether the call is compiled and not run, so that nothing is placed
+    block: int | None = None  # of how many rows are the blocks that replicas get whole; None: rows are dealt out evenly
 
 
 class Picks(NamedTuple):
@@ -65,6 +66,7 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
     """
     selection, batch, is_on_replicas, overlap, tall = picks
     is_all = isinstance(leaf, Data) and selection.indexes is None and selection.rows == len(leaf)
+    is_all = is_all and call.block is None  # which are dealt out in another way than data is
     sending = SENT if overlap is None else SENT._replace(overlap=overlap)
     if overlap is not None and not _keeps_place(call, leaf, is_all):
         among = with_neighbours(selection.rows, overlap)

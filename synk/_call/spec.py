@@ -63,6 +63,7 @@ class FunctionSpec:
     refuses_nan: bool = False  # whether a call whose numbers are not finite raises, and commits nothing
     compiler_options: tuple[tuple[str, Any], ...] = ()  # of XLA, beside synk's
     wires: PyTree = None  # as what sums travel, a prefix of its outputs; None: as they are
+    blocks: int | None = None  # of how many rows are the blocks that it runs on; None: parts are the replicas' own
     per_part: PerPart = ""  # of which outputs the parts are kept as they come, for `f.check`
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`
     gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array
@@ -116,6 +117,7 @@ class CallSpec(NamedTuple):
     num_slices: int = 1
     is_composed: bool = False  # whether it is part of an outer transformation
     is_over: bool = False  # whether it is a batch of many, which combine at the end
+    block: int | None = None  # of how many rows are the blocks that each replica runs one by one, in one launch
 
     @property
     def row_shapes(self) -> list[jax.ShapeDtypeStruct]:

@@ -61,8 +61,9 @@ class CallTraces:
         overlaps = [overlap for overlap in call.arguments.overlaps if overlap]
         widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
         rules = OutputRules(
-            function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest, function.wires
-        )
+            function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest, function.wires,
+            call.block,
+        )  # fmt: skip
         request = TraceRequest(
             fn=function.fn,
             call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),
@@ -88,6 +89,11 @@ class CallTraces:
                 f"as many rows. Communicate in then, or give a number of rows that divides."
             ) from error
         for variable, slices in traced.writes:
+            if call.block is not None:
+                raise ValueError(
+                    f"{function.name}: it updates {variable.name} on each replica, but with blocks={call.block} the "
+                    f"answer depends on no replica. Return what is to combine, and update {variable.name} in then."
+                )
             if call.is_over:
                 raise ValueError(
                     f"{function.name}.over: it updates {variable.name}, and over has one answer for all its batches. "

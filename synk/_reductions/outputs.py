@@ -22,6 +22,7 @@ from .reduction import (
     Weighted,
     reduction_of,
 )
+from .tree import by_block
 
 MERGE = REDUCTIONS["merge"]
 SUMS = (REDUCTIONS["sum"], REDUCTIONS["mean"], MEAN_OF_ROWS, WEIGHTED)  # what may travel narrowly
@@ -129,6 +130,7 @@ class OutputRules(NamedTuple):
     is_over: bool = False  # whether there are more batches, for `f.over`
     neighbours: tuple[int, int] = (0, 0)  # how many rows before and after its own the part sees
     wires: PyTree = None  # as what sums travel, a prefix of the outputs; None: as they are
+    block: int | None = None  # how many rows a block has, where parts are blocks that combine by a tree
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
@@ -147,6 +149,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         reduction = MEAN_OF_ROWS if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
         array = _as_array(value, f"{rules.name}: output{path}")
+        reduction = reduction if rules.block is None else by_block(reduction, as_data(array).dtype)
         reduced = Reduced(reduction, as_data(array).dtype, weight, wires.get(path) if reduction in SUMS else None)
         leaf = OutputLeaf(path, reduction.name, reduced, key_of(array))
         _check(leaf, array, rules)
@@ -306,6 +309,11 @@ def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
         raise ValueError(
             f'{where}: "scatter" keeps rows where they were made, but over takes rows in another order than '
             f'they lie in. Use "concat".'
+        )
+    if rules.block is not None and leaf.op in ("stack", "first", "callable", "scatter"):
+        raise ValueError(
+            f"{where}: {leaf.op!r} shows which replica has made what, so it does not go with blocks={rules.block}: "
+            f'that answer depends on none. Use an op that combines, or "concat".'
         )
     if leaf.op in ("stack", "first") and rules.is_sliced:
         several, each = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")

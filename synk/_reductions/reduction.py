@@ -69,6 +69,7 @@ class Reduction:
     accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add  # states of parts of one replica
     finalize: Callable[[Any, Any], Any] = _plain  # (combined state, total weight) -> the whole, before `result_dtype`
     has_row_entries: bool = False  # whether what is gathered has an entry a row, else an entry a part
+    fold: Callable[[jax.Array], jax.Array] | None = None  # of what is gathered: all entries -> the combined state
     is_lawful: bool = True  # whether it means the same for any parts, so that `f.check` compares it
 
     def identity(self, dtype: np.dtype) -> Any:
@@ -225,14 +226,17 @@ def combine_replicas(
     weights are rows.
     """
     combined = _communicate(states, leaves, has_gradients)
+    for i, leaf in enumerate(leaves):
+        if leaf.reduction.collective == "gather":
+            entries = collectives.merge_leading_axes(combined[i])
+            combined[i] = entries if valid[i] is None else entries.at[valid[i]].get(mode="promise_in_bounds")
+            combined[i] = combined[i] if leaf.reduction.fold is None else leaf.reduction.fold(combined[i])
 
     def finish(i: int, leaf: Reduced) -> jax.Array:
         whole, reduction = combined[i], leaf.reduction
         if reduction.collective in ("merge", "stay"):
             return whole
-        if reduction.collective == "gather":
-            whole = collectives.merge_leading_axes(whole)
-            whole = whole if valid[i] is None else whole.at[valid[i]].get(mode="promise_in_bounds")
+        if reduction.collective == "gather" and reduction.fold is None:
             return reduction.finalize(whole, None)
         if reduction.collective == "first":
             return whole.astype(leaf.dtype) if has_gradients else from_bits(whole, leaf.dtype)

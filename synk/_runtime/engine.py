@@ -14,7 +14,7 @@ Body: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "shard_map") -> Body:
     """Map a body of one replica's arrays over a group, for use under `jax.jit`; results are stacked or replicated."""
-    if group.is_simulated:
+    if group.is_simulated and group.size > 1:
         engine = "vmap"
     elif engine == "pmap" and jax.process_count() > 1:
         engine = "shard_map"  # under jit jax.pmap knows this process's devices only, and maps over those

@@ -59,6 +59,7 @@ class TrainingModel:
         name: str | None,
         nan: Literal["raise"] | None = None,
         wire: str | None = None,
+        blocks: int | None = None,
     ) -> None:
         try:
             import optax  # type: ignore[import-untyped]  # it has no stubs
@@ -75,7 +76,7 @@ class TrainingModel:
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
         self.loss, self.donate, self.inputs = loss, donate, inputs
         self.nan: Literal["raise"] | None = nan
-        self.wire = check_wire(wire, call)
+        self.wire, self.blocks = check_wire(wire, call), blocks
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
@@ -114,7 +115,8 @@ class TrainingModel:
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         ops = {**outputs, "aux": self.aux_ops}
         wire = None if self.wire is None else {**dict.fromkeys(ops), "loss": (None, self.wire)}
-        return function(fn, self.inputs, ops, then=then, donate=self.donate, name=self.name, nan=self.nan, wire=wire)
+        options: dict[str, Any] = {"donate": self.donate, "nan": self.nan, "wire": wire, "blocks": self.blocks}
+        return function(fn, self.inputs, ops, then=then, name=self.name, **options)
 
     def value_and_grad(self, params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]) -> LossAndGrad:
         """The loss of these rows, and its gradient."""

@@ -120,6 +120,7 @@ def step(
     donate: bool = True,
     nan: Literal["raise"] | None = None,
     wire: Literal["bf16", "int8"] | None = None,
+    blocks: int | None = None,
     ema: float | None = None,
     name: str | None = None,
 ) -> Step:
@@ -150,6 +151,8 @@ def step(
         finite, which names the row to blame; no step is taken then.
       wire: as what gradients travel between replicas, as for `synk.function`; the loss, the state and leaves of fewer
         than 256 numbers travel as they are.
+      blocks: as for `synk.function`: gradients of blocks of so many rows, combined by one fixed tree: the same bits of
+        all parameters for any replicas and slices. Not with a `state` that holds PRNG keys.
       ema: the decay of an exponential moving average of the parameters, e.g. 0.999: after each step `step.ema` is
         ema * itself + (1 - ema) * the new parameters. It begins as these.
       name: what messages call it; the loss's name.
@@ -173,6 +176,7 @@ def step(
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name, nan=nan, wire=wire,
+        blocks=blocks,
     )  # fmt: skip
 
     # Named here, so that tracing expects them.
