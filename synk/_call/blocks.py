@@ -44,7 +44,3 @@ class Blocks:
                 first, size = rank * self.slots[kind], self.most * (self.size if kind else 1)
                 found[kind] += [first + np.arange(whole), first + size + np.arange(last * (length % self.size > 0))]
         return {kind: np.concatenate(each) for kind, each in found.items()}
-
-    def counts(self, number: np.ndarray) -> np.ndarray:
-        """Rows of each replica's block of each number: (replicas, numbers)."""
-        return np.where(number[None] < self.full[:, None], self.size, 0).astype(np.int32)

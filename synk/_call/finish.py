@@ -125,9 +125,10 @@ class Finisher:
         new = self._finish_updates(states[count:], state, part)
         if self.then is None:
             return results, new
-        if (self.group.platform == "gpu" and not self.call.is_composed) or self.call.block is not None:
-            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other; and of
-            # blocks the bits would depend on how it does.
+        if self.call.block is not None:
+            results = self.builder.set_apart(results, part)
+        elif self.group.platform == "gpu" and not self.call.is_composed:
+            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other.
             results = lax.optimization_barrier(results)
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._base.partition import RowRange, split_rows
+from .._base.pytree import PyTree
 from .._data.feed import read_rows
 from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
@@ -109,7 +110,7 @@ class ProgramBuilder:
         if self.call.is_composed and self.call.is_sliced:
             run = partial(self._run_slices, arrays=arrays, part=part)
         if self.call.block is not None:
-            return self._run_blocks(state, arrays, part.rank)
+            return self._run_blocks(state, arrays, part)
         branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
             return branches[0]()
@@ -296,45 +297,57 @@ class ProgramBuilder:
 
     # Blocks.
 
-    def _run_blocks(self, state: State, arrays: PartArrays, rank: jax.Array) -> list[jax.Array]:
+    def _run_blocks(self, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
         """Run `fn` over this replica's blocks, one after the other: each by the same computation wherever it runs."""
-        blocks = Blocks(self.call)
-        starts = jnp.asarray(np.cumsum([0, *blocks.lengths[:-1]]).astype(np.int32))[rank]
-        total, tall = int(blocks.lengths.sum()), int(blocks.lengths.max())
-        rows = [read_rows(array, index, tall) for array, index in arrays.arrays]
-        states = self.empty_states()
+        blocks, states = Blocks(self.call), self.empty_states()  # which replica has how many is data: see `set_apart`
+        total, full = int(blocks.lengths.sum()), part.count // blocks.size
 
         def add(before: list[jax.Array], chunk: Any, size: int = blocks.size) -> tuple[list[jax.Array], None]:
-            seen, slot, first, count = chunk
-            its = Part(
-                rank, count, starts + first, first, first, size / total, 1.0, slot * blocks.size, slot, total=total
-            )
-            # Between barriers, so that XLA makes the same of it whatever is around.
-            seen, own = lax.optimization_barrier((list(seen), list(state.values())))
-            its_rows = PartArrays([(each, None) for each in seen], None, arrays.broadcast)
-            its_state = dict(zip(state, own, strict=True))
-            run = partial(self._run_part, size, state=its_state, arrays=its_rows, part=its, tall=size)
-            if not self.selects_branches:
-                run = partial(lax.cond, count > 0, run, partial(self._nothing, size))
-            return self.accumulate(before, lax.optimization_barrier(run()), its), None
+            slot, first, is_there = chunk
+            seen = [_rows_from(array, index, first, size) for array, index in arrays.arrays]
+            own, count = list(state.values()), jnp.where(is_there, size, 0)
+            first_row, row_slot = part.first_row + first, slot * blocks.size
+            its = Part(part.rank, count, first_row, first, first, size / total, 1.0, row_slot, slot, total=total)
+
+            def run(seen: Any, own: Any) -> list[jax.Array]:
+                its_rows = PartArrays([(each, None) for each in seen], None, arrays.broadcast)
+                its_state = dict(zip(state, own, strict=True))
+                return self._run_part(size, state=its_state, arrays=its_rows, part=its, tall=size)
+
+            if self.selects_branches:
+                new = self.set_apart(run(*self.set_apart((seen, own), part)), part)
+            else:  # nothing is fused into a branch, or out of it
+                new = lax.cond(is_there, run, lambda *_: self._nothing(size), seen, own)
+            return self.accumulate(before, new, its), None
 
         if blocks.most:
             slots = np.arange(blocks.most, dtype=np.int32)
-            chunks = [each[: blocks.most * blocks.size].reshape(blocks.most, -1, *each.shape[1:]) for each in rows]
-            counts = jnp.asarray(blocks.counts(slots))[rank]
-            several = (chunks, slots, slots * blocks.size, counts)
+            several = (slots, slots * blocks.size, slots < full)
             if self.selects_branches:  # by hand, since lax.scan makes a loop of a single step in spite of unroll=True
                 for number in slots:
                     states, _ = add(states, jax.tree.map(lambda each, number=number: each[number], several))
             else:
                 states, _ = lax.scan(add, states, several)
         if blocks.rest:
-            first = int(blocks.full[blocks.owner]) * blocks.size
-            chunks = [each[first : first + blocks.rest] for each in rows]
-            count = jnp.where(rank == blocks.owner, blocks.rest, 0).astype(jnp.int32)
-            states, _ = add(states, (chunks, np.int32(blocks.most), np.int32(first), count), blocks.rest)
-        return self.states_of_present(states, jnp.asarray(blocks.lengths > 0)[rank])
+            first = np.int32(blocks.full[blocks.owner] * blocks.size)
+            states, _ = add(states, (np.int32(blocks.most), first, part.count % blocks.size > 0), blocks.rest)
+        return self.states_of_present(states, part.count > 0)
+
+    def set_apart(self, values: PyTree, part: Part) -> PyTree:
+        """The same values, behind what no fusion crosses: else bits depend on what is around, as where a product and a
+        sum become one operation."""
+        if self.group.platform != "cpu":
+            return lax.optimization_barrier(values)
+        # XLA's CPU backend drops barriers before it fuses, but not a branch that it cannot foresee.
+        return lax.cond(part.total > 0, lambda v: v, lambda v: jax.tree.map(jnp.zeros_like, v), values)
 
     def _nothing(self, size: int) -> list[jax.Array]:
         """In the place of the states of a block that is not there."""
         return [jnp.zeros(shape.shape, shape.dtype) for shape in self.state_shapes({True: size, False: 1})]
+
+
+def _rows_from(array: jax.Array, index: jax.Array | None, first: Any, rows: int) -> jax.Array:
+    """So many of a replica's rows, from one of them on; where it has fewer, others in their place."""
+    if index is None or not index.ndim:
+        return lax.dynamic_slice_in_dim(array, first if index is None else index + first, rows)
+    return read_rows(array, lax.dynamic_slice_in_dim(index, first, rows), rows)

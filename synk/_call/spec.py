@@ -137,7 +137,7 @@ class CallSpec(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Has every replica one part of as many rows, so that nothing about parts is data?"""
-        return not self.is_sliced and len(self.part_sizes[0]) == 1
+        return not self.is_sliced and len(self.part_sizes[0]) == 1 and self.block is None
 
     @property
     def has_rows(self) -> bool:

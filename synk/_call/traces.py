@@ -77,6 +77,7 @@ class CallTraces:
             rows=rows,
             is_sliced=call.is_sliced and not call.is_over,
             has_axis=has_axis,
+            merges_equal=call.block is not None,
             keeps_lines=keeps_lines,
         )
         try:
@@ -150,6 +151,7 @@ class CallTraces:
             size=self.group.size,
             shapes_of=self._whole_shapes,
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
+            merges_equal=call.block is not None,
         )
         return self._trace(request), [arguments.broadcast.index(place) for place in places]
 

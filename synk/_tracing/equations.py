@@ -1,10 +1,11 @@
-"""Equations: what there is in a jaxpr, inner functions included, and the work it asks for."""
+"""Equations: what there is in a jaxpr, inner functions included, the work it asks for, and what it does twice."""
 
 from collections.abc import Iterator
 from math import prod
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -13,6 +14,35 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield equation
         for inner in _inner(equation):
             yield from equations(inner)
+
+
+def merge_equal(jaxpr: Any) -> Any:
+    """The same, in which no equation computes what an earlier one has.
+
+    XLA's passes find such pairs sooner for several devices than for one, and some of its rules ask how often a value is
+    used: A / broadcast(B) becomes A * broadcast(1 / B) where B is used once.
+    """
+    instead: dict[Any, Any] = {}  # by variable: an equal one
+    seen: dict[Any, Any] = {}
+    kept: list[Any] = []
+    for equation in jaxpr.eqns:
+        ins = [v if isinstance(v, Literal) else instead.get(v, v) for v in equation.invars]
+        kept.append(equation.replace(invars=ins))
+        names = tuple((repr(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in ins)
+        key = (equation.primitive, names, tuple(sorted(equation.params.items(), key=lambda item: item[0])))
+        try:
+            first = seen.setdefault(key, equation.outvars)
+        except TypeError:  # its parameters have no hash
+            continue
+        if first is not equation.outvars and not equation.effects and not any(map(_is_dropped, first)):
+            instead |= zip(equation.outvars, first, strict=True)
+            kept.pop()
+    outs = [v if isinstance(v, Literal) else instead.get(v, v) for v in jaxpr.outvars]
+    return jaxpr.replace(eqns=kept, outvars=outs)
+
+
+def _is_dropped(variable: Any) -> bool:
+    return type(variable).__name__ == "DropVar"
 
 
 def flops(jaxpr: Any) -> int:

@@ -16,7 +16,7 @@ from .._base.errors import SynkError
 from .._base.pytree import PyTree, as_keys, key_of
 from .._runtime.group import AXIS
 from .context import TraceContext, tracing
-from .equations import equations, flops
+from .equations import equations, flops, merge_equal
 from .lines import first_bad_line
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
@@ -39,6 +39,7 @@ class TraceRequest:
     rows: int | None = None  # of the part; None where there are none
     is_sliced: bool = False  # whether updates must say how slices combine
     has_axis: bool = True  # whether replicas may communicate inside
+    merges_equal: bool = False  # whether what it computes twice shall be computed once
     keeps_lines: bool = False  # whether equations shall tell the user's line that each comes from
 
 
@@ -73,6 +74,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         if set(found["reads"]) <= set(variables):
             break
         variables = tuple(dict.fromkeys((*variables, *found["reads"])))
+    closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
     is_used = [variable in found["reads"] for variable in variables for _ in request.shapes_of(variable)]
     found_equations = list(equations(closed.jaxpr))
