@@ -51,6 +51,18 @@ def test_when_wrong(capsys):
     assert capsys.readouterr().out.startswith("f: row 777 makes it not finite, on replica 3, slice 0")
 
 
+def test_on_the_wire(capsys):
+    """Losses by each wire are nearly one; bits of blocks are."""
+    names = {"__name__": "__main__"}
+    with jax.numpy_dtype_promotion("standard"):
+        for _, code in BLOCK.findall((README.parent / "docs" / "on_the_wire.md").read_text()):
+            exec(code, names)
+    *wires, bits = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in wires] == ["None", "bf16", "int8"]
+    assert len({line.split()[1] for line in wires}) <= 2
+    assert bits == "1"
+
+
 @pytest.mark.target
 @pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'")
 def test_before_you_rent_with_the_plugin(capsys, tmp_path, monkeypatch):
