@@ -6,6 +6,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .reduction import MERGE_IN_ORDER, Reduction
 
@@ -25,9 +26,14 @@ def _entries_of(reduction: Reduction) -> Reduction:
         reduction.name,
         "gather",
         lambda value, info: reduction.prepare(value, info)[None],
-        finalize=reduction.finalize,
+        finalize=lambda total, weight: reduction.finalize(total, _spread(weight, total)),
         fold=lambda entries: fold(entries, reduction.accumulate),
     )
+
+
+def _spread(weight: jax.Array | None, total: jax.Array) -> jax.Array | None:
+    """A weight for each number: XLA's CPU backend may take A / broadcast(B) for A * broadcast(1 / B), or not."""
+    return None if weight is None else lax.optimization_barrier(jnp.broadcast_to(weight, total.shape))
 
 
 def fold(entries: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:

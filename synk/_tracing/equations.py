@@ -27,7 +27,8 @@ def merge_equal(jaxpr: Any) -> Any:
     kept: list[Any] = []
     for equation in jaxpr.eqns:
         ins = [v if isinstance(v, Literal) else instead.get(v, v) for v in equation.invars]
-        kept.append(equation.replace(invars=ins))
+        params = {name: _merge_inside(value) for name, value in equation.params.items()}
+        kept.append(equation.replace(invars=ins, params=params))
         names = tuple((repr(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in ins)
         key = (equation.primitive, names, tuple(sorted(equation.params.items(), key=lambda item: item[0])))
         try:
@@ -39,6 +40,15 @@ def merge_equal(jaxpr: Any) -> Any:
             kept.pop()
     outs = [v if isinstance(v, Literal) else instead.get(v, v) for v in jaxpr.outvars]
     return jaxpr.replace(eqns=kept, outvars=outs)
+
+
+def _merge_inside(value: Any) -> Any:
+    """A parameter of an equation: of inner functions the same."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_merge_inside, value)) if type(value) in (tuple, list) else value
+    if hasattr(value, "eqns"):
+        return merge_equal(value)
+    return value.replace(jaxpr=merge_equal(value.jaxpr)) if hasattr(value, "jaxpr") else value
 
 
 def _is_dropped(variable: Any) -> bool:
