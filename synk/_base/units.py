@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+import numpy as np
+
 UNKNOWN = "unknown"
 
 
@@ -28,6 +30,7 @@ def parse_memory(memory: Any, call: str) -> int | float | None:
     if memory is None:
         return None
     wanted = f'{call}: memory is {memory!r}; give bytes (an integer), text like "14GB", or a fraction of what there is.'
+    memory = memory.item() if isinstance(memory, np.number) else memory
     if isinstance(memory, bool) or not isinstance(memory, int | float | str):
         raise TypeError(wanted)
     if isinstance(memory, str):

@@ -1,9 +1,19 @@
-"""Blocks: which rows each replica's blocks have, and where these go among what is gathered."""
+"""Blocks: which rows each replica's blocks have, where these go among what is gathered, and how they run."""
 
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from .._base.pytree import PyTree
+from .._data.feed import read_rows
+from .._runtime.group import Group
+from .._tracing.tracer import TracedFunction
+from .parts import Part, PartArrays
 from .spec import CallSpec
 
 
@@ -31,6 +41,13 @@ class Blocks:
         return [*[self.size] * (self.most > 0), *[self.rest] * (self.rest > 0)]
 
     @property
+    def sizes_of_longest(self) -> list[int]:
+        """The rows of each block of the replica with the most of them."""
+        return [
+            min(self.size, int(self.lengths.max()) - first) for first in range(0, int(self.lengths.max()), self.size)
+        ]
+
+    @property
     def slots(self) -> dict[bool, int]:
         """Entries of a replica of what has one a row (True) or a block (False); the shorter block's come last."""
         return {True: self.most * self.size + self.rest, False: self.most + (self.rest > 0)}
@@ -44,3 +61,82 @@ class Blocks:
                 first, size = rank * self.slots[kind], self.most * (self.size if kind else 1)
                 found[kind] += [first + np.arange(whole), first + size + np.arange(last * (length % self.size > 0))]
         return {kind: np.concatenate(each) for kind, each in found.items()}
+
+
+class Builder(Protocol):
+    """What runs parts; a `ProgramBuilder`."""
+
+    call: CallSpec
+    group: Group
+    traced: dict[int | None, TracedFunction]
+
+    selects_branches: Any  # whether blocks run one after the other in no loop
+
+    def empty_states(self) -> list[jax.Array]: ...
+    def state_shapes(self, entries: dict[bool, int]) -> list[jax.ShapeDtypeStruct]: ...
+    def run_part(
+        self, size: int | None, *, state: Any, arrays: PartArrays, part: Part, tall: int | None, consts: Any = None
+    ) -> list[jax.Array]: ...
+    def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]: ...
+    def states_of_present(self, states: Sequence[jax.Array], is_present: Any) -> list[jax.Array]: ...
+
+
+def run_blocks(builder: Builder, state: dict[Any, list[jax.Array]], arrays: PartArrays, part: Part) -> list[jax.Array]:
+    """Run `fn` over this replica's blocks, one after the other: each by the same computation wherever it runs."""
+    blocks, states = Blocks(builder.call), builder.empty_states()  # which replica has how many is data: see `set_apart`
+    total, full = int(blocks.lengths.sum()), part.count // blocks.size
+    # What XLA knows it computes with beforehand, on one device and not on several.
+    consts = {size: set_apart(builder.group, list(builder.traced[size].consts), part) for size in blocks.sizes}
+
+    def add(before: list[jax.Array], chunk: Any, size: int = blocks.size) -> tuple[list[jax.Array], None]:
+        slot, first, is_there = chunk
+        seen = [_rows_from(array, index, first, size) for array, index in arrays.arrays]
+        own, count = (list(state.values()), consts[size]), jnp.where(is_there, size, 0)
+        first_row, row_slot = part.first_row + first, slot * blocks.size
+        its = Part(part.rank, count, first_row, first, first, size / total, 1.0, row_slot, slot, total=total)
+
+        def run(seen: Any, own: Any) -> list[jax.Array]:
+            its_rows = PartArrays([(each, None) for each in seen], None, arrays.broadcast)
+            leaves, its_consts = own
+            its_state = dict(zip(state, leaves, strict=True))
+            return builder.run_part(size, state=its_state, arrays=its_rows, part=its, tall=size, consts=its_consts)
+
+        if builder.selects_branches:
+            new = set_apart(builder.group, run(*set_apart(builder.group, (seen, own), part)), part)
+        else:  # nothing is fused into a branch, or out of it
+            new = lax.cond(is_there, run, lambda *_: _nothing(builder, size), seen, own)
+        return builder.accumulate(before, new, its), None
+
+    if blocks.most:
+        slots = np.arange(blocks.most, dtype=np.int32)
+        several = (slots, slots * blocks.size, slots < full)
+        if builder.selects_branches:  # by hand, since lax.scan makes a loop of a single step in spite of unroll=True
+            for number in slots:
+                states, _ = add(states, jax.tree.map(lambda each, number=number: each[number], several))
+        else:
+            states, _ = lax.scan(add, states, several)
+    if blocks.rest:
+        first = np.int32(blocks.full[blocks.owner] * blocks.size)
+        states, _ = add(states, (np.int32(blocks.most), first, part.count % blocks.size > 0), blocks.rest)
+    return builder.states_of_present(states, part.count > 0)
+
+
+def set_apart(group: Group, values: PyTree, part: Part) -> PyTree:
+    """The same values, behind what no fusion crosses: else bits depend on what is around, as where a product and a
+    sum become one operation."""
+    if group.platform != "cpu":
+        return lax.optimization_barrier(values)
+    # XLA's CPU backend drops barriers before it fuses, but not a branch that it cannot foresee.
+    return lax.cond(part.total > 0, lambda v: v, lambda v: jax.tree.map(jnp.zeros_like, v), values)
+
+
+def _nothing(builder: Builder, size: int) -> list[jax.Array]:
+    """In the place of the states of a block that is not there."""
+    return [jnp.zeros(shape.shape, shape.dtype) for shape in builder.state_shapes({True: size, False: 1})]
+
+
+def _rows_from(array: jax.Array, index: jax.Array | None, first: Any, rows: int) -> jax.Array:
+    """So many of a replica's rows, from one of them on; where it has fewer, others in their place."""
+    if index is None or not index.ndim:
+        return lax.dynamic_slice_in_dim(array, first if index is None else index + first, rows)
+    return read_rows(array, lax.dynamic_slice_in_dim(index, first, rows), rows)

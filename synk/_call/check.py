@@ -11,7 +11,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import LawError
 from .._base.pytree import PyTree
 from .._data.process_rows import ProcessLocalRows
-from .._reductions.wire import largest_error
+from .._reductions.wire import largest_error, may_be_nan
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import copy_to_replicas, replica_to_host
 from .._runtime.group import Group
@@ -119,6 +119,18 @@ def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
         )
 
 
+def check_blocks(runner: Runner, mapping: FunctionSpec, exact: FunctionSpec, tolerance: Tolerance) -> None:
+    """Compare outputs of blocks on all replicas with those of one, bit for bit, and with the same without blocks."""
+    with LOCK:
+        many, one = runner.run(runner.parallel, mapping), runner.run(runner.serial, mapping)
+        plain = runner.run(runner.serial, exact)
+    for leaf, a, b, c in zip(many.plan.outputs.results, many.leaves, one.leaves, plain.leaves, strict=True):
+        if np.asarray(a).tobytes() != np.asarray(b).tobytes():
+            raise LawError(f"{mapping.name}: output{leaf.path} has other bits on one device, in spite of blocks=.")
+        if not tolerance.admits(c, b, leaf.reduced.dtype):
+            raise LawError(f"{mapping.name}: output{leaf.path} of blocks={mapping.blocks}: {difference(c, b)}.")
+
+
 def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
     """Compare outputs whose sums travel narrowly with the same that do not; LawError names what is further off than
     that explains."""
@@ -132,8 +144,10 @@ def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> 
             continue
         rounding = 4 * float(jnp.finfo(leaf.reduced.dtype).eps)
         exactly, got = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        allowed = largest_error(wire, leaf.op, parts[0][i]) + rounding * np.abs(exactly)
-        if not (np.isnan(got) | (np.abs(got - exactly) <= allowed)).all():
+        with np.errstate(invalid="ignore"):
+            allowed = largest_error(wire, leaf.op, parts[0][i]) + rounding * np.abs(exactly)
+            is_near = (got == exactly) | (np.abs(got - exactly) <= allowed)
+        if not (is_near | (np.isnan(got) & may_be_nan(wire, parts[0][i]))).all():
             raise LawError(
                 f"{mapping.name}: output{leaf.path} travels as {wire!r}, and is further off than that explains: "
                 f"{difference(a, b).replace('serially', 'travelling as it is')}."

@@ -92,7 +92,8 @@ def function(
       wire: as what sums of floats travel between replicas ("sum", "mean", `synk.Weighted`): "bf16" or "int8" (with a
         scale for each 256), half or a quarter of the bytes; a pytree prefix of the outputs, None for as they are. They
         are added in float32, and all replicas get the same bits; the answer is the serial one to that rounding.
-        Leaves of fewer than 256 numbers travel as they are, and all do under `jit`, `grad` and the like.
+        As int8 one that is not finite makes all 256 NaN. Leaves of fewer numbers, and of float64, travel as they are,
+        and all do under `jit`, `grad` and the like.
       blocks: cut the rows into blocks of so many, run `fn` on each, and combine them by one fixed tree: the bits of the
         answer depend on neither replicas nor slices, and `f.serial` has them too. Replicas get whole blocks. Not with
         "stack", "first", "scatter", callables, `batch_s`, rows that variables hold, or under `jit` and the like.

@@ -8,7 +8,7 @@ from weakref import ref
 import jax
 import numpy as np
 
-from .._base.errors import SynkError
+from .._base.errors import DivergedError, SynkError
 from .._base.jax_context import checks_floats
 from .._base.pytree import PyTree
 from .._data.dataset import data_of_replicas
@@ -17,7 +17,7 @@ from .._runtime.dispatch import ignore_failure, retire_finished, uninterrupted
 from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
-from .._variables.access import bind, invalidate, restore
+from .._variables.access import bind, divergence, invalidate, restore
 from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .feeding import exchanged, feed_rows, index_on_replicas, launches
@@ -130,7 +130,10 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
 
 
 def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
-    """Variables that hold rows go with inputs of as many rows on each replica."""
+    """Variables that hold rows go with inputs of as many rows on each replica; blocks read what all replicas share."""
+    for variable, state in states.items() if ready.call.block is not None else ():
+        if not state.is_equal:
+            raise DivergedError(divergence(variable))
     rows = ready.rows
     wanted = rows.lengths if rows.on_replicas is None else rows.on_replicas.held
     for variable in ready.plan.held:

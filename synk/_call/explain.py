@@ -11,6 +11,7 @@ from .._runtime.executable import Executable
 from .._runtime.group import Accelerator
 from .._runtime.target import known_accelerator
 from .._variables.state import AbstractState
+from .blocks import Blocks
 from .causes import causes
 from .execute import ReadyCall
 from .feeding import launches
@@ -106,7 +107,9 @@ def _variables(plan: CallPlan) -> Iterator[VariableReport]:
 def _flops(ready: ReadyCall) -> int:
     """On the replica with the most rows."""
     plan, lengths = ready.plan, ready.rows.lengths
-    sizes = [None] if lengths is None else [parts.tall for parts in launches(lengths, ready.num_slices)]
+    sizes: list[int | None] = [None] if lengths is None else [p.tall for p in launches(lengths, ready.num_slices)]
+    if ready.call.block is not None:
+        sizes = list(Blocks(ready.call).sizes_of_longest)
     return sum(plan.flops[size] for size in sizes) + plan.flops_of_then
 
 

@@ -14,7 +14,7 @@ from .._reductions.outputs import ResultSpec, result_spec
 from .._reductions.reduction import UPDATES, combine_replicas
 from .._runtime.group import AXIS
 from .._tracing.tracer import TracedFunction
-from .blocks import Blocks
+from .blocks import Blocks, set_apart
 from .feeding import launches
 from .parts import Part
 from .program import ProgramBuilder
@@ -126,7 +126,7 @@ class Finisher:
         if self.then is None:
             return results, new
         if self.call.block is not None:
-            results = self.builder.set_apart(results, part)
+            results = set_apart(self.group, results, part)
         elif self.group.platform == "gpu" and not self.call.is_composed:
             # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other.
             results = lax.optimization_barrier(results)

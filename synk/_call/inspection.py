@@ -18,7 +18,7 @@ from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .binding import ArgumentBinder, BoundArguments
 from .blame import Blame, blame
-from .check import Runner, check, check_wires, run_serial
+from .check import Runner, check, check_blocks, check_wires, run_serial
 from .compare import Tolerance
 from .execute import ReadyCall
 from .explain import explain
@@ -98,7 +98,8 @@ class Inspection:
         """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
 
         A group of one replica is checked as two simulated ones. Sums that travel narrowly (`wire=`) are
-        compared as if they did not, and what arrives with that, to what its rounding can do.
+        compared as if they did not, and what arrives with that, to what its rounding can do. With `blocks=`
+        it checks as if there were none, and then the bits.
 
         Args:
           *args: as in a call.
@@ -117,8 +118,10 @@ class Inspection:
         """
         runner = self._runner(self._bind(args, kwargs, num_slices, "check"), RowRequest(batch, batch_s, num_slices))
         narrow, tolerance = replace(runner.function, then=None), Tolerance(rtol, atol)
-        exact = replace(runner, function=replace(runner.function, wires=None))
-        check(exact, replace(narrow, wires=None), tolerance)
+        exact = replace(runner, function=replace(runner.function, wires=None, blocks=None))
+        check(exact, replace(narrow, wires=None, blocks=None), tolerance)
+        if narrow.blocks is not None:
+            check_blocks(exact, narrow, replace(narrow, blocks=None), tolerance)
         if narrow.wires is not None:
             check_wires(exact, narrow, tolerance)
 

@@ -22,7 +22,7 @@ from .inputs import RowInputs, check_leaves, passes_variables, select_rows, valu
 from .plan import PlanCache
 from .row_input import RowCall, RowRequest
 from .spec import CallSpec, FunctionSpec, PartForm
-from .traces import CallTraces, View
+from .traces import CallTraces, View, rows_not_in_blocks
 
 FORM_FIELDS = CallSpec._fields.index("part_sizes")
 
@@ -146,10 +146,7 @@ def _rows_of_variable(
     holder = plans.find(where.group, ("holder", call, taken, function.per_part), where.abstract, find).variable
     lengths = None if holder is None else where.state(holder).rows_per_replica
     if holder is not None and function.blocks is not None:
-        raise ValueError(
-            f"{name}: {holder.name} holds rows, which lie where they are, but blocks={function.blocks} deals rows "
-            f"out. Pass them as an argument: x = synk.gather({holder.name}, nd_up=0)."
-        )
+        raise rows_not_in_blocks(name, holder.name, function.blocks)
     if batch_s is None:
         return rows._replace(lengths=lengths)
     if holder is None or lengths is None:

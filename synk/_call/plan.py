@@ -18,7 +18,7 @@ from .compiler import Compiler
 from .finish import Finisher
 from .program import ProgramBuilder
 from .spec import CallSpec, FunctionSpec
-from .traces import CallTraces, View
+from .traces import CallTraces, View, rows_not_in_blocks
 
 
 class UpdateSlice(NamedTuple):
@@ -129,6 +129,8 @@ def make_plan(
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         return NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
     finisher = Finisher(builder)
+    if function.blocks is not None:
+        _check_blocks(traces)
     depends_on = _equality_dependencies(finisher)
     apart = _diverging(traces, depends_on) if group.size > 1 else set[Shared]()
     layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
@@ -165,6 +167,15 @@ def make_plan(
         least_rows=builder.outputs.least_rows,
         compiler=compiler if call.is_over else None,
     )
+
+
+def _check_blocks(traces: CallTraces) -> None:
+    """What a function over blocks may not touch."""
+    name, block = traces.function.name, traces.function.blocks
+    if traces.call.block is None:
+        raise ValueError(f"{name}: blocks={block} are blocks of rows, but no argument of this call is scattered.")
+    for variable in filter(traces.holds_rows, traces.touched):
+        raise rows_not_in_blocks(name, variable.name, block)
 
 
 def _equality_dependencies(finisher: Finisher) -> dict[Shared, tuple[Shared, ...] | None]:

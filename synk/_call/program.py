@@ -11,14 +11,13 @@ import numpy as np
 from jax import lax
 
 from .._base.partition import RowRange, split_rows
-from .._base.pytree import PyTree
 from .._data.feed import read_rows
 from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, prepare_parts
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
-from .blocks import Blocks
+from .blocks import Blocks, run_blocks
 from .parts import Part, PartArrays, pad_rows
 from .traces import CallTraces, State
 
@@ -106,11 +105,11 @@ class ProgramBuilder:
         self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, tall: int | None
     ) -> list[jax.Array]:
         """This replica's states, of a part of one of these sizes; of what is gathered, `tall` entries."""
-        run = partial(self._run_part, state=state, arrays=arrays, part=part, tall=tall)
+        run = partial(self.run_part, state=state, arrays=arrays, part=part, tall=tall)
         if self.call.is_composed and self.call.is_sliced:
             run = partial(self._run_slices, arrays=arrays, part=part)
         if self.call.block is not None:
-            return self._run_blocks(state, arrays, part)
+            return run_blocks(self, state, arrays, part)
         branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
             return branches[0]()
@@ -148,8 +147,8 @@ class ProgramBuilder:
         runs_together = self.group.is_simulated and not self.call.is_plain and not self.call.is_composed
         return runs_together and self._has_effects
 
-    def _run_part(
-        self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None
+    def run_part(
+        self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None, consts: Any = None
     ) -> list[jax.Array]:
         """Run `fn` over a part of so many rows."""
         traced = self.traced[size]
@@ -165,7 +164,8 @@ class ProgramBuilder:
             for variable in traced.variables
             for leaf in state[variable]
         ]
-        results = traced.run(*held, *leaves, part.rank, first_row)
+        consts = traced.consts if consts is None else consts
+        results = traced.run(*held, *leaves, part.rank, first_row, consts=consts)
         count = len(self.outputs.leaves)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
         states = [
@@ -289,65 +289,8 @@ class ProgramBuilder:
                 first_row = jnp.asarray(part.first_row, jnp.int32) + start
                 its = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number, total=total)
                 its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
-                new = self._run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
+                new = self.run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
                 return self.accumulate(before, new, its), None
 
             states, _ = lax.scan(add, states, (chunks, numbers, starts, places[numbers]), unroll=self.selects_branches)
         return states
-
-    # Blocks.
-
-    def _run_blocks(self, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
-        """Run `fn` over this replica's blocks, one after the other: each by the same computation wherever it runs."""
-        blocks, states = Blocks(self.call), self.empty_states()  # which replica has how many is data: see `set_apart`
-        total, full = int(blocks.lengths.sum()), part.count // blocks.size
-
-        def add(before: list[jax.Array], chunk: Any, size: int = blocks.size) -> tuple[list[jax.Array], None]:
-            slot, first, is_there = chunk
-            seen = [_rows_from(array, index, first, size) for array, index in arrays.arrays]
-            own, count = list(state.values()), jnp.where(is_there, size, 0)
-            first_row, row_slot = part.first_row + first, slot * blocks.size
-            its = Part(part.rank, count, first_row, first, first, size / total, 1.0, row_slot, slot, total=total)
-
-            def run(seen: Any, own: Any) -> list[jax.Array]:
-                its_rows = PartArrays([(each, None) for each in seen], None, arrays.broadcast)
-                its_state = dict(zip(state, own, strict=True))
-                return self._run_part(size, state=its_state, arrays=its_rows, part=its, tall=size)
-
-            if self.selects_branches:
-                new = self.set_apart(run(*self.set_apart((seen, own), part)), part)
-            else:  # nothing is fused into a branch, or out of it
-                new = lax.cond(is_there, run, lambda *_: self._nothing(size), seen, own)
-            return self.accumulate(before, new, its), None
-
-        if blocks.most:
-            slots = np.arange(blocks.most, dtype=np.int32)
-            several = (slots, slots * blocks.size, slots < full)
-            if self.selects_branches:  # by hand, since lax.scan makes a loop of a single step in spite of unroll=True
-                for number in slots:
-                    states, _ = add(states, jax.tree.map(lambda each, number=number: each[number], several))
-            else:
-                states, _ = lax.scan(add, states, several)
-        if blocks.rest:
-            first = np.int32(blocks.full[blocks.owner] * blocks.size)
-            states, _ = add(states, (np.int32(blocks.most), first, part.count % blocks.size > 0), blocks.rest)
-        return self.states_of_present(states, part.count > 0)
-
-    def set_apart(self, values: PyTree, part: Part) -> PyTree:
-        """The same values, behind what no fusion crosses: else bits depend on what is around, as where a product and a
-        sum become one operation."""
-        if self.group.platform != "cpu":
-            return lax.optimization_barrier(values)
-        # XLA's CPU backend drops barriers before it fuses, but not a branch that it cannot foresee.
-        return lax.cond(part.total > 0, lambda v: v, lambda v: jax.tree.map(jnp.zeros_like, v), values)
-
-    def _nothing(self, size: int) -> list[jax.Array]:
-        """In the place of the states of a block that is not there."""
-        return [jnp.zeros(shape.shape, shape.dtype) for shape in self.state_shapes({True: size, False: 1})]
-
-
-def _rows_from(array: jax.Array, index: jax.Array | None, first: Any, rows: int) -> jax.Array:
-    """So many of a replica's rows, from one of them on; where it has fewer, others in their place."""
-    if index is None or not index.ndim:
-        return lax.dynamic_slice_in_dim(array, first if index is None else index + first, rows)
-    return read_rows(array, lax.dynamic_slice_in_dim(index, first, rows), rows)

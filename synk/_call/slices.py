@@ -93,8 +93,8 @@ def _choose(
     rows = most_rows(need, limit, tall, variable_bytes(whole, group), lambda rows: -(-tall // -(-tall // rows)))
     if not rows:
         raise MemoryError(
-            f"{name}: a slice of one row needs {size_text(needs[1])} of a device, but programs may use "
-            f"{size_text(limit)}. Make the model or a row smaller, or raise memory= of {group}."
+            f"{name}: in slices of one row it still needs {size_text(needs[1])} of a device, results and variables "
+            f"included, but programs may use {size_text(limit)}. Make these or a row smaller, or raise memory=."
         )
     slices = -(-tall // rows)
     while slices < tall and _bytes(find_plan(function, plans, ask(slices), slices, where)[1], group, name) > limit:
@@ -126,7 +126,12 @@ def _bytes(plan: CallPlan, group: Group, name: str) -> int:
 def rows_that_fit(ready: ReadyCall, plans: PlanCache, where: Where) -> int | None:
     """How many rows such a call may have in all for a device's memory; None where it is not known."""
     group, lengths, function = ready.group, ready.rows.lengths, ready.function
-    if lengths is None or ready.plan.held or any(feed.layout != "rows" for feed in ready.call.feeds):
+    if (
+        lengths is None
+        or ready.call.block
+        or ready.plan.held
+        or any(feed.layout != "rows" for feed in ready.call.feeds)
+    ):
         return None  # programs take all the rows that lie on the devices, however many of these run
     if group.memory is None or memory_needed(ready.plan, group) is None:
         return None

@@ -77,6 +77,7 @@ class CallTraces:
             rows=rows,
             is_sliced=call.is_sliced and not call.is_over,
             has_axis=has_axis,
+            block=call.block,
             merges_equal=call.block is not None,
             keeps_lines=keeps_lines,
         )
@@ -169,6 +170,14 @@ class CallTraces:
 def shared_in(fn: Any) -> list[Shared]:
     """The variables that a function's own lines name."""
     return list(dict.fromkeys(variables_named_in(fn, lambda value: isinstance(value, Shared))))
+
+
+def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueError:
+    """Of a variable that holds rows, where rows are dealt out in blocks."""
+    return ValueError(
+        f"{name}: {variable} holds rows, which lie where they are, but blocks={block} deals rows out. Pass them as an "
+        f"argument: x = synk.gather({variable}, nd_up=0)."
+    )
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:

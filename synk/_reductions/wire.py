@@ -79,9 +79,18 @@ def largest_error(wire: str, op: str, parts: np.ndarray) -> np.ndarray:
     return WIRES[wire].error * (sizes.sum(0) if op == "sum" else sizes.max(0))  # weights of means add up to 1
 
 
+def may_be_nan(wire: str, parts: np.ndarray) -> np.ndarray:
+    """Where a sum may be NaN, as its parts, on axis 0, are: of int8 where a number of the block is not finite."""
+    bad: np.ndarray = np.asarray(~np.isfinite(parts.astype(np.float64)).all(0))
+    if WIRES[wire].is_by_number:
+        return bad
+    blocks = np.pad(bad.ravel(), (0, -bad.size % BLOCK)).reshape(-1, BLOCK)
+    return np.repeat(blocks.any(1), BLOCK)[: bad.size].reshape(bad.shape)
+
+
 def travels_narrowly(state: Any) -> bool:
-    """Is it worth it? Few numbers, and those that are no floats, travel as they are."""
-    return jnp.issubdtype(state.dtype, jnp.floating) and state.size >= BLOCK
+    """Is it worth it, and can it? Few numbers travel as they are, and those that are no float32."""
+    return state.dtype == np.float32 and state.size >= BLOCK
 
 
 def all_sum_narrowly(values: Sequence[jax.Array], wire: str) -> list[jax.Array]:

@@ -46,6 +46,7 @@ class TraceContext:
     rows: int | None  # of the part; None where there are none
     is_sliced: bool  # whether updates must say how slices combine
     has_axis: bool  # whether the replicas' axis is there, to communicate over
+    block: int | None  # of how many rows are the blocks that it runs on, of which no answer may tell the replica
     values: Mapping[Any, Sequence[jax.Array]]  # stored leaves of the variables it is known to read
     shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
     state: Any = field(default_factory=trace_state)
@@ -63,6 +64,14 @@ class TraceContext:
         tree = variable._unpack(leaves)
         self.handed_out.append((variable, tree, tree_leaves_with_path(tree)))
         return tree
+
+    def refuse_replica(self, what: str) -> None:
+        """SynkError where its answer must not depend on the replica that runs."""
+        if self.block is not None:
+            raise SynkError(
+                f"{self.name}: it asks for {what}, but with blocks={self.block} its answer depends on no replica. Use "
+                f"synk.row_numbers or synk.part_key, or ask in then."
+            )
 
     def write(self, variable: TracedState, new: PyTree, slices: str | None) -> None:
         """Note a new value, which takes effect when the call ends."""
@@ -143,7 +152,9 @@ def rank() -> jax.Array:
       ...     synk.function(lambda: synk.rank(), reduce="stack")().tolist()
       [0, 1, 2]
     """
-    return _own_part("rank", "there is a rank").rank
+    context = _own_part("rank", "there is a rank")
+    context.refuse_replica("synk.rank()")
+    return context.rank
 
 
 @public_api
@@ -156,7 +167,10 @@ def size() -> int:
       ...     synk.size()
       3
     """
-    return (current_trace() or current_group()).size
+    context = current_trace()
+    if context is not None:
+        context.refuse_replica("synk.size()")
+    return (context or current_group()).size
 
 
 @public_api

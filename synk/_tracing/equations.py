@@ -46,9 +46,9 @@ def _merge_inside(value: Any) -> Any:
     """A parameter of an equation: of inner functions the same."""
     if isinstance(value, tuple | list):
         return type(value)(map(_merge_inside, value)) if type(value) in (tuple, list) else value
-    if hasattr(value, "eqns"):
-        return merge_equal(value)
-    return value.replace(jaxpr=merge_equal(value.jaxpr)) if hasattr(value, "jaxpr") else value
+    if hasattr(value, "jaxpr"):  # with its constants
+        return value.replace(jaxpr=merge_equal(value.jaxpr))
+    return merge_equal(value) if hasattr(value, "eqns") else value
 
 
 def _is_dropped(variable: Any) -> bool:

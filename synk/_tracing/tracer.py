@@ -39,6 +39,7 @@ class TraceRequest:
     rows: int | None = None  # of the part; None where there are none
     is_sliced: bool = False  # whether updates must say how slices combine
     has_axis: bool = True  # whether replicas may communicate inside
+    block: int | None = None  # of how many rows are the blocks that it runs on, if on such
     merges_equal: bool = False  # whether what it computes twice shall be computed once
     keeps_lines: bool = False  # whether equations shall tell the user's line that each comes from
 
@@ -47,7 +48,8 @@ class TraceRequest:
 class TracedFunction:
     """A function of plain arrays: leaves of variables and of arguments, rank, first row -> outputs, new leaves."""
 
-    run: Callable[..., list[jax.Array]]
+    run: Callable[..., list[jax.Array]]  # `consts=` are others of the same values
+    consts: Sequence[Any]  # arrays that it closes over
     blame_line: Callable[..., str | None]  # of the same arguments: the line that makes the first number not finite
     variables: tuple[Any, ...]  # those whose leaves come first, in this order
     reads: tuple[Any, ...]  # the same in the order in which they are read
@@ -82,6 +84,7 @@ def trace(request: TraceRequest) -> TracedFunction:
     consts = _constants(closed, request.name)
     return TracedFunction(
         run=_runner(closed, consts, is_used),
+        consts=consts,
         blame_line=lambda *args: first_bad_line(closed.jaxpr, consts, _all_of(closed.jaxpr, is_used, args)),
         variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
@@ -109,6 +112,7 @@ def _run_traced(
             request.rows,
             request.is_sliced,
             request.has_axis,
+            request.block,
             values,
             request.shapes_of,
         )
@@ -155,8 +159,8 @@ def _all_of(jaxpr: Any, is_used: Sequence[bool], args: Sequence[Any]) -> list[An
     return [next(given) if one else np.zeros(s.shape, s.dtype) for one, s in zip(used, shapes, strict=True)]
 
 
-def _runner(closed: Any, consts: Sequence[Any], is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
-    def run(*args: jax.Array) -> list[jax.Array]:
+def _runner(closed: Any, own: Sequence[Any], is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
+    def run(*args: jax.Array, consts: Sequence[Any] = own) -> list[jax.Array]:
         given = iter(args)
         variables = [next(given) if used else None for used in is_used]
         results = jax.core.eval_jaxpr(closed.jaxpr, consts, *variables, *given)

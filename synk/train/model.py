@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._base.pytree import PyTree
 from .._call.decorator import Inputs, function
@@ -87,11 +88,11 @@ class TrainingModel:
 
     def average(self, decay: float, flat: bool) -> Shared:
         """A moving average of the parameters, which begins as they are."""
-        if isinstance(decay, bool) or not isinstance(decay, int | float):
+        if isinstance(decay, bool) or not isinstance(decay, int | float | np.floating):
             raise TypeError(f"synk.train.step: ema is {decay!r}; give its decay, a number such as 0.999.")
         if not 0 <= decay < 1:
             raise ValueError(f"synk.train.step: ema is {decay!r}; give its decay, at least 0 and below 1.")
-        self._ema = decay
+        self._ema = float(decay)
         return shared(map_value(self.params, lambda params: params), "ema", flat=flat)
 
     def moved_average(self, average: PyTree, params: PyTree) -> PyTree:

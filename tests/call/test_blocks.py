@@ -1,6 +1,10 @@
-"""blocks=k: the same bits for any replicas, slices and batches, and in the serial run; and what does not go with it."""
+"""blocks=k: the same bits wherever it runs, and what does not go with it."""
 
 import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +14,6 @@ import pytest
 
 import synk
 import synk.train
-from synk import stats
 
 from ..helpers import group_of, slow, slow_but
 
@@ -18,6 +21,7 @@ RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(75, 24)).astype(np.float32)
 Y = X[:, :4].argmax(1).astype(np.int32)
 W = {"in": RANDOM.normal(size=(24, 40)).astype(np.float32), "out": RANDOM.normal(size=(40, 4)).astype(np.float32)}
+CONSTANT = RANDOM.normal(size=(40, 7)).astype(np.float32)
 GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3), slow(("devices", 3)), slow(("devices", 5)), slow(("devices", 8)), slow(("simulated", 1)), slow(("simulated", 5))]  # fmt: skip
 
 
@@ -32,113 +36,26 @@ def cross_entropy(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(scores, y).mean()
 
 
-def outputs(x, y, params):
-    loss, grads = jax.value_and_grad(cross_entropy)(params, x, y)
-    weights = y.astype(jnp.float32)
-    return {
-        "loss": loss, "grads": grads, "sum": x.sum(0), "half": x.astype(jnp.bfloat16).sum(0), "max": x.max(0), "rows": x @ params["in"],
-        "count": jnp.int32(len(x)), "weighted": synk.Weighted((x * weights[:, None]).sum(0) / weights.sum(), weights.sum()), "product": jnp.prod(x[:, :3], 0),
-        "std": stats.std(x), "top": stats.top_k(x[:, 0], 2), "numbers": synk.row_numbers(), "any": (x > 2).any(0),
-    }  # fmt: skip
-
-
-OPS = {
-    "loss": "mean", "grads": "mean", "sum": "sum", "half": "mean", "max": "max", "rows": "concat", "count": "sum",
-    "weighted": "mean", "product": "prod", "std": "merge", "top": "merge", "numbers": "concat", "any": "any",
-}  # fmt: skip
-MAPPED = {block: synk.function(outputs, inputs=["x", "y"], outputs=OPS, blocks=block) for block in (None, 8, 32)}
-BITS = {}  # of each kind of call, whichever group made it first
-
-
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("block", slow_but([8], [8, 32]))
-def test_the_same_bits(group, block):
-    """Of every op, for rows that make whole blocks and others, fewer than replicas, slices, batches; serially too."""
-    f, plain = MAPPED[block], MAPPED[None]
-    with group_of(*group):
-        for rows in (75, 3):
-            got = [f(X[:rows], Y[:rows], W, num_slices=k) for k in (1, 3)] + [f.serial(X[:rows], Y[:rows], W)]
-            got += [f(X, Y, W, batch=rows), f(synk.data(X, place="broadcast"), Y, W, batch=slice(0, rows))]
-            got.append(f(synk.data(X, place="scatter"), Y, W, batch=np.arange(rows)))
-            found = {digest(each) for each in got}
-            assert found == {BITS.setdefault((block, rows), digest(got[0]))}
-            want = plain(X[:rows], Y[:rows], W)
-            del want["half"], got[0]["half"]
-            for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want), strict=True):
-                np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-5, atol=2e-5)
-        f.check(X, Y, W)
-
-
-def convolutional(params, x, y):
-    kernel, out = params
-    x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    x = jax.lax.reduce_window(jax.nn.relu(x), 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-    return optax.softmax_cross_entropy_with_integer_labels(x.reshape(len(x), -1) @ out, y).mean()
-
-
-TRAINED = {
-    "dense": (cross_entropy, W, X),
-    "convolutional": (
-        convolutional,
-        [RANDOM.normal(size=(3, 3, 1, 6)).astype(np.float32), RANDOM.normal(size=(96, 4)).astype(np.float32) * 0.1],
-        RANDOM.normal(size=(75, 8, 8, 1)).astype(np.float32),
-    ),
-}
-OPTIMIZERS = {"sgd": optax.sgd(0.05, momentum=0.9), "adam": optax.adam(2e-3)}
-
-
-def trained(name, optimizer, group, num_slices, steps):
-    loss, params, x = TRAINED[name]
-    rng = np.random.default_rng(1)
-    with group_of(*group), jax.numpy_dtype_promotion("standard"):
-        step = synk.train.step(loss, params, OPTIMIZERS[optimizer], blocks=8)
-        for i in range(steps):
-            step(x, Y, batch=rng.permutation(75)[: (64, 43, 5)[i % 3]], num_slices=num_slices)
-        synk.check_replicas(step.params)
-        return digest((step.params.value, step.opt_state.value))
-
-
-@pytest.mark.parametrize(("name", "optimizer"), [("dense", "adam"), ("convolutional", "sgd")])
-def test_training(name, optimizer):
-    """Parameters and the optimizer's state after steps of uneven batches."""
-    ways = [(("devices", 1), 1), (("devices", 3), 3), (("simulated", 2), 1)]
-    assert len({trained(name, optimizer, *way, steps=6) for way in ways}) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", TRAINED)
-def test_long_training(name, optimizer):
-    """200 steps on six numbers of replicas, three numbers of slices, and simulated ones."""
-    ways = [(("devices", n), k) for n in (1, 2, 3, 4, 5, 8) for k in (1, 2, 5)]
-    ways += [(("simulated", n), 1) for n in (1, 2, 5)]
-    assert len({trained(name, optimizer, *way, steps=200) for way in ways}) == 1
-
-
-def test_variables_are_read_and_then_updates():
-    """As without blocks; `part_key` is that of a block, wherever it runs."""
-    scale = synk.shared(np.float32(1.5))
-
-    @synk.function(inputs=["x"], blocks=4)
-    def noisy(x, key):
-        return (scale.value * x + jax.random.normal(synk.row_keys(key, len(x))[0], x.shape)).sum(0)
-
-    @noisy.then
-    def noisy(total):
-        scale.value = scale.value * 0.5
-        return total
-
-    found = []
-    for group in (("devices", 2), ("simulated", 3)):
-        with group_of(*group):
-            scale = synk.shared(np.float32(1.5))
-            for turn in range(2):
-                serial = noisy.serial(X[:11], jax.random.key(turn))
-                got = noisy(X[:11], jax.random.key(turn))
-                assert digest(got) == digest(serial)
-                found.append(digest(got))
-            assert float(scale.value) == 0.375
-    assert found[:2] == found[2:]
+@pytest.mark.parametrize("which", slow_but(["not slow"], ["not slow", "slow"]))
+def test_the_same_bits(which):
+    """same_bits.py in a process of its own: what tests turn off of XLA, so that they compile in less time, changes bits."""
+    here = Path(__file__).parent
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        which,
+        str(here / "same_bits.py"),
+    ]
+    done = subprocess.run(
+        command, cwd=here.parent.parent, env=os.environ | {"XLA_FLAGS": ""}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
 
 
 def test_only_rows_are_seen():
@@ -218,25 +135,37 @@ def test_variables_that_differ():
         synk.scatter(rows, X)
         with pytest.raises(ValueError, match="held: rows holds rows, which lie where they are"):
             held()
-        with pytest.raises(ValueError, match="rows"):
+        with pytest.raises(ValueError, match="rows holds rows, which lie where they are"):
             synk.function(lambda x: (x + rows.value).sum(0), blocks=4)(X)
 
 
-@pytest.mark.parametrize("steps", slow_but([2], [2, 9]))
-def test_warm_as_fresh(steps):
-    """After failures, in turns with other groups, with and without blocks."""
-    f, exact = MAPPED[8], MAPPED[None]
-    want = {}
-    for turn in range(steps):
-        for group in (("devices", 2), ("simulated", 3)):
-            with group_of(*group):
-                for rows in (43, 8):
-                    with pytest.raises(ValueError, match="rows"):
-                        f(X[:rows], Y[: rows - 1], W)
-                    exact(X[:rows], Y[:rows], W)
-                    got = digest(f(X[:rows], Y[:rows], W, num_slices=1 + turn % 2))
-                    assert want.setdefault(rows, got) == got
-    count = f.stats.compilations
+def test_what_shows_replicas():
+    """In functions: who runs it, how many there are, variables that differ; and calls without rows."""
+    w = synk.shared(np.float32(2), name="w")
+    told = synk.function(lambda x: x.sum(0) * (1 + synk.rank()), blocks=4, name="told")
+    sized = synk.function(lambda x: x.sum(0) * synk.size(), blocks=4, name="sized")
+    reads = synk.function(lambda x: x.sum(0) * w.value, blocks=4, name="reads")
     with group_of("devices", 2):
-        f(X[:43], Y[:43], W)
-    assert f.stats.compilations == count
+        for call, what in ((told, r"synk\.rank\(\)"), (sized, r"synk\.size\(\)")):
+            with pytest.raises(synk.SynkError, match=f"asks for {what}, but with blocks=4"):
+                call(X)
+        want = reads(X)
+        w.set_value(np.float32(3), rank=1)
+        with pytest.raises(synk.DivergedError, match="w: its replicas hold different values"):
+            reads(X)
+        w.value = np.float32(2)
+        assert digest(reads(X)) == digest(want)
+        with pytest.raises(ValueError, match="no argument of this call is scattered"):
+            synk.function(lambda c: c * 2, inputs={"c": "broadcast"}, blocks=4)(2.0)
+
+
+def test_check_and_explain():
+    """A wrong op and coupled rows are found as without blocks; explain counts the work of the longest replica."""
+    with group_of("devices", 2):
+        with pytest.raises(synk.LawError, match='"mean" would have matched'):
+            synk.function(lambda x: x.mean(0), blocks=4).check(X)
+        with pytest.raises(synk.LawError, match="depends on the other rows"):
+            synk.function(lambda x: x - x.mean(0, keepdims=True), reduce="concat", blocks=4).check(X)
+        e = synk.function(lambda x, w: x @ w, inputs=["x"], reduce="concat", blocks=4).explain(X[:29], W["in"])
+        assert e.lengths == (16, 13)
+        assert e.flops == 2 * 16 * 24 * 40

@@ -74,6 +74,15 @@ def test_what_is_not_finite(wire, bad):
         got = np.asarray(function_of(wire)(x)["sum"])
     assert not np.isfinite(got[700])
     assert np.isfinite(got[:512]).all() and np.isfinite(got[768:]).all()
+    with synk.simulate(2):
+        synk.function(lambda x: x.sum(0), wire=wire).check(x)  # which knows what a wire does to it
+
+
+def test_float64_travels_as_it_is():
+    """Its range is not float32's."""
+    with jax.enable_x64(True), synk.simulate(2):
+        f, exact = (synk.function(lambda x: x.sum(0), wire=wire) for wire in ("bf16", None))
+        np.testing.assert_array_equal(f(WIDE.astype(np.float64) * 1e200), exact(WIDE.astype(np.float64) * 1e200))
 
 
 def test_a_tree_of_wires():
