@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base.pytree import PyTree
+from .._base.pytree import PyTree, key_of
 from .._data.feed import read_rows
 from .._runtime.group import Group
 from .._tracing.tracer import TracedFunction
@@ -91,13 +91,13 @@ def run_blocks(builder: Builder, state: dict[Any, list[jax.Array]], arrays: Part
     def add(before: list[jax.Array], chunk: Any, size: int = blocks.size) -> tuple[list[jax.Array], None]:
         slot, first, is_there = chunk
         seen = [_rows_from(array, index, first, size) for array, index in arrays.arrays]
-        own, count = (list(state.values()), consts[size]), jnp.where(is_there, size, 0)
+        own, count = (list(state.values()), consts[size], arrays.broadcast), jnp.where(is_there, size, 0)
         first_row, row_slot = part.first_row + first, slot * blocks.size
         its = Part(part.rank, count, first_row, first, first, size / total, 1.0, row_slot, slot, total=total)
 
         def run(seen: Any, own: Any) -> list[jax.Array]:
-            its_rows = PartArrays([(each, None) for each in seen], None, arrays.broadcast)
-            leaves, its_consts = own
+            leaves, its_consts, broadcast = own
+            its_rows = PartArrays([(each, None) for each in seen], None, broadcast)
             its_state = dict(zip(state, leaves, strict=True))
             return builder.run_part(size, state=its_state, arrays=its_rows, part=its, tall=size, consts=its_consts)
 
@@ -127,7 +127,16 @@ def set_apart(group: Group, values: PyTree, part: Part) -> PyTree:
     if group.platform != "cpu":
         return lax.optimization_barrier(values)
     # XLA's CPU backend drops barriers before it fuses, but not a branch that it cannot foresee.
-    return lax.cond(part.total > 0, lambda v: v, lambda v: jax.tree.map(jnp.zeros_like, v), values)
+    leaves, treedef = jax.tree.flatten(values)
+    plain = [i for i, leaf in enumerate(leaves) if key_of(leaf) is None]
+    apart = lax.cond(
+        part.total > 0,
+        lambda given: given,
+        lambda given: [jnp.zeros_like(leaf) for leaf in given],
+        [jnp.asarray(leaves[i]) for i in plain],
+    )
+    found = dict(zip(plain, apart, strict=True))
+    return treedef.unflatten([found.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def _nothing(builder: Builder, size: int) -> list[jax.Array]:
