@@ -161,7 +161,7 @@ class TestCalls:
             with pytest.raises(TypeError, match="num_slices is 'Auto'"):
                 f(x, num_slices="Auto")
         with synk.simulate(2, memory="400kB"):
-            with pytest.raises(MemoryError, match=r"^wide: a slice of one row needs .* may use 1 kB"), synk.simulate(1, memory=1000):  # fmt: skip
+            with pytest.raises(MemoryError, match=r"^wide: in slices of one row it still needs .* may use 1 kB"), synk.simulate(1, memory=1000):  # fmt: skip
                 f(x, num_slices="auto")
             with pytest.raises(ValueError, match="traced call"):
                 jax.jit(lambda x: f(x, num_slices="auto"))(x)
