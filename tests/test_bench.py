@@ -95,6 +95,21 @@ def test_gradients_are_reduced_once(trial):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("nan.py", ["--replicas", 1, "--rounds", 2]),
+        ("blocks.py", ["--replicas", 2, "--rounds", 2]),
+        ("over.py", ["--replicas", 1, "--rounds", 2]),
+        ("wire.py", ["--replicas", 2, "--seeds", 1, "--models", "perceptron"]),
+    ],
+)
+def test_the_others_run(script, arguments):
+    """Those that stand by themselves."""
+    assert run(script, *arguments).count("\n") > 1
+
+
 def test_gpu_runs(tmp_path):
     """The command for GPUs runs on CPUs too, in small."""
     run("gpu.py", "--small", "--json", tmp_path / "gpu.json")
