@@ -635,6 +635,32 @@ def blaming(group, noted):
 
 
 @case
+def travelling(group, noted):
+    """Narrow sums, blocks, and slices that memory asks for; the group's memory is that of process 0."""
+    x = numbers(43, 300)
+    for wire in ("bf16", "int8"):
+        total = synk.shared(np.zeros(300, np.float32), name=f"total of {wire}")
+
+        @synk.function(wire=wire)
+        def f(x):
+            return x.sum(0)
+
+        @f.then
+        def f(found, total=total):
+            total.value = total.value + found
+            return found
+
+        for slices in (1, 3):
+            close(f(x, num_slices=slices), x.sum(0), rtol=0.02, atol=np.abs(x).sum(0).max() * 0.02)
+        synk.check_replicas(total)
+        f.check(x)
+    w = numbers(300, 7) / 1000
+    g = synk.function(lambda x: jnp.tanh(x @ w).sum(0), blocks=8)
+    assert np.asarray(g(x)).tobytes() == np.asarray(g.serial(x)).tobytes() == np.asarray(g(x, num_slices=2)).tobytes()
+    g.check(x)
+
+
+@case
 def staying(group, noted):
     """Outputs that stay on their replicas go from function to function, and are read by all together."""
     f = synk.function(lambda x: x + 1, reduce="scatter")
