@@ -10,8 +10,9 @@ from ._base.errors import public_api
 from ._runtime.executable import relayout, run_collective
 from ._runtime.layout import layouts, put
 from ._tracing.context import eager
-from ._variables.access import commit_all, group_of, read, state_of_leaves
-from ._variables.checkpoint import check_variables, compare, described, plain_numbers
+from ._variables.access import commit_all, group_of, read, state_of_copies, state_of_leaves
+from ._variables.checkpoint import check_variables, compare, described, is_of_others, mean_of, plain_numbers
+from ._variables.pieces import whole_leaves
 from ._variables.state import VariableState
 from ._variables.variable import Shared
 
@@ -92,6 +93,8 @@ def _copy(variable: Shared) -> list[jax.Array]:
 
     def copy(leaves: list[jax.Array]) -> list[jax.Array]:
         state = variable._state
+        if spec.is_cut is not None:
+            return whole_leaves(spec, group, leaves)
         copies = relayout(group, leaves, state.layout, "replicated" if state.is_equal else "stacked")
         if spec.buffers is None:
             return copies
@@ -109,19 +112,23 @@ def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, dtype, sharding=group.replicated) for shape, dtype in shapes]
     if kept["lengths"]:
         shapes = [((max(kept["lengths"]), *shape[1:]), dtype) for shape, dtype in shapes]
+    if is_of_others(kept, variable):
+        front = (kept["replicas"],)
+        return [jax.ShapeDtypeStruct((*front, *s), dtype, sharding=group.replicated) for s, dtype in shapes]
     return [jax.ShapeDtypeStruct((group.size, *shape), dtype, sharding=group.stacked) for shape, dtype in shapes]
 
 
 def _restored_state(variable: Shared, kept: Any, leaves: list[jax.Array]) -> VariableState:
     """What the variable holds once it has these, in memory of its own, since programs may overwrite it."""
     group = group_of(variable)
+    if is_of_others(kept, variable):
+        return state_of_copies(variable, [mean_of([*np.asarray(leaf)]) for leaf in leaves])
     if not kept["is_equal"]:
         stacked = relayout(group, leaves, "stacked", "stacked")
         return state_of_leaves(variable, stacked, "stacked", kept["lengths"], diverged_by="what was saved")
     if variable._spec.buffers is not None:
         leaves = [put(group, leaf, "replicated") for leaf in variable._spec.pack(leaves)]
-    layout = variable._state.layout
-    return state_of_leaves(variable, relayout(group, leaves, "replicated", layout), layout)
+    return state_of_copies(variable, leaves)
 
 
 def _orbax() -> Any:

@@ -21,22 +21,22 @@ ROOMS = {
     "_base": ([], "jax_context bounded_cache errors old_names pytree partition units"),
     "_runtime": (BASE, "watchdog dispatch group layout engine executable target"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
-    "_reductions": (CORE, "collectives wire reduction tree monoid statistics outputs"),
-    "_tracing": (CORE, "context equations lines tracer"),
+    "_reductions": (CORE, "collectives pieces wire reduction tree monoid statistics outputs"),
+    "_tracing": (CORE, "context equations elementwise lines tracer"),
     "_data": (
         [*CORE, "_tracing"],
         "host_buffers sources selection transfer overlap feed resident_rows exchange dataset process_rows prefetch minibatches row_keys",
     ),
     "_variables": (
         [*CORE, "_reductions", "_tracing", "_data"],
-        "state value access variable combine collectives replica_check checkpoint_files checkpoint",
+        "state value pieces access variable combine collectives replica_check checkpoint_files checkpoint",
     ),
     "_call": (
         [*CORE, "_reductions", "_tracing", "_data", "_variables"],
         "binding spec row_input inputs feeding parts blocks traces program finish compiler causes plan execute memory look slices prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate "
         "over function decorator skeletons scan pairs",
     ),
-    "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "model step local_sgd"),
+    "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "power_sgd sharded model step local_sgd"),
 }  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())

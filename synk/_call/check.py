@@ -13,10 +13,13 @@ from .._base.pytree import PyTree
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.wire import largest_error, may_be_nan
 from .._runtime.dispatch import LOCK
-from .._runtime.executable import copy_to_replicas, replica_to_host
+from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
 from .._runtime.layout import put
-from .._variables.access import commit_all, state_of_leaves, state_of_rows
+from .._variables.access import commit_all, state_of_copies, state_of_rows
+from .._variables.pieces import whole_on_host
+from .._variables.state import VariableState
+from .._variables.variable import Shared
 from .binding import BoundArguments
 from .compare import Tolerance, difference, matching_ops
 from .diagnosis import likely_cause
@@ -84,10 +87,9 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
         states = []
         for variable, state in outcome.updates.items() if update else ():
             held = variable._state.rows_per_replica
-            one = [leaf[0] for leaf in state.leaves] if state.layout == "stacked" else state.leaves
+            one = _on_host(variable, state, runner.serial.group)[0]
             if held is None:
-                layout = variable._state.layout
-                states.append((variable, state_of_leaves(variable, copy_to_replicas(home, one, layout), layout)))
+                states.append((variable, state_of_copies(variable, one)))
             else:
                 states.append((variable, state_of_rows(variable, split_at([np.asarray(leaf) for leaf in one], held))))
         commit_all(states)
@@ -110,7 +112,7 @@ def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
                 if not tolerance.admits(a, b):
                     found.append(f"result{keystr(path)} of then: {difference(a, b)}.")
         if function.then is not None or not found:
-            found += _differing_updates(one, many, tolerance, parallel.group)
+            found += _differing_updates(one, many, tolerance, serial.group, parallel.group)
     if found:
         lines = "\n  ".join(dict.fromkeys(found))
         raise LawError(
@@ -214,15 +216,24 @@ def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndar
     return [np.asarray(leaf) for leaf in outcome.leaves], np.array(rows, np.float64)
 
 
-def _differing_updates(one: Outcome, many: Outcome, tolerance: Tolerance, parallel: Group) -> Iterator[str]:
+def _on_host(variable: Shared, state: VariableState, group: Group) -> list[list[np.ndarray]]:
+    """The stored leaves of each replica; of what is equal, or lies in pieces, or holds rows, those of all."""
+    if variable._spec.is_cut is not None:
+        return [[*whole_on_host(variable._spec, group, state.leaves)]]
+    held = state.rows_per_replica or [None] * group.size
+    ranks = range(group.size if state.layout == "stacked" else 1)
+    by_rank = [[replica_to_host(group, leaf, state.layout, r, held[r]) for leaf in state.leaves] for r in ranks]
+    if state.rows_per_replica is None:
+        return by_rank
+    return [[np.concatenate(leaves) for leaves in zip(*by_rank, strict=True)]]
+
+
+def _differing_updates(
+    one: Outcome, many: Outcome, tolerance: Tolerance, serial: Group, parallel: Group
+) -> Iterator[str]:
     for update in many.plan.updates:
         variable, new, want = update.variable, many.updates[update.variable], one.updates[update.variable]
-        whole = [np.asarray(leaf)[0] if want.layout == "stacked" else np.asarray(leaf) for leaf in want.leaves]
-        ranks = range(parallel.size if new.layout == "stacked" else 1)
-        held = new.rows_per_replica or [None] * parallel.size
-        by_rank = [[replica_to_host(parallel, leaf, new.layout, r, held[r]) for leaf in new.leaves] for r in ranks]
-        if new.rows_per_replica is not None:
-            by_rank = [[np.concatenate(leaves) for leaves in zip(*by_rank, strict=True)]]
+        whole, by_rank = _on_host(variable, want, serial)[0], _on_host(variable, new, parallel)
         unpack = variable._spec.unpack
         for i, path in enumerate(variable._spec.paths):
             a, got = unpack(whole)[i], [unpack(leaves)[i] for leaves in by_rank]

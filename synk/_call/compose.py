@@ -23,6 +23,7 @@ from .._reductions.outputs import ResultSpec
 from .._runtime.engine import spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
+from .._variables.access import state_in
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments
@@ -84,7 +85,7 @@ def compose(
         **part_form(lengths, 1, False)._replace(lengths=lengths, num_slices=slices)._asdict(),
     )
     key, make = plan_key(function, call), partial(_make, function, group, call)
-    plan = plans.find(group, key, lambda variable: variable._state.abstract, make)
+    plan = plans.find(group, key, lambda variable: state_in(variable, group).abstract, make)
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]

@@ -118,8 +118,8 @@ class Inspection:
         """
         runner = self._runner(self._bind(args, kwargs, num_slices, "check"), RowRequest(batch, batch_s, num_slices))
         narrow, tolerance = replace(runner.function, then=None), Tolerance(rtol, atol)
-        exact = replace(runner, function=replace(runner.function, wires=None, blocks=None))
-        check(exact, replace(narrow, wires=None, blocks=None), tolerance)
+        exact = replace(runner, function=runner.function.exact())
+        check(exact, narrow.exact(), tolerance)
         if narrow.blocks is not None:
             check_blocks(exact, narrow, replace(narrow, blocks=None), tolerance)
         if narrow.wires is not None:

@@ -14,6 +14,7 @@ from .._data.dataset import Data, resident, source_of
 from .._data.selection import index_kind, select_on_replicas
 from .._runtime.group import Group
 from .._runtime.layout import put, replicate
+from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState
 from .._variables.variable import Shared
 from .binding import BoundArguments
@@ -38,7 +39,7 @@ class Where(NamedTuple):
 
     def state(self, variable: Shared) -> VariableState:
         """What a variable holds, as the call sees it."""
-        return variable._state if self.view is None else self.view(variable)
+        return state_in(variable, self.group) if self.view is None else self.view(variable)
 
     def abstract(self, variable: Shared) -> AbstractState:
         """Its shapes, layout and rows."""

@@ -101,7 +101,7 @@ class PlanCache:
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Of a kind of call; `f.check` also runs functions without then, and for parts, and then may come after a trace."""
     flags = function.then is None, function.per_part, function.gathers_all, function.refuses_nan
-    return call, *flags, function.wires is None
+    return call, *flags, function.wires is None, function.own_sums is False
 
 
 @dataclass(eq=False)
@@ -181,12 +181,16 @@ def _check_blocks(traces: CallTraces) -> None:
 def _equality_dependencies(finisher: Finisher) -> dict[Shared, tuple[Shared, ...] | None]:
     """For each updated variable, those that must be equal for its new value to be; None where it never is."""
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
-    first = finisher.builder.first
+    first, sums = finisher.builder.first, finisher.function.then_sums
     for variable, _ in first.writes:
         depends_on[variable] = None if finisher.call.has_rows or first.uses_rank else first.variables
-    if finisher.then is not None:
+    if finisher.then is not None and sums is None:
         then, _ = finisher.then
         depends_on |= {variable: None if then.uses_rank else then.variables for variable, _ in then.writes}
+    elif finisher.then is not None and sums is not None:  # whatever it communicates, it leaves them equal
+        then, _ = finisher.then
+        equal = tuple(v for v in then.variables if v not in sums.own and not v._spec.is_cut)
+        depends_on |= {variable: None if variable in sums.own else equal for variable, _ in then.writes}
     return depends_on
 
 

@@ -95,7 +95,7 @@ def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]
 
     def call(*args: PyTree) -> PyTree:
         nothing: Any = None
-        with tracing(TraceContext(name, nothing, nothing, 0, None, False, False, None, {}, refuse)):
+        with tracing(TraceContext(name, nothing, nothing, 0, None, False, False, None, False, {}, refuse)):
             return fn(*args)
 
     return call

@@ -12,6 +12,7 @@ from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
 from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
+from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState
 from .._variables.variable import Shared
 from .spec import CallSpec, FunctionSpec
@@ -34,7 +35,7 @@ class CallTraces:
     def abstract(self, variable: Shared) -> AbstractState:
         """Shapes, layout and rows of a variable, looked at outside any trace under way."""
         if self._view is None:
-            return variable._state.abstract
+            return state_in(variable, self.group).abstract
         with jax.ensure_compile_time_eval():
             return self._view(variable).abstract
 
@@ -62,7 +63,7 @@ class CallTraces:
         widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
         rules = OutputRules(
             function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest, function.wires,
-            call.block,
+            call.block, function.own_sums,
         )  # fmt: skip
         request = TraceRequest(
             fn=function.fn,
@@ -152,6 +153,7 @@ class CallTraces:
             size=self.group.size,
             shapes_of=self._whole_shapes,
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
+            has_own_sums=function.own_sums is not False and self.group.size > 1,
             merges_equal=call.block is not None,
         )
         return self._trace(request), [arguments.broadcast.index(place) for place in places]

@@ -14,7 +14,8 @@ from .._data.selection import merge_replicas, select_on_replicas
 from .._runtime.executable import copy_to_replicas
 from .._runtime.group import Group
 from .._runtime.layout import shard_of_rank, stack_parts
-from .._variables.access import all_rows, bind, divergence, stacked_leaves
+from .._variables.access import all_rows, bind, divergence, host_leaves, stacked_leaves
+from .._variables.pieces import abstract_pieces, stored_pieces
 from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .traces import View
@@ -36,6 +37,8 @@ def view_of_one(group: Group, batch_s: Any) -> View:
             return _of_rows(one, variable, state, batch_s)
         if not state.is_equal:
             raise DivergedError(divergence(variable))
+        if variable._spec.is_cut is not None:
+            return _of_pieces(one, variable)
         return replace(state, leaves=[_of_rank(group, one, leaf, state, rank) for leaf in state.leaves])
 
     return look
@@ -57,6 +60,8 @@ def view_of_absent(group: Group) -> View:
 
     def look(variable: Shared) -> VariableState:
         state = variable._state
+        if variable._spec.is_cut is not None:
+            return replace(state, abstract=abstract_pieces(variable._spec, group.size))
         if state.rows_per_replica is None:
             return state
         lengths = tuple(part.rows for part in split_rows(sum(state.rows_per_replica), group.size))
@@ -74,6 +79,8 @@ def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
         state = bind(variable, group)
         if state.rows_per_replica is not None:
             return _of_rows(parallel, variable, state, batch_s)
+        if variable._spec.is_cut is not None:
+            return _of_pieces(parallel, variable)
         first = [leaf[0] for leaf in stacked_leaves(variable, group)]
         return replace(
             state,
@@ -82,6 +89,12 @@ def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
         )
 
     return look
+
+
+def _of_pieces(group: Group, variable: Shared) -> VariableState:
+    """What is in pieces, cut for the replicas of another group."""
+    leaves = stored_pieces(variable._spec, group, host_leaves(variable, 0))
+    return replace(variable._state, leaves=leaves, abstract=abstract_pieces(variable._spec, group.size))
 
 
 def _of_rows(group: Group, variable: Shared, state: VariableState, batch_s: Any) -> VariableState:

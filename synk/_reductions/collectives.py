@@ -35,11 +35,18 @@ def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
     return [_unsortable(k, a.dtype, low) for k, a, low in zip(found, values, is_min, strict=True)]
 
 
-def all_gather(values: Arrays) -> list[jax.Array]:
-    """Gather each array from all replicas: (replicas, *shape)."""
+def all_gather(values: Arrays, limit: float = np.inf) -> list[jax.Array]:
+    """Gather each array from all replicas: (replicas, *shape); those of at most `limit` bytes in one buffer."""
     if _is_alone():
         return [value[None] for value in values]
-    return _packed(values, np.inf, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
+    return _packed(values, limit, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
+
+
+def sum_scatter(values: Arrays) -> list[jax.Array]:
+    """Sum arrays that have an entry for each replica on axis 0; each replica gets its entry."""
+    if _is_alone():
+        return [value[0] for value in values]
+    return _packed(values, PACK_BYTES, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
 
 
 def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -85,8 +92,10 @@ def _ordered(bits: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
-def _packed(values: Arrays, limit: float, communicate: Callable[[list[jax.Array]], Arrays]) -> list[jax.Array]:
-    """Communicate arrays of one dtype together; those of at most `limit` bytes in one buffer."""
+def _packed(
+    values: Arrays, limit: float, communicate: Callable[[list[jax.Array]], Arrays], front: int = 0
+) -> list[jax.Array]:
+    """Communicate arrays of one dtype together; those of at most `limit` bytes in one buffer, but for `front` axes."""
     results: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
@@ -94,15 +103,18 @@ def _packed(values: Arrays, limit: float, communicate: Callable[[list[jax.Array]
         alone = [i for i in same if values[i].nbytes > limit]
         if len(small) == 1:
             alone, small = same, []
-        packed = [jnp.concatenate([values[i].ravel() for i in small])] if small else []
+        packed = (
+            [jnp.concatenate([values[i].reshape(*values[i].shape[:front], -1) for i in small], -1)] if small else []
+        )
         received = communicate([*packed, *(values[i] for i in alone)])
         if small:
-            results |= zip(small, _unpack(received[0], [values[i] for i in small]), strict=True)
+            like = [jax.ShapeDtypeStruct(values[i].shape[front:], dtype) for i in small]
+            results |= zip(small, _unpack(received[0], like), strict=True)
         results |= zip(alone, received[len(packed) :], strict=True)
     return [results[i] for i in range(len(values))]
 
 
-def _unpack(packed: jax.Array, like: Arrays) -> list[jax.Array]:
+def _unpack(packed: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Cut the last axis of a buffer into arrays shaped like those that were packed."""
     stops = np.cumsum([array.size for array in like])
     return [

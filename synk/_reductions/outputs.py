@@ -131,6 +131,7 @@ class OutputRules(NamedTuple):
     neighbours: tuple[int, int] = (0, 0)  # how many rows before and after its own the part sees
     wires: PyTree = None  # as what sums travel, a prefix of the outputs; None: as they are
     block: int | None = None  # how many rows a block has, where parts are blocks that combine by a tree
+    own: PyTree = False  # of which outputs sums do not travel, a prefix of the outputs
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
@@ -144,13 +145,16 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     arrays: list[jax.Array] = []
     items: list[int | Merged] = []
     plain = jax.tree.map(_whole, out, is_leaf=is_whole)
-    wires = _match_wires(rules, plain)
+    wires = _match_prefix(rules.wires, plain, rules.name, "wire")
+    own = _match_prefix(rules.own, plain, rules.name, "own")
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         reduction = MEAN_OF_ROWS if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
         array = _as_array(value, f"{rules.name}: output{path}")
         reduction = reduction if rules.block is None else by_block(reduction, as_data(array).dtype)
-        reduced = Reduced(reduction, as_data(array).dtype, weight, wires.get(path) if reduction in SUMS else None)
+        reduced = Reduced(reduction, as_data(array).dtype, weight)
+        if reduction in SUMS:
+            reduced = reduced._replace(wire=wires.get(path), is_own=own.get(path, False))
         leaf = OutputLeaf(path, reduction.name, reduced, key_of(array))
         _check(leaf, array, rules)
         if (
@@ -259,20 +263,20 @@ def _match_ops(rules: OutputRules, out: PyTree) -> list[tuple[str, Reduction, An
     return found
 
 
-def _match_wires(rules: OutputRules, plain: PyTree) -> dict[str, str]:
-    """As what sums travel, by the paths of outputs; those that travel as they are are left out."""
-    found: dict[str, str] = {}
+def _match_prefix(prefix: PyTree, plain: PyTree, name: str, what: str) -> dict[str, Any]:
+    """What a prefix of the outputs says of each, by their paths; those of which it says nothing are left out."""
+    found: dict[str, Any] = {}
 
-    def match(prefix: Any, wire: str | None, subtree: Any) -> None:
-        if wire is not None:
-            found.update({keystr((*prefix, *path)): wire for path, _ in tree_leaves_with_path(subtree)})
+    def match(start: Any, said: Any, subtree: Any) -> None:
+        if said:
+            found.update({keystr((*start, *path)): said for path, _ in tree_leaves_with_path(subtree)})
 
     try:
-        tree_map_with_path(match, rules.wires, plain, is_leaf=lambda wire: wire is None)
+        tree_map_with_path(match, prefix, plain, is_leaf=lambda said: said is None)
     except ValueError as error:
         raise ValueError(
-            f"{rules.name}: wire={rules.wires!r} is no prefix of what it returned, whose tree is "
-            f"{jax.tree.structure(plain)}. Name one wire for each output, or one for all."
+            f"{name}: {what}={prefix!r} is no prefix of what it returned, whose tree is {jax.tree.structure(plain)}. "
+            f"Name one {what} for each output, or one for all."
         ) from error
     return found
 

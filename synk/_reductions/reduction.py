@@ -201,6 +201,7 @@ class Reduced(NamedTuple):
     dtype: np.dtype
     weight: int | None = None
     wire: str | None = None
+    is_own: bool = False  # whether its sum does not travel: what follows gets each replica's part of it, not narrowed
 
 
 def prepare_parts(values: Sequence[jax.Array], leaves: Sequence[Reduced], info: PartInfo) -> list[jax.Array]:
@@ -241,7 +242,8 @@ def combine_replicas(
         if reduction.collective == "first":
             return whole.astype(leaf.dtype) if has_gradients else from_bits(whole, leaf.dtype)
         total = rows if leaf.weight is None else combined[leaf.weight]
-        return reduction.finalize(whole, total).astype(result_dtype(leaf.dtype, reduction.name))
+        whole = reduction.finalize(whole, total)
+        return whole if leaf.is_own else whole.astype(result_dtype(leaf.dtype, reduction.name))
 
     return [finish(i, leaf) for i, leaf in enumerate(leaves)]
 
@@ -267,13 +269,15 @@ def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gra
     narrow: dict[int, str] = {}
     if not has_gradients:  # what is rounded has none
         narrow = {i: leaf.wire for i, leaf in enumerate(leaves) if leaf.wire and wire.travels_narrowly(states[i])}
-    sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first") and i not in narrow]
+    staying = [i for i, leaf in enumerate(leaves) if kinds[i] == "stay" or leaf.is_own]
+    others = {*narrow, *staying}
+    sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first") and i not in others]
     extremes = [i for i, kind in enumerate(kinds) if kind in ("max", "min") and i not in folded]
     gathered = [i for i, kind in enumerate(kinds) if kind in ("gather", "merge")]
     gathered += [i for i in folded if states[i].nbytes <= collectives.PACK_BYTES]
     # The first part's value and the others' zeros add up exactly as bits, NaN and -0.0 included.
     as_sums = [as_bits(states[i]) if kinds[i] == "first" and not has_gradients else states[i] for i in sums]
-    found = {i: states[i] for i, kind in enumerate(kinds) if kind == "stay"}
+    found = {i: states[i] for i in staying}
     found |= zip(sums, collectives.all_sum(as_sums), strict=True)
     for name in dict.fromkeys(narrow.values()):
         same = [i for i in narrow if narrow[i] == name]

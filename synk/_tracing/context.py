@@ -47,6 +47,7 @@ class TraceContext:
     is_sliced: bool  # whether updates must say how slices combine
     has_axis: bool  # whether the replicas' axis is there, to communicate over
     block: int | None  # of how many rows are the blocks that it runs on, of which no answer may tell the replica
+    has_own_sums: bool  # whether what it is given are each replica's parts of sums, which it adds up itself
     values: Mapping[Any, Sequence[jax.Array]]  # stored leaves of the variables it is known to read
     shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
     state: Any = field(default_factory=trace_state)

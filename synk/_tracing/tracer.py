@@ -40,6 +40,7 @@ class TraceRequest:
     is_sliced: bool = False  # whether updates must say how slices combine
     has_axis: bool = True  # whether replicas may communicate inside
     block: int | None = None  # of how many rows are the blocks that it runs on, if on such
+    has_own_sums: bool = False  # whether what it is given are each replica's parts of sums
     merges_equal: bool = False  # whether what it computes twice shall be computed once
     keeps_lines: bool = False  # whether equations shall tell the user's line that each comes from
 
@@ -113,6 +114,7 @@ def _run_traced(
             request.is_sliced,
             request.has_axis,
             request.block,
+            request.has_own_sums,
             values,
             request.shapes_of,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +19,7 @@ from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, re
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout, set_replica, stack_parts
 from .._tracing.context import current_trace, eager
+from .pieces import abstract_pieces, stored_pieces, whole_leaves, whole_on_host
 from .state import AbstractState, VariableState
 from .value import ValueSpec, as_owned_array, conform, shared_rows
 
@@ -49,8 +51,8 @@ def bind(variable: Variable, group: Group) -> VariableState:
                 f"{variable.name}: it was made of shapes alone, for compile and explain. Give it a value first: "
                 f"{variable.name}.value = ..., or synk.load."
             )
-        leaves = place(variable, group, variable._state.leaves)
-        variable._state, variable._group = replace(variable._state, leaves=leaves), group
+        leaves, state = place(variable, group, variable._state.leaves), state_in(variable, group)
+        variable._state, variable._group = replace(state, leaves=leaves), group
     if variable._group is not group:
         raise SynkError(
             f"{variable.name}: it lives in {variable._group}, but the current group is {group}. Use it in its own "
@@ -65,6 +67,14 @@ def bind(variable: Variable, group: Group) -> VariableState:
             f"Set or load it again; donate=False in {name} keeps old values."
         ) from cause
     return variable._state
+
+
+def state_in(variable: Variable, group: Group) -> VariableState:
+    """What it holds, as a call in a group finds it; nothing is placed. One in pieces is not cut before it is."""
+    state, is_cut = variable._state, variable._spec.is_cut
+    if is_cut is None or variable._group is not None:
+        return state if is_cut is None else bind(variable, group)  # which refuses another group
+    return replace(state, abstract=abstract_pieces(variable._spec, group.size))
 
 
 def is_made_of_shapes(variable: Variable) -> bool:
@@ -109,6 +119,12 @@ def place(variable: Variable, group: Group, leaves: list[Any]) -> list[jax.Array
     """Give every replica a copy of these stored leaves. Those that a variable begins with are compared: unseeded random
     numbers, say, differ between processes, and the replicas would differ for good."""
     _compare(variable, group, leaves, always=variable._group is None)
+    return _copies(variable, group, leaves)
+
+
+def _copies(variable: Variable, group: Group, leaves: list[Any]) -> list[jax.Array]:
+    if variable._spec.is_cut is not None:
+        return stored_pieces(variable._spec, group, leaves)
     return copy_to_replicas(group, leaves, variable._state.layout)
 
 
@@ -133,6 +149,12 @@ def state_of_leaves(
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[layout == "stacked" :], leaf.dtype) for leaf in leaves)
     abstract = AbstractState(shapes, layout, None if rows is None else tuple(rows))
     return VariableState(leaves, abstract, not diverged_by and rows is None, diverged_by)
+
+
+def state_of_copies(variable: Variable, leaves: list[Any]) -> VariableState:
+    """What it holds once every replica has a copy of these leaves, or its pieces of them."""
+    group = group_of(variable)
+    return state_of_leaves(variable, _copies(variable, group, leaves), state_in(variable, group).layout)
 
 
 def commit_all(states: Sequence[tuple[Variable, VariableState]]) -> None:
@@ -197,19 +219,19 @@ def rows_of_rank(variable: Variable, rank: int) -> int | None:
     state = variable._state
     if state.rows_per_replica is not None:
         return state.rows_per_replica[rank]
-    return shared_rows(state.abstract.shapes) if variable._spec.buffers is None else None
+    return shared_rows(logical_shapes(variable)) if variable._spec.buffers is None else None
 
 
 def logical_shapes(variable: Variable, rows: int | None = None) -> Sequence[jax.ShapeDtypeStruct]:
     """Of the leaves that the user sees, on a replica with so many rows; None: on that with the most."""
     spec = variable._spec
-    return variable._state.abstract.part_shapes(rows) if spec.buffers is None else spec.shapes
+    return spec.shapes if spec.is_rearranged else variable._state.abstract.part_shapes(rows)
 
 
 def new_leaves(variable: Variable, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
     """Stored leaves of a new value, checked, synk's own unless borrowed; its number of rows may differ."""
     spec = variable._spec
-    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and spec.buffers is None)
+    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and not spec.is_rearranged)
     stored = spec.pack([as_owned_array(leaf, variable.name, borrow) for leaf in leaves])
     _compare(variable, group_of(variable), stored, always=False)
     return stored
@@ -219,13 +241,15 @@ def copied_state(
     variable: Variable, new: PyTree, call: str = "set_value", *, borrow: bool = False, any_rows: bool = True
 ) -> VariableState:
     """What it holds once every replica has a copy of `new`."""
-    leaves = place(variable, group_of(variable), new_leaves(variable, new, call, borrow, any_rows))
-    return state_of_leaves(variable, leaves, variable._state.layout)
+    leaves = new_leaves(variable, new, call, borrow, any_rows)
+    _compare(variable, group_of(variable), leaves, always=variable._group is None)
+    return state_of_copies(variable, leaves)
 
 
 def state_with_rank(variable: Variable, rank: int, new: PyTree) -> VariableState:
     """What it holds once one replica has `new`; the others keep theirs."""
     group, state = _bind_rank(variable, rank)
+    refuse_pieces(variable, "set_value(rank=...)")
     leaves = new_leaves(variable, new, "set_value", borrow=False)
     is_same = [leaf.shape for leaf in leaves] == [s.shape for s in state.abstract.shapes]
     if state.rows_per_replica is None and is_same:
@@ -253,6 +277,15 @@ def all_rows(variable: Variable) -> list[np.ndarray]:
     return [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
 
 
+def refuse_pieces(variable: Variable, call: str) -> None:
+    """Refuse what is about values of replicas' own."""
+    if variable._spec.is_cut is not None:
+        raise SynkError(
+            f"{call}: {variable.name} lies in pieces, of which each replica holds one, so none has a value of its own. "
+            f"Read and assign the whole: {variable.name}.value."
+        )
+
+
 def refuse_inside(variable: Variable, call: str) -> None:
     """Refuse to run inside a function, where a replica sees its own value only."""
     context = current_trace()
@@ -267,13 +300,20 @@ def common_value(variable: Variable) -> PyTree:
     group = group_of(variable)
     if not bind(variable, group).is_equal:
         raise DivergedError(divergence(variable))
-    leaves = read(variable, lambda leaves: relayout(group, leaves, variable._state.layout, "replicated"))
-    return variable._spec.tree(leaves)
+    return variable._spec.tree(read(variable, partial(_common_leaves, variable, group)))
+
+
+def _common_leaves(variable: Variable, group: Group, leaves: list[jax.Array]) -> list[jax.Array]:
+    if variable._spec.is_cut is not None:
+        return whole_leaves(variable._spec, group, leaves)
+    return relayout(group, leaves, variable._state.layout, "replicated")
 
 
 def host_leaves(variable: Variable, rank: int) -> list[Any]:
     """One replica's leaves in host memory, views where that costs no copy. Over processes all ask together."""
     group, rows = group_of(variable), rows_of_rank(variable, rank)
+    if variable._spec.is_cut is not None:
+        return read(variable, lambda leaves: list(whole_on_host(variable._spec, group, leaves)))
     return read(
         variable, lambda leaves: [replica_to_host(group, a, variable._state.layout, rank, rows) for a in leaves]
     )
@@ -284,8 +324,8 @@ def value_of_rank(variable: Variable, rank: int, borrow: bool) -> PyTree:
     rows = state.rows_per_replica
 
     def copy(leaves: list[jax.Array]) -> list[Any]:
-        if variable._state.layout == "replicated":
-            return relayout(group, leaves, "replicated", "replicated")
+        if variable._state.layout == "replicated" or variable._spec.is_cut is not None:
+            return _common_leaves(variable, group, leaves)
         copies = broadcast_from(group, leaves, rank, "replicated")
         return copies if rows is None else [leaf[: rows[rank]] for leaf in copies]
 

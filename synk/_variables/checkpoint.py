@@ -3,7 +3,7 @@
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from .._base.errors import public_api
-from .._runtime.executable import copy_to_replicas, from_process_0
+from .._runtime.executable import from_process_0
 from .._runtime.group import current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
@@ -21,6 +21,7 @@ from . import access
 from .access import group_of
 from .checkpoint_files import WRITER, Checkpoint, read, write
 from .combine import each_of
+from .pieces import whole_on_host
 from .state import VariableState
 from .variable import Shared
 
@@ -187,6 +188,10 @@ def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> 
     for number, variable in enumerate(variables.values()):
         group, leaves = group_of(variable), access.read(variable, list)
         state, own = variable._state, group._local_ranks.start
+        if variable._spec.is_cut is not None:  # all ask, also those that do not write
+            for i, leaf in enumerate(whole_on_host(variable._spec, group, leaves)):
+                yield _member(str(number), i, None), _storable(leaf.copy() if is_copy else leaf)
+            continue
         for rank in [None] if state.is_equal else range(group.size):
             if rank is None and not is_writer:
                 continue
@@ -205,6 +210,11 @@ def _member(variable: str, leaf: int, rank: int | None) -> str:
     return f"{variable}.{leaf}.{'all' if rank is None else rank}"
 
 
+def mean_of(entries: Sequence[np.ndarray]) -> np.ndarray:
+    """The average of what replicas had, for any number of others."""
+    return np.mean(entries, axis=0, dtype=np.float64).astype(entries[0].dtype)
+
+
 def _storable(array: np.ndarray) -> np.ndarray:
     # A copy is contiguous, as a view of its bytes needs; ascontiguousarray would give a scalar an axis.
     return array if array.dtype.isbuiltin == 1 else array.copy("C").view(f"u{array.dtype.itemsize}")
@@ -220,11 +230,16 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
         there, size = kept[name], group_of(variable).size
         for what, was, has in _differences(there, variable):
             raise ValueError(f"{where}: {name}{what} was {was}, but {variable.name} has {has}.")
-        if not there["is_equal"] and there["replicas"] != size:
+        if is_of_others(there, variable) and not variable._is_averaged_on_load:
             raise ValueError(
                 f"{where}: {name} differed on {there['replicas']} replicas, but there are {size} now. "
                 f"Load into as many, or make it equal before it is saved."
             )
+
+
+def is_of_others(kept: Any, variable: Shared) -> bool:
+    """Does it differ on another number of replicas than there are?"""
+    return not kept["is_equal"] and kept["replicas"] != group_of(variable).size
 
 
 def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
@@ -258,9 +273,10 @@ def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str,
         return spec.pack(from_process_0(group, own, shapes))
 
     if kept["is_equal"]:
-        layout = variable._state.layout
-        return access.state_of_leaves(variable, copy_to_replicas(group, stored(None), layout), layout)
+        return access.state_of_copies(variable, stored(None))
     parts = [stored(rank) for rank in range(kept["replicas"])]
+    if is_of_others(kept, variable):
+        return access.state_of_copies(variable, [mean_of(leaves) for leaves in zip(*parts, strict=True)])
     if lengths is not None:
         return access.state_of_rows(variable, parts)
     stacked = [stack_parts(group, leaves, None) for leaves in zip(*parts, strict=True)]

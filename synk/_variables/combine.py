@@ -22,7 +22,17 @@ from .._runtime.executable import broadcast_from, copy_to_replicas, run_collecti
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout, layouts, put
 from .._tracing.context import TraceContext, current_trace
-from .access import bind, group_of, new_leaves, refuse_inside, stacked_leaves, state_of_leaves
+from .access import (
+    bind,
+    group_of,
+    host_leaves,
+    new_leaves,
+    refuse_inside,
+    refuse_pieces,
+    stacked_leaves,
+    state_of_copies,
+    state_of_leaves,
+)
 from .state import VariableState
 from .variable import Shared
 
@@ -41,6 +51,8 @@ def each_of(variables: Any, call: str, with_rows: bool = False) -> list[Shared]:
                 f"synk.{call}: it runs when called, but {variable.name} is used inside jit, grad, vmap or the like, "
                 f"which would run it once and never again. Call it outside."
             )
+        if call in ("scatter", "gather", "all_gather", "reduce", "all_reduce", "set_value"):
+            refuse_pieces(variable, f"synk.{call}")
         if with_rows and variable._spec.buffers is not None:
             raise ValueError(
                 f"synk.{call}: {variable.name} is flat, one buffer a dtype, so it cannot hold rows. Make it without "
@@ -79,6 +91,8 @@ def split_value(variable: Shared, new: PyTree, batch: Any, parts: int, call: str
 def state_of_first(variable: Shared) -> VariableState:
     """What it holds once every replica has what the first one holds."""
     group, state = group_of(variable), variable._state
+    if variable._spec.is_cut is not None:
+        return state_of_copies(variable, host_leaves(variable, 0))
     # Also where replicas are taken to be equal: a host callback may have made them differ; and so may what processes
     # begin with.
     is_new = variable._group is None

@@ -43,7 +43,7 @@ def check_replicas(*variables: Shared) -> None:
     with eager():
         group = group_of(each[0])
         states = [bind(variable, group) for variable in each]
-        body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpacker) for v in each))
+        body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpacker, v._spec.is_cut) for v in each))
         leaves = [leaf for state in states for leaf in state.leaves]
         layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
         table = np.asarray(run_collective(group, body, layouts, ["replicated"], leaves)[0])
@@ -58,12 +58,15 @@ def check_replicas(*variables: Shared) -> None:
 
 
 @lru_cache(maxsize=256)
-def _fingerprints(variables: tuple[tuple[int, Body], ...]) -> Body:
-    """A program for variables of so many stored leaves each, and what unpacks them."""
+def _fingerprints(variables: tuple[tuple[int, Body, tuple[bool, ...] | None], ...]) -> Body:
+    """A program for variables of so many stored leaves each, what unpacks them, and which no two replicas share."""
 
     def body(*leaves: jax.Array) -> list[jax.Array]:
-        rest = iter(leaves)
-        prints = [_fingerprint(leaf) for count, unpack in variables for leaf in unpack(*islice(rest, count))]
+        rest, prints = iter(leaves), list[jax.Array]()
+        for count, unpack, is_cut in variables:
+            found = unpack(*islice(rest, count))
+            each = zip(found, is_cut or [False] * len(found), strict=True)
+            prints += [jnp.zeros(2, jnp.uint32) if one else _fingerprint(leaf) for leaf, one in each]
         return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
 
     return body

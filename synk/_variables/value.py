@@ -28,6 +28,12 @@ class ValueSpec:
     keys: tuple[Any, ...]  # the PRNG implementation of each, None for plain arrays
     shapes: Shapes  # of each, raw key data where it is a typed key; of what holds rows axis 0 may change
     buffers: Buffers | None  # one a dtype, in which a flat variable is stored; None: leaves are stored as they are
+    is_cut: tuple[bool, ...] | None = None  # of one in pieces, of which leaves each replica holds a piece; else None
+
+    @property
+    def is_rearranged(self) -> bool:
+        """Are leaves stored in another form than users see, so that their shapes stay?"""
+        return self.buffers is not None or self.is_cut is not None
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
         """Stored leaves from logical ones."""

@@ -47,6 +47,7 @@ class Shared:
         self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
         self._group: Group | None = None
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
+        self._is_averaged_on_load = False  # whether loading what differed into another number of replicas averages it
         self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
 
     def __repr__(self) -> str:
@@ -68,6 +69,7 @@ class Shared:
         """
         context = current_trace()
         if context is not None:
+            access.refuse_pieces(self, context.name)
             return context.read(self)
         with eager():
             return access.common_value(self)
@@ -77,6 +79,7 @@ class Shared:
     def value(self, new: PyTree) -> None:
         context = current_trace()
         if context is not None:
+            access.refuse_pieces(self, context.name)
             context.write(self, new, None)
             return
         with eager():
@@ -112,6 +115,7 @@ class Shared:
             raise SynkError(f"{self.name}.update: it is for use inside a function; outside, assign {self.name}.value.")
         if slices is not None and slices not in UPDATES:
             raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(UPDATES)}.")
+        access.refuse_pieces(self, context.name)
         context.write(self, new, slices)
 
     @public_api

@@ -13,11 +13,15 @@ import numpy as np
 from .._base.pytree import PyTree
 from .._call.decorator import Inputs, function
 from .._call.function import Function
+from .._call.spec import ThenSums
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._reductions.wire import check_wire
+from .._tracing.context import current_trace
 from .._variables.access import map_value
 from .._variables.variable import Shared, shared
+from .power_sgd import LowRankSum, PowerSGD
+from .sharded import ShardedOptimizer
 
 # What a leaf is to training: a number to average, a PRNG key, or a count, which on some replica may be behind.
 LeafKind = Literal["number", "key", "count"]
@@ -59,8 +63,9 @@ class TrainingModel:
         donate: bool,
         name: str | None,
         nan: Literal["raise"] | None = None,
-        wire: str | None = None,
+        wire: str | PowerSGD | None = None,
         blocks: int | None = None,
+        shard_optimizer: bool = False,
     ) -> None:
         try:
             import optax  # type: ignore[import-untyped]  # it has no stubs
@@ -74,17 +79,36 @@ class TrainingModel:
             raise TypeError(f"{call}: optimizer is {optimizer!r}; give one of optax's, e.g. optax.sgd(0.1).")
         if clip is not None and not clip > 0:
             raise ValueError(f"{call}: clip is {clip!r}; give the largest global norm of a gradient, a number > 0.")
+        if blocks is not None and (shard_optimizer or isinstance(wire, PowerSGD)):
+            option = f"wire={wire!r}" if isinstance(wire, PowerSGD) else "shard_optimizer=True"
+            raise ValueError(f"{call}: {option} adds up each replica's sums, so it does not go with blocks={blocks}.")
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
         self.loss, self.donate, self.inputs = loss, donate, inputs
         self.nan: Literal["raise"] | None = nan
-        self.wire, self.blocks = check_wire(wire, call), blocks
+        self.wire, self.blocks = None if isinstance(wire, PowerSGD) else check_wire(wire, call), blocks
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
-        self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state", flat=flat)
+        self._optax, self._clip, self._optimizer = optax, clip, optax.with_extra_args_support(optimizer)
+        self._sharded = ShardedOptimizer(call, optax, self._optimizer, self.params) if shard_optimizer else None
+        self._low_rank = LowRankSum(wire, self.params) if isinstance(wire, PowerSGD) else None
+        self.opt_state = (
+            shared(map_value(self.params, optimizer.init), "opt_state", flat=flat)
+            if self._sharded is None
+            else self._sharded.state
+        )
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
         self.signature = self._signature_of_rows(call)
-        self._optax, self._clip, self._optimizer = optax, clip, optax.with_extra_args_support(optimizer)
+
+    @property
+    def feedback(self) -> dict[str, Shared]:
+        """What a wire keeps between steps, by name."""
+        return {} if self._low_rank is None else {"feedback": self._low_rank.feedback, "basis": self._low_rank.basis}
+
+    @property
+    def adds_up(self) -> bool:
+        """Is it the step that adds up gradients? Then a function gives it each replica's part of them."""
+        return self._low_rank is not None or (self._sharded is not None and self.wire is None)
 
     def average(self, decay: float, flat: bool) -> Shared:
         """A moving average of the parameters, which begins as they are."""
@@ -117,7 +141,12 @@ class TrainingModel:
         ops = {**outputs, "aux": self.aux_ops}
         wire = None if self.wire is None else {**dict.fromkeys(ops), "loss": (None, self.wire)}
         options: dict[str, Any] = {"donate": self.donate, "nan": self.nan, "wire": wire, "blocks": self.blocks}
-        return function(fn, self.inputs, ops, then=then, name=self.name, **options)
+        made = function(fn, self.inputs, ops, then=then, name=self.name, **options)
+        if self._low_rank is not None or self._sharded is not None:
+            sums = False if not self.adds_up else {**dict.fromkeys(ops, False), "loss": (False, True)}
+            own = [] if self._low_rank is None else [self._low_rank.feedback]
+            made._spec = replace(made._spec, then_sums=ThenSums(sums, frozenset(own)))
+        return made
 
     def value_and_grad(self, params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]) -> LossAndGrad:
         """The loss of these rows, and its gradient."""
@@ -145,6 +174,28 @@ class TrainingModel:
         got = f"{len(out)} values" if isinstance(out, tuple | list) else f"one {type(out).__name__}"
         want = f"{' and '.join(names)}, as a tuple" if len(names) > 1 else "the loss alone"
         raise TypeError(f"{self.name}: it returned {got}; with the state= and aux= that were given, return {want}.")
+
+    def step(self, held: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array) -> PyTree:
+        """Take a step inside `then`; return the new parameters.
+
+        Args:
+          held, opt_state: the parameters, and the optimizer's state.
+          grads: the combined gradient, or where this adds up (`adds_up`) each replica's part of it.
+          loss: the combined loss.
+        """
+        context = current_trace()
+        assert context is not None
+        are_parts, params = context.has_own_sums, held.value
+        if self._low_rank is not None and are_parts:
+            grads, are_parts = self._low_rank.sum(grads), False
+        if self._sharded is None:
+            new, opt_state.value = self.apply_updates(params, opt_state.value, grads, loss)
+        else:
+            own = context.read(opt_state)
+            new, own = self._sharded.update(params, own, grads, loss, self._clip, are_parts)
+            context.write(opt_state, own, None)
+        held.value = new
+        return new
 
     def apply_updates(self, params: PyTree, opt_state: PyTree, grads: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
         """Parameters and optimizer state after a step."""

@@ -1,7 +1,7 @@
 """Step: synchronous training, the mean gradient of all rows in every step."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
@@ -17,6 +17,7 @@ from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
 from .._variables.variable import Shared
 from .model import TrainingModel, state_ops
+from .power_sgd import PowerSGD
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,12 +47,13 @@ class Step:
     opt_state: Shared
     state: Shared | None
     ema: Shared | None = None
+    feedback: Mapping[str, Shared] = field(default_factory=dict)
 
     @property
     def variables(self) -> dict[str, Shared]:
         """All shared variables that a step updates, by name."""
         found = {"params": self.params, "opt_state": self.opt_state, "state": self.state, "ema": self.ema}
-        return {name: variable for name, variable in found.items() if variable is not None}
+        return {name: variable for name, variable in {**found, **self.feedback}.items() if variable is not None}
 
     @property
     def stats(self) -> Stats:
@@ -119,7 +121,8 @@ def step(
     flat: bool = False,
     donate: bool = True,
     nan: Literal["raise"] | None = None,
-    wire: Literal["bf16", "int8"] | None = None,
+    wire: Literal["bf16", "int8"] | PowerSGD | None = None,
+    shard_optimizer: bool = False,
     blocks: int | None = None,
     ema: float | None = None,
     name: str | None = None,
@@ -176,7 +179,7 @@ def step(
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name, nan=nan, wire=wire,
-        blocks=blocks,
+        blocks=blocks, shard_optimizer=shard_optimizer,
     )  # fmt: skip
 
     # Named here, so that tracing expects them.
@@ -185,14 +188,16 @@ def step(
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         found = model.value_and_grad(held.value, running, args, kwargs)
-        both = (found.value, found.grads)
-        mean = both if found.weight is None else Weighted(both, found.weight)
-        return {"loss": mean, "state": found.state, "aux": found.aux}
+        both: Any = (found.value, found.grads)
+        if found.weight is not None and model.adds_up:
+            both = tuple(Weighted(each, found.weight) for each in both)
+        elif found.weight is not None:
+            both = Weighted(both, found.weight)
+        return {"loss": both, "state": found.state, "aux": found.aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
-        new, opt_state.value = model.apply_updates(held.value, opt_state.value, grads, value)
-        held.value = new
+        new = model.step(held, opt_state, grads, value)
         if running is not None:
             running.value = combined["state"]
         if average is not None:
@@ -200,4 +205,4 @@ def step(
         return (value, combined["aux"]) if model.has_aux else value
 
     function = model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then)
-    return Step(function, held, opt_state, running, average)
+    return Step(function, held, opt_state, running, average, model.feedback)

@@ -1,0 +1,114 @@
+"""Elementwise: whether a function treats each number of its arrays alone, so that a piece of them gives a piece."""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from .._base.pytree import PyTree
+from .equations import equations
+
+_NUMBERWISE = frozenset(
+    "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy copy_p "
+    "cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log "
+    "log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt "
+    "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
+    "tanh xor".split()
+)
+_CALLS = frozenset(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat checkpoint".split()
+)
+
+
+class _Kind(IntEnum):
+    """What an array is."""
+
+    UNIFORM = 0  # one number, at every place
+    OTHER = 1  # numbers that have nothing to do with pieces
+    PIECE = 2  # numbers of which each replica has some
+
+
+class _MixesError(Exception):
+    """An equation mixes the numbers of a piece."""
+
+
+def mixing(fn: Callable[..., PyTree], is_piece: PyTree, *args: PyTree) -> str | None:
+    """What in a function mixes the numbers of arguments or results that lie in pieces; None where nothing does.
+
+    Args:
+      fn: a function of `args`, trees of shapes; it returns a tree of like structure as `is_piece` has.
+      is_piece: a pair of trees of booleans: of the leaves of the arguments, and of those of the results.
+      *args: shapes.
+    """
+    of_arguments, of_results = map(jax.tree.leaves, is_piece)
+    closed = jax.make_jaxpr(fn)(*args)
+    kinds = [
+        _Kind.PIECE if one else _kind_of(variable.aval)
+        for one, variable in zip(of_arguments, closed.jaxpr.invars, strict=True)
+    ]
+    try:
+        found = _run(closed.jaxpr, [_kind_of(const) for const in closed.consts], kinds)
+    except _MixesError as error:
+        return str(error)
+    wrong = [kind for one, kind in zip(of_results, found, strict=True) if kind == (_Kind.OTHER if one else _Kind.PIECE)]
+    return "a result that has no number for each" if wrong else None
+
+
+def outline(fn: Callable[..., PyTree], *args: PyTree) -> list[tuple[str, str]]:
+    """Its equations but for shapes: what, and by which numbers."""
+    return [
+        (each.primitive.name, repr([v.val for v in each.invars if isinstance(v, Literal)]))
+        for each in equations(jax.make_jaxpr(fn)(*args).jaxpr)
+    ]
+
+
+def _kind_of(array: Any) -> _Kind:
+    return _Kind.UNIFORM if np.size(array) == 1 or array.size == 1 else _Kind.OTHER
+
+
+def _run(jaxpr: Any, consts: Sequence[_Kind], kinds: Sequence[_Kind]) -> list[_Kind]:
+    """What its results are, from what its constants and arguments are."""
+    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *kinds), strict=True))
+
+    def kind(variable: Any) -> _Kind:
+        return _kind_of(variable.aval) if isinstance(variable, Literal) else known[variable]
+
+    for equation in jaxpr.eqns:
+        results = _of_equation(equation, [kind(variable) for variable in equation.invars])
+        known |= zip(equation.outvars, results, strict=True)
+    return [kind(variable) for variable in jaxpr.outvars]
+
+
+def _of_equation(equation: Any, kinds: list[_Kind]) -> list[_Kind]:
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        each = [_run_closed(branch, kinds[1:]) for branch in params["branches"]]
+        return [_joined(name, of_branches) for of_branches in zip(*each, strict=True)]
+    inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
+    if name in _CALLS and inner is not None:
+        return _run_closed(inner, kinds)
+    shape = equation.outvars[0].aval.shape
+    if _Kind.PIECE not in kinds:
+        is_uniform = max(kinds, default=_Kind.OTHER) == _Kind.UNIFORM and name in (*_NUMBERWISE, "broadcast_in_dim")
+        return [_Kind.UNIFORM if is_uniform else _kind_of(variable.aval) for variable in equation.outvars]
+    pairs = zip(kinds, equation.invars, strict=True)
+    keeps_places = all(variable.aval.shape == shape for kind, variable in pairs if kind == _Kind.PIECE)
+    if not keeps_places or name not in (*_NUMBERWISE, "broadcast_in_dim", "reshape"):
+        raise _MixesError(name)
+    return [_joined(name, kinds) for _ in equation.outvars]
+
+
+def _run_closed(jaxpr: Any, kinds: Sequence[_Kind]) -> list[_Kind]:
+    """Of an inner function, with its constants if it has some."""
+    if hasattr(jaxpr, "consts"):
+        return _run(jaxpr.jaxpr, [_kind_of(const) for const in jaxpr.consts], kinds)
+    return _run(jaxpr, [], kinds)
+
+
+def _joined(name: str, kinds: Sequence[_Kind]) -> _Kind:
+    if _Kind.OTHER in kinds and _Kind.PIECE in kinds:
+        raise _MixesError(name)
+    return max(kinds)

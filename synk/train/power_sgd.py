@@ -1,0 +1,124 @@
+"""PowerSGD: gradients that travel as products of two thin matrices, and what that leaves out as feedback.
+
+Vogels, Karimireddy, Jaggi: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019,
+algorithm 1, here of sums: weights are in the parts that are added up.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._base.pytree import PyTree
+from .._reductions.collectives import all_sum
+from .._runtime.group import AXIS
+from .._variables.variable import Shared, shared
+
+_NEGLIGIBLE = 1e-6  # of a column's length, float32
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """What gradients travel as, given as `wire=`: the two thin factors of a matrix of low rank.
+
+    One step of subspace iteration a training step, which begins at the last one's factors. What they leave out stays on
+    each replica and is added to its next gradient (error feedback): a shared variable that is saved with the step.
+    Leaves of two axes or more travel so, as matrices of their last axis, where that is less; others as they are.
+
+    Attributes:
+      rank: how many columns the factors have, >= 1.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
+      >>> x = np.random.default_rng(0).normal(size=(90, 20)).astype(np.float32)
+      >>> def loss(w, x):
+      ...     return jnp.mean((x @ w - x[:, :10]) ** 2)
+      >>> with synk.simulate(3):
+      ...     wire = synk.train.PowerSGD(rank=2)
+      ...     step = synk.train.step(loss, np.zeros((20, 10), np.float32), optax.sgd(1.0), wire=wire)
+      ...     losses = [float(step(x)) for _ in range(40)]
+      ...     print(f"{losses[0]:.1f} {losses[-1]:.2f}")
+    """
+
+    rank: int = 2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int | np.integer) or self.rank < 1:
+            raise ValueError(f"synk.train.PowerSGD: rank is {self.rank!r}; give an integer >= 1.")
+
+
+class LowRankSum:
+    """Sums over the replicas of parts that travel as thin factors.
+
+    Attributes:
+      feedback: a shared variable, for each leaf that travels so what was left out so far, times the number of replicas,
+        so that the average of all replicas means the same on any number of them; None where no leaf does.
+      basis: a shared variable, the right factors of the last sums, alike on all replicas.
+    """
+
+    def __init__(self, wire: PowerSGD, params: Shared) -> None:
+        shapes = params._spec.shapes
+        self.matrices = {i: _matrix(shape) for i, shape in enumerate(shapes) if _is_less(shape, wire.rank)}
+        rng = np.random.default_rng(0)
+        basis = [rng.normal(size=(columns, wire.rank)).astype(np.float32) for _, columns in self.matrices.values()]
+        left_out = [np.zeros(matrix, np.float32) for matrix in self.matrices.values()]
+        self.basis, self.feedback = shared(basis, "basis"), shared(left_out, "feedback")
+        self.feedback._is_averaged_on_load = True
+
+    def sum(self, parts: PyTree) -> PyTree:
+        """Add up every replica's parts; inside `then`, whose updates of the variables it makes."""
+        leaves, treedef = jax.tree.flatten(parts)
+        size = lax.psum(1, AXIS)
+        kept = zip(self.matrices.items(), self.feedback.value, strict=True)
+        own = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in kept]
+        bases = [_of_length_1(basis) for basis in self.basis.value]
+        others = [i for i in range(len(leaves)) if i not in self.matrices]
+        first = [matrix @ basis for matrix, basis in zip(own, bases, strict=True)]
+        summed = all_sum([*first, *(leaves[i] for i in others)])
+        left = [*map(_orthonormal, summed[: len(own)])]
+        right = [matrix.T @ factor for matrix, factor in zip(own, left, strict=True)]
+        whole_right = all_sum(right)
+        self.feedback.value = [
+            size * (matrix - factor @ other.T) for matrix, factor, other in zip(own, left, right, strict=True)
+        ]
+        self.basis.value = [*map(_unless_zero, whole_right, bases)]
+        found = dict(zip(others, summed[len(own) :], strict=True))
+        for i, factor, other in zip(self.matrices, left, whole_right, strict=True):
+            found[i] = (factor @ other.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
+        return treedef.unflatten([found[i] for i in range(len(leaves))])
+
+
+def _matrix(shape: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    return shape.size // max(shape.shape[-1], 1), shape.shape[-1]
+
+
+def _is_less(shape: jax.ShapeDtypeStruct, rank: int) -> bool:
+    """Do thin factors have fewer numbers?"""
+    if len(shape.shape) < 2 or not jnp.issubdtype(shape.dtype, jnp.floating):
+        return False
+    return rank * sum(_matrix(shape)) < shape.size
+
+
+def _of_length_1(columns: jax.Array) -> jax.Array:
+    """Each column over its length, so that small gradients stay numbers; zeros stay."""
+    return columns / jnp.maximum(jnp.linalg.norm(columns, axis=0), jnp.finfo(jnp.float32).tiny)
+
+
+def _orthonormal(columns: jax.Array) -> jax.Array:
+    """Columns made orthogonal to those before, of length 1 (Gram-Schmidt, each twice, for the last bits); zeros where
+    nothing but rounding is left, which may point anywhere."""
+    found: list[jax.Array] = []
+    for i in range(columns.shape[1]):
+        column = _of_length_1(columns[:, i : i + 1])
+        for _ in range(2):
+            for before in found:
+                column = column - before * (before * column).sum()
+        found.append(_of_length_1(jnp.where(jnp.linalg.norm(column) > _NEGLIGIBLE, column, 0)))
+    return jnp.concatenate(found, 1)
+
+
+def _unless_zero(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Right factors to begin with the next time: of a column that has vanished, and would for good, the last one."""
+    return jnp.where(jnp.abs(new).max(0) > 0, new, old)
