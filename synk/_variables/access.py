@@ -19,7 +19,7 @@ from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, re
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout, set_replica, stack_parts
 from .._tracing.context import current_trace, eager
-from .pieces import abstract_pieces, stored_pieces, whole_leaves, whole_on_host
+from .pieces import abstract_pieces, refuse_pieces, stored_pieces, whole_leaves, whole_on_host
 from .state import AbstractState, VariableState
 from .value import ValueSpec, as_owned_array, conform, shared_rows
 
@@ -275,15 +275,6 @@ def all_rows(variable: Variable) -> list[np.ndarray]:
     """All replicas' rows in rank order, of each leaf."""
     parts = [host_leaves(variable, rank) for rank in range(group_of(variable).size)]
     return [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
-
-
-def refuse_pieces(variable: Variable, call: str) -> None:
-    """Refuse what is about values of replicas' own."""
-    if variable._spec.is_cut is not None:
-        raise SynkError(
-            f"{call}: {variable.name} lies in pieces, of which each replica holds one, so none has a value of its own. "
-            f"Read and assign the whole: {variable.name}.value."
-        )
 
 
 def refuse_inside(variable: Variable, call: str) -> None:

@@ -28,11 +28,11 @@ from .access import (
     host_leaves,
     new_leaves,
     refuse_inside,
-    refuse_pieces,
     stacked_leaves,
     state_of_copies,
     state_of_leaves,
 )
+from .pieces import refuse_pieces
 from .state import VariableState
 from .variable import Shared
 

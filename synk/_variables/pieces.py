@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._base.errors import SynkError
 from .._reductions.pieces import cut, gather_pieces, join, piece_of
 from .._runtime.engine import Body
 from .._runtime.executable import copy_to_replicas, run_collective
@@ -47,6 +48,15 @@ def whole_on_host(spec: ValueSpec, group: Group, stored: Sequence[jax.Array]) ->
             yield local_replica_to_host(group, _joined(group, (True,), (shape,), [leaf])[0], "replicated", own, None)
         else:
             yield join(np.asarray(leaf), shape)
+
+
+def refuse_pieces(variable: Any, call: str) -> None:
+    """Refuse what is about values of replicas' own."""
+    if variable._spec.is_cut is not None:
+        raise SynkError(
+            f"{call}: {variable.name} lies in pieces, of which each replica holds one, so none has a value of its own. "
+            f"Read and assign the whole: {variable.name}.value."
+        )
 
 
 def _joined(group: Group, is_cut: tuple[bool, ...], shapes: Shapes, stored: Sequence[jax.Array]) -> list[jax.Array]:

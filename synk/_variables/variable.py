@@ -14,6 +14,7 @@ from .._reductions.reduction import UPDATES
 from .._runtime.group import Group
 from .._tracing.context import current_trace, eager
 from . import access
+from .pieces import refuse_pieces
 from .state import AbstractState, VariableState
 from .value import conform, spec_of_value
 
@@ -69,7 +70,7 @@ class Shared:
         """
         context = current_trace()
         if context is not None:
-            access.refuse_pieces(self, context.name)
+            refuse_pieces(self, context.name)
             return context.read(self)
         with eager():
             return access.common_value(self)
@@ -79,7 +80,7 @@ class Shared:
     def value(self, new: PyTree) -> None:
         context = current_trace()
         if context is not None:
-            access.refuse_pieces(self, context.name)
+            refuse_pieces(self, context.name)
             context.write(self, new, None)
             return
         with eager():
@@ -115,7 +116,7 @@ class Shared:
             raise SynkError(f"{self.name}.update: it is for use inside a function; outside, assign {self.name}.value.")
         if slices is not None and slices not in UPDATES:
             raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(UPDATES)}.")
-        access.refuse_pieces(self, context.name)
+        refuse_pieces(self, context.name)
         context.write(self, new, slices)
 
     @public_api

@@ -661,6 +661,42 @@ def travelling(group, noted):
 
 
 @case
+def pieces(group, noted):
+    """An optimizer's state in pieces over all processes, and PowerSGD's own of each replica; saved and loaded."""
+    import optax
+
+    import synk.train
+
+    x, start = normal(43, 6), {"w": normal(6, 7) / 4, "b": np.zeros(7, np.float32)}
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"] + params["b"][None] - jnp.tanh(x[:, :1])) ** 2)
+
+    def train(step, count):
+        return [float(step(x, batch=slice(i % 3, 43), num_slices=1 + i % 2)) for i in range(count)]
+
+    def made(**options):
+        return synk.train.step(loss, start, optax.sgd(0.05, 0.9), **options)
+
+    plain, sharded, thin = made(), made(shard_optimizer=True), made(wire=synk.train.PowerSGD(1))
+    close(train(sharded, 4), train(plain, 4))
+    close(sharded.opt_state.value, plain.opt_state.value)
+    close(sharded.opt_state.get_value(0, borrow=True), plain.opt_state.value)
+    sharded.check(x)
+    close(sharded.serial(x), plain.serial(x))
+    train(thin, 4)
+    synk.check_replicas(sharded.params, sharded.opt_state, thin.params, thin.feedback["basis"])
+    for step, options in ((sharded, {"shard_optimizer": True}), (thin, {"wire": synk.train.PowerSGD(1)})):
+        folder = noted.folder / f"pieces {sorted(options)[0]}"
+        synk.save(folder, step.variables, step=4)
+        again = made(**options)
+        assert synk.load(folder, again.variables) == (4, None)
+        assert train(again, 3) == train(step, 3)
+    sharded.opt_state.value = plain.opt_state.value
+    train(sharded, 2)
+
+
+@case
 def staying(group, noted):
     """Outputs that stay on their replicas go from function to function, and are read by all together."""
     f = synk.function(lambda x: x + 1, reduce="scatter")
