@@ -2,15 +2,16 @@
 
     pip install 'synk-jax[bench,target]'
     python bench/gpu_programs.py [--device h100] [--replicas 8] [--hosts 1] [--models resnet50,gpt2,mlp]
-        [--ways synk,shard_map,pmap,jit] [--combine-mb 4,16] [--json OUT] [--plot OUT.png]
+        [--ways synk,shard_map,pmap,jit,bf16,int8,PowerSGD,sharded] [--combine-mb 4,16] [--json OUT] [--plot OUT.png]
 
 Compiled on a machine without any, for ResNet-50 (64 images of 224 pixels a GPU, bfloat16), GPT-2 small (8 texts of
 1,024 tokens a GPU, bfloat16) and a perceptron (8 layers of 2,048, 4,096 rows a GPU), each in a process of its own: by
 synk, and by hand: `jit(shard_map)` with `lax.pmean`, the same by `jax.pmap`, and `jit` of `NamedSharding`s, which has
-no mean of its own. For each: bytes that a GPU gives to all-reduces, how much of them travels while a convolution or a
-matrix product runs, what begins after the last of these (the tail), temporary memory, and how much of the state is
-updated in place. Claim: 90 % of ResNet-50's gradients behind convolutions and a tail of 12 MB, where by hand it is 36 %
-and 31 MB. These are schedules, not measurements; of times it says nothing.
+no mean of its own; and by synk with each wire, and with the optimizer's state in pieces. For each: bytes that a GPU
+gives to all-reduces, how much of them travels while a convolution or a matrix product runs, what begins after the last
+of these (the tail), temporary memory, and how much of the state is updated in place. Claim: 90 % of ResNet-50's
+gradients behind convolutions and a tail of 12 MB, where by hand it is 36 % and 31 MB. These are schedules, not
+measurements; of times it says nothing.
 """
 
 import argparse
@@ -91,15 +92,24 @@ def mlp():
 MODELS = {"resnet50": resnet50, "gpt2": gpt2, "mlp": mlp}
 
 
-def by_synk(model, group):
+OPTIONS = {
+    "synk": {},
+    "bf16": {"wire": "bf16"},
+    "int8": {"wire": "int8"},
+    "PowerSGD": {"wire": synk.train.PowerSGD(rank=2)},
+    "sharded": {"shard_optimizer": True},
+}
+
+
+def by_synk(model, group, **options):
     rows = [SHAPE((group.size * len_, *rest), row.dtype) for row in model.rows for len_, *rest in [row.shape]]
     if model.state:
-        return synk.train.step(model.loss, model.params, model.tx, state=model.state).compile(*rows)
+        return synk.train.step(model.loss, model.params, model.tx, state=model.state, **options).compile(*rows)
 
     def loss(params, x, y):
         return model.loss(params, {}, x, y)[0]
 
-    return synk.train.step(loss, model.params, model.tx).compile(*rows)
+    return synk.train.step(loss, model.params, model.tx, **options).compile(*rows)
 
 
 def body_of(model, mean):
@@ -140,9 +150,9 @@ def trial(options):
     if options.combine_mb:
         executable.COMBINE_BYTES = int(float(options.combine_mb) * 2**20)
     model, way = MODELS[options.models](), options.ways
-    compiled = by_synk(model, group) if way == "synk" else by_hand(way, model, group)
+    compiled = by_synk(model, group, **OPTIONS[way]) if way in OPTIONS else by_hand(way, model, group)
     memory, found = compiled.memory_analysis(), read_schedule(compiled.as_text(), is_in_order=True)
-    sums = [each for each in found.collectives if each.kind == "all-reduce"]
+    sums = [each for each in found.collectives if each.kind in ("all-reduce", "reduce-scatter", "all-to-all")]
     gradients = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
     total = sum(each.operand_bytes for each in sums)
     state = jax.tree.leaves((model.params, model.state, jax.eval_shape(model.tx.init, model.params)))
@@ -154,6 +164,15 @@ def trial(options):
         "hosts": options.hosts,
         "gradient bytes": gradients,
         "all-reduced bytes": total,
+        "collectives": [
+            {
+                "kind": each.kind,
+                "ranks": each.ranks,
+                "bytes": max(each.operand_bytes, each.result_bytes),
+                "behind": each.behind,
+            }
+            for each in found.collectives
+        ],
         "all-reduces": [each.operand_bytes for each in sums],
         "exposed": [each.operand_bytes for each in sums if not each.behind],
         "behind": sum(each.operand_bytes for each in sums if each.behind) / total,
@@ -210,7 +229,7 @@ def main(options):
             found.append(one)
             count, total = len(one["all-reduces"]), one["all-reduced bytes"] / 1e6
             say(
-                f"{model:9} {one['way']:12} {count:3} all-reduces of {total:6.1f} MB: "
+                f"{model:9} {one['way']:12} {count:3} sums of {total:6.1f} MB: "
                 f"{100 * one['behind']:3.0f} % behind, tail {one['tail bytes'] / 1e6:5.1f} MB, "
                 f"temporary {one['temporary bytes'] / 1e6:6.0f} MB, {100 * one['in place']:.1f} % of the state in place"
             )

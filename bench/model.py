@@ -1,7 +1,7 @@
 """Model: predictions of how a step scales to machines that are not here, from its time on one replica.
 
     python bench/model.py [--step-ms 120 | --measured resnet50.json] [--bytes 102.4e6,3e6]
-        [--programs gpu_programs.json] [--json OUT] [--plot OUT.png]
+        [--programs gpu_programs.json] [--wires bench/results/wires-16-h100.json] [--json OUT] [--plot OUT.png]
 
 Claim: with published step times, what one step of ResNet-50 communicates leaves an efficiency above 0.98 on 8 GPUs of
 every DGX. All of these numbers are predictions, under this link model; none is a measurement:
@@ -62,6 +62,12 @@ V100 = Machine({2: 25, 4: 100, 8: 150}, 50, 1e3 * 192 / 1376, "MXNet, float16, b
 A100 = Machine({2: 300, 4: 300, 8: 300}, 200, 1e3 * 256 / 2180, "MXNet, float16, batch 256", 256)
 H100 = Machine({2: 450, 4: 450, 8: 450}, 400, A100.step_ms, "an A100's, as a stand-in", 256)
 ETHERNET = Machine(A100.inside, 12.5, A100.step_ms, A100.step_source, 256, ETHERNET_LATENCY, ETHERNET_FRACTION)
+TWO_H100 = Machine(H100.inside, 12.5, A100.step_ms, A100.step_source, 256, ETHERNET_LATENCY, ETHERNET_FRACTION)
+# Of one GPU: 64 images; and 8 texts of 1,024 tokens, 7.0e12 operations (6 a parameter and token, and attention).
+WIRE_STEPS = {
+    "resnet50": (1e3 * 64 / 2180, "MXNet's rate on an A100, float16"),
+    "gpt2": (1e3 * 7.0e12 / (0.4 * 989e12), "40 % of an H100's bfloat16 peak assumed"),
+}
 MACHINES = {
     "DGX-1 (P100, NVLink 1)": P100,
     "DGX-1 (V100, NVLink 2)": V100,
@@ -122,6 +128,39 @@ def predict_as_compiled(machine, n, step_ms, program):
         for each in (program["exposed"], sizes)
     )
     return step_ms + exposed + max(0.0, hidden - HIDES * step_ms)
+
+
+def seconds_of(machine, n, one):
+    """Of one collective as compiled: among all of n replicas, those of a machine, or one of each machine."""
+    ranks, hosts = one["ranks"], n // 8
+    if ranks is None:
+        return communication(machine, n, one["kind"], one["bytes"])
+    if ranks[-1] - ranks[0] == len(ranks) - 1:  # in a machine
+        return communication(machine, len(ranks), one["kind"], one["bytes"])
+    bandwidth = machine.network * machine.network_fraction * 1e9
+    sent = 8 * one["bytes"] * (hosts - 1) / hosts  # by a machine's 8 replicas, which share its adapters
+    return START + sent / bandwidth + (hosts - 1) * machine.network_latency
+
+
+def compare_wires(path):
+    """The predicted step by each wire on two machines of 8 H100 with 100 Gb/s between them."""
+    with open(path) as file:
+        programs = [one for one in json.load(file)["programs"] if one["hosts"] == 2]
+    machine, rows = TWO_H100, []
+    print("\nPredictions, no measurements: ms a step (to None's) of 16 H100 in two machines, 100 Gb/s between them")
+    for model, (step_ms, source) in WIRE_STEPS.items():
+        found = {}
+        for one in (one for one in programs if one["model"] == model):
+            times = [(each["behind"], 1e3 * seconds_of(machine, 16, each)) for each in one["collectives"]]
+            exposed, hidden = (sum(ms for behind, ms in times if bool(behind) is which) for which in (False, True))
+            found[one["way"]] = {"ms": step_ms + exposed + max(0.0, hidden - HIDES * step_ms), "exposed": exposed}
+        rows.append({"model": model, "step ms": step_ms, "step source": source, "ways": found})
+        none = found["synk"]["ms"]
+        shown = ", ".join(
+            f"{way.replace('synk', 'None')} {one['ms']:.1f} ({one['ms'] / none:.2f} x)" for way, one in found.items()
+        )
+        print(f"{model:9} {step_ms:.1f} ms alone, {source}: {shown}")
+    return rows
 
 
 def compare_programs(path):
@@ -208,11 +247,19 @@ def main(options):
         results[name] = {"constants": asdict(machine), "step ms": one, "step source": source, "predictions": rows}
     checks = check()
     compared = compare_programs(options.programs) if options.programs else []
+    wires = compare_wires(options.wires) if options.wires else []
     if options.json:
         sizes = {"collectives": [{"name": kind, "bytes": size} for kind, size in talk], "MB": total}
         with open(options.json, "w") as file:
             json.dump(
-                {"bench": "model: predictions", **sizes, "machines": results, "check": checks, "as compiled": compared},
+                {
+                    "bench": "model: predictions",
+                    **sizes,
+                    "machines": results,
+                    "check": checks,
+                    "as compiled": compared,
+                    "wires": wires,
+                },
                 file,
                 indent=1,
             )
@@ -244,6 +291,9 @@ if __name__ == "__main__":
     given.add_argument("--measured", help="JSON that bench/resnet50.py wrote")
     parser.add_argument("--bytes", help="of each all-reduce, with commas between")
     parser.add_argument("--programs", help="JSON that bench/gpu_programs.py wrote: schedules instead of an assumption")
+    parser.add_argument(
+        "--wires", help="the same of wires: --hosts 2 --replicas 16 --ways synk,bf16,int8,PowerSGD,sharded"
+    )
     parser.add_argument("--json")
     parser.add_argument("--plot")
     main(parser.parse_args())

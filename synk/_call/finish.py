@@ -76,7 +76,9 @@ class Finisher:
         self, states: Sequence[jax.Array], valid: Sequence[Any], present: Any, rows: Any = None
     ) -> list[jax.Array]:
         builder, count, has_gradients = self.builder, len(self.builder.own), self.call.is_composed
-        whole = combine_replicas(states[count:], self.reduced, valid, has_gradients, rows)
+        whole = combine_replicas(
+            states[count:], self.reduced, valid, has_gradients, rows, per_process=self.group._per_process
+        )
         if self.staying and self.call.is_sliced:
             where = jnp.asarray(self._own_order)[lax.axis_index(AXIS)]
             for i, leaf in enumerate(self.reduced):
@@ -128,8 +130,12 @@ class Finisher:
         if self.call.block is not None:
             results = set_apart(self.group, results, part)
         elif self.group.platform == "gpu" and not self.call.is_composed:
-            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other.
-            results = lax.optimization_barrier(results)
+            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other. Those
+            # that then adds up have no sum yet.
+            own = {j for j, i in enumerate(self.outputs.own) if i is not None and self.outputs.leaves[i].reduced.is_own}
+            there = [i for i in range(len(results)) if i not in own]
+            fenced = dict(zip(there, lax.optimization_barrier([results[i] for i in there]), strict=True))
+            results = [fenced.get(i, result) for i, result in enumerate(results)]
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)

@@ -7,6 +7,8 @@ from itertools import chain
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 _BITS = {"pred": 8, "token": 0, "s4": 4, "u4": 4}  # of others the digits after the letters
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
@@ -37,6 +39,7 @@ class Collective:
     """One collective of a program. None: it is not known what runs while it travels."""
 
     kind: str  # as XLA names it
+    ranks: tuple[int, ...] | None  # the first of the sets of replicas among which it goes; None: all
     operand_bytes: int  # which a replica gives
     result_bytes: int  # which a replica gets
     begin: float | None  # where in the schedule it starts, from 0 to 1
@@ -91,6 +94,7 @@ def _collectives(program: "_Program", name: str, knows: bool) -> Iterator[Collec
         end = done.get(each.name, begin)
         yield Collective(
             kind=kind,
+            ranks=_ranks(each.rest),
             operand_bytes=sum(size_in_bytes(program.shapes.get(operand, "")) for operand in each.operands),
             result_bytes=size_in_bytes(steps[end].shape),
             begin=begin / len(steps) if knows else None,
@@ -99,6 +103,20 @@ def _collectives(program: "_Program", name: str, knows: bool) -> Iterator[Collec
             after_last=not any(i > begin for i in places) if knows else None,
             in_loop=name != program.entry,
         )
+
+
+def _ranks(attributes: str) -> tuple[int, ...] | None:
+    """The first of its replica groups; None where there is one of all, or none is named."""
+    listed = re.search(r"replica_groups=\{\{([\d,]*)\}(,?)", attributes)
+    if listed:
+        return tuple(map(int, listed.group(1).split(","))) if listed.group(2) else None
+    # As rows of a table of all ranks, whose axes were moved.
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if counted is None or counted.group(1) == "1":
+        return None
+    sizes, order = ([int(n) for n in (counted.group(i) or "").split(",") if n] for i in (3, 4))
+    table = np.arange(prod(sizes)).reshape(sizes).transpose(order or None)
+    return tuple(table.reshape(int(counted.group(1)), -1)[0].tolist())
 
 
 class _Program:

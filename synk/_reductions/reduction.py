@@ -218,15 +218,17 @@ def combine_replicas(
     valid: Sequence[Any],
     has_gradients: bool = False,
     rows: jax.Array | None = None,
+    *,
+    per_process: int = 1,
 ) -> list[jax.Array]:
     """Combine states over all replicas: one collective a kind of reduction and dtype.
 
     Of what is gathered, states are entries on axis 0, as many on each replica, and `valid` has the indexes of those of
     all replicas that count, in row order; None for all. What stays stays as it is. Of what merges, the states of all
     replicas come back on a new axis 0. `has_gradients` says whether it may be differentiated; `rows` is the total where
-    weights are rows.
+    weights are rows; `per_process` says how many replicas each process has.
     """
-    combined = _communicate(states, leaves, has_gradients)
+    combined = _communicate(states, leaves, has_gradients, per_process)
     for i, leaf in enumerate(leaves):
         if leaf.reduction.collective == "gather":
             entries = collectives.merge_leading_axes(combined[i])
@@ -255,7 +257,9 @@ _FOLDS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gradients: bool) -> dict[int, jax.Array]:
+def _communicate(
+    states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gradients: bool, per_process: int
+) -> dict[int, jax.Array]:
     """States over all replicas: summed, extreme, multiplied, or all of them on a new axis 0."""
     kinds = [leaf.reduction.collective for leaf in leaves]
 
@@ -281,7 +285,7 @@ def _communicate(states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gra
     found |= zip(sums, collectives.all_sum(as_sums), strict=True)
     for name in dict.fromkeys(narrow.values()):
         same = [i for i in narrow if narrow[i] == name]
-        found |= zip(same, wire.all_sum_narrowly([states[i] for i in same], name), strict=True)
+        found |= zip(same, wire.all_sum_narrowly([states[i] for i in same], name, per_process), strict=True)
     is_min = [kinds[i] == "min" for i in extremes]
     found |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
     found |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)

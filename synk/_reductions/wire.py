@@ -93,28 +93,39 @@ def travels_narrowly(state: Any) -> bool:
     return state.dtype == np.float32 and state.size >= BLOCK
 
 
-def all_sum_narrowly(values: Sequence[jax.Array], wire: str) -> list[jax.Array]:
-    """Sum each array over the replicas, at half or a quarter of the bytes; small ones together. No derivatives."""
+def all_sum_narrowly(values: Sequence[jax.Array], wire: str, per_process: int = 1) -> list[jax.Array]:
+    """Sum each array over the replicas, at half or a quarter of the bytes; small ones together. No derivatives.
+
+    Of several processes, those of a process add up first, as float32: what lies together has a wide way between, and
+    only their sums travel further.
+    """
     if lax.psum(1, AXIS) == 1:
         return list(values)
     small = [i for i, value in enumerate(values) if value.nbytes <= PACK_BYTES]
     together = [small] if small else []
     found: dict[int, jax.Array] = {}
     for chosen in (*together, *([i] for i in range(len(values)) if i not in small)):
-        found |= zip(chosen, _sum(wire, [values[i] for i in chosen]), strict=True)
+        found |= zip(chosen, _sum(wire, [values[i] for i in chosen], per_process), strict=True)
     return [found[i] for i in range(len(values))]
 
 
-def _sum(wire: str, values: list[jax.Array]) -> list[jax.Array]:
+def _sum(wire: str, values: list[jax.Array], per_process: int) -> list[jax.Array]:
     """Reduce-scatter by an all-to-all of what is encoded, so that nothing encoded is ever added, and all-gather.
 
     Each replica decodes what all have gathered, its own part included: else they would drift apart.
     """
     replicas, (encode, decode, *_) = lax.psum(1, AXIS), WIRES[wire]
     flat = [_padded(value.ravel().astype(jnp.float32), BLOCK) for value in values]  # no block of two leaves
-    blocks = _padded(jnp.concatenate(flat), replicas * BLOCK).reshape(replicas, -1, BLOCK)
-    mine = decode(lax.all_to_all(encode(blocks), AXIS, 0, 0)).sum(0)
-    whole = decode(lax.all_gather(encode(mine), AXIS)).ravel()
+    together = _padded(jnp.concatenate(flat), replicas * BLOCK)
+    processes, inside, across = replicas // per_process, None, None
+    if 1 < per_process < replicas:
+        ranks = np.arange(replicas).reshape(processes, per_process)
+        inside, across = ranks.tolist(), ranks.T.tolist()
+        together = lax.psum_scatter(together.reshape(per_process, -1), AXIS, axis_index_groups=inside)
+    blocks = together.reshape(replicas if inside is None else processes, -1, BLOCK)
+    mine = decode(lax.all_to_all(encode(blocks), AXIS, 0, 0, axis_index_groups=across)).sum(0)
+    bits = lax.all_gather(encode(mine), AXIS, axis_index_groups=across)
+    whole = decode(bits if inside is None else lax.all_gather(bits, AXIS, axis_index_groups=inside)).ravel()
     found, start = [], 0
     for value, padded in zip(values, flat, strict=True):
         found.append(whole[start : start + value.size].reshape(value.shape).astype(value.dtype))

@@ -17,10 +17,10 @@ from .group import AXIS, Group
 from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
 from .watchdog import WATCHDOG
 
-# What XLA may pack into one all-reduce on GPUs. By its own limit (30 MB) most gradients wait for those that come last.
+# What XLA may pack into one sum on GPUs. By its own limit (30 MB) most gradients wait for those that come last.
 # bench/gpu_programs.py has the figures, also of others.
 COMBINE_BYTES = 8 * 2**20
-_COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
+_COMBINE = "xla_gpu_{}_combine_threshold_bytes"
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,11 @@ def compiler_options(group: Group) -> dict[str, Any]:
     """What programs of a group are compiled with."""
     if group.platform != "gpu":
         return {}
-    options: dict[str, Any] = {}
-    if _COMBINE not in os.environ.get("XLA_FLAGS", ""):
-        options[_COMBINE] = COMBINE_BYTES
+    flags = os.environ.get("XLA_FLAGS", "")
+    # Of a reduce-scatter XLA counts the bytes of a replica's piece.
+    limits = {"all_reduce": COMBINE_BYTES, "reduce_scatter": max(COMBINE_BYTES // group.size, 1)}
+    options: dict[str, Any] = {_COMBINE.format(kind): limit for kind, limit in limits.items()}
+    options = {option: limit for option, limit in options.items() if option not in flags}
     if group.accelerator is not None:
         options["xla_gpu_autotune_level"] = 0  # which would time kernels on the device
     return options

@@ -140,6 +140,14 @@ class Group:
         return len(self._local_ranks) < self.size
 
     @cached_property
+    def _per_process(self) -> int:
+        """How many replicas each process has, in the order of ranks; 1 where they do not lie so."""
+        owners = [device.process_index for device in self.devices]
+        count = 1 if self.is_simulated else len(owners) // len(set(owners))
+        is_even = all(len(set(owners[i : i + count])) == 1 for i in range(0, len(owners), count))
+        return count if is_even and len(owners) % count == 0 else 1
+
+    @cached_property
     def _has_one_device(self) -> bool:
         """Is there one device?"""
         return self.mesh.devices.size == 1

@@ -87,6 +87,7 @@ class ShardedOptimizer:
         assert spec.is_cut is not None
         leaves, treedef = jax.tree.flatten(params)
         own = self._pieces(jax.tree.leaves(grads), are_parts)
+        own = lax.optimization_barrier(own) if are_parts else own  # as before every then
         own = [grad.astype(shape.dtype) for grad, shape in zip(own, shapes, strict=True)]
         own = own if clip is None else self._clipped(own, clip)
         held = self._pieces(leaves, are_parts=False)

@@ -29,6 +29,7 @@ class Step:
       params, opt_state, state: shared variables: the parameters, whose tree is `params.value`, the optimizer's state,
         and the model's, None where there is none.
       ema: a shared variable, the exponential moving average of the parameters; None where none was asked for.
+      feedback: shared variables that `wire=synk.train.PowerSGD(...)` keeps between steps, by name; else empty.
       variables: all of these that there are, by name: what `synk.save` and `synk.load` take.
 
     Example:
@@ -153,7 +154,11 @@ def step(
       nan: as for `synk.function`: "raise" for FloatingPointError where loss, gradients or the new parameters are not
         finite, which names the row to blame; no step is taken then.
       wire: as what gradients travel between replicas, as for `synk.function`; the loss, the state and leaves of fewer
-        than 256 numbers travel as they are.
+        than 256 numbers travel as they are. Or `synk.train.PowerSGD(rank)`: as thin factors, with what they leave out
+        added to the next step's; `check` compares as if all travelled.
+      shard_optimizer: whether each replica keeps one n-th of the optimizer's state, updates one n-th of the parameters,
+        and gathers the rest (ZeRO-1): the same step, and as many bytes. `opt_state.value` is the whole. Only of an
+        optimizer that treats each number alone; `clip` clips by the global norm.
       blocks: as for `synk.function`: gradients of blocks of so many rows, combined by one fixed tree: the same bits of
         all parameters for any replicas and slices. Not with a `state` that holds PRNG keys.
       ema: the decay of an exponential moving average of the parameters, e.g. 0.999: after each step `step.ema` is
@@ -165,7 +170,8 @@ def step(
 
     Raises:
       ImportError: optax is not installed.
-      TypeError, ValueError: an argument is of a wrong kind or value.
+      TypeError, ValueError: an argument is of a wrong kind or value; or `shard_optimizer` goes with an optimizer that
+        mixes numbers.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train

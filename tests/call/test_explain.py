@@ -61,6 +61,26 @@ def test_a_schedule_is_read():
 
 
 @pytest.mark.parametrize(
+    ("attributes", "ranks"),
+    [
+        ("replica_groups={{0,1},{2,3}}, x", (0, 1)),
+        ("replica_groups={{0,1,2,3}}, x", None),
+        ("replica_groups={}", None),
+        ("replica_groups=[1,4]<=[4]", None),
+        ("replica_groups=[2,4]<=[8], x", (0, 1, 2, 3)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0), x", (0, 4)),
+    ],
+)
+def test_who_takes_part(attributes, ranks):
+    """The first set of replicas, in both ways that HLO names them; None where it is all."""
+    text = (
+        f"HloModule m\nENTRY %main (x: f32[8]) -> f32[8] {{\n  ROOT %r = f32[8]{{0}} all-reduce(%x), {attributes}\n}}\n"
+    )
+    [found] = read_schedule(text, is_in_order=False).collectives
+    assert found.ranks == ranks
+
+
+@pytest.mark.parametrize(
     ("shape", "size"),
     [("f32[]", 4), ("(f32[2,3]{1,0:T(8,128)}, bf16[5])", 34), ("pred[7]", 7), ("s4[3]", 2), ("f8e4m3fn[6]", 6), ("c64[2]", 16), ("f32[<=4]", 16), ("token[]", 0)],
 )  # fmt: skip

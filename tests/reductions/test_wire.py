@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import synk
 import synk.train
-from synk._reductions.wire import BLOCK, WIRES, largest_error
+from synk._reductions.wire import BLOCK, WIRES, all_sum_narrowly, largest_error
+from synk._runtime.group import AXIS
 
 from ..helpers import GROUPS, group_of, slow, slow_but
 
@@ -62,6 +64,26 @@ def test_what_arrives(group, wire):
             f.check(x, num_slices=num_slices)
             again = f(x, num_slices=num_slices)
             assert all((again[name] == got[name]).all() for name in OPS)
+
+
+@pytest.mark.parametrize("per_process", [1, 2, 4])
+@pytest.mark.parametrize("wire", WIRES)
+def test_those_of_a_process_add_up_first(wire, per_process):
+    """Exactly, and what travels further is rounded as ever; all get the same bits."""
+    with group_of("devices", 4) as group:
+        parts = np.stack([WIDE[i] for i in range(4)])
+
+        def body(part):
+            return [value[None] for value in all_sum_narrowly([part[0], part[0, :300]], wire, per_process)]
+
+        mapped = jax.shard_map(
+            body, mesh=group.mesh, in_specs=PartitionSpec(AXIS), out_specs=PartitionSpec(AXIS), check_vma=False
+        )
+        whole, few = map(np.asarray, jax.jit(mapped)(parts))
+    hosts = parts.reshape(4 // per_process if per_process < 4 else 4, -1, 1000).sum(1)
+    assert (np.abs(whole[0] - parts.sum(0)) <= largest_error(wire, "sum", hosts) + 1e-6 * np.abs(parts).sum(0)).all()
+    assert (np.abs(few[0] - parts.sum(0)[:300]) <= largest_error(wire, "sum", parts[:, :300]) + 1e-5).all()
+    assert (whole == whole[0]).all() and (few == few[0]).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -270,6 +270,34 @@ class TestGpuPrograms:
         assert [program.collectives for program in slices] == [()] * len(slices)
         assert sum(c.operand_bytes for c in last.collectives) == 6 * 4 * 1024**2
 
+    @pytest.mark.parametrize(("wire", "share"), [("bf16", 1 / 2), ("int8", 260 / 1024)])
+    def test_between_machines_sums_of_machines_travel(self, wire, share):
+        """Narrowly, and each replica's eighth of them alone."""
+        params, rows = [SHAPE((1024, 1024), np.float32)] * 2, SHAPE((16 * 64, 1024), np.float32)
+        with synk.target("h100", 16, hosts=2):
+            [program] = synk.train.step(self.loss, params, optax.sgd(0.1), wire=wire).explain(rows).programs
+        wide = {
+            kind: [c for c in program.collectives if c.kind == kind and c.ranks == tuple(range(8))]
+            for kind in ("reduce-scatter", "all-gather")
+        }
+        assert sum(c.operand_bytes for c in wide["reduce-scatter"]) == 8 * 1024**2
+        assert sum(c.result_bytes for c in wide["all-gather"]) == 8 * 1024**2 * share
+        between = [c for c in program.collectives if c.ranks == (0, 8)]
+        assert sum(c.operand_bytes for c in between) == pytest.approx(2 * 1024**2 * share)
+
+    def test_pieces(self):
+        """Each replica keeps and updates an eighth; sums to pieces hide as others do."""
+        params, rows = [SHAPE((1024, 1024), np.float32)] * 6, SHAPE((8 * 512, 1024), np.float32)
+        with synk.target("h100", 8):
+            plain, sharded = [
+                synk.train.step(self.loss, params, optax.adam(0.1), shard_optimizer=shard).explain(rows).programs[0]
+                for shard in (False, True)
+            ]
+        assert plain.argument_bytes - sharded.argument_bytes == pytest.approx(7 / 8 * 2 * 6 * 4 * 1024**2, rel=1e-3)
+        sums = [c for c in sharded.collectives if c.kind == "reduce-scatter"]
+        assert sum(c.operand_bytes for c in sums) == 6 * 4 * 1024**2
+        assert sum(c.operand_bytes for c in sums if c.behind) >= 4 * 4 * 1024**2
+
     def test_options_of_the_user_go_first(self):
         """They bound what is packed."""
         bound = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**30}
