@@ -283,17 +283,18 @@ class TestGpuPrograms:
         assert sum(c.operand_bytes for c in wide["reduce-scatter"]) == 8 * 1024**2
         assert sum(c.result_bytes for c in wide["all-gather"]) == 8 * 1024**2 * share
         between = [c for c in program.collectives if c.ranks == (0, 8)]
-        assert sum(c.operand_bytes for c in between) == pytest.approx(2 * 1024**2 * share)
+        # An eighth of 8 MB, and of its sums half from each machine.
+        assert sum(c.operand_bytes for c in between) == pytest.approx(1.5 * 1024**2 * share)
 
     def test_pieces(self):
         """Each replica keeps and updates an eighth; sums to pieces hide as others do."""
         params, rows = [SHAPE((1024, 1024), np.float32)] * 6, SHAPE((8 * 512, 1024), np.float32)
         with synk.target("h100", 8):
             plain, sharded = [
-                synk.train.step(self.loss, params, optax.adam(0.1), shard_optimizer=shard).explain(rows).programs[0]
+                synk.train.step(self.loss, params, optax.sgd(0.1, 0.9), shard_optimizer=shard).explain(rows).programs[0]
                 for shard in (False, True)
             ]
-        assert plain.argument_bytes - sharded.argument_bytes == pytest.approx(7 / 8 * 2 * 6 * 4 * 1024**2, rel=1e-3)
+        assert plain.argument_bytes - sharded.argument_bytes == pytest.approx(7 / 8 * 6 * 4 * 1024**2, rel=1e-3)
         sums = [c for c in sharded.collectives if c.kind == "reduce-scatter"]
         assert sum(c.operand_bytes for c in sums) == 6 * 4 * 1024**2
         assert sum(c.operand_bytes for c in sums if c.behind) >= 4 * 4 * 1024**2
