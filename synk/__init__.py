@@ -15,6 +15,7 @@ from ._base.errors import (
 from ._call.blame import Blame
 from ._call.decorator import function
 from ._call.function import Function
+from ._call.iterate import each
 from ._call.pairs import pairs
 from ._call.scan import scan
 from ._call.spec import Stats
@@ -53,7 +54,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Blame", "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
     "Overlap", "PeerError", "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce",
-    "broadcast", "build_inputs", "check_replicas", "close", "data", "distribute", "fork", "function", "gather",
+    "broadcast", "build_inputs", "check_replicas", "close", "data", "distribute", "each", "fork", "function", "gather",
     "get_lengths", "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "pairs", "part_key",
     "preempted", "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value",
     "shared", "simulate", "size", "target",

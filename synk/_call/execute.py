@@ -130,9 +130,13 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
 
 
 def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
-    """Variables that hold rows go with inputs of as many rows on each replica; blocks read what all replicas share."""
-    for variable, state in states.items() if ready.call.block is not None else ():
-        if not state.is_equal:
+    """Variables that hold rows go with inputs of as many rows on each replica. Blocks read what all replicas share, and
+    a `then` that adds up updates that."""
+    shared = [] if ready.call.block is None else [*states]
+    if ready.function.then_sums is not None:
+        shared += [each.variable for each in ready.plan.updates if each.variable not in ready.function.then_sums.own]
+    for variable in shared:
+        if not states[variable].is_equal:
             raise DivergedError(divergence(variable))
     rows = ready.rows
     wanted = rows.lengths if rows.on_replicas is None else rows.on_replicas.held

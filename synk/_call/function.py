@@ -20,6 +20,7 @@ from .._variables.variable import Shared
 from .binding import ArgumentBinder, BoundArguments
 from .compose import compose
 from .execute import NotFinite
+from .inputs import check_slices
 from .inspection import Inspection
 from .iterate import Batches, iterate
 from .look import Where
@@ -28,6 +29,7 @@ from .prepare import prepare, start
 from .row_input import RowRequest
 from .slices import execute_fitting
 from .spec import FunctionSpec, with_then
+from .stream import stream
 
 
 class Function(Inspection):
@@ -204,6 +206,54 @@ class Function(Inspection):
         rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), group)
         call = partial(self._launch, subset=output_subset)
         return iterate(rows, batches, prefetch, call, lambda: self._refuse("iterate"))
+
+    @public_api
+    def stream(
+        self,
+        source: Iterable[Any],
+        *,
+        prefetch: int = 2,
+        num_slices: int | Literal["auto"] = 1,
+        output_subset: Sequence[Any] | None = None,
+    ) -> Prefetch[Any, PyTree]:
+        """Call the function for each item of a loader; the next ones are taken and sent while the current one runs.
+
+        Args:
+          source: gives the arguments of each call: a tuple or list by position, a mapping by name, anything else as the
+            only one. Any iterable: a `torch.utils.data.DataLoader`, Grain, `tf.data`'s `as_numpy_iterator()`, a
+            generator. Items may have any numbers of rows, and their memory may be used again for the next one.
+          prefetch: how many items a thread works ahead; 0 for none.
+          num_slices: as in a call.
+          output_subset: as in a call.
+
+        Returns:
+          An iterator of the results, in order; it has as many as the source says. Leaving the loop stops the thread.
+
+        Raises:
+          TypeError: the source is not iterable.
+          Otherwise as a call, and whatever the source raises, when that item is reached.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> dot = synk.function(lambda x, y: jnp.sum(x * y))
+          >>> loader = [(np.arange(rows), np.ones(rows)) for rows in (4, 4, 3)]
+          >>> [float(y) for y in dot.stream(loader)]
+          [6.0, 6.0, 3.0]
+        """
+        check_slices(num_slices, self.name)
+        self._refuse("stream")
+        group = current_group()
+        group._refuse_if_absent(f"{self.name}.stream")
+        return stream(
+            self._spec,
+            self._binder,
+            source,
+            RowRequest(num_slices=num_slices),
+            group,
+            size=prefetch,
+            call=partial(self._launch, subset=output_subset),
+            refuse=lambda: self._refuse("stream"),
+        )
 
     @public_api
     def over(

@@ -1,10 +1,12 @@
 """Iterate: a function over many batches, the next ones picked and sent while the current one runs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from .._base.errors import public_api
 from .._base.pytree import PyTree, as_keys, narrow
 from .._data.dataset import Data, source_of
 from .._data.prefetch import Prefetch
@@ -17,13 +19,53 @@ from .inputs import check_leaves, common_rows
 from .row_input import RowRequest
 from .spec import FunctionSpec
 
+_END = object()  # of values that have ended
 
-class _Ahead(NamedTuple):
+
+class Each:
+    """Values of which each batch gets the next one; made by `synk.each`."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self.values = values
+
+    def __repr__(self) -> str:
+        return f"synk.each({self.values!r})"
+
+
+@public_api
+def each(values: Iterable[Any]) -> Any:
+    """Give each batch of `f.iterate` or `f.over` a value of its own, for an input that is broadcast.
+
+    Args:
+      values: an iterable with as many values as there are batches, or more: learning rates, PRNG keys.
+
+    Returns:
+      What to pass as the argument.
+
+    Raises:
+      TypeError: it is not iterable.
+      ValueError: there are fewer values than batches; when that batch is reached.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> scaled = synk.function(lambda x, rate: rate * jnp.sum(x), inputs=["x"])
+      >>> x, rates = np.ones(6), [1.0, 0.5, 0.25]
+      >>> [float(y) for y in scaled.iterate(x, synk.each(rates), batches=synk.minibatches(6, 2))]
+      [2.0, 1.0, 0.5]
+    """
+    if not isinstance(values, Iterable):
+        raise TypeError(f"synk.each: {values!r} is no iterable; give one value for each batch.")
+    return Each(values)
+
+
+class Ahead(NamedTuple):
     """A call made ready: its arguments, the batch where there is data to pick from, and versions of that."""
 
+    rows: "Batches"
     bound: BoundArguments
     versions: list[int]
     kept: Any
+    given: dict[int, Any]  # by leaf: the value of `synk.each` that this batch has
     seconds: float
 
 
@@ -33,8 +75,11 @@ class Batches:
     def __init__(
         self, function: FunctionSpec, bound: BoundArguments, request: RowRequest, group: Group, call: str = "iterate"
     ) -> None:
-        self.function, self.bound, self.request, self.group = function, bound, request, group
+        self.function, self.request, self.group = function, request, group
         self.name = f"{function.name}.{call}"
+        self._each = self._values_of_each(bound)
+        self._next = {i: next(values, _END) for i, values in self._each.items()}
+        self.bound = bound = self._with_values(bound, self._next)
         looked = check_leaves(bound, function.name, group)
         self.sources, self.keys = looked.scattered, [looked.keys[i] for i in bound.spec.scattered]
         self.names = bound.spec.scattered_names
@@ -45,6 +90,29 @@ class Batches:
         self.rows()
         if not self.picked:
             raise ValueError(f"{self.name}: batches pick rows of scattered inputs, but this call has none.")
+
+    def _values_of_each(self, bound: BoundArguments) -> dict[int, Iterator[Any]]:
+        """The values of each `synk.each`, by leaf."""
+        found = {i: leaf.values for i, leaf in enumerate(bound.leaves) if isinstance(leaf, Each)}
+        for i in found:
+            if i not in bound.spec.broadcast:
+                raise ValueError(
+                    f"{self.name}: argument {bound.spec.names[i]} is scattered, and synk.each gives each batch a value "
+                    f'that is broadcast. Make the input "broadcast"; rows of each batch come by stream.'
+                )
+        return {i: iter(values) for i, values in found.items()}
+
+    def _with_values(self, bound: BoundArguments, values: dict[int, Any]) -> BoundArguments:
+        """The arguments of a batch that has these."""
+        for i, value in values.items():
+            if value is _END:
+                raise ValueError(f"{self.name}: {bound.leaves[i]!r} has fewer values than there are batches.")
+        return bound._replace(leaves=[values.get(i, leaf) for i, leaf in enumerate(bound.leaves)])
+
+    def _take_values(self) -> dict[int, Any]:
+        """Those of the next batch."""
+        values, self._next = self._next, {}
+        return values or {i: next(values, _END) for i, values in self._each.items()}
 
     def rows(self) -> int:
         """How many there are to pick from."""
@@ -59,17 +127,19 @@ class Batches:
         """Of the data picked from."""
         return [source._version for source in self.followed]
 
-    def ahead(self, batch: Any) -> _Ahead:
+    def ahead(self, batch: Any, values: dict[int, Any] | None = None) -> Ahead:
         """Pick the rows of what is on the host; what is resident is picked from where it is."""
         start, versions = perf_counter(), self.versions()
         selection = self._select(batch, self.rows(), self.picked[0])
-        given: list[Any] = list(self.bound.leaves)
+        values = self._take_values() if values is None else values
+        given: list[Any] = list(self._with_values(self.bound, values).leaves)
         for i in self.picked:
             if i not in self.resident:
                 given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
         kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
         numbers = None if self.resident else selection
-        return _Ahead(self.bound._replace(leaves=given, numbers=numbers), versions, kept, perf_counter() - start)
+        bound = self.bound._replace(leaves=given, numbers=numbers)
+        return Ahead(self, bound, versions, kept, values, perf_counter() - start)
 
     def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
         leaf = self.sources[i]
@@ -96,12 +166,14 @@ def iterate(
     if not isinstance(batches, Iterable):
         raise TypeError(f"{name}: batches is {batches!r}; give an iterable of batches, e.g. synk.minibatches.")
 
-    def arrive(item: _Ahead) -> PyTree:
-        seconds = item.seconds
-        if item.versions != rows.versions():  # written since: pick again
-            item = rows.ahead(item.kept)
-            seconds += item.seconds
-        rows.function.stats.sending += seconds
-        return call(item.bound, rows.request._replace(batch=item.kept if rows.resident else None))
+    return Prefetch(batches, size, rows.ahead, partial(arrive, call), f"{name}: prefetch", refuse)
 
-    return Prefetch(batches, size, rows.ahead, arrive, f"{name}: prefetch", refuse)
+
+def arrive(call: Callable[[BoundArguments, RowRequest], PyTree], item: Ahead) -> PyTree:
+    """Call a function with what was made ready."""
+    rows, seconds = item.rows, item.seconds
+    if item.versions != rows.versions():  # written since: pick again
+        item = rows.ahead(item.kept, item.given)
+        seconds += item.seconds
+    rows.function.stats.sending += seconds
+    return call(item.bound, rows.request._replace(batch=item.kept if rows.resident else None))

@@ -116,7 +116,10 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._size, self._refuse = int(size), refuse
         self._steps: tuple[Iterator[Any], Callable[[Any], R]] | None = _prepare(source, ahead), arrive
         self._worker: _Worker | None = None
-        self._length = len(source) if isinstance(source, Sized) else None
+        self._length = None
+        if isinstance(source, Sized):
+            with suppress(TypeError, NotImplementedError):  # a loader may have a len() that says it has none
+                self._length = len(source)
         self._is_x64: bool = config.jax_enable_x64
 
     def __len__(self) -> int:

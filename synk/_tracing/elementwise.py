@@ -1,6 +1,6 @@
-"""Elementwise: whether a function treats each number of its arrays alone, so that a piece of them gives a piece."""
+"""Elementwise: whether a function treats each number of its arrays alone, so that pieces of them give pieces."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -16,10 +16,10 @@ _NUMBERWISE = frozenset(
     "cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log "
     "log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt "
     "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
-    "tanh xor".split()
+    "tanh xor broadcast_in_dim".split()
 )
 _CALLS = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat checkpoint".split()
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat checkpoint cond".split()
 )
 
 
@@ -57,12 +57,35 @@ def mixing(fn: Callable[..., PyTree], is_piece: PyTree, *args: PyTree) -> str | 
     return "a result that has no number for each" if wrong else None
 
 
-def outline(fn: Callable[..., PyTree], *args: PyTree) -> list[tuple[str, str]]:
-    """Its equations but for shapes: what, and by which numbers."""
-    return [
-        (each.primitive.name, repr([v.val for v in each.invars if isinstance(v, Literal)]))
-        for each in equations(jax.make_jaxpr(fn)(*args).jaxpr)
-    ]
+def asks_for_shapes(fn: Callable[..., PyTree], whole: Sequence[PyTree], pieces: Sequence[PyTree]) -> bool:
+    """Does it do anything else to pieces than to the whole, of these shapes? Masks by size do, and so does what counts
+    the numbers of an array."""
+    traced = [jax.make_jaxpr(fn)(*args) for args in (whole, pieces)]
+    both = [list(equations(closed.jaxpr)) for closed in traced]
+    outlines = [[*map(_outline, each)] for each in both]
+    if outlines[0] != outlines[1] or _constants(traced[0]) != _constants(traced[1]):
+        return True
+    for one, other in zip(*both, strict=True):
+        name = one.primitive.name
+        pairs = zip(one.invars, other.invars, strict=True)
+        differs = any(a.aval.shape != b.aval.shape for a, b in pairs)
+        if differs and name not in _NUMBERWISE and name not in _CALLS and name != "reshape":
+            return True
+    return False
+
+
+def _outline(equation: Any) -> tuple[str, str, str]:
+    """An equation but for shapes: what it does, and by which numbers."""
+    numbers = [variable.val for variable in equation.invars if isinstance(variable, Literal)]
+    simple = {k: v for k, v in equation.params.items() if isinstance(v, bool | int | float | str | np.dtype)}
+    return equation.primitive.name, repr(numbers), repr(sorted(simple.items()))
+
+
+def _constants(closed: Any) -> list[bytes]:
+    """The constants of a function and of those inside."""
+    inner = [value for equation in equations(closed.jaxpr) for value in jax.tree.leaves([*equation.params.values()])]
+    each = [closed, *(value for value in inner if hasattr(value, "consts"))]
+    return [np.asarray(const).tobytes() for one in each for const in one.consts]
 
 
 def _kind_of(array: Any) -> _Kind:
@@ -90,15 +113,21 @@ def _of_equation(equation: Any, kinds: list[_Kind]) -> list[_Kind]:
     inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
     if name in _CALLS and inner is not None:
         return _run_closed(inner, kinds)
-    shape = equation.outvars[0].aval.shape
     if _Kind.PIECE not in kinds:
-        is_uniform = max(kinds, default=_Kind.OTHER) == _Kind.UNIFORM and name in (*_NUMBERWISE, "broadcast_in_dim")
+        is_uniform = max(kinds, default=_Kind.OTHER) == _Kind.UNIFORM and name in _NUMBERWISE
         return [_Kind.UNIFORM if is_uniform else _kind_of(variable.aval) for variable in equation.outvars]
-    pairs = zip(kinds, equation.invars, strict=True)
-    keeps_places = all(variable.aval.shape == shape for kind, variable in pairs if kind == _Kind.PIECE)
-    if not keeps_places or name not in (*_NUMBERWISE, "broadcast_in_dim", "reshape"):
+    if not _keeps_places(equation, kinds):
         raise _MixesError(name)
     return [_joined(name, kinds) for _ in equation.outvars]
+
+
+def _keeps_places(equation: Any, kinds: Sequence[_Kind]) -> bool:
+    """Does each number of a piece stay where it is?"""
+    name, shape = equation.primitive.name, equation.outvars[0].aval.shape
+    if name not in _NUMBERWISE and (name != "reshape" or equation.params.get("dimensions") is not None):
+        return False
+    pairs: Iterator[tuple[_Kind, Any]] = zip(kinds, equation.invars, strict=True)
+    return all(variable.aval.shape == shape for kind, variable in pairs if kind == _Kind.PIECE)
 
 
 def _run_closed(jaxpr: Any, kinds: Sequence[_Kind]) -> list[_Kind]:

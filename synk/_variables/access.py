@@ -154,7 +154,8 @@ def state_of_leaves(
 def state_of_copies(variable: Variable, leaves: list[Any]) -> VariableState:
     """What it holds once every replica has a copy of these leaves, or its pieces of them."""
     group = group_of(variable)
-    return state_of_leaves(variable, _copies(variable, group, leaves), state_in(variable, group).layout)
+    layout: Layout = variable._state.layout if variable._spec.is_cut is None else "stacked"
+    return state_of_leaves(variable, _copies(variable, group, leaves), layout)
 
 
 def commit_all(states: Sequence[tuple[Variable, VariableState]]) -> None:

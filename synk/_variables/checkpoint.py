@@ -230,7 +230,7 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
         there, size = kept[name], group_of(variable).size
         for what, was, has in _differences(there, variable):
             raise ValueError(f"{where}: {name}{what} was {was}, but {variable.name} has {has}.")
-        if is_of_others(there, variable) and not variable._is_averaged_on_load:
+        if is_of_others(there, variable) and not variable._is_own:
             raise ValueError(
                 f"{where}: {name} differed on {there['replicas']} replicas, but there are {size} now. "
                 f"Load into as many, or make it equal before it is saved."

@@ -51,11 +51,11 @@ def whole_on_host(spec: ValueSpec, group: Group, stored: Sequence[jax.Array]) ->
 
 
 def refuse_pieces(variable: Any, call: str) -> None:
-    """Refuse what is about values of replicas' own."""
+    """Refuse what is about values of replicas' own, as `call` is."""
     if variable._spec.is_cut is not None:
         raise SynkError(
             f"{call}: {variable.name} lies in pieces, of which each replica holds one, so none has a value of its own. "
-            f"Read and assign the whole: {variable.name}.value."
+            f"Outside of functions read and assign the whole, {variable.name}.value; into one pass it as an argument."
         )
 
 

@@ -48,7 +48,8 @@ class Shared:
         self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
         self._group: Group | None = None
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
-        self._is_averaged_on_load = False  # whether loading what differed into another number of replicas averages it
+        # Whether each replica has its own by design: no replicas are compared, and others load the average of all.
+        self._is_own = False
         self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -85,6 +85,16 @@ class LocalSteps:
         """
         _refuse_slices(num_slices, self.function.name)
         return _Iterating(self, self.function.iterate(*args, **options))
+
+    @public_api
+    def stream(self, source: Iterable[Any], *, num_slices: int = 1, **options: Any) -> Iterator[Any]:
+        """Take a step for each item of a loader, and at the end average what is left; see `synk.Function.stream`.
+
+        Returns:
+          An iterator of what each call returns.
+        """
+        _refuse_slices(num_slices, self.function.name)
+        return _Iterating(self, self.function.stream(source, **options))
 
     @public_api
     def finish(self) -> None:

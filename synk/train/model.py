@@ -188,6 +188,8 @@ class TrainingModel:
         are_parts, params = context.has_own_sums, held.value
         if self._low_rank is not None and are_parts:
             grads, are_parts = self._low_rank.sum(grads), False
+        if self.adds_up and not are_parts:  # which come as wide as they are added up
+            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
         if self._sharded is None:
             new, opt_state.value = self.apply_updates(params, opt_state.value, grads, loss)
         else:

@@ -66,7 +66,7 @@ class LowRankSum:
         basis = [rng.normal(size=(columns, wire.rank)).astype(np.float32) for _, columns in self.matrices.values()]
         left_out = [np.zeros(matrix, np.float32) for matrix in self.matrices.values()]
         self.basis, self.feedback = shared(basis, "basis"), shared(left_out, "feedback")
-        self.feedback._is_averaged_on_load = True
+        self.feedback._is_own = True
 
     def sum(self, parts: PyTree) -> PyTree:
         """Add up every replica's parts; inside `then`, whose updates of the variables it makes."""
@@ -76,18 +76,18 @@ class LowRankSum:
         own = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in kept]
         bases = [_of_length_1(basis) for basis in self.basis.value]
         others = [i for i in range(len(leaves)) if i not in self.matrices]
-        first = [matrix @ basis for matrix, basis in zip(own, bases, strict=True)]
+        first = [_product(matrix, basis) for matrix, basis in zip(own, bases, strict=True)]
         summed = all_sum([*first, *(leaves[i] for i in others)])
         left = [*map(_orthonormal, summed[: len(own)])]
-        right = [matrix.T @ factor for matrix, factor in zip(own, left, strict=True)]
+        right = [_product(matrix.T, factor) for matrix, factor in zip(own, left, strict=True)]
         whole_right = all_sum(right)
         self.feedback.value = [
-            size * (matrix - factor @ other.T) for matrix, factor, other in zip(own, left, right, strict=True)
+            size * (matrix - _product(factor, other.T)) for matrix, factor, other in zip(own, left, right, strict=True)
         ]
         self.basis.value = [*map(_unless_zero, whole_right, bases)]
         found = dict(zip(others, summed[len(own) :], strict=True))
         for i, factor, other in zip(self.matrices, left, whole_right, strict=True):
-            found[i] = (factor @ other.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
+            found[i] = _product(factor, other.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
         return treedef.unflatten([found[i] for i in range(len(leaves))])
 
 
@@ -102,10 +102,17 @@ def _is_less(shape: jax.ShapeDtypeStruct, rank: int) -> bool:
     return rank * sum(_matrix(shape)) < shape.size
 
 
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """As float32 on GPUs too: what one product rounds away, the feedback would not know of."""
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
 def _of_length_1(columns: jax.Array) -> jax.Array:
-    """Each column over its length, so that small gradients stay numbers; zeros stay."""
+    """Each column over its length, whose squares may be too large or too small; zeros stay."""
+    largest = jnp.abs(columns).max(0, keepdims=True)
+    columns = columns / jnp.where(largest == 0, 1, largest)
     length = jnp.linalg.norm(columns, axis=0, keepdims=True)
-    return columns / jnp.maximum(length, jnp.finfo(jnp.float32).tiny)
+    return columns / jnp.where(length == 0, 1, length)
 
 
 def _orthonormal(columns: jax.Array) -> jax.Array:

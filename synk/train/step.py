@@ -1,6 +1,6 @@
 """Step: synchronous training, the mean gradient of all rows in every step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -78,6 +78,11 @@ class Step:
     def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
         """Take a step for each of `batches`, and return an iterator of the results; see `synk.Function.iterate`."""
         return self.function.iterate(*args, **options)
+
+    @public_api
+    def stream(self, source: Iterable[Any], **options: Any) -> Prefetch[Any, Any]:
+        """Take a step for each item of a loader, and return an iterator of the results; see `synk.Function.stream`."""
+        return self.function.stream(source, **options)
 
     @public_api
     def check(self, *args: Any, **options: Any) -> None:

@@ -32,6 +32,13 @@ def promotion():
         yield
 
 
+@pytest.fixture
+def devices():
+    """Four replicas on four devices."""
+    with group_of("devices", 4):
+        yield
+
+
 def mean_loss(params, x, y):
     off = (x @ params["w"] * params["small"].mean() + params["b"] - y) ** 2
     return off.mean() + 0.1 * (params["kernel"] ** 2).mean()
@@ -100,7 +107,7 @@ def test_the_algorithm(group, loss):
             np.testing.assert_allclose(leaf, params[name], rtol=1e-4, atol=1e-5)
         kept = sum(step.feedback["feedback"].get_value(rank)[1] for rank in range(n)) / n
         np.testing.assert_allclose(kept, left_out, rtol=1e-3, atol=1e-5)
-        synk.check_replicas(step.params, step.opt_state, step.feedback["basis"])
+        synk.check_replicas(*step.variables.values())  # but for what is each replica's own
 
 
 def test_alone_nothing_travels():
@@ -136,6 +143,31 @@ def test_gradients_that_vanish_and_come_back(four):
     step(X * 0 + 1e-25)
     step(X * 0 + 1)
     np.testing.assert_allclose(step.params.value, np.full((12, 7), -1 / 84), rtol=1e-4)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_halves(n):
+    """They travel as float32, and the optimizer sees them as they are."""
+    start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), START)
+
+    def loss(params, x, y):
+        return mean_loss(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), x, y)
+
+    with group_of("devices", n):
+        for shard in (False, True):
+            step = made(loss, optax.adam(0.01), start, shard_optimizer=shard)
+            losses = [float(step(X, Y)) for _ in range(20)]
+            assert losses[-1] < losses[0] and step.params.value["w"].dtype == jnp.bfloat16
+
+
+def test_a_huge_gradient_ends_nothing(devices):
+    """Its squares are no numbers of float32."""
+    step = synk.train.step(
+        lambda w, x: (x.mean(1)[:, None, None] * w).mean(), np.zeros((12, 7), np.float32), optax.sign_sgd(0.1),
+        wire=synk.train.PowerSGD(2),
+    )  # fmt: skip
+    step(X * 0 + 1e24)
+    np.testing.assert_allclose(step.params.value, np.full((12, 7), -0.1), rtol=1e-5)
 
 
 def test_check_and_serial(four):

@@ -1,0 +1,50 @@
+"""Stream: a function over what a loader gives, the next items placed while the current one runs."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .._base.pytree import PyTree
+from .._data.prefetch import Prefetch
+from .._runtime.group import Group
+from .binding import ArgumentBinder, BoundArguments
+from .iterate import Ahead, Batches, arrive
+from .row_input import RowRequest
+from .spec import FunctionSpec
+
+
+def stream(
+    function: FunctionSpec,
+    binder: ArgumentBinder,
+    source: Iterable[Any],
+    request: RowRequest,
+    group: Group,
+    *,
+    size: int,
+    call: Callable[[BoundArguments, RowRequest], PyTree],
+    refuse: Callable[[], None],
+) -> Prefetch[Any, PyTree]:
+    """Call a function for each item; `refuse` raises where nothing may be launched."""
+    name = f"{function.name}.stream"
+    if not isinstance(source, Iterable):
+        raise TypeError(f"{name}: its source is {source!r}; give an iterable of arguments, e.g. a data loader.")
+
+    def ahead(item: Any) -> Ahead:
+        args, kwargs = _arguments(item)
+        bound = binder.bind(args, kwargs)
+        # Whoever made them may use their memory again for the next item. Rows are copied as they are picked.
+        leaves = list(bound.leaves)
+        for i in bound.spec.broadcast:
+            leaves[i] = np.array(leaves[i]) if isinstance(leaves[i], np.ndarray) else leaves[i]
+        return Batches(function, bound._replace(leaves=leaves), request, group, "stream").ahead(None)
+
+    return Prefetch(source, size, ahead, partial(arrive, call), f"{name}: prefetch", refuse)
+
+
+def _arguments(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """By position: a tuple, or a list, as torch collates them; by name: a mapping; anything else alone."""
+    if isinstance(item, Mapping):
+        return (), dict(item)
+    return (tuple(item), {}) if isinstance(item, tuple | list) else ((item,), {})
