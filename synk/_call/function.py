@@ -236,7 +236,7 @@ class Function(Inspection):
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
           >>> dot = synk.function(lambda x, y: jnp.sum(x * y))
-          >>> loader = [(np.arange(rows), np.ones(rows)) for rows in (4, 4, 3)]
+          >>> loader = [(np.arange(float(rows)), np.ones(rows)) for rows in (4, 4, 3)]
           >>> [float(y) for y in dot.stream(loader)]
           [6.0, 6.0, 3.0]
         """

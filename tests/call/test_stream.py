@@ -1,0 +1,234 @@
+"""Stream and each: the results of plain calls on what a loader gives, in order, and on a value for each batch."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import synk
+import synk.train
+
+from ..helpers import GROUPS, assert_same, group_of, numbers
+
+ITEMS = [(numbers(rows, 3, seed), np.float32(seed + 1)) for seed, rows in enumerate((4, 7, 4, 1, 9, 4))]
+of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
+
+
+@synk.function(inputs=["x"], outputs=("sum", "concat"))
+def scaled(x, rate):
+    return rate * x.sum(0), x * rate
+
+
+def wanted(items=ITEMS):
+    return [scaled(*item) for item in items]
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "synk-prefetch"]
+
+
+FORMS = {
+    "tuple": lambda x, rate: (x, rate),
+    "list": lambda x, rate: [x, rate],
+    "mapping": lambda x, rate: {"rate": rate, "x": x},
+    "arrays of JAX": lambda x, rate: (jnp.asarray(x), jnp.asarray(rate)),
+    "data": lambda x, rate: (synk.data(x, place="scatter"), rate),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group", GROUPS)
+@of_every_size
+def test_results_in_order(group, size, form):
+    """Of any numbers of rows; warm as well as fresh, and in slices."""
+    with group_of(*group):
+        for slices in (1, 2):
+            found = list(scaled.stream((FORMS[form](*item) for item in ITEMS), prefetch=size, num_slices=slices))
+            for got, want in zip(found, wanted(), strict=True):
+                assert_same(got, want)
+
+
+def test_one_argument(four):
+    """What is no tuple, list or mapping is the only one."""
+    total = synk.function(lambda x: x.sum(0))
+    for got, (x, _) in zip(total.stream(x for x, _ in ITEMS), ITEMS, strict=True):
+        assert_same(got, x.sum(0))
+    assert list(total.stream([])) == []
+
+
+@of_every_size
+def test_memory_that_is_used_again(four, size):
+    """A loader may write its next item where the last one lay, rows and broadcast ones."""
+
+    def loader():
+        x, rate = np.zeros((4, 3), np.float32), np.zeros((), np.float32)
+        for i in range(6):
+            x[:], rate[...] = i, i
+            yield x, rate
+
+    found = [np.asarray(total) for total, _ in scaled.stream(loader(), prefetch=size)]
+    assert [total.tolist() for total in found] == [[4.0 * i * i] * 3 for i in range(6)]
+
+
+def test_its_length(four):
+    """Where the source says one; some have a len() that raises."""
+
+    class Endless:
+        def __iter__(self):
+            return iter(ITEMS)
+
+        def __len__(self):
+            raise TypeError("no")
+
+    assert len(scaled.stream(ITEMS)) == 6
+    for source in (Endless(), iter(ITEMS)):
+        with pytest.raises(TypeError, match="number of items"):
+            len(scaled.stream(source))
+    assert len(list(scaled.stream(Endless()))) == 6
+
+
+@of_every_size
+def test_errors_come_at_their_item(four, size):
+    """Of the source, of an item's form, and of a call."""
+
+    def loader(bad):
+        yield from ITEMS[:2]
+        if isinstance(bad, Exception):
+            raise bad
+        yield bad
+
+    for bad, kind in (
+        (KeyError("loader"), KeyError),
+        ((np.ones(3), 1.0, 2), TypeError),
+        ({"rows": np.ones(3)}, TypeError),
+        ((np.ones((0, 3), np.float32), 1.0), ValueError),
+        (("text", 1.0), TypeError),
+    ):
+        results = scaled.stream(loader(bad), prefetch=size)
+        for want in wanted(ITEMS[:2]):
+            assert_same(next(results), want)
+        with pytest.raises(kind):
+            next(results)
+        with pytest.raises(StopIteration):
+            next(results)
+    for got, want in zip(scaled.stream(ITEMS, prefetch=size), wanted(), strict=True):  # and goes on
+        assert_same(got, want)
+
+
+def test_leaving_stops_the_thread(four):
+    """And closes a generator."""
+    is_closed = []
+
+    def loader():
+        try:
+            while True:
+                yield ITEMS[0]
+        finally:
+            is_closed.append(True)
+
+    for i, _ in enumerate(scaled.stream(loader())):
+        if i == 3:
+            break
+    with scaled.stream(loader()) as results:
+        next(results)
+    results.close()
+    for thread in threads():
+        thread.join(10)
+    assert not threads()
+    assert len(is_closed) == 2
+
+
+def test_where_it_may_not_run(four):
+    """Nor what is no source."""
+    results = scaled.stream(ITEMS)
+    for refused in (lambda x: scaled.stream(ITEMS), lambda x: next(results)):
+        with pytest.raises(synk.SynkError, match=r"scaled\.stream"):
+            jax.jit(refused)(1.0)
+    with pytest.raises(TypeError, match=r"scaled\.stream: its source is 3"):
+        scaled.stream(3)
+    with pytest.raises(TypeError, match="prefetch"):
+        scaled.stream(ITEMS, prefetch="2")
+    assert len(list(results)) == 6
+
+
+def test_torch_tensors(four):
+    """As a DataLoader of PyTorch collates them: lists of tensors, the last one short."""
+    torch = pytest.importorskip("torch")
+    x, y = numbers(22, 3), np.arange(22, dtype=np.float32)
+    data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    dot = synk.function(lambda x, y: (x * y[:, None]).sum(0))
+    results = dot.stream(loader)
+    assert len(results) == 3
+    for i, got in enumerate(results):
+        part = slice(8 * i, 8 * i + 8)
+        assert_same(got, (x[part] * y[part, None]).sum(0))
+
+
+def test_training_on_a_stream(four):
+    """Steps, and local ones, which average what is left."""
+
+    def loss(w, x):
+        return ((w - x.mean(1)) ** 2).mean()
+
+    items = [(x,) for x, _ in ITEMS]
+    plain, streamed = [synk.train.step(loss, np.float32(0), optax.sgd(0.1)) for _ in range(2)]
+    assert [float(value) for value in streamed.stream(items)] == [float(plain(*item)) for item in items]
+    plain, streamed = [synk.train.local_steps(loss, np.float32(0), optax.sgd(0.1), every=4) for _ in range(2)]
+    for item in items:
+        plain(*item)
+    plain.finish()
+    assert len(list(streamed.stream(items))) == 6
+    assert float(streamed.params.value) == float(plain.params.value)
+
+
+# Each.
+
+
+@of_every_size
+@pytest.mark.parametrize("place", ["raw", "host", "scatter"])
+def test_a_value_for_each_batch(four, size, place):
+    """Numbers and keys, one after the other; also where the data was written to meanwhile."""
+    x, batches = numbers(11, 3), [[3, 1], slice(5), None, [7]]
+    rows = x if place == "raw" else synk.data(x, place=place)
+    rates = (np.float32(rate) for rate in (1, 2, 3, 4, 5))  # more do no harm
+    for i, (got, _) in enumerate(scaled.iterate(rows, synk.each(rates), batches=batches, prefetch=size)):
+        picked = x if batches[i] is None else x[batches[i]]
+        assert_same(got, (i + 1) * picked.sum(0))
+        if place != "raw":
+            rows[0] = x[0]  # what was picked ahead is picked again, with the same value
+    keys = jax.random.split(jax.random.key(0), 4)
+    noisy = synk.function(lambda x, key: x.sum() + jax.random.normal(key), inputs=["x"], reduce="stack")
+    found = [np.asarray(got) for got in noisy.iterate(x, synk.each(keys), batches=batches, prefetch=size)]
+    for got, key, batch in zip(found, keys, batches, strict=True):
+        assert_same(got, noisy(x, key, batch=batch))
+
+
+def test_each_over_batches(four):
+    """Of `over` too."""
+    x = numbers(12, 3)
+    total = synk.function(lambda x, rate: rate * x.sum(0), inputs=["x"])
+    got = total.over(x, synk.each([1.0, 2.0, 3.0]), batches=synk.minibatches(12, 4, shuffle=False))
+    assert_same(got, sum((i + 1) * x[4 * i : 4 * i + 4].sum(0) for i in range(3)))
+
+
+def test_each_that_does_not_fit(four):
+    """Too few, of a scattered input, outside of loops, and what is no iterable."""
+    x = numbers(8, 3)
+    results = scaled.iterate(x, synk.each([1.0]), batches=synk.minibatches(8, 4))
+    next(results)
+    with pytest.raises(ValueError, match="fewer values than there are batches"):
+        next(results)
+    with pytest.raises(ValueError, match="fewer values"):
+        scaled.iterate(x, synk.each([]), batches=synk.minibatches(8, 4))
+    with pytest.raises(ValueError, match="argument x is scattered"):
+        scaled.iterate(synk.each([x]), 1.0, batches=synk.minibatches(8, 4))
+    with pytest.raises(TypeError, match="rate"):
+        scaled(x, synk.each([1.0]))
+    with pytest.raises(TypeError, match=r"synk\.each: 3 is no iterable"):
+        synk.each(3)
+    with pytest.raises(TypeError, match="argument rate"):
+        list(scaled.iterate(x, synk.each([1.0, "a"]), batches=synk.minibatches(8, 4)))
