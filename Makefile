@@ -6,7 +6,7 @@ WORKERS ?= 2  # processes that share the test files; tests of hangs and of time 
 BIN := $(VENV)/bin
 
 .DELETE_ON_ERROR:
-.PHONY: demo test bench lint clean
+.PHONY: demo test bench lint docs clean
 
 demo: $(VENV)/.examples
 	$(BIN)/python examples/mnist.py
@@ -21,6 +21,10 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet
+	@echo out/site/index.html
 
 clean:
 	rm -rf $(VENV) out

@@ -121,7 +121,11 @@ def main():
         for name in options.models.split(","):
             for optimizer, (tx, clip) in OPTIMIZERS.items():
                 result = found["results"][f"{name}, {optimizer}"] = compare(*MODELS[name], tx, clip)
-                plain, sharded, state = result["plain_ms"], result["sharded_ms"], result["state"]
+                plain, sharded, state = (
+                    float(result["plain_ms"] or 0),
+                    float(result["sharded_ms"] or 0),
+                    result["state"],
+                )
                 kept = "no state" if state is None else f"state {state:.4f}"
                 print(
                     f"{name}, {optimizer}: {plain:.2f}, {sharded:.2f} ms ({sharded / plain:.2f}), bytes "

@@ -95,7 +95,6 @@ def test_gradients_are_reduced_once(trial):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
@@ -103,6 +102,9 @@ def test_gradients_are_reduced_once(trial):
         ("blocks.py", ["--replicas", 2, "--rounds", 2]),
         ("over.py", ["--replicas", 1, "--rounds", 2]),
         ("wire.py", ["--replicas", 2, "--seeds", 1, "--models", "perceptron"]),
+        ("sharded.py", ["--replicas", 2, "--rounds", 2, "--models", "perceptron"]),
+        ("stream.py", ["--rounds", 2, "--steps", 4]),
+        ("model.py", ["--step-ms", 29.4, "--bytes", 1e6, "--wires", BENCH / "results" / "wires-16-h100.json"]),
     ],
 )
 def test_the_others_run(script, arguments):

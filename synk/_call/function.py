@@ -190,8 +190,7 @@ class Function(Inspection):
         Returns:
           An iterator of the results, in order; it has as many as there are batches. Leaving the loop stops the thread.
 
-        Raises:
-          As a call, when that batch is reached.
+        Errors are those of a call, when that batch is reached.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
@@ -231,7 +230,8 @@ class Function(Inspection):
 
         Raises:
           TypeError: the source is not iterable.
-          Otherwise as a call, and whatever the source raises, when that item is reached.
+
+        Others are those of a call, and of the source, when that item is reached.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
@@ -271,7 +271,7 @@ class Function(Inspection):
         the memory of one batch (of rows or parts that an op keeps, of all of them). Wrap `batches` in tqdm for a bar.
 
         Args:
-          As for `iterate`; the rows are those of the batches, one after another.
+          *args: as for `iterate`, as all others; the rows are those of the batches, one after another.
 
         Returns:
           As a call.
@@ -279,7 +279,8 @@ class Function(Inspection):
         Raises:
           ValueError: there is no batch; the function has a then or updates shared variables; or outputs of two batches
             have different shapes.
-          Otherwise as a call, when that batch is reached.
+
+        Others are those of a call, when that batch is reached.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk

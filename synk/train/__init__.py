@@ -2,7 +2,7 @@
 
 from .local_sgd import LocalSteps, local_steps
 from .power_sgd import PowerSGD
-from .step import Step, step
+from .synchronous import Step, step
 
 __all__ = ["LocalSteps", "PowerSGD", "Step", "local_steps", "step"]
 

@@ -29,8 +29,9 @@ class LocalSteps:
 
     Attributes:
       function: the `synk.Function` that takes one step on each replica.
-      params, opt_state, state: shared variables: the parameters, whose tree is `params.value`, the optimizer's state,
-        and the model's, None where there is none.
+      params: a shared variable, the parameters; their tree is `params.value`.
+      opt_state: a shared variable, the optimizer's state.
+      state: a shared variable, the model's state; None where there is none.
       steps: how many steps were taken so far.
 
     Example:

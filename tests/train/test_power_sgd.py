@@ -189,9 +189,7 @@ def test_checkpoints(tmp_path, module):
     def folder(name):
         if module is synk:
             return tmp_path / name
-        import orbax.checkpoint as ocp
-
-        return ocp.CheckpointManager(tmp_path / name)
+        return pytest.importorskip("orbax.checkpoint").CheckpointManager(tmp_path / name)
 
     with group_of("devices", 2):
         step = made()

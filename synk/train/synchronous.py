@@ -1,4 +1,4 @@
-"""Step: synchronous training, the mean gradient of all rows in every step."""
+"""Synchronous: training steps, the mean gradient of all rows in every step."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,8 +26,9 @@ class Step:
 
     Attributes:
       function: the `synk.Function` that it calls.
-      params, opt_state, state: shared variables: the parameters, whose tree is `params.value`, the optimizer's state,
-        and the model's, None where there is none.
+      params: a shared variable, the parameters; their tree is `params.value`.
+      opt_state: a shared variable, the optimizer's state.
+      state: a shared variable, the model's state; None where there is none.
       ema: a shared variable, the exponential moving average of the parameters; None where none was asked for.
       feedback: shared variables that `wire=synk.train.PowerSGD(...)` keeps between steps, by name; else empty.
       variables: all of these that there are, by name: what `synk.save` and `synk.load` take.

@@ -1,0 +1,68 @@
+"""The site: its blocks run and print what they say, every public name has a place, and it builds without a warning."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import pytest
+
+import synk
+
+from .test_readme import BLOCK, run_blocks
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+MODULES = ("synk", "synk.train", "synk.stats", "synk.orbax")
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """JAX's own rules for dtypes and shapes, and the group of before afterwards."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), synk.group():
+        yield
+
+
+@pytest.mark.parametrize(
+    "page", ["index.md", *sorted(f"guides/{path.name}" for path in (DOCS / "guides").glob("*.md"))]
+)
+def test_blocks_run_and_print_what_they_say(page, capsys):
+    """One after the other, as a reader would."""
+    checked = run_blocks(DOCS / page, capsys)
+    assert checked == sum(
+        kind == "text" and "──" not in body for kind, body in BLOCK.findall((DOCS / page).read_text())
+    )
+
+
+def test_every_public_name_has_a_place():
+    """In the reference, once; and nothing there is not public."""
+    public = {f"{name}.{each}" for name in MODULES for each in importlib.import_module(name).__all__}
+    placed = [
+        name
+        for page in (DOCS / "reference").glob("*.md")
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)
+    ]
+    assert sorted(placed) == sorted(public)
+
+
+def test_every_page_is_in_the_menu():
+    """And what the menu names is there."""
+    named = re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(named) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra docs")
+def test_it_builds(tmp_path):
+    """Strictly: a dead link or a name that is not found is an error. Nothing is loaded from elsewhere."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "true"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?://[^\" >]+)", page.read_text())
+        assert not [address for address in loaded if "canonical" not in address], page
