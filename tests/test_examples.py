@@ -76,6 +76,25 @@ def test_after_other_systems(name):
     assert run(name).splitlines()[-1].startswith(LAST[name])
 
 
+COMPARISONS = {
+    "rows_that_do_not_divide.py": (),
+    "evaluation_by_sampler.py": ("torch",),
+    "accumulated_tokens.py": ("optax",),
+    "keras_last_batch.py": ("keras",),
+    "programs_in_flight.py": (),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_where_others_go_wrong(name):
+    """Each prints the answers of NumPy, of another library and of synk, and asserts which are equal."""
+    for needed in COMPARISONS[name]:
+        pytest.importorskip(needed, reason="compared with it where it is installed")
+    assert run(f"compare/{name}").splitlines()[-1].startswith("synk")
+    assert {path.name for path in (EXAMPLES / "compare").glob("*.py")} == COMPARISONS.keys()
+
+
 def test_every_example_is_run():
     """None is forgotten: each is named by a test."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
