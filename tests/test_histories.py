@@ -765,6 +765,7 @@ def test_members_of_a_function(two):
         "then",
         "shared",
         "iterate",
+        "stream",
         "over",
         "serial",
         "check",
