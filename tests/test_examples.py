@@ -27,6 +27,8 @@ LAST = {
     "evaluate_exactly.py": "largest gap 0.00%",
     "skepu_skeletons.py": "11 of 11 right",
     "exact_statistics.py": "largest gap 0.00%",
+    "flax_nnx.py": "Test accuracy 9",
+    "equinox_mlp.py": "Test accuracy 9",
 }
 
 
@@ -71,7 +73,7 @@ def test_resume():
 @pytest.mark.parametrize("name", LAST)
 def test_after_other_systems(name):
     """What one knew from another system works here: each prints the number that its docstring announces."""
-    for needed in ("mlxtend", "optax", "flax"):
+    for needed in ("mlxtend", "optax", "flax", *["equinox"] * (name == "equinox_mlp.py")):
         pytest.importorskip(needed, reason="install the extra `examples`")
     assert run(name).splitlines()[-1].startswith(LAST[name])
 
