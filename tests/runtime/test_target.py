@@ -1,5 +1,7 @@
 """Groups of devices that are not here: what they take, what they refuse, and what compiles for them."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -300,6 +302,27 @@ class TestGpuPrograms:
         sums = [c for c in sharded.collectives if c.kind == "reduce-scatter"]
         assert sum(c.operand_bytes for c in sums) == 6 * 4 * 1024**2
         assert sum(c.operand_bytes for c in sums if c.behind) >= 4 * 4 * 1024**2
+
+    def kernels(self, replicas):
+        """What blocks of 32 rows run that has a matrix product in it, names left out: fused computations, library calls."""
+        params, rows = [SHAPE((256, 512), np.float32), SHAPE((512, 512), np.float32)], SHAPE((256, 256), np.float32)
+        with synk.target("h100", replicas):
+            text = synk.train.step(self.loss, params, optax.sgd(0.1, 0.9), blocks=32).compile(rows).as_text()
+        found = set(re.findall(r"custom_call_target=\"([^\"]*(?:gemm|cublas|cudnn)[^\"]*)\"", text))
+        for body in re.findall(r"^%?[\w.\-]+ \(.*\) -> .*\{$\n((?:  .*\n)+)", text, re.MULTILINE):
+            if " dot(" in body:
+                plain = re.sub(r", (?:metadata=\{[^}]*\}|backend_config=.*)", "", body)
+                names = dict.fromkeys(re.findall(r"%[\w.\-]+", plain))
+                numbers = {name: str(i) for i, name in enumerate(names)}
+                found.add(re.sub(r"%[\w.\-]+", lambda match, numbers=numbers: numbers[match.group()], plain))
+        return found
+
+    def test_blocks_run_the_same_kernels(self):
+        """On any number of GPUs: so their bits are the same there too, once the choice of kernels is fixed."""
+        alone = self.kernels(1)
+        assert alone
+        for replicas in (2, 4, 8):
+            assert self.kernels(replicas) == alone
 
     def test_options_of_the_user_go_first(self):
         """They bound what is packed."""
