@@ -71,7 +71,7 @@ def ways_of(step):
         "generator, stream": lambda: list(step.stream(generator()))[-1],
     }
     try:
-        import torch
+        import torch  # type: ignore[import]  # if installed
     except ImportError:
         return ways
     data = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))

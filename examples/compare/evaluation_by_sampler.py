@@ -7,8 +7,8 @@ evaluation loops use it (with and without drop_last), and by synk.
 """
 
 import numpy as np
-import torch
-from torch.utils.data.distributed import DistributedSampler
+import torch  # type: ignore[import]  # where it is installed
+from torch.utils.data.distributed import DistributedSampler  # type: ignore[import]
 
 import synk
 
