@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import optax
+from small import lenet, perceptron
 
 import synk
 import synk.train
@@ -36,21 +37,8 @@ def weights(*shape):
     return (RANDOM.normal(size=shape) * 0.1).astype(np.float32), np.zeros(shape[-1], np.float32)
 
 
-def dense(params, x):
-    for w, b in params[:-1]:
-        x = jax.nn.relu(x @ w + b)
-    return x @ params[-1][0] + params[-1][1]
-
-
-def lenet(params, x):
-    for kernel, bias in params[:2]:
-        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + bias
-        x = jax.lax.reduce_window(jax.nn.relu(x), 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
-    return dense(params[2:], x.reshape(len(x), -1))
-
-
 MODELS = {
-    "perceptron": (dense, [weights(64, 256), weights(256, 128), weights(128, 10)], (64,)),
+    "perceptron": (perceptron, [weights(64, 256), weights(256, 128), weights(128, 10)], (64,)),
     "LeNet": (lenet, [weights(5, 5, 1, 8), weights(5, 5, 8, 16), weights(784, 64), weights(64, 10)], (28, 28, 1)),
 }
 

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 import numpy as np
 import optax
+from small import lenet
 
 import synk
 import synk.train
@@ -38,16 +39,6 @@ def weights(*shape):
 
 
 PARAMS = [weights(5, 5, 1, 8), weights(5, 5, 8, 16), weights(784, 64), weights(64, 10)]
-
-
-def lenet(params, x):
-    for kernel, bias in params[:2]:
-        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + bias
-        x = jax.lax.reduce_window(jax.nn.relu(x), 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
-    x = x.reshape(len(x), -1)
-    for w, b in params[2:-1]:
-        x = jax.nn.relu(x @ w + b)
-    return x @ params[-1][0] + params[-1][1]
 
 
 def loss(params, x, y):

