@@ -3,6 +3,7 @@
 import os
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -11,6 +12,10 @@ jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
 # JAX looks for its plugins once: whoever needs the one that compiles for GPUs comes after tests that do not.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+# PyTensor sets JAX's 64-bit mode by it, for the whole process.
+os.environ.setdefault("PYTENSOR_FLAGS", "floatX=float32")
+collect_ignore = [] if find_spec("pytensor") else ["synk/pytensor"]
 
 # Compiling is most of what tests do. These leave XLA's own passes and collectives as they are, and turn LLVM's off;
 # XLA_FLAGS= has all of them.

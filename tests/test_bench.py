@@ -104,11 +104,14 @@ def test_gradients_are_reduced_once(trial):
         ("wire.py", ["--replicas", 2, "--seeds", 1, "--models", "perceptron"]),
         ("sharded.py", ["--replicas", 2, "--rounds", 2, "--models", "perceptron"]),
         ("stream.py", ["--rounds", 2, "--steps", 4]),
+        ("pytensor_graphs.py", ["--rounds", 2, "--steps", 12, "--models", "perceptron"]),
         ("model.py", ["--step-ms", 29.4, "--bytes", 1e6, "--wires", BENCH / "results" / "wires-16-h100.json"]),
     ],
 )
 def test_the_others_run(script, arguments):
     """Those that stand by themselves."""
+    if script == "pytensor_graphs.py":
+        pytest.importorskip("pytensor", reason='install the extra "pytensor"')
     assert run(script, *arguments).count("\n") > 1
 
 

@@ -29,6 +29,8 @@ LAST = {
     "exact_statistics.py": "largest gap 0.00%",
     "flax_nnx.py": "Test accuracy 9",
     "equinox_mlp.py": "Test accuracy 9",
+    "pytensor_demos.py": "5 of 5 passed",
+    "pytensor_tutorials.py": "4 of 4 as on one device",
 }
 
 
@@ -73,7 +75,13 @@ def test_resume():
 @pytest.mark.parametrize("name", LAST)
 def test_after_other_systems(name):
     """What one knew from another system works here: each prints the number that its docstring announces."""
-    for needed in ("mlxtend", "optax", "flax", *["equinox"] * (name == "equinox_mlp.py")):
+    for needed in (
+        "mlxtend",
+        "optax",
+        "flax",
+        *["equinox"] * (name == "equinox_mlp.py"),
+        *["pytensor"] * ("pytensor" in name),
+    ):
         pytest.importorskip(needed, reason="install the extra `examples`")
     assert run(name).splitlines()[-1].startswith(LAST[name])
 
@@ -107,7 +115,7 @@ def test_every_example_is_run():
 def test_tables_name_what_there_is():
     """Each of synk's names in `docs/coming_from.md` exists, and each example."""
     text = TABLES.read_text()
-    for name in set(re.findall(r"\bsynk\.(train\.)?(\w+)", text)) - {("", "train")}:
+    for name in set(re.findall(r"\bsynk\.(train\.)?(\w+)", text)) - {("", "train"), ("", "pytensor")}:
         assert getattr(synk.train if name[0] else synk, name[1])
     named = {path.split("/")[1] for path in re.findall(r"examples/\w+\.py", text)}
     assert named == set(LAST) - {"flax_nnx.py", "equinox_mlp.py"}  # libraries that are used with synk, and not left

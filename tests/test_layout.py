@@ -2,7 +2,9 @@
 
 import ast
 import doctest
+import importlib
 import inspect
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -36,6 +38,7 @@ ROOMS = {
         "binding spec row_input inputs feeding parts blocks traces program finish compiler causes plan execute memory look slices prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate stream "
         "over function decorator skeletons scan pairs",
     ),
+    "pytensor": (["_base", "_call"], "held convert cuts function"),
     "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "power_sgd pieces sharded model synchronous local_sgd"),
 }  # fmt: skip
 MODULES = {
@@ -43,9 +46,10 @@ MODULES = {
     for path in PACKAGE.rglob("*.py")
 }
 IN_ROOMS = [name for name in MODULES if "." in name and not name.endswith("__init__")]
-PUBLIC = {
-    f"{module.__name__}.{name}": getattr(module, name) for module in (synk, synk.train) for name in module.__all__
-}
+PUBLIC_MODULES = [synk, synk.train]
+if find_spec("pytensor"):
+    PUBLIC_MODULES.append(importlib.import_module("synk.pytensor"))
+PUBLIC = {f"{module.__name__}.{name}": getattr(module, name) for module in PUBLIC_MODULES for name in module.__all__}
 MEMBERS = {
     f"{name}.{member}": value
     for name, public in PUBLIC.items()

@@ -1,0 +1,355 @@
+"""Graphs of PyTensor: the serial answer by any replicas, beside PyTensor's own functions; variables that both see."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytensor = pytest.importorskip("pytensor", reason='install the extra "pytensor"')
+pytensor.config.floatX = "float32"
+
+import pytensor.tensor as pt  # noqa: E402
+
+import synk  # noqa: E402
+import synk.pytensor  # noqa: E402
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(101, 6)).astype(np.float32)
+Y = RNG.integers(0, 4, 101).astype(np.int32)
+MODE = "FAST_COMPILE"
+
+
+def variable(name, *shape):
+    return pytensor.shared(np.random.default_rng(len(name)).normal(size=shape).astype(np.float32) / 2, name)
+
+
+def perceptron():
+    """Inputs, cost, parameters, gradients, updates with momentum."""
+    x, y, rate = pt.matrix("x"), pt.ivector("y"), pt.scalar("rate")
+    params = [variable("W1", 6, 8), variable("b1", 8), variable("W_2", 8, 4), variable("b_2", 4)]
+    W1, b1, W2, b2 = params
+    p = pt.special.softmax(pt.tanh(x @ W1 + b1) @ W2 + b2, axis=1)
+    cost = -pt.mean(pt.log(p)[pt.arange(y.shape[0]), y])
+    grads = pt.grad(cost, params)
+    updates = []
+    for w, g in zip(params, grads, strict=True):
+        velocity = pytensor.shared(np.zeros_like(w.get_value()), f"{w.name}_velocity")
+        new = np.float32(0.9) * velocity - rate * g
+        updates += [(velocity, new), (w, w + new)]
+    return [x, y, rate], cost, params, grads, updates
+
+
+def step_of(made):
+    inputs, cost, _, grads, updates = made
+    return synk.pytensor.function(
+        inputs, cost, broadcast=inputs[-1:], updates=updates, combine=[(g, "mean") for g in grads], name="step"
+    )
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Batches, and of PyTensor's own function the costs and the parameters after them."""
+    inputs, cost, params, _, updates = perceptron()
+    own = pytensor.function(inputs, cost, updates=updates, mode=MODE)
+    rng = np.random.default_rng(1)
+    batches = [rng.permutation(101)[: 29 + i % 3] for i in range(12)]
+    costs = [float(own(X[rows], Y[rows], np.float32(0.1))) for rows in batches]
+    return batches, costs, [w.get_value() for w in params]
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_training_is_that_of_one_device(trained, n, num_slices):
+    """Cold, warm, uneven and sliced; the law by `check` as well."""
+    batches, costs, params = trained
+    with synk.simulate(n):
+        made = perceptron()
+        step = step_of(made)
+        step.check(X, Y, 0.1, num_slices=num_slices)
+        found = [float(step(X, Y, 0.1, batch=rows, num_slices=num_slices)) for rows in batches]
+        step.check(X, Y, 0.1, num_slices=num_slices)
+        np.testing.assert_allclose(found, costs, atol=1e-5)
+        for ours, theirs in zip(made[2], params, strict=True):
+            np.testing.assert_allclose(ours.get_value(), theirs, atol=1e-5)
+
+
+def test_devices_and_other_calls(trained):
+    """As other functions of synk's: `iterate`, by name, not in another group, under `jit` and `grad`."""
+    batches, costs, _ = trained
+    made = perceptron()
+    step = step_of(made)
+    with synk.init(3):
+        first = [float(cost) for cost in step.iterate(X, Y, 0.1, batches=batches[:6])]
+        rest = [float(step(rate=0.1, x=X[rows], y=Y[rows])) for rows in batches[6:]]
+        np.testing.assert_allclose(first + rest, costs, atol=1e-5)
+        assert "all-reduce" in str(step.explain(X, Y, 0.1))
+        with pytest.raises(synk.SynkError, match="lives in Group"), synk.simulate(2):
+            step(X, Y, 0.1)
+        x = made[0][0]
+        norm = synk.pytensor.function([x], pt.tanh(x).sum(1).mean())
+        np.testing.assert_allclose(jax.jit(norm)(X), norm(X), rtol=1e-5)
+        np.testing.assert_allclose(jax.grad(norm)(jnp.asarray(X)), (1 - np.tanh(X) ** 2) / len(X), atol=1e-6)
+
+
+def test_an_op_that_is_left_out():
+    """An entry a row is one after the other; what does not grow with rows is a mean; other shapes need an op."""
+    x = pt.matrix("x")
+    with synk.simulate(3):
+        f = synk.pytensor.function([x], [x * 2, x.mean(), (x.sum(), "sum"), x.mean(0), x.argmax(1), (x.T.sum(), "sum")])
+        doubled, mean, total, means, largest, _ = f(X)
+        np.testing.assert_allclose(doubled, X * 2)
+        np.testing.assert_allclose(mean, X.mean(), atol=1e-6)
+        np.testing.assert_allclose(total, X.sum(), rtol=1e-4)
+        np.testing.assert_allclose(means, X.mean(0), atol=1e-6)
+        np.testing.assert_array_equal(largest, X.argmax(1))
+        assert synk.pytensor.function([x], pt.zeros((x.shape[1],)) + x[0].sum())(X).shape == (6,)
+    with pytest.raises(ValueError, match=r"its output x.T depends on the number of rows by another way .*\"sum\""):
+        synk.pytensor.function([x], x.T)
+
+
+def test_what_follows_from_what_is_combined():
+    """Outputs of combined values are computed after them; gradients taken twice are cut in both places."""
+    x, w = pt.matrix("x"), variable("w", 6)
+    mean = x.mean(0)
+    spread = pt.sqrt(pt.mean(x**2, axis=0))
+    with synk.simulate(3):
+        f = synk.pytensor.function([x], {"mean": mean, "norm": pt.sqrt((mean**2).sum()), "w": w.sum()})
+        found = f(X)
+        assert list(found) == ["mean", "norm", "w"]
+        np.testing.assert_allclose(found["norm"], np.sqrt((X.mean(0) ** 2).sum()), rtol=1e-5)
+        np.testing.assert_allclose(found["w"], w.get_value().sum(), rtol=1e-6)
+        square = pt.mean(x**2, axis=0)
+        f = synk.pytensor.function([x], [pt.sqrt(square), (spread, "mean")], combine=[(square, "mean")])
+        np.testing.assert_allclose(f(X), [np.sqrt((X**2).mean(0))] * 2, rtol=1e-5)
+
+        cost = ((x @ w) ** 2).mean()
+        step = synk.pytensor.function(
+            [x], updates={w: w - np.float32(0.1) * pt.grad(cost, w)}, combine=[(pt.grad(cost, w), "mean")]
+        )
+        old = w.get_value()
+        assert step(X) is None
+        np.testing.assert_allclose(w.get_value(), old - 0.2 * X.T @ (X @ old) / 101, atol=1e-5)
+
+
+def test_weighted_means():
+    """By a weight for each part, or from two sums: the mean over what counts, not over rows."""
+    x, mask = pt.matrix("x"), pt.matrix("mask")
+    counts = (np.random.default_rng(2).random(X.shape) < 0.3).astype(np.float32)
+    total, count = (x * mask).sum(), mask.sum()
+    wanted = (X * counts).sum() / counts.sum()
+    weighted = synk.Weighted(total / count, count)
+    with synk.simulate(4):
+        for outputs, combine in (
+            ((weighted, "mean"), ()),
+            (total / count, [(weighted, "mean")]),
+            (total / count, [(total, "sum"), (count, "sum")]),
+        ):
+            f = synk.pytensor.function([x, mask], outputs, combine=combine)
+            np.testing.assert_allclose(f(X, counts), wanted, atol=1e-6)
+            f.check(X, counts, num_slices=2)
+    with pytest.raises(ValueError, match='is for op "mean", and a scalar'):
+        synk.pytensor.function([x, mask], (weighted, "sum"))
+
+
+def test_updates_see_old_values_and_givens():
+    """All at once; default updates and givens as PyTensor has them; integers of 64 bits as 32 on the devices."""
+    a, b, count = variable("a", 3), variable("bb", 3), pytensor.shared(0, "count")
+    old_a, old_b = a.get_value(), b.get_value()
+    with synk.simulate(2):
+        swap = synk.pytensor.function([], [a, count], updates=[(a, b), (b, a), (count, count + 1)])
+        for i in range(3):
+            before, counted = swap()
+            assert counted == i
+            np.testing.assert_array_equal(before, (old_a, old_b)[i % 2])
+    np.testing.assert_array_equal(a.get_value(), old_b)
+    assert count.get_value() == 3 and count.get_value().dtype == np.int64
+    x, z = pt.matrix("x"), pt.matrix("z")
+    with synk.simulate(2):
+        f = synk.pytensor.function([z], (x.sum(), "sum"), givens={x: z * np.float32(2)})
+        np.testing.assert_allclose(f(X), 2 * X.sum(), rtol=1e-4)
+        with pytest.raises(ValueError, match="givens replaces x, which is one of its inputs"):
+            synk.pytensor.function([x], x.mean(), givens=[(x, x * 2)])
+
+
+def test_a_scan_and_its_gradient():
+    """Under shapes that are known, which PyTensor's own JAX mode does not have."""
+    x, w = pt.matrix("x"), pytensor.shared(np.float32(0.5), "w")
+    h = pytensor.scan(
+        lambda now, before: pt.tanh(before + w * now),
+        sequences=[x.T],
+        outputs_info=[pt.zeros_like(x[:, 0])],
+        return_updates=False,
+    )
+    cost = (h[-1] ** 2).mean()
+    both = [cost, pt.grad(cost, w)]
+    wanted = pytensor.function([x], both, mode=MODE)(X)
+    with synk.simulate(3):
+        f = synk.pytensor.function([x], both)
+        for num_slices in (1, 2):
+            np.testing.assert_allclose(f(X, num_slices=num_slices), wanted, atol=1e-5)
+
+
+def test_more_rows_than_int8_counts():
+    """`arange` of a constant number of rows (pytensor#2296)."""
+    x = pt.vector("x")
+    with synk.simulate(2):
+        f = synk.pytensor.function([x], (pt.arange(x.shape[0]).max(), "max"))
+        assert f(np.zeros(700, np.float32)) == 349
+
+
+def test_rows_that_variables_hold():
+    """Without inputs, an op says that replicas compute; rows are those that a variable holds."""
+    s, w = variable("s", 1, 6), variable("w", 6, 2)
+    with synk.simulate(3):
+        f = synk.pytensor.function([], ((s @ w).mean(0), "mean"))
+        synk.scatter(synk.pytensor.shared(s), X)
+        np.testing.assert_allclose(f(), (X @ w.get_value()).mean(0), atol=1e-5)
+
+
+def test_variables_are_pytensors_own():
+    """Functions that PyTensor compiles later, `get_value`, `set_value`, copies and checkpoints see them."""
+    with synk.simulate(3):
+        w = variable("w", 3)
+        x = pt.vector("x")
+        before = [pytensor.function([x], x * w, mode=mode) for mode in ("NUMBA", "JAX")]
+        f = synk.pytensor.function([], updates=[(w, w + 1)])
+        old = w.get_value()
+        f()
+        after = pytensor.function([x], x * w, updates=[(w, w * 2)])
+        np.testing.assert_allclose(after(np.ones(3, np.float32)), old + 1, rtol=1e-6)
+        f()
+        np.testing.assert_allclose(w.get_value(), (old + 1) * 2 + 1, rtol=1e-6)
+        for f_before in before:
+            with pytest.raises(Exception, match="synk holds a shared variable"):
+                f_before(np.ones(3, np.float32))
+        for copied in (pickle.loads(pickle.dumps(w)), copy.deepcopy(w)):
+            np.testing.assert_array_equal(copied.get_value(), w.get_value())
+            copied.set_value(np.zeros(3, np.float32))
+        assert w.get_value().all()
+        w.set_value(np.arange(3, dtype=np.float32))
+        f()
+        assert w.get_value().tolist() == [1, 2, 3]
+        got = w.get_value(borrow=True)
+        got[:] = 0
+        assert w.get_value().all()
+        with pytest.raises(ValueError, match=r"w has shape \(4,\), but its old one has \(3,\)"):
+            w.set_value(np.zeros(4, np.float32))
+        with pytest.raises(TypeError, match="loss of precision"):
+            w.set_value(np.zeros(3))
+
+
+def test_checkpoints(tmp_path):
+    """`synk.pytensor.shared` is what `synk.save` and `synk.load` take."""
+    w = variable("w", 3)
+    held = synk.pytensor.shared(w)
+    assert synk.pytensor.shared(w) is held and repr(held) == "Shared(w: float32[3])"
+    old = w.get_value()
+    synk.save(tmp_path, {"w": held}, step=1)
+    w.set_value(np.zeros(3, np.float32))
+    synk.load(tmp_path, {"w": held})
+    np.testing.assert_array_equal(w.get_value(), old)
+
+
+def test_a_lost_value_is_set_again():
+    """`set_value` asks nothing of the old value."""
+    w = variable("w", 3)
+    held = synk.pytensor.shared(w)
+    f = synk.pytensor.function([], updates=[(w, w + 1)])
+    with synk.init(2):
+        f()
+        for leaf in held._state.leaves:
+            leaf.delete()
+        with pytest.raises((synk.SharedLostError, RuntimeError)):
+            w.get_value()
+        w.set_value(np.ones(3, np.float32))
+        f()
+    assert w.get_value().tolist() == [2, 2, 2]
+
+
+x, y, rate, w = pt.matrix("x"), pt.vector("y"), pt.scalar("rate"), pytensor.shared(np.zeros(6, np.float32), "w")
+m = x.mean()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([x, y], m), {}, "nothing that it computes depends on its input y"),
+        (([x], (x.sum(1) * y).sum()), {}, "depends on y, which is none of its inputs"),
+        (([x, rate], m * rate), {}, r"its input rate is a scalar, which has no rows: broadcast=\[rate\]"),
+        (([x], m), {"broadcast": [y]}, "broadcast names y, which is none of its inputs"),
+        (([x, x], m), {}, "its inputs name x twice"),
+        (([x, w], m), {}, "inputs holds w; give symbolic variables"),
+        ((x, m), {}, "inputs is x; give a list"),
+        (([x], m), {"updates": [(w, w + x.max())], "combine": [(m, "mean")]}, r"the update of w depends on the rows of x by another way"),
+        (([x], x.sum() * m), {"combine": [(m, "mean")]}, "depends on what combine names, and on the rows of x beside"),
+        (([x],), {"combine": [(m, "mean"), (((x - m) ** 2).mean(), "mean")]}, "combine names mean, and mean of which it is made"),
+        (([x],), {"combine": [(m, "mean"), (m, "sum")]}, "names mean twice, as 'mean' and 'sum'"),
+        (([x],), {"combine": [m]}, "combine holds mean; give pairs"),
+        (([x], [m, 3]), {}, "3 is no expression of an array"),
+        (([x], (m, "men")), {}, 'did you mean "mean"'),
+        (([x], pt.random.shared_rng(np.random.default_rng(1)).normal(size=x.shape)[1].sum()), {}, "it draws random numbers"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(arguments, options, message):
+    """When the function is built, before anything runs."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        synk.pytensor.function(*arguments, **options)
+
+
+def test_values_that_do_not_fit():
+    """Other axes, lengths and dtypes than the graph's raise, and change nothing."""
+    x, i, fixed = pt.matrix("x"), pt.ivector("i"), pt.tensor("fixed", shape=(None, 6), dtype="float32")
+    count = pytensor.shared(np.float32(0), "count")
+    f = synk.pytensor.function([x, i], updates=[(count, count + 1)], combine=[(x.sum() + i.sum(), "sum")])
+    f(X, Y)
+    with pytest.raises(ValueError, match=r"its input x has shape \(\d+,\) on a replica; expected \(any, any\)"):
+        f(Y.astype(np.float32), Y)
+    with pytest.raises(TypeError, match=r"its input i is of float32; the graph says int32"):
+        f(X, X[:, 0])
+    f(X.astype(np.float16), Y.astype(np.int8))
+    assert count.get_value() == 2
+    with pytest.raises(ValueError, match=r"expected \(any, 6\)"):
+        synk.pytensor.function([fixed], fixed.mean())(X[:, :5])
+    with pytest.raises(ValueError, match=r"wide: it is of float64, but JAX has 64 bits switched off"):
+        synk.pytensor.shared(pytensor.shared(np.zeros(3), "wide"))
+    with pytest.raises(ValueError, match="is of int64, but JAX has 64 bits switched off"):
+        synk.pytensor.shared(pytensor.shared(2**40, "wide"))
+    with pytest.raises(TypeError, match="is no shared variable of PyTensor's"):
+        synk.pytensor.shared(count.get_value())
+
+
+def test_names_that_python_or_synk_has():
+    """Inputs without a name, of one name, or of an option's, go by position."""
+    inputs = [pt.vector(), pt.vector("batch"), pt.vector("x"), pt.vector("x"), pt.vector("lambda")]
+    f = synk.pytensor.function(inputs, (sum(v.sum() * i for i, v in enumerate(inputs)), "sum"))
+    rows = np.ones(5, np.float32)
+    assert f(rows, rows, rows, rows, rows) == 50
+    assert f(rows, rows, rows, rows, rows, batch=2) == 20
+
+
+def test_graphs_of_64_bits():
+    """Importing the module switches JAX to 64 bits where PyTensor's own numbers have them, its default."""
+    program = """
+import numpy as np, pytensor, pytensor.tensor as pt, synk, synk.pytensor
+import jax; assert jax.config.jax_enable_x64
+x, y, w = pt.vector("x"), pt.vector("y"), pytensor.shared(0.0, "w")
+cost = ((w * x - y) ** 2).mean()
+small = pt.fvector("small")
+g = pt.grad(cost, w)
+synk.init(3)
+step = synk.pytensor.function([x, y], cost, updates=[(w, w - 0.01 * g)], combine=[(g, "mean")])
+rows = np.arange(7.0)
+for _ in range(200): found = step(rows, 3 * rows)
+assert found.dtype == np.float64 and abs(w.get_value() - 3) < 1e-14, w.get_value()
+f = synk.pytensor.function([small], [small * 2, small.mean()])
+assert [v.dtype for v in f(np.ones(5, np.float32))] == [np.float32] * 2
+"""
+    plain = {k: v for k, v in os.environ.items() if k != "PYTENSOR_FLAGS"} | {"JAX_NUM_CPU_DEVICES": "3"}
+    done = subprocess.run([sys.executable, "-c", program], env=plain, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
