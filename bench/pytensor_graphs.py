@@ -26,7 +26,7 @@ if __name__ == "__main__":
     cpu_devices(4)
 os.environ.setdefault("PYTENSOR_FLAGS", "floatX=float32")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-warnings.filterwarnings("ignore", "Numba will use object mode|Skipping Assert")
+warnings.filterwarnings("ignore", "Numba will use object mode|Skipping Assert|Explicitly requested dtype")
 
 import numpy as np
 import pytensor
