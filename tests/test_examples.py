@@ -92,6 +92,10 @@ COMPARISONS = {
     "accumulated_tokens.py": ("optax",),
     "keras_last_batch.py": ("keras",),
     "programs_in_flight.py": (),
+    "metrics_of_ranks.py": ("torch", "accelerate"),
+    "noise_by_devices.py": (),
+    "nan_of_some_row.py": (),
+    "interrupted_loop.py": (),
 }
 
 

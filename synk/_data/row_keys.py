@@ -1,38 +1,63 @@
 """Row keys: one PRNG key a row, so that noise does not depend on who runs the row."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from .._base.errors import public_api
+from .._tracing.context import current_trace, row_numbers
 
 
 @public_api
-def row_keys(key: jax.Array, rows: int) -> jax.Array:
+def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
     """Give every row a key of its own: noise per row is then the same for any replicas and slices.
 
-    Scatter the keys beside the rows and draw with `jax.vmap`. A single key that is broadcast gives every replica the
-    *same* noise. `jax.random.fold_in(key, synk.rank())` gives each replica its own, but repeats over slices;
-    `synk.part_key(key)` gives each part its own. Both depend on how many replicas there are.
+    Inside a function, `row_keys(key)` of a broadcast key gives those of the part's rows. Outside, `row_keys(key, rows)`
+    gives those of so many, to scatter beside the rows; they stay with their rows where `batch` picks some. Draw with
+    `jax.vmap`. A single key that is broadcast gives every replica the *same* noise.
+    `jax.random.fold_in(key, synk.rank())` gives each replica its own, but repeats over slices; `synk.part_key(key)`
+    gives each part its own. Both depend on how many replicas there are.
 
     Args:
       key: a typed key (`jax.random.key`) or a raw one (`jax.random.PRNGKey`).
-      rows: how many, >= 1.
+      rows: how many, >= 1; inside a function left out, where the rows are those of the part.
 
     Returns:
       Keys, of shape (rows,) for a typed key, (rows, 2) for a raw one: row i has `jax.random.fold_in(key, i)`, for any
       number of rows.
 
     Raises:
-      ValueError: `rows` is below 1.
+      ValueError: `rows` is below 1, or given on a replica, where the rows of each would have the same keys again.
+      TypeError: `rows` is no number.
+      SynkError: `rows` is left out where there are none.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, synk
-      >>> @synk.function(reduce="concat")
-      ... def noisy(x, keys):
-      ...     return x + jax.vmap(jax.random.normal)(keys)
-      >>> x, keys = np.zeros(7, np.float32), synk.row_keys(jax.random.key(0), 7)
-      >>> bool(jnp.all(noisy(x, keys, num_slices=2) == noisy.serial(x, keys)))
+      >>> @synk.function(inputs=["x"], reduce="concat")
+      ... def noisy(x, key):
+      ...     return x + jax.vmap(jax.random.normal)(synk.row_keys(key))
+      >>> x, key = np.zeros(7, np.float32), jax.random.key(0)
+      >>> with synk.simulate(3):
+      ...     noise = noisy(x, key, num_slices=2)
+      >>> bool(jnp.all(noise == jax.vmap(jax.random.normal)(synk.row_keys(key, 7))))
       True
     """
+    numbers = row_numbers() if rows is None else jnp.arange(_checked(rows))
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers.astype(jnp.uint32))
+
+
+def _checked(rows: Any) -> int:
+    """How many rows, outside of a replica's part."""
+    trace = current_trace()
+    if trace is not None and trace.size and trace.rows is not None:
+        raise ValueError(
+            f"{trace.name}: synk.row_keys(key, {rows}) gives the rows of every replica the same keys. Leave the number "
+            f"out here: synk.row_keys(key) gives each row its own."
+        )
+    if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+        raise TypeError(f"synk.row_keys: rows is {rows!r}; give how many, such as len(x).")
     if rows < 1:
         raise ValueError(f"synk.row_keys: {rows} rows were asked for; give at least 1.")
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, jax.numpy.arange(rows, dtype=jax.numpy.uint32))
+    return int(rows)

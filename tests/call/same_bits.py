@@ -127,7 +127,7 @@ def test_variables_are_read_and_then_updates():
 
     @synk.function(inputs=["x"], blocks=4)
     def noisy(x, key):
-        return (scale.value * x + jax.random.normal(synk.row_keys(key, len(x))[0], x.shape)).sum(0)
+        return (scale.value * x + jax.random.normal(synk.row_keys(key)[0], x.shape)).sum(0)
 
     @noisy.then
     def noisy(total):

@@ -27,6 +27,37 @@ def test_noise_per_row_is_the_same_for_any_group(make):
             assert_close(f(x, keys, batch=[8, 1, 4, 1, 0])[0], want[0][[8, 1, 4, 1, 0]])
 
 
+def test_keys_of_a_part_are_those_of_its_rows():
+    """Inside a function: as outside, warm and fresh, uneven, sliced, serially, under `jit`, of a batch its own rows."""
+    x, key = np.arange(1.0, 10, dtype=np.float32), jax.random.key(4)
+    f = synk.function(lambda x, key: dropped(x, synk.row_keys(key)), ["scatter", "broadcast"], ("concat", "mean"))
+    want = jax.tree.map(np.asarray, dropped(x, synk.row_keys(key, 9)))
+    assert_close(f.serial(x, key), want)
+    for kind, n, slices in [("devices", 1, 1), ("devices", 4, 1), ("devices", 4, 2), ("simulated", 8, 3)] * 2:
+        with group_of(kind, n):
+            assert_close(f(x, key, num_slices=slices), want)
+            assert_close(jax.jit(f)(x, key), want)
+            f.check(x, key, num_slices=slices)
+            assert_close(f(x, key, batch=[8, 1, 4])[0], dropped(x[[8, 1, 4]], synk.row_keys(key, 3))[0])
+
+
+def test_keys_of_so_many_rows_are_made_outside():
+    """On a replica they would repeat; `then` has no rows, and may."""
+    f = synk.function(lambda x, key: dropped(x, synk.row_keys(key, len(x)))[1], ["scatter", "broadcast"], "mean")
+    with pytest.raises(ValueError, match=r"synk.row_keys\(key, \d\) gives the rows of every replica the same keys"):
+        f(np.ones(4, np.float32), jax.random.key(0))
+    with pytest.raises(synk.SynkError, match="there are rows only inside a synk function"):
+        synk.row_keys(jax.random.key(0))
+    with pytest.raises(synk.SynkError, match="it has no scattered input, so no rows"):
+        synk.function(lambda key: synk.row_keys(key), ["broadcast"], "first")(jax.random.key(0))
+    with pytest.raises(TypeError, match="give how many, such as len"):
+        synk.row_keys(jax.random.key(0), np.ones(3))
+    last = synk.function(
+        lambda x, key: x.sum(), ["scatter", "broadcast"], then=lambda total, key: synk.row_keys(key, 2)
+    )
+    assert last(np.ones(4, np.float32), jax.random.key(0)).shape == (2,)
+
+
 def test_keys_do_not_depend_on_how_many():
     """Row i has one key, however many rows there are; no two rows share one."""
     few, many = synk.row_keys(jax.random.key(3), 5), synk.row_keys(jax.random.key(3), 50)
