@@ -27,6 +27,8 @@ def rank():
         means.append(accelerator.gather_for_metrics(x.mean()))
     if accelerator.is_main_process:
         print(float(torch.cat(rows).mean()), float(torch.cat(means).mean()))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
 
 
 def compare():
