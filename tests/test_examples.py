@@ -29,6 +29,9 @@ LAST = {
     "exact_statistics.py": "largest gap 0.00%",
     "flax_nnx.py": "Test accuracy 9",
     "equinox_mlp.py": "Test accuracy 9",
+    "keras_model.py": "Test accuracy 9",
+    "imagenet_style.py": "Test accuracy 9",
+    "char_lm.py": "Perplexity 7.",
     "pytensor_demos.py": "5 of 5 passed",
     "pytensor_tutorials.py": "4 of 4 as on one device",
 }
@@ -80,6 +83,7 @@ def test_after_other_systems(name):
         "optax",
         "flax",
         *["equinox"] * (name == "equinox_mlp.py"),
+        *["keras"] * (name == "keras_model.py"),
         *["pytensor"] * ("pytensor" in name),
     ):
         pytest.importorskip(needed, reason="install the extra `examples`")
@@ -122,4 +126,5 @@ def test_tables_name_what_there_is():
     for name in set(re.findall(r"\bsynk\.(train\.)?(\w+)", text)) - {("", "train"), ("", "pytensor")}:
         assert getattr(synk.train if name[0] else synk, name[1])
     named = {path.split("/")[1] for path in re.findall(r"examples/\w+\.py", text)}
-    assert named == set(LAST) - {"flax_nnx.py", "equinox_mlp.py"}  # libraries that are used with synk, and not left
+    used = {"flax_nnx.py", "equinox_mlp.py", "keras_model.py", "imagenet_style.py", "char_lm.py"}
+    assert named == set(LAST) - used  # of libraries that are used with synk, and not left
