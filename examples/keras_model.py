@@ -47,7 +47,7 @@ others = [v.value for v in model.non_trainable_variables]
 
 
 def loss(trainable, others, x, y):
-    scores, others = model.stateless_call(trainable, others, x, training=True)
+    scores, others, *_ = model.stateless_call(trainable, others, x, training=True)
     return optax.softmax_cross_entropy_with_integer_labels(scores, y).mean(), others
 
 
@@ -56,7 +56,7 @@ step = synk.train.step(loss, trainable, optax.adamw(2e-3), state=others)
 
 @synk.function(reduce="mean")
 def evaluate(x, y):
-    scores, _ = model.stateless_call(step.params.value, step.state.value, x, training=False)
+    scores, *_ = model.stateless_call(step.params.value, step.state.value, x, training=False)
     each = optax.softmax_cross_entropy_with_integer_labels(scores, y)
     return {"loss": each.mean(), "accuracy": jnp.mean(scores.argmax(1) == y)}
 
