@@ -98,7 +98,7 @@ def test_devices_and_other_calls(trained):
 
 
 def test_an_op_that_is_left_out():
-    """An entry a row is one after the other; what does not grow with rows is a mean; other shapes need an op."""
+    """An entry a row is one after the other, a mean over rows a mean; what else depends on rows needs an op."""
     x = pt.matrix("x")
     with synk.simulate(3):
         f = synk.pytensor.function([x], [x * 2, x.mean(), (x.sum(), "sum"), x.mean(0), x.argmax(1), (x.T.sum(), "sum")])
@@ -108,9 +108,112 @@ def test_an_op_that_is_left_out():
         np.testing.assert_allclose(total, X.sum(), rtol=1e-4)
         np.testing.assert_allclose(means, X.mean(0), atol=1e-6)
         np.testing.assert_array_equal(largest, X.argmax(1))
-        assert synk.pytensor.function([x], pt.zeros((x.shape[1],)) + x[0].sum())(X).shape == (6,)
-    with pytest.raises(ValueError, match=r"its output x.T depends on the number of rows by another way .*\"sum\""):
-        synk.pytensor.function([x], x.T)
+        assert synk.pytensor.function([x], (pt.zeros((x.shape[1],)) + x[0].sum(), "first"))(X).shape == (6,)
+
+
+def expressions():
+    """By what is seen of them; and of which inputs."""
+    x, w, i = pt.matrix("x"), variable("w", 6), pt.ivector("i")
+    xm = pt.mean(x, axis=0)
+    scores = pt.special.softmax(x @ pt.outer(w, w), axis=1)
+    means = {
+        "scaled": -2 * x.mean() / 3 + 1,
+        "regularised": pt.mean((x @ w) ** 2) + 0.5 * pt.sum(w**2),
+        "of two means": pt.mean(x**2) - pt.mean(pt.exp(x), axis=0).sum(),
+        "over columns": x.mean(1).mean(),
+        "cross-entropy": -pt.mean(pt.log(scores)[pt.arange(i.shape[0]), i]),
+        "by hand": pt.sum(x**2, axis=0) / x.shape[0],
+    }
+    rows = {
+        "softmax": scores,
+        "columns": x[:, ::-1] * x.sum(1)[:, None],
+        "normed": x / pt.sqrt((x**2).sum(1, keepdims=True)),
+        "picked": pt.log(scores)[pt.arange(i.shape[0]), i],
+        "labels": i + 1,
+    }
+    neither = {
+        "sum": x.sum(),
+        "max": x.max(0),
+        "std": x.std(0),
+        "variance": x.var(0),
+        "centred": x - xm,
+        "first": x[0],
+        "some": x[:5],
+        "backwards": x[::-1],
+        "sorted": pt.sort(x, axis=0),
+        "cumsum": pt.cumsum(x, axis=0),
+        "softmax over rows": pt.special.softmax(x, axis=0),
+        "moments": x.T @ x,
+        "how many": x.shape[0],
+        "how many are right": pt.eq(i, 2).sum(),
+        "all": (x > 0).all(),
+        "numbered": pt.arange(x.shape[0]) * 2,
+        "masked": (x * (x > 0)).sum() / (x > 0).sum(),
+        "a mean's root": pt.sqrt(pt.mean(x**2)),
+        "a product of means": pt.mean(x) * pt.mean(x**2),
+        "transposed": x.T,
+    }
+    return (x, i), means, rows, neither
+
+
+@pytest.mark.parametrize("name", [name for found in expressions()[1:] for name in found])
+def test_ops_that_graphs_show(name):
+    """Those that are seen are right, sliced too; all others must be said."""
+    (x, i), means, rows, neither = expressions()
+    expression = (means | rows | neither)[name]
+    inputs = [v for v in (x, i) if v in pytensor.graph.traversal.explicit_graph_inputs([expression])]
+    if name in neither:
+        with pytest.raises(ValueError, match="is not seen to be a mean over rows, nor to have an entry for each"):
+            synk.pytensor.function(inputs, expression)
+        return
+    given = [{x: X, i: Y}[v] for v in inputs]
+    with synk.simulate(3):
+        f = synk.pytensor.function(inputs, expression)
+        for num_slices in (1, 2):
+            np.testing.assert_allclose(
+                f(*given, num_slices=num_slices),
+                pytensor.function(inputs, expression, mode=MODE)(*given),
+                atol=1e-5,
+            )
+
+
+def test_what_may_not_follow():
+    """What a sequence of outputs would change: each is as it is alone, or raises."""
+    x, s = pt.matrix("x"), pytensor.shared(np.float32(0), "s")
+    total, mean = x.sum(), x.mean(0)
+    with synk.simulate(3):
+        found = synk.pytensor.function([x], [(total, "sum"), (total * 2, "stack"), total * 2, x.mean()])(X)
+        np.testing.assert_allclose([found[0] * 2, found[1].sum()], [found[2]] * 2, rtol=1e-5)
+        assert found[1].shape == (3,)
+        for outputs in ([(total, "sum"), (total, "max")], [(total, "max"), (total, "sum")]):
+            synk.pytensor.function([x], outputs)(X)
+            with pytest.raises(ValueError, match=r"follows from .*, which is combined as '(sum|max)' and '(sum|max)'"):
+                synk.pytensor.function([x], outputs, updates=[(s, total)])
+        for follower in (x - mean, ((x - mean) ** 2).mean(0)):
+            with pytest.raises(ValueError, match=r"depends on .* of all rows, and on rows beside"):
+                synk.pytensor.function([x], [mean, follower])
+        with pytest.raises(ValueError, match="follows from what combine names"):
+            synk.pytensor.function([x], [(pt.tanh(mean), "sum")], combine=[(mean, "mean")])
+        with pytest.raises(ValueError, match="the update of s depends on the rows of x by another way"):
+            synk.pytensor.function([x], [(total, "stack")], updates=[(s, total)])
+        std = synk.pytensor.function([x], x.std(0), combine=[(x, "concat")])
+        np.testing.assert_allclose(std(X), X.std(0), rtol=1e-5)
+
+
+def test_counts_beside_gradients():
+    """How many rows there are, which the gradient is made of by its shape alone."""
+    x, y = pt.matrix("x"), pt.ivector("y")
+    w, count = variable("w", 6, 4), pytensor.shared(np.int32(0), "count")
+    cost = -pt.mean(pt.log(pt.special.softmax(x @ w, axis=1))[pt.arange(y.shape[0]), y])
+    g = pt.grad(cost, w)
+    updates = [(w, w - g), (count, count + y.shape[0].astype("int32"))]
+    wanted = w.get_value() - pytensor.function([x, y], g, mode=MODE)(X, Y)
+    with synk.simulate(3):
+        step = synk.pytensor.function([x, y], cost, updates=updates, combine=[(g, "mean"), (y.shape[0], "sum")])
+        step(X, Y)
+        np.testing.assert_allclose(w.get_value(), wanted, atol=1e-6)
+        step(X, Y, batch=10)
+    assert count.get_value() == 111
 
 
 def test_what_follows_from_what_is_combined():
@@ -125,7 +228,7 @@ def test_what_follows_from_what_is_combined():
         np.testing.assert_allclose(found["norm"], np.sqrt((X.mean(0) ** 2).sum()), rtol=1e-5)
         np.testing.assert_allclose(found["w"], w.get_value().sum(), rtol=1e-6)
         square = pt.mean(x**2, axis=0)
-        f = synk.pytensor.function([x], [pt.sqrt(square), (spread, "mean")], combine=[(square, "mean")])
+        f = synk.pytensor.function([x], [pt.sqrt(square), spread], combine=[(square, "mean")])
         np.testing.assert_allclose(f(X), [np.sqrt((X**2).mean(0))] * 2, rtol=1e-5)
 
         cost = ((x @ w) ** 2).mean()
@@ -190,7 +293,7 @@ def test_a_scan_and_its_gradient():
     both = [cost, pt.grad(cost, w)]
     wanted = pytensor.function([x], both, mode=MODE)(X)
     with synk.simulate(3):
-        f = synk.pytensor.function([x], both)
+        f = synk.pytensor.function([x], [(each, "mean") for each in both])
         for num_slices in (1, 2):
             np.testing.assert_allclose(f(X, num_slices=num_slices), wanted, atol=1e-5)
 
@@ -244,6 +347,35 @@ def test_variables_are_pytensors_own():
             w.set_value(np.zeros(3))
 
 
+def test_values_that_are_set_past_the_devices():
+    """By functions made before, or by C linkers: what reads next raises, until a value is set."""
+    ones = np.ones(3, np.float32)
+    with synk.simulate(2):
+        w = variable("w", 3)
+        reset = pytensor.function([], [], updates=[(w, pt.ones((3,), dtype="float32"))], mode="FAST_COMPILE")
+        f = synk.pytensor.function([], updates=[(w, w + 1)])
+        f()
+        by_c = pytensor.function([], [], updates=[(w, pt.ones((3,), dtype="float32"))], mode="CVM")
+        for function, what in ((reset, "was made before synk held it"), (by_c, "runs by PyTensor's C linker")):
+            function()
+            with pytest.raises(RuntimeError, match=f"w: a function that {what} has set it"):
+                w.get_value()
+            with pytest.raises(RuntimeError, match="set the value again"):
+                synk.pytensor.shared(w)
+            w.set_value(ones)
+            f()
+            np.testing.assert_array_equal(w.get_value(), 2 * ones)
+
+
+def test_a_function_that_is_refused_takes_nothing():
+    """Functions that PyTensor made before go on."""
+    x, w = pt.matrix("x"), variable("w", 6)
+    before = pytensor.function([x], x @ w, mode=MODE)
+    with pytest.raises(ValueError, match='did you mean "mean"'):
+        synk.pytensor.function([x], ((x @ w).mean(), "men"))
+    assert before(X).shape == (101,)
+
+
 def test_checkpoints(tmp_path):
     """`synk.pytensor.shared` is what `synk.save` and `synk.load` take."""
     w = variable("w", 3)
@@ -274,6 +406,7 @@ def test_a_lost_value_is_set_again():
 
 x, y, rate, w = pt.matrix("x"), pt.vector("y"), pt.scalar("rate"), pytensor.shared(np.zeros(6, np.float32), "w")
 m = x.mean()
+squares = ((x - m) ** 2).mean()
 
 
 @pytest.mark.parametrize(
@@ -287,8 +420,8 @@ m = x.mean()
         (([x, w], m), {}, "inputs holds w; give symbolic variables"),
         ((x, m), {}, "inputs is x; give a list"),
         (([x], m), {"updates": [(w, w + x.max())], "combine": [(m, "mean")]}, r"the update of w depends on the rows of x by another way"),
-        (([x], x.sum() * m), {"combine": [(m, "mean")]}, "depends on what combine names, and on the rows of x beside"),
-        (([x],), {"combine": [(m, "mean"), (((x - m) ** 2).mean(), "mean")]}, "combine names mean, and mean of which it is made"),
+        (([x], squares), {"combine": [(m, "mean")]}, "depends on mean of all rows, and on rows beside"),
+        (([x],), {"combine": [(m, "mean"), (squares, "mean")]}, "combine names mean, and mean of which it is made"),
         (([x],), {"combine": [(m, "mean"), (m, "sum")]}, "names mean twice, as 'mean' and 'sum'"),
         (([x],), {"combine": [m]}, "combine holds mean; give pairs"),
         (([x], [m, 3]), {}, "3 is no expression of an array"),

@@ -1,19 +1,18 @@
 """Cuts: where a graph of PyTensor parts into what replicas compute of their rows, and what follows on the combined."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from pytensor.compile.sharedvalue import SharedVariable
-from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.graph.basic import Constant, Variable
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.replace import clone_replace
 from pytensor.graph.rewriting.basic import MergeOptimizer
-from pytensor.graph.rewriting.utils import rewrite_graph
-from pytensor.scalar.basic import Second
-from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.random.type import RandomType
-from pytensor.tensor.shape import Shape, Shape_i
+
+from .seen_ops import seen_op
+from .walk import called, inputs_of, nodes, reached
 
 # Ops after which a value is that of all rows, and no longer than a part's, so that more may follow it.
 WHOLE = ("sum", "mean", "avg", "max", "min", "prod", "any", "all")
@@ -88,7 +87,7 @@ def check_inputs(graph: Graph) -> None:
     missing = [v for v in used if not isinstance(v, Constant | SharedVariable) and v not in inputs]
     if missing:
         raise ValueError(f"{graph.name}: what it computes depends on {missing[0]}, which is none of its inputs.")
-    for node in _nodes(graph.expressions):
+    for node in nodes(graph.expressions):
         if isinstance(node.op, RandomVariable) or any(isinstance(v.type, RandomType) for v in node.inputs):
             raise ValueError(
                 f"{graph.name}: it draws random numbers ({node.op}), which would be the same on every replica. Make "
@@ -99,33 +98,36 @@ def check_inputs(graph: Graph) -> None:
 def cut(graph: Graph) -> Cuts:
     """Part the graph: what `combine` names, and outputs of rows, are combined; all that follows them comes after."""
     rows = set(graph.rows)
-    holds_rows = not rows  # variables may, which are scattered then; an op says so
     combine = _once(graph)
     named = {output.expression for output in combine}
     for output in combine:
-        others = named - {output.expression}
-        if found := _reached(output.expression, others, by_value=True) & others:
+        others = {other for other in named - {output.expression} if reached(other, by_value=True) & rows}
+        if found := reached(output.expression, others, by_value=True) & others:
             raise ValueError(
-                f"{graph.name}: combine names {_called(output.expression)}, and {_called(found.pop())} of which it is "
+                f"{graph.name}: combine names {called(output.expression)}, and {called(found.pop())} of which it is "
                 f"made. Each replica has the latter of its own rows alone when it computes the former. Name what "
                 f"depends on rows first, and let the rest follow from it."
             )
-    outputs = [_with_op(output, rows, graph.name) for output in graph.outputs]
-    # An output of a whole is a place to cut too, for what follows from it.
-    whole = [o for o in outputs if o.op in WHOLE and o.weight is None and not _reached(o.expression, named) & named]
+    outputs = [o if o.has_op else o._replace(op=seen_op(o.expression, rows)) for o in graph.outputs]
+    # What such an output gives is of all rows: outputs that say no op, and updates, may follow from it.
+    whole = {output.expression for output in outputs if output.op in WHOLE}
     parts, places = list(combine), []
     for output in outputs:
-        stops = named | {o.expression for o in whole if o.expression is not output.expression}
-        found = _reached(output.expression, stops)
-        if output.expression in named:
-            places.append([o.expression for o in parts].index(output.expression))
-        elif not found & rows and not (holds_rows and output.has_op):
-            places.append(output.expression)
-        elif found & named:
+        expression = output.expression
+        stops = named if output.has_op else named | (whole - {expression})
+        found, by_value = reached(expression, stops), reached(expression, stops, by_value=True)
+        is_repeated = output.key in [part.key for part in combine]
+        if expression in named and (is_repeated or not output.has_op):
+            places.append([part.expression for part in combine].index(expression))
+        elif output.has_op and by_value & named:
             raise ValueError(
-                f"{graph.name}: its output {_called(output.expression)} depends on what combine names, and on the "
-                f"rows of {_names(found & rows)} beside. Name in combine all that it needs of the rows."
+                f"{graph.name}: its output {called(expression)} follows from what combine names, so it is of all rows "
+                f"already. Leave its op out."
             )
+        elif not output.has_op and not found & (rows - named):
+            places.append(expression)
+        elif not output.op:
+            raise ValueError(_no_op(graph.name, expression, by_value & stops))
         else:
             same = [i for i, part in enumerate(parts) if part.key == output.key]
             places.append(same[0] if same else len(parts))
@@ -133,13 +135,36 @@ def cut(graph: Graph) -> Cuts:
     return _follow(graph, parts, places)
 
 
+def _no_op(name: str, expression: Variable, whole: Set[Variable]) -> str:
+    if whole:
+        return (
+            f"{name}: its output {called(expression)} depends on {called(next(iter(whole)))} of all rows, and on rows "
+            f"beside, when each replica has the former of its own rows alone. Name in combine all that is needed of "
+            f"all rows, and let the rest follow."
+        )
+    return (
+        f"{name}: its output {called(expression)} is not seen to be a mean over rows, nor to have an entry for each. "
+        f'Say how what replicas have of it combines: (expression, "mean"), or "sum", "max", "concat" and the like.'
+    )
+
+
 def _follow(graph: Graph, parts: list[Output], places: Sequence[int | Variable]) -> Cuts:
     """Stand-ins for what is combined, put into what follows."""
     combined = [part.expression.type(name=part.expression.name) for part in parts]
-    ends = [part.op in WHOLE for part in parts[len(graph.combine) :]]
-    stops = [True] * (len(parts) - len(ends)) + ends
-    stand_ins = {part.expression: value for part, value, stop in zip(parts, combined, stops, strict=True) if stop}
+    stand_ins: dict[Variable, Variable] = {}
+    ops: dict[Variable, list[Any]] = {}
+    for i, (part, value) in enumerate(zip(parts, combined, strict=True)):
+        if i < len(graph.combine) or part.op in WHOLE:
+            stand_ins.setdefault(part.expression, value)
+            ops.setdefault(part.expression, []).append(part.op)
     after = [place for place in places if isinstance(place, Variable)] + [new for _, new in graph.updates]
+    for expression in after:
+        for stop in reached(expression, stand_ins.keys()) & stand_ins.keys():
+            if len(ops[stop]) > 1:
+                raise ValueError(
+                    f"{graph.name}: {called(expression)} follows from {called(stop)}, which is combined as "
+                    f"{' and '.join(map(repr, ops[stop]))}. Name one of them in combine, and no other as an output."
+                )
     following = iter(clone_replace(after, replace=stand_ins) if after else [])
     outputs = [next(following) if isinstance(place, Variable) else place for place in places]
     updates = [(variable, next(following)) for variable, _ in graph.updates]
@@ -159,97 +184,10 @@ def _once(graph: Graph) -> list[Output]:
         before = found.setdefault(output.expression, output)
         if before.key != output.key:
             raise ValueError(
-                f"{graph.name}: combine names {_called(output.expression)} twice, as {before.op!r} and {output.op!r}."
+                f"{graph.name}: combine names {called(output.expression)} twice, as {before.op!r} and {output.op!r}."
             )
     return list(found.values())
 
 
-def _with_op(output: Output, rows: Set[Variable], name: str) -> Output:
-    """An output whose op was left out: "concat" of an entry a row, "mean" of a shape that does not depend on rows."""
-    if output.has_op:
-        return output
-    by_rows = [_is_of_rows(length, rows) for length in _lengths(output.expression)]
-    if not any(by_rows):
-        return output._replace(op="mean")
-    if by_rows[0] and not any(by_rows[1:]):
-        return output._replace(op="concat")
-    raise ValueError(
-        f"{name}: the shape of its output {_called(output.expression)} depends on the number of rows by another way "
-        f'than an entry for each. Say how parts of it combine: (expression, "sum"), or the like.'
-    )
-
-
-def _lengths(expression: Any) -> Sequence[Variable]:
-    """Its shape, by the shapes of inputs as far as that goes."""
-    lengths: Any = [expression.shape[i] for i in range(expression.type.ndim)]
-    found: Any = rewrite_graph(lengths, include=("ShapeOpt", "canonicalize")) if lengths else []
-    return found
-
-
-def _is_of_rows(length: Variable, rows: Set[Variable]) -> bool:
-    """Does the length depend on how many rows there are?"""
-    left = [length]
-    while left:
-        variable = left.pop()
-        if variable in rows:
-            return True
-        node = variable.owner
-        if node is None or (isinstance(node.op, Shape_i) and node.inputs[0] in rows and node.op.i > 0):
-            continue
-        left += node.inputs
-    return False
-
-
-def _reached(expression: Variable, stops: Set[Variable], by_value: bool = False) -> set[Variable]:
-    """Inputs and `stops` on which an expression depends, past none of these; by value: what only gives a shape does
-    not count."""
-    found: set[Variable] = set()
-    seen: set[Variable] = set()
-    left = [expression]
-    while left:
-        variable = left.pop()
-        if variable in seen:
-            continue
-        seen.add(variable)
-        if variable in stops or variable.owner is None:
-            found.add(variable)
-        else:
-            left += _value_inputs(variable.owner) if by_value else variable.owner.inputs
-    return found
-
-
-def _value_inputs(node: Apply) -> Sequence[Variable]:
-    """The inputs of which more than the shape counts: `pt.grad(cost)` begins with ones that are shaped as `cost`."""
-    if isinstance(node.op, Shape | Shape_i):
-        return []
-    is_fill = isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Second)
-    return node.inputs[1:] if is_fill else node.inputs
-
-
-def _nodes(expressions: Sequence[Variable]) -> Iterator[Apply]:
-    """All nodes, those of inner graphs included."""
-    seen: set[Apply] = set()
-    left = list(expressions)
-    while left:
-        node = left.pop().owner
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            left += node.inputs
-            left += getattr(getattr(node.op, "fgraph", None), "outputs", [])
-
-
-def inputs_of(expressions: Sequence[Variable]) -> list[Variable]:
-    """What the expressions are made of in the end, constants left out."""
-    found: dict[Variable, None] = {}
-    for expression in expressions:
-        found |= dict.fromkeys(_reached(expression, set()))
-    return [variable for variable in found if not isinstance(variable, Constant)]
-
-
 def _names(variables: Set[Variable]) -> str:
     return ", ".join(sorted(map(str, variables)))
-
-
-def _called(expression: Variable) -> str:
-    return expression.name or f"{expression.owner.op if expression.owner else expression}"

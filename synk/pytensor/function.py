@@ -17,8 +17,9 @@ import synk
 from .._base.errors import public_api
 from .._call.binding import RESERVED
 from .convert import Converted, as_typed
-from .cuts import Cuts, Graph, Output, check_inputs, cut, inputs_of, merged
+from .cuts import Cuts, Graph, Output, check_inputs, cut, merged
 from .held import shared
+from .walk import inputs_of
 
 Build = Callable[[list[Any]], Any]
 Pairs = Mapping[Variable, Any] | Iterable[tuple[Variable, Any]] | None
@@ -47,8 +48,8 @@ def function(
     Args:
       inputs: symbolic variables, arrays; each is scattered over the replicas by rows (axis 0).
       outputs: an expression, a list or a mapping of them; each alone, or as (expression, op), an op of
-        `synk.function`. Left out, it is "concat" for what has an entry a row, and "mean" for what has as many numbers
-        for any number of rows, such as a mean cost.
+        `synk.function`. Left out, it is "mean" where the graph shows a mean over rows, such as a cost, and "concat"
+        where it shows an entry a row; what follows from combined values has none.
       broadcast: those of the inputs that come to every replica whole, such as a learning rate.
       updates: pairs of shared variable and new expression, or a mapping. All see the old values.
       givens: pairs of variable and expression to put in its place, or a mapping.
@@ -90,7 +91,9 @@ def function(
     check_inputs(graph)
     halves = _Halves(called, inputs, whole, cut(merged(graph)), build)
     modes = ["broadcast" if v in whole else "scatter" for v in inputs]
-    return synk.function(halves.on_part(), modes, halves.ops(), then=halves.then(), name=called, **options)
+    made = synk.function(halves.on_part(), modes, halves.ops(), then=halves.then(), name=called, **options)
+    halves.take_variables()
+    return made
 
 
 class _Halves:
@@ -110,7 +113,10 @@ class _Halves:
         self._following = [place for place in cuts.outputs if isinstance(place, Variable)]
         new = [new for _, new in cuts.updates]
         self._after = _Reading([*cuts.combined, *broadcast], [*self._following, *new])
-        for variable, _ in cuts.updates:
+
+    def take_variables(self) -> None:
+        """Bring the values of all variables to the devices: PyTensor's earlier functions cannot have them any more."""
+        for variable in (*self._of_rows.read, *self._after.read, *[variable for variable, _ in self._cuts.updates]):
             shared(variable)
 
     @property
@@ -161,13 +167,11 @@ class _Reading:
     """Expressions as a function of their inputs; it reads the shared variables by itself."""
 
     def __init__(self, inputs: Sequence[Variable], expressions: Sequence[Variable]) -> None:
-        self._read = [v for v in inputs_of(expressions) if isinstance(v, SharedVariable)]
-        self._run = Converted([*inputs, *self._read], expressions)
-        for variable in self._read:
-            shared(variable)
+        self.read = [v for v in inputs_of(expressions) if isinstance(v, SharedVariable)]
+        self._run = Converted([*inputs, *self.read], expressions)
 
     def __call__(self, values: Sequence[Any]) -> list[jax.Array]:
-        return self._run(*values, *[shared(variable).value for variable in self._read])
+        return self._run(*values, *[shared(variable).value for variable in self.read])
 
 
 def _check_inputs(name: str, inputs: Sequence[Variable], broadcast: Sequence[Variable]) -> None:
@@ -256,7 +260,7 @@ def _parameters(inputs: Sequence[Variable]) -> list[str]:
     for i, variable in enumerate(inputs):
         name = variable.name or ""
         is_name = name.isidentifier() and not keyword.iskeyword(name) and name not in (*names, *RESERVED)
-        names.append(name if is_name and not name.startswith("combined_") else f"input_{i}")
+        names.append(name if is_name and not name.startswith(("combined_", "input_")) else f"input_{i}")
     return names
 
 

@@ -27,15 +27,29 @@ class HeldElsewhere:
 class _Storage(list):
     """The list of one element in which PyTensor looks for a value; it reads and assigns a shared variable of synk's."""
 
-    def __init__(self, held: synk.Shared, dtype: str) -> None:
+    def __init__(self, held: synk.Shared, dtype: str, before: list[Any]) -> None:
         super().__init__([HeldElsewhere()])
         self.held = held
         self._dtype = dtype
+        self._before = before  # where PyTensor's earlier functions look for the value
 
     def __getitem__(self, index: Any) -> Any:
+        self.check()
         return np.array(self.held.value, self._dtype)
 
+    def check(self) -> None:
+        """RuntimeError where a function has set the value past this, so that it is lost."""
+        for cells in (self._before, self):
+            if not isinstance(list.__getitem__(cells, 0), HeldElsewhere):
+                cells_are = "was made before synk held it" if cells is self._before else "runs by PyTensor's C linker"
+                raise RuntimeError(
+                    f"{self.held.name}: a function that {cells_are} has set it, which synk does not see. Make it after "
+                    f"those of synk.pytensor, in mode NUMBA, JAX or FAST_COMPILE, and set the value again."
+                )
+
     def __setitem__(self, index: Any, value: Any) -> None:
+        for cells in (self._before, self):
+            list.__setitem__(cells, 0, HeldElsewhere())
         self.held.value = fitting(np.asarray(value, self._dtype), self.held.name)
 
     def __reduce__(self) -> Any:
@@ -66,8 +80,9 @@ def shared(variable: SharedVariable) -> synk.Shared:
     """Give the shared variable of synk's that holds a PyTensor variable's value, for checkpoints and collectives.
 
     From the first time on, the value lies on every device, as it does once `synk.pytensor.function` has taken the
-    variable. `get_value`, `set_value`, pickles, and functions that PyTensor compiles afterwards see it there.
-    Functions that PyTensor compiled before do not, and raise.
+    variable. `get_value`, `set_value`, pickles, and functions that PyTensor compiles afterwards see it there, in modes
+    NUMBA (its default), JAX and FAST_COMPILE; not by its C linkers. Functions that PyTensor compiled before raise; one
+    that only sets the variable makes what reads it next raise.
 
     Args:
       variable: one that `pytensor.shared` made, of numbers in an array.
@@ -89,6 +104,7 @@ def shared(variable: SharedVariable) -> synk.Shared:
         raise TypeError(f"synk.pytensor.shared: {variable!r} is no shared variable of PyTensor's (pytensor.shared).")
     container = variable.container
     if isinstance(container.storage, _Storage):
+        container.storage.check()
         return container.storage.held
     if not isinstance(variable.type, TensorType):
         raise TypeError(
@@ -97,9 +113,9 @@ def shared(variable: SharedVariable) -> synk.Shared:
         )
     name = variable.name or ""
     held = synk.shared(fitting(container.storage[0], name or "a shared variable"), name=name or None)
-    storage = _Storage(held, variable.type.dtype)
-    container.storage[0] = HeldElsewhere()
-    container.storage = storage
+    before = container.storage
+    before[0] = HeldElsewhere()
+    container.storage = _Storage(held, variable.type.dtype, before)
     container.__class__ = _Container
     return held
 

@@ -1,0 +1,103 @@
+"""Seen ops: how an output that says no op combines, where its graph shows that."""
+
+from collections.abc import Set
+from typing import Any
+
+from pytensor.compile.builders import OpFromGraph
+from pytensor.graph.basic import Variable
+from pytensor.scalar.basic import Add, Cast, Mul, Neg, Sub, TrueDiv
+from pytensor.scan.op import Scan
+from pytensor.tensor.basic import ARange
+from pytensor.tensor.elemwise import DimShuffle, Elemwise
+from pytensor.tensor.extra_ops import CumOp
+from pytensor.tensor.math import Sum
+from pytensor.tensor.sort import ArgSortOp, SortOp
+from pytensor.tensor.special import LogSoftmax, Softmax
+from pytensor.tensor.subtensor import AdvancedSubtensor, Subtensor
+from pytensor.tensor.type import TensorType
+
+from .walk import is_of_rows, lengths_of, reached, simplified, value_inputs
+
+
+def seen_op(expression: Variable, rows: Set[Variable]) -> str | None:
+    """ "concat" of an entry a row, "mean" of a mean over rows; None of what is seen to be neither."""
+    by_rows = [is_of_rows(length, rows) for length in lengths_of([expression])[0]]
+    if by_rows and by_rows[0] and not any(by_rows[1:]) and _keeps_rows(expression, rows):
+        return "concat"
+    return "mean" if not any(by_rows) and _is_mean(expression, rows) else None
+
+
+def _is_mean(expression: Variable, rows: Set[Variable]) -> bool:
+    """Is it a sum of means over rows, scaled by what no row changes, and of terms that no row changes?"""
+    if not reached(expression) & rows:
+        return True
+    node = expression.owner
+    if node is None or not expression.type.dtype.startswith(("float", "complex")):
+        return False
+    if isinstance(node.op, DimShuffle | Sum):  # of a part's mean, over other axes
+        return _is_mean(node.inputs[0], rows)
+    op = node.op.scalar_op if isinstance(node.op, Elemwise) else None
+    if isinstance(op, Add | Sub | Neg | Cast):
+        return all(_is_mean(each, rows) for each in node.inputs)
+    if isinstance(op, Mul):
+        changed = [each for each in node.inputs if reached(each) & rows]
+        return len(changed) == 1 and _is_mean(changed[0], rows)
+    return isinstance(op, TrueDiv) and _is_quotient(expression, rows)
+
+
+def _is_quotient(expression: Variable, rows: Set[Variable]) -> bool:
+    """Is it a sum over rows divided by how many there are, or a mean by what no row changes?"""
+    divisors: list[Variable] = []
+    total = expression
+    while (node := total.owner) is not None:
+        if isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, TrueDiv):
+            divisors.append(node.inputs[1])
+        elif not isinstance(node.op, DimShuffle):
+            break
+        total = node.inputs[0]
+    if any(reached(divisor, by_value=True) & rows for divisor in divisors):
+        return False
+    counts = [divisor for divisor in simplified(divisors) if is_of_rows(divisor, rows)]
+    if not counts:
+        return _is_mean(total, rows)
+    if len(counts) > 1 or node is None or not isinstance(node.op, Sum):
+        return False
+    (lengths,) = lengths_of(node.inputs)
+    return sum(is_of_rows(length, rows) for length in lengths) == 1 and _keeps_rows(node.inputs[0], rows)
+
+
+def _keeps_rows(expression: Variable, rows: Set[Variable]) -> bool:
+    """Does all of rows that it is made of have an axis of them, and does no op that may mix them make any of it?"""
+    made = [v for v in _ancestors(expression) if v.owner and reached(v) & rows]
+    if any(isinstance(v.owner.op, ARange) for v in made):
+        return False
+    made = [v for v in made if isinstance(v.type, TensorType) and reached(v, by_value=True) & rows]
+    if not all(any(is_of_rows(length, rows) for length in lengths) for lengths in lengths_of(made)):
+        return False
+    loops = simplified([v.owner.inputs[0] for v in made if isinstance(v.owner.op, Scan)])  # how many steps each takes
+    mixed = lengths_of([v.owner.inputs[0] for v in made if _may_mix(v.owner.op)])
+    return not any(is_of_rows(length, rows) for length in (*loops, *[lengths[0] for lengths in mixed if lengths]))
+
+
+def _may_mix(op: Any) -> bool:
+    """May it mix entries along axis 0?"""
+    if isinstance(op, Softmax | LogSoftmax):
+        return op.axis is None or 0 in op.axis
+    if isinstance(op, Subtensor):
+        return bool(op.idx_list) and op.idx_list[0] != slice(None)
+    return isinstance(op, SortOp | ArgSortOp | CumOp | OpFromGraph)
+
+
+def _ancestors(expression: Variable) -> set[Variable]:
+    """The expression, and all that it is made of by value; `arange` as an index of rows does not count."""
+    seen: set[Variable] = set()
+    left = [expression]
+    while left:
+        variable = left.pop()
+        if variable in seen:
+            continue
+        seen.add(variable)
+        if (node := variable.owner) is not None:
+            is_pick = isinstance(node.op, AdvancedSubtensor)
+            left += [v for v in value_inputs(node) if not (is_pick and v.owner and isinstance(v.owner.op, ARange))]
+    return seen

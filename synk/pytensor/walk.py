@@ -1,0 +1,91 @@
+"""Walk: what expressions of PyTensor are made of, and how long they are."""
+
+from collections.abc import Iterator, Sequence, Set
+from typing import Any
+
+from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.graph.rewriting.utils import rewrite_graph
+from pytensor.scalar.basic import Second
+from pytensor.tensor.elemwise import Elemwise
+from pytensor.tensor.shape import Shape, Shape_i
+
+
+def reached(expression: Variable, stops: Set[Variable] = frozenset(), by_value: bool = False) -> set[Variable]:
+    """Inputs and `stops` on which an expression depends, past none of these; by value: what only gives a shape does
+    not count."""
+    found: set[Variable] = set()
+    seen: set[Variable] = set()
+    left = [expression]
+    while left:
+        variable = left.pop()
+        if variable in seen:
+            continue
+        seen.add(variable)
+        if variable in stops or variable.owner is None:
+            found.add(variable)
+        else:
+            left += value_inputs(variable.owner) if by_value else variable.owner.inputs
+    return found
+
+
+def value_inputs(node: Apply) -> Sequence[Variable]:
+    """The inputs of which more than the shape counts: `pt.grad(cost)` begins with ones that are shaped as `cost`."""
+    if isinstance(node.op, Shape | Shape_i):
+        return []
+    is_fill = isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Second)
+    return node.inputs[1:] if is_fill else node.inputs
+
+
+def inputs_of(expressions: Sequence[Variable]) -> list[Variable]:
+    """What the expressions are made of in the end, constants left out."""
+    found: dict[Variable, None] = {}
+    for expression in expressions:
+        found |= dict.fromkeys(reached(expression))
+    return [variable for variable in found if not isinstance(variable, Constant)]
+
+
+def nodes(expressions: Sequence[Variable]) -> Iterator[Apply]:
+    """All nodes, those of inner graphs included."""
+    seen: set[Apply] = set()
+    left = list(expressions)
+    while left:
+        node = left.pop().owner
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            left += node.inputs
+            left += getattr(getattr(node.op, "fgraph", None), "outputs", [])
+
+
+def lengths_of(expressions: Sequence[Any]) -> list[list[Variable]]:
+    """The shape of each, by the shapes of inputs as far as that goes."""
+    in_order = iter(simplified([each.shape[i] for each in expressions for i in range(each.type.ndim)]))
+    return [[next(in_order) for _ in range(each.type.ndim)] for each in expressions]
+
+
+def simplified(scalars: list[Any]) -> list[Variable]:
+    """The same, without what only asks for shapes."""
+    found: Any = rewrite_graph(scalars, include=("ShapeOpt", "canonicalize")) if scalars else []
+    return found
+
+
+def is_of_rows(length: Variable, rows: Set[Variable]) -> bool:
+    """Does the length depend on how many rows there are?"""
+    left = [length]
+    seen: set[Variable] = set()
+    while left:
+        variable = left.pop()
+        if variable in rows:
+            return True
+        node = variable.owner
+        is_seen = variable in seen
+        seen.add(variable)
+        if is_seen or node is None or (isinstance(node.op, Shape_i) and node.inputs[0] in rows and node.op.i > 0):
+            continue
+        left += node.inputs
+    return False
+
+
+def called(expression: Variable) -> str:
+    """What messages call it."""
+    return expression.name or f"{expression.owner.op if expression.owner else expression}"
