@@ -58,6 +58,21 @@ def test_every_page_is_in_the_menu():
     assert sorted(named) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
 
 
+def test_versions_agree():
+    """Of the package, of the citation, and the newest of the changes."""
+    for name, pattern in (("CITATION.cff", r"^version: (\S+)$"), ("CHANGELOG.md", r"^## ([\d.]+)")):
+        assert re.search(pattern, (ROOT / name).read_text(), re.M).group(1) == synk.__version__, name
+
+
+def test_workflows_call_what_there_is():
+    """Whatever a workflow runs is a target of the Makefile, or a file."""
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        for command in re.findall(r"- run: (.+)", path.read_text()):
+            program, *arguments = command.split()
+            assert arguments[0] in targets if program == "make" else os.access(ROOT / program, os.X_OK), command
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="needs the extra docs")
 def test_it_builds(tmp_path):
