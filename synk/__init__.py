@@ -1,6 +1,7 @@
 """Data parallelism for plain JAX functions: write the serial program, run it on every device."""
 
 import importlib
+import typing
 
 from ._base import old_names as _old_names
 from ._base.errors import (
@@ -65,7 +66,13 @@ for _name in __all__:
     globals()[_name].__module__ = "synk"
 
 
-def __getattr__(name: str) -> object:
+if typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `__getattr__`
+    from . import orbax as orbax
+    from . import stats as stats
+    from . import train as train
+
+
+def __getattr__(name: str) -> typing.Any:
     """`synk.stats`, `synk.train` and `synk.orbax` are there without an import, and loaded by their first use."""
     if name in ("train", "orbax", "stats"):
         return importlib.import_module(f"synk.{name}")

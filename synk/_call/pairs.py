@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,15 @@ from .._base.errors import public_api
 from .._base.pytree import PyTree
 from .._reductions.monoid import Monoid
 from .._reductions.outputs import is_whole
-from .._reductions.reduction import ELEMENTWISE, PartInfo, Reduction, Weighted, reduction_of, result_dtype
+from .._reductions.reduction import (
+    ELEMENTWISE,
+    ElementwiseOp,
+    PartInfo,
+    Reduction,
+    Weighted,
+    reduction_of,
+    result_dtype,
+)
 from .._runtime.group import AXIS, current_group
 from .inputs import lengths_of
 from .skeletons import Leaves, Results, Skeleton, row_tree, run_skeleton, without_state
@@ -25,7 +33,7 @@ def pairs(
     x: PyTree,
     y: PyTree = None,
     *,
-    reduce: str = "sum",
+    reduce: ElementwiseOp | Literal["concat"] = "sum",
     outputs: Results = "concat",
 ) -> PyTree:
     """Combine `fn(x[i], y[j])` over all j, for each i: the rows of y go round the replicas, none of which holds all.

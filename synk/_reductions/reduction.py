@@ -19,7 +19,9 @@ from .._base.pytree import PyTree
 from .._runtime.executable import as_bits, from_bits
 from . import collectives, wire
 
-Op: TypeAlias = str | Callable[[jax.Array], Any] | None
+ElementwiseOp: TypeAlias = Literal["sum", "mean", "avg", "max", "min", "prod", "any", "all"]
+RowsOp: TypeAlias = Literal["concat", "gather", "scatter", "stack", "first", "merge"]
+Op: TypeAlias = ElementwiseOp | RowsOp | Callable[[jax.Array], Any] | None
 
 
 class PartInfo(NamedTuple):

@@ -5,7 +5,7 @@ from typing import Any
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
-from .._reductions.reduction import Op
+from .._reductions.reduction import ElementwiseOp
 from .._tracing.context import current_trace, eager
 from . import access, combine
 from .access import commit_all, group_of, state_of_leaves
@@ -128,7 +128,7 @@ def all_gather(variables: Any) -> Any:
 
 
 @public_api
-def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
+def reduce(variables: Variables, op: ElementwiseOp = "mean", in_place: bool = True) -> Any:
     """Combine the values of all replicas elementwise on the first; the others keep theirs.
 
     Args:
@@ -155,7 +155,7 @@ def reduce(variables: Variables, op: Op = "mean", in_place: bool = True) -> Any:
 
 
 @public_api
-def all_reduce(variables: Any, op: Op = "mean", weights: Sequence[float] | None = None) -> Any:
+def all_reduce(variables: Any, op: ElementwiseOp = "mean", weights: Sequence[float] | None = None) -> Any:
     """Combine the values of all replicas elementwise on every one; inside a function, return that of traced values.
 
     Args:

@@ -16,7 +16,7 @@ from .._base.pytree import PyTree, as_data, as_keys, key_of
 from .._data.selection import select
 from .._data.transfer import gather_rows
 from .._reductions import collectives, reduction
-from .._reductions.reduction import Op
+from .._reductions.reduction import ElementwiseOp
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
 from .._runtime.group import AXIS
@@ -127,7 +127,11 @@ def _gather_body(nd_up: int, rows: tuple[int, ...] | None) -> Body:
 
 
 def reduce_leaves(
-    variable: Shared, call: str, op: Op, weights: Sequence[float] | None, takers: Literal["all", "first", "none"]
+    variable: Shared,
+    call: str,
+    op: ElementwiseOp,
+    weights: Sequence[float] | None,
+    takers: Literal["all", "first", "none"],
 ) -> list[jax.Array]:
     """Stored leaves of all replicas, combined elementwise; stacked with the others' own where the first takes them."""
     name = _elementwise(op, call)
@@ -144,7 +148,7 @@ def reduce_leaves(
     return _run(variable, body, state.layout if takers == "all" else "stacked" if takers == "first" else "replicated")
 
 
-def state_of_reduced(variable: Shared, op: Op) -> VariableState:
+def state_of_reduced(variable: Shared, op: ElementwiseOp) -> VariableState:
     """What it holds once the first replica has the combination of all; the others keep theirs."""
     leaves = reduce_leaves(variable, "reduce", op, None, "first")
     by = "synk.reduce" if group_of(variable).size > 1 else ""
@@ -173,7 +177,7 @@ def _reduce_body(op: str, shares: tuple[float, ...], is_for_first: bool) -> Body
     return body
 
 
-def _elementwise(op: Op, call: str) -> str:
+def _elementwise(op: Any, call: str) -> str:
     name = reduction.reduction_of(op, f"synk.{call}").name
     if name not in reduction.ELEMENTWISE:
         names = ", ".join(reduction.ELEMENTWISE)
@@ -201,7 +205,7 @@ def _refuse_unequal_rows(variable: Shared, state: VariableState, call: str) -> N
         )
 
 
-def reduce_traced(context: TraceContext, tree: PyTree, op: Op, weights: Sequence[float] | None) -> PyTree:
+def reduce_traced(context: TraceContext, tree: PyTree, op: ElementwiseOp, weights: Sequence[float] | None) -> PyTree:
     """Combine each leaf elementwise over the replicas, inside a function."""
     _check_axis(context, "all_reduce")
     name = _elementwise(op, "all_reduce")
