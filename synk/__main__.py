@@ -1,12 +1,15 @@
-"""`python -m synk launch`: one program in several processes; `python -m synk info`: what there is to run on."""
+"""`python -m synk`: `launch` one program in several processes, `info` of what there is, `bench` how a step scales."""
 
 import sys
 
+from . import _scaling
 from ._distributed.launcher import main
 from ._info import report
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["info"]:
         print(report())
+    elif sys.argv[1:2] == ["bench"]:
+        sys.exit(_scaling.main(sys.argv[2:]))
     else:
         sys.exit(main())

@@ -8,6 +8,11 @@ from typing import Any, NamedTuple
 from .._base.units import number_text, size_text
 
 WIDTH, MARGIN, LINE = 900, 24, 20
+STYLE = (  # of pages
+    "body{margin:2em auto;max-width:60em;padding:0 1em;font-family:sans-serif;color:#222;background:#fff}"
+    "pre{overflow-x:auto;padding:1em;background:#f4f4f4}table{border-collapse:collapse}"
+    "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}"
+)
 _BLUE, _RED, _GREEN, _GREY, _DARK = "#4c78a8", "#e45756", "#54a24b", "#d0d0d0", "#333333"
 # What a bar of the schedule means, by whether its bytes travel behind computation.
 _KINDS = {True: (_GREEN, "behind computation"), False: (_RED, "nothing runs meanwhile"), None: (_GREY, "unknown")}
@@ -48,11 +53,6 @@ def draw_svg(e: Any) -> str:
 def page(e: Any, text: str) -> str:
     """An explanation as a page of HTML, which needs nothing beside it."""
     title = escape(f"{e.function} on {e.group}")
-    style = (
-        "body{margin:2em auto;max-width:60em;padding:0 1em;font-family:sans-serif;color:#222;background:#fff}"
-        "pre{overflow-x:auto;padding:1em;background:#f4f4f4}table{border-collapse:collapse}"
-        "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}"
-    )
     rows = "".join(
         f"<tr><td>{escape(p.role)}</td><td>{p.launches}</td><td>{c.kind}</td><td>{c.operand_bytes}</td>"
         f"<td>{c.result_bytes}</td><td>{_KINDS[c.behind][1]}</td></tr>"
@@ -65,7 +65,7 @@ def page(e: Any, text: str) -> str:
     )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head><body><h1>{title}</h1>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body><h1>{title}</h1>'
         f"{draw_svg(e)}<h2>In words</h2><pre>{escape(text)}</pre><h2>Collectives</h2>{table}</body></html>\n"
     )
 

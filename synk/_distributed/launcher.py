@@ -41,6 +41,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m synk", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, devices and settings, and what is wrong with them")
+    commands.add_parser("bench", help="measure how a step scales over the devices that are here, as one page")
     launch = commands.add_parser("launch", help="start a program in n processes on this machine")
     launch.add_argument("-n", "--processes", type=int, default=2, help="how many processes (2)")
     launch.add_argument("--devices-per-process", type=int, metavar="K", help="CPU devices of each")

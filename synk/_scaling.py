@@ -1,0 +1,147 @@
+"""Scaling: `python -m synk bench FILE:NAME`, rows a second of a user's step by numbers of replicas, as one page."""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import jax
+
+from ._call.picture import draw_svg
+from ._distributed.init import group, init
+from ._info import report
+from ._scaling_page import page, words
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure each number of replicas in a process of its own, one after the other; the exit status."""
+    options = _options(arguments)
+    if options.only:
+        options.json.write_text(json.dumps(_measured(options)))
+        return 0
+    counts = options.replicas or _numbers_here()
+    found: list[dict[str, Any]] = []
+    for count in counts:
+        print(f"{count} replica{'s' * (count > 1)}: ", end="", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "found.json"
+            own = ["--only", str(count), "--of", str(max(counts)), "--json", str(path)]
+            done = subprocess.run([sys.executable, "-m", "synk", "bench", *arguments, *own])
+            if done.returncode:
+                print(f"python -m synk bench: it failed on {count} replicas, with exit status {done.returncode}.")
+                return 1
+            found.append(json.loads(path.read_text()))
+        print(words(found, options.unit))
+    options.out.write_text(page(options, found), encoding="utf-8")
+    print(options.out)
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m synk bench",
+        description="Measure a step by numbers of replicas: rows a second and efficiency, as a page.",
+        epilog="NAME is a function without parameters, which returns the step and the arguments of one call for the "
+        "largest number of replicas: `return step, x, y`. Fewer get their part of these rows, as many each.",
+    )
+    parser.add_argument("target", metavar="FILE:NAME", type=_target)
+    parser.add_argument(
+        "--replicas", type=_counts, help="1,2,4; else powers of two as far as there are devices or cores"
+    )
+    parser.add_argument(
+        "--strong", action="store_true", help="all rows for each number of replicas, not as many for each"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="in a row, before the last is waited for")
+    parser.add_argument("--rounds", type=int, default=5, help="of so many steps; the median counts")
+    parser.add_argument("--unit", default="rows", help="images, tokens, ...")
+    parser.add_argument("--per-row", type=float, default=1.0, help="how many of these a row is")
+    parser.add_argument("--out", type=Path, default=Path("scaling.html"))
+    for name, kind in (("--only", int), ("--of", int), ("--json", Path)):  # of the process of one number
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def _target(text: str) -> tuple[Path, str]:
+    path, _, name = text.rpartition(":")
+    if not name.isidentifier() or not Path(path).is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is no FILE:NAME of a file that is there, such as train.py:bench")
+    return Path(path), name
+
+
+def _counts(text: str) -> list[int]:
+    counts = sorted({int(each) for each in text.split(",")})
+    if counts[0] < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers of replicas are at least 1")
+    return counts
+
+
+def _numbers_here() -> list[int]:
+    """Powers of two and all; asked in another process, so that this one takes no device's memory."""
+    program = "import jax; print(jax.default_backend(), jax.device_count())"
+    asked = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
+    platform, count = asked.stdout.split()[-2:]
+    there = (os.cpu_count() or 1) if platform == "cpu" else int(count)
+    return sorted({there, *[2**i for i in range(there.bit_length())]})
+
+
+def _measured(options: argparse.Namespace) -> dict[str, Any]:
+    """What one number of replicas takes."""
+    init(options.only)
+    step, *args = _made(*options.target)
+    if group().size != options.only:
+        raise SystemExit(
+            f"{options.target[0]}: it makes a group of its own, of {group().size} replicas instead of {options.only}. "
+            f'Call synk.init under `if __name__ == "__main__":`.'
+        )
+    explained = step.explain(*args)
+    rows, batch = sum(explained.lengths), {}
+    if options.only != options.of and not options.strong:
+        rows = rows * options.only // options.of
+        batch = {"batch": rows}
+        explained = step.explain(*args, **batch)
+    for _ in range(3):
+        jax.block_until_ready(step(*args, **batch))
+    seconds = median(_timed(lambda: step(*args, **batch), options.steps) for _ in range(options.rounds))
+    about = {"explained": str(explained), "svg": draw_svg(explained), "info": report(), "platform": group().platform}
+    return {
+        "replicas": options.only,
+        "rows": rows,
+        "seconds": seconds,
+        "rate": rows * options.per_row / seconds,
+        **about,
+    }
+
+
+def _timed(step: Callable[[], Any], steps: int) -> float:
+    """Seconds of a step, in a row of them."""
+    start = perf_counter()
+    found = None
+    for _ in range(steps):
+        found = step()
+    jax.block_until_ready(found)
+    return (perf_counter() - start) / steps
+
+
+def _made(path: Path, name: str) -> Sequence[Any]:
+    """What the user's function returns: the step, and its arguments."""
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, path
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    make = getattr(module, name, None)
+    made = make() if callable(make) and not hasattr(make, "explain") else None
+    if not isinstance(made, tuple) or not made or not hasattr(made[0], "explain"):
+        raise SystemExit(
+            f"{path}:{name} is no function that returns a step and its arguments, such as\n"
+            f"def {name}():\n    return step, x, y"
+        )
+    return made

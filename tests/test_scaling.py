@@ -1,0 +1,90 @@
+"""`python -m synk bench`: a user's step by numbers of replicas, as one page."""
+
+import os
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+PROGRAM = """
+import numpy as np, synk
+w = synk.shared(np.float32(1), name="w")
+
+@synk.function(reduce="mean")
+def slope(x):
+    return (w.value * x).mean()
+
+@slope.then
+def step(mean):
+    w.value = w.value - mean
+    return mean
+
+def bench():
+    return step, np.ones((60, 4), np.float32)
+
+def own_group():
+    synk.init(1)
+    return bench()
+
+def fails():
+    raise ZeroDivisionError("of the user's")
+"""
+
+
+def bench(folder, target, *options):
+    """What the command prints, and its exit status."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    return subprocess.run(
+        [sys.executable, "-m", "synk", "bench", target, *options],
+        cwd=folder,
+        env=plain | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where the user's program is."""
+    (tmp_path / "train.py").write_text(PROGRAM)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "rows"), [([], ["20", "40", "60"]), (["--strong"], ["60"] * 3)])
+def test_a_page_is_written(folder, more, rows):
+    """Of each number its rows, rate, speed-up; a chart; what explain and info say."""
+    short = ["--steps", "2", "--rounds", "1", "--replicas", "3,1,2", "--unit", "tokens", "--per-row", "128"]
+    done = bench(folder, "train.py:bench", *short, *more)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(\d) replicas?: (\d+) rows in .* tokens/s", done.stdout, re.M) == list(
+        zip("123", rows, strict=True)
+    )
+    page = (folder / "scaling.html").read_text()
+    assert len([ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.S)]) == 2
+    cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td>.*?)</tr>", page)]
+    assert [row[:2] for row in cells] == [[n, r] for n, r in zip("123", rows, strict=True)]
+    assert cells[0][4:] == ["1.00", "100 %"]
+    assert all(word in page for word in ("3 replicas", "slope", "jaxlib"))
+    assert set(re.findall(r"https?://[\w.]+", page)) == {"http://www.w3.org"}  # the name of SVG; nothing is loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("train.py:own_group", "it makes a group of its own, of 1 replicas instead of 2"),
+        ("train.py:step", "is no function that returns a step and its arguments"),
+        ("train.py:nothing", "is no function that returns a step and its arguments"),
+        ("train.py:fails", "ZeroDivisionError: of the user's"),
+        ("nowhere.py:bench", "is no FILE:NAME of a file that is there"),
+    ],
+)
+def test_what_cannot_be_measured(folder, target, message):
+    """It says why, and writes nothing."""
+    done = bench(folder, target, "--replicas", "2,3")
+    assert done.returncode and message in done.stdout + done.stderr
+    assert not (folder / "scaling.html").exists()
