@@ -1,6 +1,7 @@
 """The site: its blocks run and print what they say, every public name has a place, and it builds without a warning."""
 
 import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -81,6 +82,21 @@ def test_it_builds(tmp_path):
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "true"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "search" / "search_index.js").exists()  # which a page that is opened from disk can read
+    reference = "".join(page.read_text() for page in (tmp_path / "reference").glob("*.html"))
+    public = {
+        f"{name}.{each}": getattr(importlib.import_module(name), each)
+        for name in MODULES
+        for each in importlib.import_module(name).__all__
+    }
+    members = [
+        f"{name}.{member}"
+        for name, value in public.items()
+        if inspect.isclass(value) and not issubclass(value, Exception)
+        for member, _ in inspect.getmembers(value, inspect.isfunction)
+        if not member.startswith(("_", "tree_"))  # `tree_flatten` is for JAX
+    ]
+    assert [name for name in (*public, *members) if f'id="{name}"' not in reference] == []
     for page in tmp_path.rglob("*.html"):
         loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?://[^\" >]+)", page.read_text())
         assert not [address for address in loaded if "canonical" not in address], page

@@ -4,7 +4,7 @@ PyTensor switches JAX's 64-bit mode, of the whole process, when its JAX back end
 on where `pytensor.config.floatX` is "float64" (its default), off where it is "float32". So set `floatX` before.
 """
 
-from .function import function
+from .build import function
 from .held import shared
 
 __all__ = ["function", "shared"]

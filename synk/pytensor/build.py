@@ -1,4 +1,4 @@
-"""Function: `synk.pytensor.function`, Theano's arguments for a graph that runs on every device."""
+"""Build: `synk.pytensor.function`, Theano's arguments for a graph that runs on every device."""
 
 import inspect
 import keyword
