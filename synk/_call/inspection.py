@@ -180,7 +180,7 @@ class Inspection:
           make this call.
 
         Raises:
-          As a call; TypeError or ValueError where `run` is no number of calls.
+          TypeError, ValueError: `run` is no number of calls; others as of a call.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
@@ -225,8 +225,8 @@ class Inspection:
           be so.
 
         Raises:
-          As a call; ValueError where rows cannot be tried one by one: those with neighbours, those that variables hold,
-          and `synk.local` ones.
+          ValueError: rows cannot be tried one by one: those with neighbours, those that variables hold, and
+            `synk.local` ones; others as of a call.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
