@@ -249,7 +249,6 @@ def _rebuilt(
         replace=givens,
         updates=updates,
         no_default_updates=no_default_updates,
-        clone_inner_graphs=True,
     )
     return graph.of(expressions)._replace(updates=list(new.items()))
 
