@@ -28,13 +28,17 @@ def main(arguments: Sequence[str]) -> int:
         options.json.write_text(json.dumps(_measured(options)))
         return 0
     counts = options.replicas or _numbers_here()
+    # As many CPU devices as are measured, and as the file's own group may want.
+    environment = {"JAX_NUM_CPU_DEVICES": str(max(8, *counts))} | os.environ
     found: list[dict[str, Any]] = []
     for count in counts:
         print(f"{count} replica{'s' * (count > 1)}: ", end="", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
             own = ["--only", str(count), "--of", str(max(counts)), "--json", str(path)]
-            done = subprocess.run([sys.executable, "-m", "synk", "bench", *arguments, *own])
+            done = subprocess.run(
+                [sys.executable, "-m", "synk", "bench", *arguments, *own], env=environment, stdout=sys.stderr
+            )
             if done.returncode:
                 print(f"python -m synk bench: it failed on {count} replicas, with exit status {done.returncode}.")
                 return 1
@@ -94,12 +98,20 @@ def _numbers_here() -> list[int]:
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     """What one number of replicas takes."""
-    init(options.only)
-    step, *args = _made(*options.target)
+    path, name = options.target
+    make = _imported(path, name)
+    init(options.only)  # whatever group the file has made
+    made = make() if callable(make) and not hasattr(make, "explain") else None
+    if not isinstance(made, tuple) or not made or not hasattr(made[0], "explain"):
+        raise SystemExit(
+            f"{path}:{name} is no function that returns a step and its arguments, such as\n"
+            f"def {name}():\n    return step, x, y"
+        )
+    step, *args = made
     if group().size != options.only:
         raise SystemExit(
-            f"{options.target[0]}: it makes a group of its own, of {group().size} replicas instead of {options.only}. "
-            f'Call synk.init under `if __name__ == "__main__":`.'
+            f"{path}:{name} makes a group of its own, of {group().size} replicas instead of {options.only}. Leave "
+            f"synk.init out there: it is called in the group that is measured."
         )
     explained = step.explain(*args)
     rows, batch = sum(explained.lengths), {}
@@ -130,18 +142,11 @@ def _timed(step: Callable[[], Any], steps: int) -> float:
     return (perf_counter() - start) / steps
 
 
-def _made(path: Path, name: str) -> Sequence[Any]:
-    """What the user's function returns: the step, and its arguments."""
+def _imported(path: Path, name: str) -> Any:
+    """The user's function; None where there is none."""
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, path
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    make = getattr(module, name, None)
-    made = make() if callable(make) and not hasattr(make, "explain") else None
-    if not isinstance(made, tuple) or not made or not hasattr(made[0], "explain"):
-        raise SystemExit(
-            f"{path}:{name} is no function that returns a step and its arguments, such as\n"
-            f"def {name}():\n    return step, x, y"
-        )
-    return made
+    return getattr(module, name, None)

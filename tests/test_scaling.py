@@ -10,6 +10,8 @@ import pytest
 
 PROGRAM = """
 import numpy as np, synk
+synk.init(4)
+print("what the file prints")
 w = synk.shared(np.float32(1), name="w")
 
 @synk.function(reduce="mean")
@@ -76,7 +78,7 @@ def test_a_page_is_written(folder, more, rows):
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("train.py:own_group", "it makes a group of its own, of 1 replicas instead of 2"),
+        ("train.py:own_group", "makes a group of its own, of 1 replicas instead of 2"),
         ("train.py:step", "is no function that returns a step and its arguments"),
         ("train.py:nothing", "is no function that returns a step and its arguments"),
         ("train.py:fails", "ZeroDivisionError: of the user's"),

@@ -221,16 +221,20 @@ def _of_whole(ready: ReadyCall, probes: int) -> Blame | None:
     """Where every part is finite: what combines them, and then."""
     name, plan, group = ready.function.name, ready.plan, ready.group
     outcome = evaluate(ready, None)
+    has_weights = any(leaf.weight is not None for leaf in plan.outputs.reduced)
+    hint = " A synk.Weighted mean is NaN where the weights of all rows add up to 0." if has_weights else ""
     treedef = plan.result.treedef
     paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
     for i, ((path, _), leaf) in enumerate(zip(paths, outcome.leaves, strict=False)):
         if i not in plan.own and _holds_bad(group, leaf, "stacked" if i in plan.staying else "replicated"):
             by = "then" if ready.function.then is not None else "combining its parts"
-            return Blame(f"{name}: every row is fine; {by} makes output{keystr(path)} not finite.", probes=probes)
+            what = f"{name}: every row is fine; {by} makes output{keystr(path)} not finite.{hint}"
+            return Blame(what, probes=probes)
     for variable, state in outcome.updates.items():
         for path, leaf in zip(_paths(variable._spec.paths, len(state.leaves)), state.leaves, strict=True):
             if _holds_bad(group, leaf, state.layout):
-                return Blame(f"{name}: every row is fine; then makes {variable.name}{path} not finite.", probes=probes)
+                what = f"{name}: every row is fine; then makes {variable.name}{path} not finite.{hint}"
+                return Blame(what, probes=probes)
     return None
 
 

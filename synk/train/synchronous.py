@@ -144,8 +144,9 @@ def step(
 
     Args:
       loss: `loss(params, *rows)` returns the mean loss of the rows that it is given (per replica): a scalar, or
-        `synk.Weighted(mean, weight)`, e.g. by tokens, whose weight must not depend on the parameters. With `state` it
-        is `loss(params, state, *rows)`. With a state or aux outputs it returns `(loss, new_state)`, `(loss, aux)` or
+        `synk.Weighted(mean, weight)`, e.g. by tokens, whose weight must not depend on the parameters; where a whole
+        batch weighs 0 the mean is NaN, as serially, and spoils the parameters. With `state` it is
+        `loss(params, state, *rows)`. With a state or aux outputs it returns `(loss, new_state)`, `(loss, aux)` or
         `(loss, new_state, aux)`.
       params: a pytree of floating arrays, or a shared variable that holds one.
       optimizer: one of optax's; it sees the combined gradient, and the loss as `value`.

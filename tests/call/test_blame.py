@@ -347,6 +347,23 @@ def test_nan_in_updates(group, donate):
     assert float(w.value) == 1
 
 
+def test_weights_that_add_up_to_nothing(two):
+    """A mean over no token at all is 0 / 0: it says that weights may be to blame, and only where there are any."""
+
+    def masked(x, mask):
+        return synk.Weighted((x * mask).sum() / mask.sum(), mask.sum())
+
+    f = synk.function(masked, reduce="mean", nan="raise")
+    x, mask = np.ones(6, np.float32), np.zeros(6, np.float32)
+    assert f(x, mask + 1) == 1
+    with pytest.raises(
+        FloatingPointError, match=r"every row is fine; combining its parts .* weights of all rows add up"
+    ):
+        f(x, mask)
+    plain = synk.function(lambda x: x.sum(), then=lambda total: 1 / (total - 6))
+    assert "weights" not in str(plain.blame(x))
+
+
 def test_debug_nans_blame_too(two):
     """The same error where JAX's own option finds it."""
     f = synk.function(lambda x: jnp.log(x).sum(), name="f")
