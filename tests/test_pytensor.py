@@ -123,6 +123,9 @@ def expressions():
         "over columns": x.mean(1).mean(),
         "cross-entropy": -pt.mean(pt.log(scores)[pt.arange(i.shape[0]), i]),
         "by hand": pt.sum(x**2, axis=0) / x.shape[0],
+        "of a loop": pytensor.scan(
+            lambda h, w: pt.tanh(h * w), outputs_info=[x], non_sequences=[w], n_steps=3, return_updates=False
+        )[-1].mean(),
     }
     rows = {
         "softmax": scores,
@@ -130,6 +133,7 @@ def expressions():
         "normed": x / pt.sqrt((x**2).sum(1, keepdims=True)),
         "picked": pt.log(scores)[pt.arange(i.shape[0]), i],
         "labels": i + 1,
+        "embedded": w[i],
     }
     neither = {
         "sum": x.sum(),
@@ -144,6 +148,14 @@ def expressions():
         "cumsum": pt.cumsum(x, axis=0),
         "softmax over rows": pt.special.softmax(x, axis=0),
         "moments": x.T @ x,
+        "rows by rows": (x @ x.T).sum(1).mean(),
+        "other rows": x[i],
+        "mixed in a loop": pytensor.scan(
+            lambda h, x: h + x.mean(), outputs_info=[x], non_sequences=[x], n_steps=3, return_updates=False
+        )[-1].mean(),
+        "a loop over rows": pytensor.scan(
+            lambda x, h: h + x, sequences=[x], outputs_info=[pt.zeros(6, dtype="float32")], return_updates=False
+        ).mean(),
         "how many": x.shape[0],
         "how many are right": pt.eq(i, 2).sum(),
         "all": (x > 0).all(),

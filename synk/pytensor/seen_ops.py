@@ -1,22 +1,21 @@
 """Seen ops: how an output that says no op combines, where its graph shows that."""
 
 from collections.abc import Set
-from typing import Any
 
 from pytensor.compile.builders import OpFromGraph
-from pytensor.graph.basic import Variable
+from pytensor.graph.basic import Apply, Variable
 from pytensor.scalar.basic import Add, Cast, Mul, Neg, Sub, TrueDiv
 from pytensor.scan.op import Scan
 from pytensor.tensor.basic import ARange
-from pytensor.tensor.elemwise import DimShuffle, Elemwise
+from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.extra_ops import CumOp
 from pytensor.tensor.math import Sum
 from pytensor.tensor.sort import ArgSortOp, SortOp
 from pytensor.tensor.special import LogSoftmax, Softmax
-from pytensor.tensor.subtensor import AdvancedSubtensor, Subtensor
+from pytensor.tensor.subtensor import AdvancedSubtensor, AdvancedSubtensor1, Subtensor
 from pytensor.tensor.type import TensorType
 
-from .walk import is_of_rows, lengths_of, reached, simplified, value_inputs
+from .walk import is_known, is_of_rows, lengths_of, reached, simplified, value_inputs
 
 
 def seen_op(expression: Variable, rows: Set[Variable]) -> str | None:
@@ -72,20 +71,35 @@ def _keeps_rows(expression: Variable, rows: Set[Variable]) -> bool:
     if any(isinstance(v.owner.op, ARange) for v in made):
         return False
     made = [v for v in made if isinstance(v.type, TensorType) and reached(v, by_value=True) & rows]
-    if not all(any(is_of_rows(length, rows) for length in lengths) for lengths in lengths_of(made)):
-        return False
+    for lengths in lengths_of(made):
+        axes = sum(is_of_rows(length, rows) for length in lengths)
+        if axes == 0 or (axes > 1 and all(is_known(length) for length in lengths)):  # none, or rows beside rows
+            return False
     loops = simplified([v.owner.inputs[0] for v in made if isinstance(v.owner.op, Scan)])  # how many steps each takes
-    mixed = lengths_of([v.owner.inputs[0] for v in made if _may_mix(v.owner.op)])
+    mixed = lengths_of([v.owner.inputs[0] for v in made if _may_mix(v.owner)])
+    if any(_may_mix_inside(v.owner.op) for v in made if isinstance(v.owner.op, Scan)):
+        return False
     return not any(is_of_rows(length, rows) for length in (*loops, *[lengths[0] for lengths in mixed if lengths]))
 
 
-def _may_mix(op: Any) -> bool:
-    """May it mix entries along axis 0?"""
+def _may_mix(node: Apply) -> bool:
+    """May it mix entries along axis 0 of its first input?"""
+    op = node.op
+    if isinstance(op, AdvancedSubtensor | AdvancedSubtensor1):
+        index = node.inputs[1].owner
+        return index is None or not isinstance(index.op, ARange)
     if isinstance(op, Softmax | LogSoftmax):
         return op.axis is None or 0 in op.axis
     if isinstance(op, Subtensor):
         return bool(op.idx_list) and op.idx_list[0] != slice(None)
     return isinstance(op, SortOp | ArgSortOp | CumOp | OpFromGraph)
+
+
+def _may_mix_inside(op: Scan) -> bool:
+    """May a step of it, which sees rows on axis 0?"""
+    steps = list(op.fgraph.apply_nodes)
+    reductions = [node.op.axis for node in steps if isinstance(node.op, CAReduce)]
+    return any(axes is None or 0 in axes for axes in reductions) or any(_may_mix(node) for node in steps)
 
 
 def _ancestors(expression: Variable) -> set[Variable]:

@@ -86,6 +86,11 @@ def is_of_rows(length: Variable, rows: Set[Variable]) -> bool:
     return False
 
 
+def is_known(length: Variable) -> bool:
+    """Is it said by lengths of inputs alone? Ops that do not tell their shapes leave others."""
+    return not any(isinstance(node.op, Shape | Shape_i) and node.inputs[0].owner for node in nodes([length]))
+
+
 def called(expression: Variable) -> str:
     """What messages call it."""
     return expression.name or f"{expression.owner.op if expression.owner else expression}"
