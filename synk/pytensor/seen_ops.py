@@ -6,16 +6,22 @@ from pytensor.compile.builders import OpFromGraph
 from pytensor.graph.basic import Apply, Variable
 from pytensor.scalar.basic import Add, Cast, Mul, Neg, Sub, TrueDiv
 from pytensor.scan.op import Scan
+from pytensor.tensor import subtensor
 from pytensor.tensor.basic import ARange
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.extra_ops import CumOp
 from pytensor.tensor.math import Sum
 from pytensor.tensor.sort import ArgSortOp, SortOp
 from pytensor.tensor.special import LogSoftmax, Softmax
-from pytensor.tensor.subtensor import AdvancedSubtensor, AdvancedSubtensor1, Subtensor
+from pytensor.tensor.subtensor import Subtensor
 from pytensor.tensor.type import TensorType
 
 from .walk import is_known, is_of_rows, lengths_of, reached, simplified, value_inputs
+
+# What picks entries by arrays of indexes: one class, or in earlier versions a second one of one index.
+PICKS = tuple(
+    getattr(subtensor, name) for name in ("AdvancedSubtensor", "AdvancedSubtensor1") if hasattr(subtensor, name)
+)
 
 
 def seen_op(expression: Variable, rows: Set[Variable]) -> str | None:
@@ -85,7 +91,7 @@ def _keeps_rows(expression: Variable, rows: Set[Variable]) -> bool:
 def _may_mix(node: Apply) -> bool:
     """May it mix entries along axis 0 of its first input?"""
     op = node.op
-    if isinstance(op, AdvancedSubtensor | AdvancedSubtensor1):
+    if isinstance(op, PICKS):
         index = node.inputs[1].owner
         return index is None or not isinstance(index.op, ARange)
     if isinstance(op, Softmax | LogSoftmax):
@@ -112,6 +118,6 @@ def _ancestors(expression: Variable) -> set[Variable]:
             continue
         seen.add(variable)
         if (node := variable.owner) is not None:
-            is_pick = isinstance(node.op, AdvancedSubtensor)
+            is_pick = isinstance(node.op, PICKS)
             left += [v for v in value_inputs(node) if not (is_pick and v.owner and isinstance(v.owner.op, ARange))]
     return seen
