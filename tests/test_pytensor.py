@@ -147,6 +147,7 @@ def expressions():
         "sorted": pt.sort(x, axis=0),
         "cumsum": pt.cumsum(x, axis=0),
         "softmax over rows": pt.special.softmax(x, axis=0),
+        "softmax over rows, from behind": pt.special.softmax(x, axis=-2),
         "moments": x.T @ x,
         "rows by rows": (x @ x.T).sum(1).mean(),
         "other rows": x[i],
@@ -372,6 +373,8 @@ def test_values_that_are_set_past_the_devices():
             function()
             with pytest.raises(RuntimeError, match=f"w: a function that {what} has set it"):
                 w.get_value()
+            with pytest.raises(ValueError, match="but its old one has"):
+                w.set_value(np.ones(4, np.float32))
             with pytest.raises(RuntimeError, match="set the value again"):
                 synk.pytensor.shared(w)
             w.set_value(ones)

@@ -48,9 +48,9 @@ class _Storage(list):
                 )
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        self.held.value = fitting(np.asarray(value, self._dtype), self.held.name)
         for cells in (self._before, self):
             list.__setitem__(cells, 0, HeldElsewhere())
-        self.held.value = fitting(np.asarray(value, self._dtype), self.held.name)
 
     def __reduce__(self) -> Any:
         return list, ([self[0]],)

@@ -16,7 +16,7 @@ from pytensor.tensor.special import LogSoftmax, Softmax
 from pytensor.tensor.subtensor import Subtensor
 from pytensor.tensor.type import TensorType
 
-from .walk import is_known, is_of_rows, lengths_of, reached, simplified, value_inputs
+from .walk import ancestors, is_known, is_of_rows, lengths_of, reached, simplified, value_inputs
 
 # What picks entries by arrays of indexes: one class, or in earlier versions a second one of one index.
 PICKS = tuple(
@@ -25,7 +25,7 @@ PICKS = tuple(
 
 
 def seen_op(expression: Variable, rows: Set[Variable]) -> str | None:
-    """ "concat" of an entry a row, "mean" of a mean over rows; None of what is seen to be neither."""
+    """Of an entry a row "concat", of a mean over rows "mean"; None of what is seen to be neither."""
     by_rows = [is_of_rows(length, rows) for length in lengths_of([expression])[0]]
     if by_rows and by_rows[0] and not any(by_rows[1:]) and _keeps_rows(expression, rows):
         return "concat"
@@ -73,7 +73,7 @@ def _is_quotient(expression: Variable, rows: Set[Variable]) -> bool:
 
 def _keeps_rows(expression: Variable, rows: Set[Variable]) -> bool:
     """Does all of rows that it is made of have an axis of them, and does no op that may mix them make any of it?"""
-    made = [v for v in _ancestors(expression) if v.owner and reached(v) & rows]
+    made = [v for v in ancestors(expression, _but_picked) if v.owner and reached(v) & rows]
     if any(isinstance(v.owner.op, ARange) for v in made):
         return False
     made = [v for v in made if isinstance(v.type, TensorType) and reached(v, by_value=True) & rows]
@@ -108,16 +108,7 @@ def _may_mix_inside(op: Scan) -> bool:
     return any(axes is None or 0 in axes for axes in reductions) or any(_may_mix(node) for node in steps)
 
 
-def _ancestors(expression: Variable) -> set[Variable]:
-    """The expression, and all that it is made of by value; `arange` as an index of rows does not count."""
-    seen: set[Variable] = set()
-    left = [expression]
-    while left:
-        variable = left.pop()
-        if variable in seen:
-            continue
-        seen.add(variable)
-        if (node := variable.owner) is not None:
-            is_pick = isinstance(node.op, PICKS)
-            left += [v for v in value_inputs(node) if not (is_pick and v.owner and isinstance(v.owner.op, ARange))]
-    return seen
+def _but_picked(node: Apply) -> list[Variable]:
+    """The inputs of a node by value; `arange` as an index of rows does not count."""
+    is_pick = isinstance(node.op, PICKS)
+    return [v for v in value_inputs(node) if not (is_pick and v.owner and isinstance(v.owner.op, ARange))]

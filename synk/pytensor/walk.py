@@ -1,6 +1,6 @@
 """Walk: what expressions of PyTensor are made of, and how long they are."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 from pytensor.graph.basic import Apply, Constant, Variable
@@ -10,22 +10,25 @@ from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.shape import Shape, Shape_i
 
 
-def reached(expression: Variable, stops: Set[Variable] = frozenset(), by_value: bool = False) -> set[Variable]:
-    """Inputs and `stops` on which an expression depends, past none of these; by value: what only gives a shape does
-    not count."""
-    found: set[Variable] = set()
+def ancestors(
+    expression: Variable, follow: Callable[[Apply], Sequence[Variable]], stops: Set[Variable] = frozenset()
+) -> set[Variable]:
+    """The expression and all that it is made of, by those inputs of a node that `follow` gives, past no `stops`."""
     seen: set[Variable] = set()
     left = [expression]
     while left:
         variable = left.pop()
-        if variable in seen:
-            continue
-        seen.add(variable)
-        if variable in stops or variable.owner is None:
-            found.add(variable)
-        else:
-            left += value_inputs(variable.owner) if by_value else variable.owner.inputs
-    return found
+        if variable not in seen:
+            seen.add(variable)
+            left += follow(variable.owner) if variable.owner is not None and variable not in stops else []
+    return seen
+
+
+def reached(expression: Variable, stops: Set[Variable] = frozenset(), by_value: bool = False) -> set[Variable]:
+    """Inputs and `stops` on which an expression depends, past none of these; by value: what only gives a shape does
+    not count."""
+    found = ancestors(expression, value_inputs if by_value else lambda node: node.inputs, stops)
+    return {variable for variable in found if variable in stops or variable.owner is None}
 
 
 def value_inputs(node: Apply) -> Sequence[Variable]:
