@@ -12,16 +12,17 @@ from pytensor.tensor.shape import Shape, Shape_i
 
 def ancestors(
     expression: Variable, follow: Callable[[Apply], Sequence[Variable]], stops: Set[Variable] = frozenset()
-) -> set[Variable]:
-    """The expression and all that it is made of, by those inputs of a node that `follow` gives, past no `stops`."""
-    seen: set[Variable] = set()
+) -> list[Variable]:
+    """The expression and all that it is made of, by those inputs of a node that `follow` gives, past no `stops`; in an
+    order that is the same in every process."""
+    seen: dict[Variable, None] = {}
     left = [expression]
     while left:
         variable = left.pop()
         if variable not in seen:
-            seen.add(variable)
+            seen[variable] = None
             left += follow(variable.owner) if variable.owner is not None and variable not in stops else []
-    return seen
+    return list(seen)
 
 
 def reached(expression: Variable, stops: Set[Variable] = frozenset(), by_value: bool = False) -> set[Variable]:
@@ -43,8 +44,8 @@ def inputs_of(expressions: Sequence[Variable]) -> list[Variable]:
     """What the expressions are made of in the end, constants left out."""
     found: dict[Variable, None] = {}
     for expression in expressions:
-        found |= dict.fromkeys(reached(expression))
-    return [variable for variable in found if not isinstance(variable, Constant)]
+        found |= dict.fromkeys(ancestors(expression, lambda node: node.inputs))
+    return [variable for variable in found if variable.owner is None and not isinstance(variable, Constant)]
 
 
 def nodes(expressions: Sequence[Variable]) -> Iterator[Apply]:
