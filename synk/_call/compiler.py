@@ -37,6 +37,15 @@ class _Launch(NamedTuple):
     carry: tuple[jax.ShapeDtypeStruct, ...] = ()  # shapes of a replica's states so far; none in the only launch
 
 
+class _Taken(NamedTuple):
+    """What a program has on one replica."""
+
+    state: State  # leaves of variables
+    carry: list[jax.Array]  # states so far
+    rest: list[jax.Array]  # rows or what picks them, and broadcast arguments
+    part: Part
+
+
 class Programs(NamedTuple):
     """The programs of a call: those that run `fn`, and of several launches what begins and what ends them."""
 
@@ -120,13 +129,13 @@ class Compiler:
         function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
         arguments = self._arguments(launch)
         given: list[Layout] = [layout for layout, _ in chain(*arguments)]
-        run, finish = self._bodies(launch)
 
         def body(*values: jax.Array) -> list[jax.Array]:
-            return finish(values, run(self._with_halos(launch, values), launch.sizes))
+            taken = self._unpack(launch, self._with_halos(launch, values))
+            return self._finish(launch, taken, self._run(launch, taken, launch.sizes))
 
         spec = ProgramSpec(
-            body=self._each_rank(launch, given, run, finish) if takes_all_replicas else body,
+            body=self._each_rank(launch, given) if takes_all_replicas else body,
             ins=[[layout for layout, _ in each] for each in arguments],
             shapes=[[shape for _, shape in each] for each in arguments],
             outs=self._outs(launch),
@@ -141,48 +150,49 @@ class Compiler:
         function.stats.compilations += 1
         return program
 
-    def _bodies(self, launch: _Launch) -> tuple[Body, Body]:
-        """What gives the states of a replica, and what makes results of them."""
-        builder, variables = self.builder, self.reads[launch.is_last]
+    def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
+        """A program's arguments on one replica as what they are."""
+        given = iter(values)
+        state = self.traces.leaves_of(self.reads[launch.is_last], given)
+        carry, rest = list(islice(given, len(launch.carry))), list(given)
+        table, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
         tall = launch.sizes[0] if launch.sizes else None
+        return _Taken(state, carry, rest, part_of(table, rank, tall, self.group.size))
 
-        def unpack(values: Arrays, rank: jax.Array | None = None) -> tuple[State, Arrays, list[jax.Array], Part]:
-            given = iter(values)
-            state = self.traces.leaves_of(variables, given)
-            carry, rest = list(islice(given, len(launch.carry))), list(given)
-            table, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
-            return state, carry, rest, part_of(table, rank, tall, self.group.size)
+    def _run(self, launch: _Launch, taken: _Taken, sizes: Sequence[int | None]) -> list[jax.Array]:
+        """The states of a replica, whose part has one of these sizes."""
+        state, carry, rest, part = taken
+        if not launch.sizes:
+            return self._all_states(carry)
+        part = part_of_many(part, carry[-1])[0] if self.call.is_over else part
+        return self.builder.states(sizes, state, arrays_of(self.call, rest), part, launch.sizes[0])
 
-        def run(values: Arrays, sizes: Sequence[int | None], rank: jax.Array | None = None) -> list[jax.Array]:
-            state, carry, rest, part = unpack(values, rank)
-            if not sizes:
-                return self._all_states(carry)
-            part = part_of_many(part, carry[-1])[0] if self.call.is_over else part
-            return builder.states(sizes, state, arrays_of(self.call, rest), part, tall)
+    def _finish(self, launch: _Launch, taken: _Taken, states: Arrays) -> list[jax.Array]:
+        """What a program returns, from the states of a replica."""
+        state, carry, rest, part = taken
+        if launch.is_last:
+            return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
+        part, position = part_of_many(part, carry[-1]) if self.call.is_over else (part, None)
+        found = self.builder.accumulate(self._all_states(carry), states, part)
+        new = [found[i] for i in self.carried]
+        return [*new, *([] if position is None else [position]), *(found[i] for i in self.kept)]
 
-        def finish(values: Arrays, states: Arrays) -> list[jax.Array]:
-            state, carry, rest, part = unpack(values)
-            if launch.is_last:
-                return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
-            part, position = part_of_many(part, carry[-1]) if self.call.is_over else (part, None)
-            found = builder.accumulate(self._all_states(carry), states, part)
-            new = [found[i] for i in self.carried]
-            return [*new, *([] if position is None else [position]), *(found[i] for i in self.kept)]
-
-        return run, finish
-
-    def _each_rank(self, launch: _Launch, given: Sequence[Layout], run: Body, finish: Body) -> Body:
+    def _each_rank(self, launch: _Launch, given: Sequence[Layout]) -> Body:
         """A body of all replicas' arrays: run simulated replicas one after another, and map what follows."""
         size = self.group.size
 
         def body(*values: jax.Array) -> list[jax.Array]:
             whole = self._with_all_halos(launch, values, given)
             parts = [[_of_rank(v, at, r, size) for v, at in zip(whole, given, strict=True)] for r in range(size)]
-            each = [run(part, [n], jnp.int32(r)) for r, (part, n) in enumerate(zip(parts, launch.counts, strict=True))]
+            taken = [self._unpack(launch, part, jnp.int32(rank)) for rank, part in enumerate(parts)]
+            each = [self._run(launch, its, [count]) for count, its in zip(launch.counts, taken, strict=True)]
             states = [jnp.stack(leaves) for leaves in zip(*each, strict=True)]
             ins: list[Layout] = [*layouts("stacked", len(states)), *given]
-            mapped = spmd(self.group, lambda *v: finish(v[len(states) :], v[: len(states)]), ins, self._outs(launch))
-            return list(mapped(*states, *values))
+
+            def finish(*values: jax.Array) -> list[jax.Array]:
+                return self._finish(launch, self._unpack(launch, values[len(states) :]), values[: len(states)])
+
+            return list(spmd(self.group, finish, ins, self._outs(launch))(*states, *values))
 
         return body
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._data.transfer import PartRows
 from .spec import CallSpec
@@ -37,7 +38,7 @@ class PartArrays(NamedTuple):
     broadcast: list[jax.Array]
 
 
-TABLE_ROWS = 8
+TABLE_ROWS, LENGTHS = 8, 3
 POSITION = jax.ShapeDtypeStruct((2,), np.int32)  # of `f.over`: rows of earlier batches; whether this replica had any
 
 
@@ -55,21 +56,24 @@ def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | N
     if table is None:
         first_row, total = (rank, None) if rows is None else (rank * rows, rows * replicas)
         return Part(rank, rows, first_row, 0, 0, 1.0 / replicas, 1.0, 0, 0, total=total)
-    counts, first_rows, offsets, lengths, seen, row_slots, part_slots, ended = jnp.asarray(table)
-    real = jnp.result_type(float)
-    count, total = counts[rank].astype(real), lengths.sum(dtype=jnp.int32)
+    table, real = jnp.asarray(table), jnp.result_type(float)
+    # One look-up for all: `numbers[rank]` of each takes JAX a millisecond to trace.
+    own = lax.dynamic_index_in_dim(table, rank, 1, keepdims=False)
+    count, first_row, offset, length, seen, row_slot, part_slot, ended = own
+    float_count, lengths = count.astype(real), table[LENGTHS]
+    total = lengths.sum(dtype=jnp.int32)
     return Part(
         rank=rank,
-        count=counts[rank],
-        first_row=first_rows[rank],
-        offset=offsets[rank],
-        seen=seen[rank],
-        weight=count / total.astype(real),
-        share=count / jnp.maximum(lengths[rank], 1).astype(real),
-        row_slot=row_slots[rank],
-        part_slot=part_slots[rank],
+        count=count,
+        first_row=first_row,
+        offset=offset,
+        seen=seen,
+        weight=float_count / total.astype(real),
+        share=float_count / jnp.maximum(length, 1).astype(real),
+        row_slot=row_slot,
+        part_slot=part_slot,
         present=lengths > 0,
-        ended=ended[rank],
+        ended=ended,
         total=total,
     )
 
