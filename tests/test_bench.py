@@ -115,6 +115,7 @@ def test_the_others_run(script, arguments):
     assert run(script, *arguments).count("\n") > 1
 
 
+@pytest.mark.slow
 def test_gpu_runs(tmp_path):
     """The command for GPUs runs on CPUs too, in small."""
     run("gpu.py", "--small", "--json", tmp_path / "gpu.json")

@@ -14,7 +14,7 @@ import synk
 import synk.train
 from synk._call.memory import most_rows
 
-from ..helpers import HAS_PLUGIN, slow
+from ..helpers import HAS_PLUGIN, slow, slow_but
 
 RANDOM = np.random.default_rng(0)
 
@@ -113,7 +113,7 @@ class TestCalls:
         )
         assert asked["1GB", "None"] == 1 and asked["500kB", "None"] > 1 and asked["500kB", "1"] == 1
 
-    @pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
+    @pytest.mark.parametrize("place", slow_but(["scatter"], ["host", "scatter", "broadcast"]))
     def test_every_way_to_call(self, place):
         """Iterate, over, check, compile, blame and the serial run; of data in any place."""
         f, x = wide(48)

@@ -286,7 +286,7 @@ def averaged(w, **options):
     return step
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", [True, slow(False)])
 @pytest.mark.parametrize("slices", [1, 2])
 def test_nan_raises(group, slices, donate):
     """It names the row, updates nothing, and the next call goes on; no collective is added."""

@@ -17,7 +17,7 @@ def doubled(name="doubled"):
 
 
 @pytest.mark.parametrize("rows", [1, 5, 6, 13])
-@pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS, [*GROUPS, ("devices", 3), ("devices", 8)]))
+@pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], [*GROUPS, ("devices", 3), ("devices", 8)]))
 def test_rows_go_on(kind, n, rows):
     """Any rows and slices; picked from, whole, and by other functions; serially, checked, and under jit an array."""
     x = numbers(rows, 3)

@@ -11,7 +11,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import GROUPS, assert_same, group_of, numbers
+from ..helpers import GROUPS, assert_same, group_of, numbers, slow, slow_but
 
 ITEMS = [(numbers(rows, 3, seed), np.float32(seed + 1)) for seed, rows in enumerate((4, 7, 4, 1, 9, 4))]
 of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
@@ -40,7 +40,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [slow(GROUPS[0]), *GROUPS[1:]])
 @of_every_size
 def test_results_in_order(group, size, form):
     """Of any numbers of rows; warm as well as fresh, and in slices."""
@@ -189,7 +189,7 @@ def test_training_on_a_stream(four):
 
 
 @of_every_size
-@pytest.mark.parametrize("place", ["raw", "host", "scatter"])
+@pytest.mark.parametrize("place", slow_but(["host", "scatter"], ["raw", "host", "scatter"]))
 def test_a_value_for_each_batch(four, size, place):
     """Numbers and keys, one after the other; also where the data was written to meanwhile."""
     x, batches = numbers(11, 3), [[3, 1], slice(5), None, [7]]

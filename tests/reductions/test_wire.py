@@ -1,6 +1,6 @@
 """wire=: sums that travel narrowly: bytes, bits, rounding, and what travels as it is."""
 
-from itertools import pairwise
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import synk.train
 from synk._reductions.wire import BLOCK, WIRES, all_sum_narrowly, largest_error
 from synk._runtime.group import AXIS
 
-from ..helpers import GROUPS, group_of, slow, slow_but
+from ..helpers import GROUPS, group_of, slow_but
 
 RANDOM = np.random.default_rng(3)
 WIDE = RANDOM.normal(size=(29, 1000)).astype(np.float32) * np.logspace(-6, 3, 1000, dtype=np.float32)
@@ -42,8 +42,13 @@ def function_of(wire):
     return synk.function(outputs, outputs=OPS, wire=wire, name="outputs")
 
 
-@pytest.mark.parametrize("group", [*GROUPS, slow(("devices", 8)), slow(("simulated", 5))])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(
+    ("group", "wire"),
+    slow_but(
+        [(("devices", 2), "bf16"), (("simulated", 3), "int8")],
+        itertools.product([*GROUPS, ("devices", 8), ("simulated", 5)], WIRES),
+    ),
+)
 def test_what_arrives(group, wire):
     """As near as the rounding of each part and of their sum; all else exactly; alone nothing travels."""
     kind, n = group
@@ -190,7 +195,7 @@ def mlp_params(seed=0):
     sizes = [64, 256, 128, 10]
     return [
         ((rng.normal(size=(a, b)) * np.sqrt(2 / a)).astype(np.float32), np.zeros(b, np.float32))
-        for a, b in pairwise(sizes)
+        for a, b in itertools.pairwise(sizes)
     ]
 
 
@@ -208,8 +213,7 @@ def test_bytes(wire, most, num_slices):
     assert narrow / plain <= most
 
 
-@pytest.mark.parametrize("steps", slow_but([60], [60, 1000]))
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("wire", "steps"), slow_but([("int8", 60)], itertools.product(WIRES, (60, 1000))))
 def test_replicas_stay_equal(wire, steps):
     """Over steps of uneven rows and slices, and they learn."""
     rng = np.random.default_rng(0)

@@ -56,7 +56,7 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["plain", "threads"], BODIES))
+@pytest.mark.parametrize("name", slow_but(["threads"], BODIES))
 def test_unwaited_calls_end(name):
     """Calls return at once, and the runtime never has more programs than it can finish."""
     body, total = BODIES[name]
