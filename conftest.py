@@ -22,6 +22,7 @@ collect_ignore = [] if find_spec("pytensor") else ["synk/pytensor"]
 # XLA_FLAGS= has all of them.
 if jax.config.jax_platforms == "cpu" and "XLA_FLAGS" not in os.environ:
     flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    flags.append("--xla_cpu_parallel_codegen_split_count=1")  # small programs, and two workers that compile at a time
     if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")  # a third of the time; later jaxlibs do not have it
     os.environ["XLA_FLAGS"] = " ".join(flags)

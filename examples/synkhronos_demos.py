@@ -12,7 +12,6 @@ import numpy as np
 import synk
 
 N = synk.fork(2).size  # or as many devices as there are: synk.fork()
-synk.distribute()  # does nothing any more: functions reach the devices by themselves
 rng = np.random.default_rng(0)
 
 

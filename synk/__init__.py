@@ -1,7 +1,7 @@
 """Data parallelism for plain JAX functions: write the serial program, run it on every device."""
 
 import importlib
-import typing
+import typing as _typing
 
 from ._base import old_names as _old_names
 from ._base.errors import (
@@ -13,13 +13,11 @@ from ._base.errors import (
     SharedLostError,
     SynkError,
 )
-from ._call.blame import Blame
 from ._call.decorator import function
 from ._call.function import Function
 from ._call.iterate import each
 from ._call.pairs import pairs
 from ._call.scan import scan
-from ._call.spec import Stats
 from ._data.dataset import Data, data
 from ._data.minibatches import minibatches
 from ._data.overlap import Overlap
@@ -32,7 +30,7 @@ from ._reductions.monoid import Monoid
 from ._reductions.reduction import Weighted
 from ._runtime.group import Group
 from ._runtime.target import target
-from ._synkhronos import build_inputs, distribute, fork
+from ._synkhronos import build_inputs, fork
 from ._tracing.context import part_key, rank, row_numbers, size
 from ._variables.checkpoint import load, save
 from ._variables.collectives import (
@@ -53,12 +51,12 @@ from ._variables.variable import Shared, shared
 __version__ = "0.1.0"
 
 __all__ = [
-    "Blame", "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
-    "Overlap", "PeerError", "Shared", "SharedLostError", "Stats", "SynkError", "Weighted", "all_gather", "all_reduce",
-    "broadcast", "build_inputs", "check_replicas", "close", "data", "distribute", "each", "fork", "function", "gather",
-    "get_lengths", "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "pairs", "part_key",
-    "preempted", "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value",
-    "shared", "simulate", "size", "target",
+    "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
+    "Overlap", "PeerError", "Shared", "SharedLostError", "SynkError", "Weighted", "all_gather", "all_reduce",
+    "broadcast", "build_inputs", "check_replicas", "close", "data", "each", "fork", "function", "gather", "get_lengths",
+    "get_shapes", "get_value", "group", "init", "load", "local", "minibatches", "pairs", "part_key", "preempted",
+    "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value", "shared",
+    "simulate", "size", "target",
 ]  # fmt: skip
 
 # Show users `synk.function`, never `synk._call.function.function`, in tracebacks and help().
@@ -66,14 +64,15 @@ for _name in __all__:
     globals()[_name].__module__ = "synk"
 
 
-if typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `__getattr__`
+if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `__getattr__`
     from . import orbax as orbax
     from . import stats as stats
     from . import train as train
+    from . import typing as typing
 
 
-def __getattr__(name: str) -> typing.Any:
-    """`synk.stats`, `synk.train` and `synk.orbax` are there without an import, and loaded by their first use."""
-    if name in ("train", "orbax", "stats"):
+def __getattr__(name: str) -> _typing.Any:
+    """`synk.stats`, `synk.train`, `synk.typing` and `synk.orbax` are there without an import, and loaded by their first use."""
+    if name in ("train", "typing", "orbax", "stats"):
         return importlib.import_module(f"synk.{name}")
     raise _old_names.refuse_function(name)

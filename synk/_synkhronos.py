@@ -22,16 +22,6 @@ def fork(n: int | None = None) -> Group:
 
 
 @public_api
-def distribute() -> None:
-    """Do nothing: functions and shared variables reach the devices by themselves.
-
-    Example:
-      >>> import synk
-      >>> synk.distribute()
-    """
-
-
-@public_api
 def build_inputs(*values: Any, place: Place = "host", minibatch: bool = False) -> tuple[Data, ...]:
     """Make the data of a function's inputs, one of each array: `synk.data(value, place=place, minibatch=minibatch)`.
 

@@ -46,7 +46,7 @@ MODULES = {
     for path in PACKAGE.rglob("*.py")
 }
 IN_ROOMS = [name for name in MODULES if "." in name and not name.endswith("__init__")]
-PUBLIC_MODULES = [synk, synk.train]
+PUBLIC_MODULES = [synk, synk.train, synk.typing]
 if find_spec("pytensor"):
     PUBLIC_MODULES.append(importlib.import_module("synk.pytensor"))
 PUBLIC = {f"{module.__name__}.{name}": getattr(module, name) for module in PUBLIC_MODULES for name in module.__all__}

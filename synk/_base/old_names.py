@@ -25,6 +25,7 @@ _FUNCTIONS = {
     "make_slices": "num_slices= of a call",
     "all_to_all": "synk.gather and synk.scatter",
     "get_n": "synk.size()",
+    "distribute": "nothing; functions and shared variables reach the devices by themselves",
 }
 
 

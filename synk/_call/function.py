@@ -38,7 +38,7 @@ class Function(Inspection):
     Attributes:
       fn: the user's function.
       name: what messages call it.
-      stats: calls, compilations, rows and seconds so far (`synk.Stats`).
+      stats: calls, compilations, rows and seconds so far (`synk.typing.Stats`).
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk

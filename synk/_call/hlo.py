@@ -36,17 +36,35 @@ class _Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program. None: it is not known what runs while it travels."""
+    """One collective of a program, of `ProgramReport.collectives`. None: it is not known what runs while it travels.
 
-    kind: str  # as XLA names it
-    ranks: tuple[int, ...] | None  # the first of the sets of replicas among which it goes; None: all
-    operand_bytes: int  # which a replica gives
-    result_bytes: int  # which a replica gets
-    begin: float | None  # where in the schedule it starts, from 0 to 1
-    end: float | None  # where it is waited for; as `begin` where nothing runs meanwhile
-    behind: bool | None  # whether a convolution or matrix product runs meanwhile
-    after_last: bool | None  # whether none of these is left to run
-    in_loop: bool  # whether it runs as often as a loop, or as one branch
+    Attributes:
+      kind: as XLA names it, such as "all-reduce".
+      ranks: the first of the sets of replicas among which it goes; None: all.
+      operand_bytes, result_bytes: what a replica gives, and gets.
+      begin: where in the schedule it starts, from 0 to 1.
+      end: where it is waited for; as `begin` where nothing runs meanwhile.
+      behind: whether a convolution or matrix product runs meanwhile.
+      after_last: whether none of these is left to run.
+      in_loop: whether it runs as often as a loop, or as one branch.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> with synk.init(2):
+      ...     e = synk.function(jnp.sum).explain(np.ones(8, np.float32))
+      >>> [(each.kind, each.operand_bytes) for program in e.programs for each in program.collectives]
+      [('all-reduce', 4)]
+    """
+
+    kind: str
+    ranks: tuple[int, ...] | None
+    operand_bytes: int
+    result_bytes: int
+    begin: float | None
+    end: float | None
+    behind: bool | None
+    after_last: bool | None
+    in_loop: bool
 
 
 class Schedule(NamedTuple):

@@ -80,7 +80,7 @@ def test_an_error_while_tracing_changes_nothing(group):
 
 
 @pytest.mark.parametrize("donate", [True, False])
-def test_old_values_are_let_go(group, donate):
+def test_old_values_are_let_go(four, donate):
     """Notes of steps keep no values alive, but where nothing is donated those that may have to come back."""
     step, _ = make(donate)
 

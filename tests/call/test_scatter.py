@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from ..helpers import GROUPS, assert_same, group_of, numbers, slow_but
+from ..helpers import GROUPS, assert_same, group_of, numbers, slow, slow_but
 
 GATHERS = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
@@ -16,7 +16,7 @@ def doubled(name="doubled"):
     return synk.function(lambda x: x * 2, reduce="scatter", name=name)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 6, 13])
+@pytest.mark.parametrize("rows", [1, slow(5), slow(6), 13])
 @pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], [*GROUPS, ("devices", 3), ("devices", 8)]))
 def test_rows_go_on(kind, n, rows):
     """Any rows and slices; picked from, whole, and by other functions; serially, checked, and under jit an array."""

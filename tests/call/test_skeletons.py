@@ -10,7 +10,7 @@ import pytest
 
 import synk
 
-from ..helpers import GROUPS, assert_same, group_of, numbers, slow_but
+from ..helpers import GROUPS, assert_same, group_of, numbers, slow, slow_but
 
 EVERY = [*GROUPS, ("devices", 3), ("devices", 8)]
 
@@ -20,7 +20,7 @@ def then(f, g):
     return g[0] * f[0], g[0] * f[1] + g[1]
 
 
-@pytest.mark.parametrize("rows", [1, 7, 17])
+@pytest.mark.parametrize("rows", [1, slow(7), 17])
 @pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], EVERY))
 def test_scan(kind, n, rows):
     """Sums and maxima of integers, bit for bit, both ways, with and without a row's own; and what does not commute."""
@@ -54,7 +54,7 @@ def test_recurrence(rows):
         np.testing.assert_allclose(synk.scan(then, (a, b))[1], want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "others"), [(1, 1), (5, 3), (7, 20)])
+@pytest.mark.parametrize(("rows", "others"), [(1, 1), slow(5, 3), (7, 20)])
 @pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], EVERY))
 def test_pairs(kind, n, rows, others):
     """Every op, trees, rows with themselves, all pairs as they are, and gradients."""

@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from ..helpers import group_of, numbers
+from ..helpers import group_of, numbers, slow
 
 OPS = ("sum", "mean", "max", "min", "prod", "any", "all", "concat", "mean")
 
@@ -24,7 +24,7 @@ def same_bits(one, other):
     assert all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 
-@pytest.mark.parametrize(("rows", "slices"), [(8, 1), (9, 1), (2, 1), (31, 3)])
+@pytest.mark.parametrize(("rows", "slices"), [(8, 1), slow(9, 1), slow(2, 1), (31, 3)])
 def test_outputs(group, rows, slices):
     """Every op, rows that divide and others, whole and in slices."""
     both = [synk.function(statistics, outputs=OPS, engine=engine) for engine in ("shard_map", "pmap")]

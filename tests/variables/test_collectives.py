@@ -375,9 +375,11 @@ def test_jax_collectives_need_equal_rows(four):
 
 
 def test_synkhronos_spellings():
-    """`fork` and `distribute` are there, the one as init, the other with nothing to do."""
+    """`fork` is init; what has nothing to do any more says so."""
     with synk.fork(2) as group:
-        assert (group.size, synk.distribute()) == (2, None)
+        assert group.size == 2
+    with pytest.raises(AttributeError, match="Instead: nothing; functions and shared variables reach"):
+        synk.distribute  # noqa: B018
 
 
 def test_replicas_of_one(four):

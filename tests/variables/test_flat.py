@@ -38,7 +38,7 @@ def test_the_tree_is_seen(kind, n):
         assert synk.get_shapes(flat) == synk.get_shapes(usual)
 
 
-@KINDS
+@pytest.mark.parametrize(("kind", "n"), [slow("devices", 4), ("simulated", 3)])
 @pytest.mark.parametrize("slices", [slow(1), 2])
 def test_training_is_the_same(kind, n, slices):
     """A step with momentum, parameters and its state flat or not, gives the same values, and keeps the law."""

@@ -10,7 +10,7 @@ from jax import lax
 
 import synk
 
-from ..helpers import assert_close, group_of, numbers, parts_of
+from ..helpers import assert_close, group_of, numbers, parts_of, slow
 
 # Reading: `w.value` inside a transformation is the value of this call. Each gives x times w.
 
@@ -51,17 +51,19 @@ READERS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("which", [("devices", 2), slow(("simulated", 4))], ids=str)
 @pytest.mark.parametrize("way", READERS)
-def test_reads_see_the_current_value(four, way):
+def test_reads_see_the_current_value(which, way):
     """Whatever was traced or cached before, outside too: over several values and shapes, w is what it is now."""
-    w = synk.shared(np.float32(2.0), name="w")
-    times = READERS[way](w)
-    times(jnp.ones(2))  # the inner transformation caches here
-    f = synk.function(lambda x: times(x), reduce="concat")
-    for value, rows in [(3, 8), (3, 2), (5, 8), (7, 9), (11, 8)]:
-        w.value = np.float32(value)
-        np.testing.assert_array_equal(f(np.arange(rows, dtype=np.float32)), value * np.arange(rows))
-    assert f.shared == (w,)
+    with group_of(*which):
+        w = synk.shared(np.float32(2.0), name="w")
+        times = READERS[way](w)
+        times(jnp.ones(2))  # the inner transformation caches here
+        f = synk.function(lambda x: times(x), reduce="concat")
+        for value, rows in [(3, 8), (3, 2), (5, 8), (7, 9), (11, 8)]:
+            w.value = np.float32(value)
+            np.testing.assert_array_equal(f(np.arange(rows, dtype=np.float32)), value * np.arange(rows))
+        assert f.shared == (w,)
 
 
 def test_an_inner_jit_met_twice_in_one_call():

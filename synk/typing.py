@@ -1,0 +1,13 @@
+"""What calls of functions give beside arrays: types to annotate with. Nobody makes one by hand."""
+
+from ._call.blame import Blame
+from ._call.hlo import Collective
+from ._call.report import Explanation, InputReport, Measured, ProgramReport, VariableReport
+from ._call.spec import Stats
+
+__all__ = [
+    "Blame", "Collective", "Explanation", "InputReport", "Measured", "ProgramReport", "Stats", "VariableReport",
+]  # fmt: skip
+
+for _name in __all__:
+    globals()[_name].__module__ = "synk.typing"
