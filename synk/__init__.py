@@ -72,7 +72,7 @@ if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """`synk.stats`, `synk.train`, `synk.typing` and `synk.orbax` are there without an import, and loaded by their first use."""
+    """`synk.stats`, `synk.train`, `synk.typing` and `synk.orbax` need no import: their first use loads them."""
     if name in ("train", "typing", "orbax", "stats"):
         return importlib.import_module(f"synk.{name}")
     raise _old_names.refuse_function(name)

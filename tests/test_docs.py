@@ -18,7 +18,14 @@ from .test_readme import BLOCK, run_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-MODULES = ("synk", "synk.train", "synk.stats", "synk.typing", "synk.orbax", *["synk.pytensor"] * (find_spec("pytensor") is not None))
+MODULES = (
+    "synk",
+    "synk.train",
+    "synk.stats",
+    "synk.typing",
+    "synk.orbax",
+    *["synk.pytensor"] * (find_spec("pytensor") is not None),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -379,7 +379,7 @@ def test_synkhronos_spellings():
     with synk.fork(2) as group:
         assert group.size == 2
     with pytest.raises(AttributeError, match="Instead: nothing; functions and shared variables reach"):
-        synk.distribute  # noqa: B018
+        synk.distribute
 
 
 def test_replicas_of_one(four):
