@@ -57,7 +57,7 @@ def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, i
         if isinstance(leaf, jax.Array):
             if not isinstance(leaf.dtype, np.dtype):
                 keys[i], values[i] = key_of(leaf), as_data(leaf)
-        elif type(leaf) is np.ndarray and leaf.dtype.kind in "biufc":
+        elif (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and leaf.dtype.kind in "biufc":
             pass
         elif isinstance(leaf, Data):
             keys[i] = leaf._key

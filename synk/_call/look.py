@@ -13,7 +13,7 @@ from .._base.pytree import SCALARS, narrow
 from .._data.dataset import Data, resident, source_of
 from .._data.selection import index_kind, select_on_replicas
 from .._runtime.group import Group
-from .._runtime.layout import put, replicate
+from .._runtime.layout import own_copy, put, replicate
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState
 from .._variables.variable import Shared
@@ -96,7 +96,7 @@ def look(
     if group._is_multi_process and not where.is_abstract:
         remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
         group._peers.compare_values(f"the arguments of {name}", lambda: values_given(looked, rows), remedy)
-    bring = abstract_broadcast if where.is_abstract else partial(place_broadcast, group, where.data_group)
+    bring = abstract_broadcast if where.is_abstract else partial(place_broadcast, group, where.data_group, slices == 1)
     broadcast = [bring(leaf) for leaf in looked.broadcast]
     batch_s = None if where.data_group else request.batch_s
     form = (  # as many as FORM_FIELDS says
@@ -104,7 +104,7 @@ def look(
         trace_options(),
         tuple([(one.shape, one.dtype) for one in rows.each]),
         tuple([one.feed for one in rows.each]),
-        tuple([(b.shape, b.dtype, b.weak_type) for b in broadcast]),
+        tuple([(b.shape, b.dtype, getattr(b, "weak_type", False)) for b in broadcast]),
         looked.keys,
         None if batch_s is None else index_kind(batch_s),
         None if subset is None else checked_subset(subset, name),
@@ -188,12 +188,14 @@ def abstract_broadcast(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, narrow(leaf.dtype), weak_type=getattr(leaf, "weak_type", False))
 
 
-def place_broadcast(group: Group, data_group: Group | None, leaf: Any) -> jax.Array:
+def place_broadcast(group: Group, data_group: Group | None, is_used_once: bool, leaf: Any) -> Any:
     """Bring a broadcast argument to every replica; data is there already, unless another group is its home."""
     if isinstance(leaf, Data):
         source_of(leaf)  # SynkError where it was freed
         is_there = leaf.place == "broadcast" and data_group is None
         return resident(leaf, group) if is_there else replicate(group, leaf[:])
+    if isinstance(leaf, np.generic | np.ndarray) and is_used_once and group._has_one_device:
+        return own_copy(leaf)  # the compiled call brings it in a third of the time
     if not isinstance(leaf, SCALARS):
         return replicate(group, leaf)
     # A number that stays, such as a learning rate, is placed once. Its text tells -0.0 from 0.0, and finds NaN again.

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
-from .._runtime.layout import put
+from .._runtime.layout import is_placed, put
 from .host_buffers import acquire, acquire_parts
 from .selection import Selection
 from .sources import HostSource, Source, copy_rows
@@ -45,7 +45,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
     if isinstance(source, jax.Array):
         is_all = selection.indexes is None and len(source) == selection.rows == tall * group.size
         if is_all and source.dtype == dtype:
-            return source if source.sharding == group.stacked else put(group, source, "rows")
+            return source if is_placed(group, source, "rows") else put(group, source, "rows")
         host = to_host(group, source)
         if host is None:
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
