@@ -115,8 +115,8 @@ def test_training(name, optimizer):
 @pytest.mark.parametrize("name", TRAINED)
 def test_long_training(name, optimizer):
     """200 steps on six numbers of replicas, three numbers of slices, and simulated ones."""
-    ways = [(("devices", n), k) for n in (1, 2, 3, 4, 5, 8) for k in (1, 2, 5)]
-    ways += [(("simulated", n), 1) for n in (1, 2, 5)]
+    ways = [(("devices", n), k) for n, k in ((1, 1), (1, 5), (2, 2), (3, 1), (4, 5), (5, 2), (8, 1), (8, 5))]
+    ways += [(("simulated", n), 1) for n in (2, 5)]
     assert len({trained(name, optimizer, *way, steps=200) for way in ways}) == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 import synk
 from synk import stats
 
-from ..helpers import GROUPS, assert_same, group_of, numbers, slow_but
+from ..helpers import assert_same, group_of, numbers, slow_but
 
 X, Y = numbers(37, 3), numbers(37)[:, 0]
 # Sizes that divide and do not, one row, none for some replicas.
@@ -54,8 +54,12 @@ def order(batches: Any, rows=37):
     return np.concatenate([numbers[:b] if isinstance(b, int) else numbers[... if b is None else b] for b in batches])
 
 
-CASES = [(group, batches) for group in [*GROUPS, ("devices", 8)] for batches in BATCHES]
 QUICK = [(("devices", 2), "minibatches"), (("simulated", 3), "first has one row")]
+CASES = [  # each group with two kinds of batches, and each kind with two groups
+    *QUICK,
+    *((("devices", 2), "mixed"), (("simulated", 3), "one"), (("devices", 1), "mixed"), (("devices", 1), "one")),
+    *((("devices", 8), "minibatches"), (("devices", 8), "first has one row")),
+]
 
 
 @pytest.mark.parametrize(("group", "batches"), slow_but(QUICK, CASES))

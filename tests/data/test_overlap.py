@@ -50,11 +50,10 @@ def places(x):
     }  # fmt: skip
 
 
-CASES = [  # two edges of each: each edge meets each group, and each width
-    (group, widths, rows, edge)
+CASES = [  # each edge meets each group, and each width
+    (group, widths, rows, [*MODES][(i + j) % 4])
     for i, group in enumerate([*GROUPS, ("devices", 8)])
     for j, (widths, rows) in enumerate(zip(WIDTHS, (7, 5, 1, 13), strict=True))
-    for edge in ([*MODES][(i + j) % 4], [*MODES][(i + j + 2) % 4])
 ]
 QUICK = [  # each edge once
     *((("devices", 2), (3, 2), 5, edge) for edge in ("nearest", "cyclic")),
@@ -80,7 +79,7 @@ def test_the_serial_answer(group, widths, rows, edge):
         assert_same(jax.jit(f)(x, y), want())
 
 
-@pytest.mark.parametrize("rows", [slow(rows) for rows in range(1, 51, 6)])
+@pytest.mark.parametrize("rows", [slow(rows) for rows in range(1, 51, 12)])
 def test_any_rows(rows):
     """1 to 50 rows on 1 to 8 replicas in 1 to 4 slices."""
     rng = np.random.default_rng(rows)

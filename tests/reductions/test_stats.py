@@ -74,8 +74,10 @@ def check_against_numpy(got, x, labels, guesses):
     np.testing.assert_array_equal(got["confusion"], want)
 
 
-@pytest.mark.parametrize("offset", [1e4, slow(0)])
-@pytest.mark.parametrize(("kind", "n"), slow_but(FEW[:1], [("devices", 1), *FEW, ("simulated", 5), ("devices", 8)]))
+@pytest.mark.parametrize(
+    ("kind", "n", "offset"),
+    [("devices", 2, 1e4), slow("devices", 1, 1e4), slow("simulated", 3, 0), slow("devices", 8, 1e4)],
+)
 def test_all_rows_as_numpy(kind, n, offset):
     """Any rows, replicas and slices; warm and fresh, one function for all."""
     with group_of(kind, n):

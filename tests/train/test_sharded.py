@@ -75,10 +75,22 @@ def assert_like(step, other, rtol=1e-5, atol=1e-6):
             np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(("loss", "clip"), [(mean_loss, 0.1), slow(masked_loss, None)])
-@pytest.mark.parametrize("optimizer", slow_but(["adamw"], OPTIMIZERS))
-@pytest.mark.parametrize("group", [slow(ALL_GROUPS[0]), *ALL_GROUPS[1:]])
-def test_the_plain_step(group, optimizer, clip, loss):
+@pytest.mark.parametrize(
+    ("group", "optimizer", "loss", "clip"),
+    [  # every group, and every optimizer with each loss
+        (("devices", 2), "adamw", mean_loss, 0.1),
+        (("simulated", 3), "adamw", mean_loss, 0.1),
+        slow(("devices", 1), "adamw", mean_loss, 0.1),
+        slow(("devices", 3), "sgd", mean_loss, 0.1),
+        slow(("devices", 8), "momentum", mean_loss, 0.1),
+        slow(("simulated", 5), "several", mean_loss, 0.1),
+        slow(("devices", 8), "adamw", masked_loss, None),
+        slow(("simulated", 5), "sgd", masked_loss, None),
+        slow(("devices", 2), "momentum", masked_loss, None),
+        slow(("devices", 3), "several", masked_loss, None),
+    ],
+)
+def test_the_plain_step(group, optimizer, loss, clip):
     """The same parameters and state, fresh and warm, for any rows and slices; each replica keeps one n-th."""
     with group_of(*group):
         plain, sharded = [
