@@ -1,7 +1,7 @@
 """JAX context: what a user asks of JAX around a call, what of it changes a trace, and how synk keeps clear of it."""
 
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -49,13 +49,33 @@ def is_traced() -> bool:
     return not trace_state() == EAGER  # there is no != of its own, so that would take another call
 
 
+# Guards against transfers between host and devices, or devices, that nobody has asked for.
+_GUARDS = ("transfer_guard_host_to_device", "transfer_guard_device_to_device", "transfer_guard_device_to_host")
+_guards = attrgetter(*(f"jax_{name}" for name in _GUARDS))
+_NO_GUARDS = (None,) * len(_GUARDS)
+
+
 def has_user_jax_context() -> bool:
-    """True if the user set a mesh or disable_jit and nothing is traced, so that synk's own programs must reset both."""
-    return (config.jax_disable_jit or not get_abstract_mesh().empty) and not is_traced()
+    """True if the user set a mesh, disable_jit or a guard against transfers and nothing is traced, so that synk's own
+    programs must reset them."""
+    return (
+        config.jax_disable_jit or _guards(config) != _NO_GUARDS or not get_abstract_mesh().empty
+    ) and not is_traced()
 
 
 @contextmanager
 def default_jax_context() -> Generator[None]:
-    """Run synk's programs with JAX's defaults: jit enabled, no ambient mesh."""
-    with jax.disable_jit(False), nullcontext() if get_abstract_mesh().empty else jax.set_mesh(_NO_MESH):
+    """Run synk's programs with JAX's defaults: jit enabled, no ambient mesh, and what they transfer is asked for."""
+    mesh = nullcontext() if get_abstract_mesh().empty else jax.set_mesh(_NO_MESH)
+    with jax.disable_jit(False), mesh, transfers_on_purpose():
+        yield
+
+
+@contextmanager
+def transfers_on_purpose() -> Generator[None]:
+    """Whoever gives synk rows wants them on the devices: of guards only those against explicit transfers hold."""
+    with ExitStack() as stack:
+        for name, level in zip(_GUARDS, _guards(config), strict=True):
+            if level in ("log", "disallow"):
+                stack.enter_context(getattr(jax, name)("allow"))
         yield

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._base.errors import SynkError, public_api
-from .._base.jax_context import config, is_traced
+from .._base.jax_context import config, is_traced, transfers_on_purpose
 from .._base.pytree import SCALARS, PyTree, narrow
 from .._runtime.group import Group, current_group
 from .selection import Selection
@@ -45,7 +45,7 @@ class _Worker:
 
     def _work(self, items: Iterator[Any], is_x64: bool) -> None:
         try:
-            with jax.enable_x64(is_x64):  # the option is a thread's own
+            with jax.enable_x64(is_x64), transfers_on_purpose():  # the option is a thread's own
                 while True:
                     self._asked.get()
                     if self._is_stopped:
