@@ -1,6 +1,6 @@
 """Pytree: leaves as JAX has them: typed PRNG keys and raw data, dtypes, tracers that nothing may keep."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import jax
@@ -46,6 +46,24 @@ def narrow(dtype: np.dtype) -> np.dtype:
 @lru_cache(maxsize=256)
 def _narrow(dtype: np.dtype, is_x64: bool) -> np.dtype:
     return jax.dtypes.canonicalize_dtype(dtype.newbyteorder("="))
+
+
+def number_dtype(number: Any) -> np.dtype:
+    """The dtype that JAX gives a number of Python's."""
+    kind = next(kind for kind in SCALARS if isinstance(number, kind))
+    return _number_dtype(kind, config.jax_enable_x64)
+
+
+@cache
+def _number_dtype(kind: type, is_x64: bool) -> np.dtype:
+    return jnp.asarray(kind()).dtype
+
+
+def is_weak(leaf: Any) -> bool:
+    """Does it take the dtype of what it meets, as Python's numbers do, and what JAX has made of them?"""
+    if isinstance(leaf, SCALARS):
+        return not isinstance(leaf, bool | np.generic)
+    return getattr(leaf, "weak_type", False)
 
 
 def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.jax_context import checks_floats, trace_options
-from .._base.pytree import SCALARS, narrow
+from .._base.pytree import SCALARS, is_weak, narrow
 from .._data.dataset import Data, resident, source_of
 from .._data.selection import index_kind, select_on_replicas
 from .._runtime.group import Group
@@ -104,7 +104,7 @@ def look(
         trace_options(),
         tuple([(one.shape, one.dtype) for one in rows.each]),
         tuple([one.feed for one in rows.each]),
-        tuple([(b.shape, b.dtype, getattr(b, "weak_type", False)) for b in broadcast]),
+        tuple([(b.shape, b.dtype, is_weak(a)) for a, b in zip(looked.broadcast, broadcast, strict=True)]),
         looked.keys,
         None if batch_s is None else index_kind(batch_s),
         None if subset is None else checked_subset(subset, name),
@@ -194,13 +194,13 @@ def place_broadcast(group: Group, data_group: Group | None, is_used_once: bool, 
         source_of(leaf)  # SynkError where it was freed
         is_there = leaf.place == "broadcast" and data_group is None
         return resident(leaf, group) if is_there else replicate(group, leaf[:])
-    if isinstance(leaf, np.generic | np.ndarray) and is_used_once and group._has_one_device:
+    if is_used_once and group._has_one_device and isinstance(leaf, np.generic | np.ndarray | int | float | complex):
         return own_copy(leaf)  # the compiled call brings it in a third of the time
     if not isinstance(leaf, SCALARS):
         return replicate(group, leaf)
     # A number that stays, such as a learning rate, is placed once. Its text tells -0.0 from 0.0, and finds NaN again.
     key = (type(leaf), repr(leaf), jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # an option
-    return group._cached(place_broadcast, key, lambda: put(group, jnp.asarray(leaf), "replicated"))
+    return group._cached(place_broadcast, key, lambda: put(group, own_copy(leaf), "replicated"))
 
 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:

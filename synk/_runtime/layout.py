@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .._base.pytree import narrow
+from .._base.pytree import narrow, number_dtype
 from .dispatch import LOCK
 from .group import Group
 
@@ -59,7 +59,7 @@ def replicate(group: Group, leaf: Any) -> jax.Array:
 
 def own_copy(leaf: Any) -> np.ndarray:
     """A NumPy array of synk's own, of the dtype that JAX gives it."""
-    return np.array(leaf, narrow(leaf.dtype))
+    return np.array(leaf, narrow(leaf.dtype) if hasattr(leaf, "dtype") else number_dtype(leaf))
 
 
 def constant(group: Group, layout: Layout, values: Any, dtype: str) -> jax.Array:

@@ -1,5 +1,6 @@
 """Functions: how arguments are dealt out, what comes back and where it lies, and how seldom anything compiles."""
 
+import enum
 import functools
 from concurrent.futures import ThreadPoolExecutor
 
@@ -127,10 +128,29 @@ def test_typed_keys():
     assert float(noise) == float(jax.random.normal(key))
 
 
-def test_numbers_stay_weak():
-    """A Python number that is broadcast does not widen 16-bit rows."""
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+@pytest.mark.parametrize(
+    "number",
+    [2.0, 3, True, 1j, Level.HIGH, float("nan"), np.float32(2), np.float64(2), np.bool_(True), np.int8(3), jnp.asarray(2.0)],
+    ids=repr,
+)  # fmt: skip
+def test_numbers_take_the_dtype_that_jax_gives_them(group, number):
+    """Python's do not widen 16-bit rows, NumPy's do; in slices, serially and under jit too; placed and compiled once."""
+    x = jnp.ones(9, jnp.bfloat16)
     f = synk.function(lambda x, scale: x * scale, ["x"], reduce="concat")
-    assert f(jnp.ones(8, jnp.bfloat16), 2.0).dtype == jnp.bfloat16
+    with jax.numpy_dtype_promotion("standard"):
+        want = x * number
+        for slices in (1, 2, 1):
+            got = f(x, number, num_slices=slices)
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(np.asarray(got, np.complex64), np.asarray(want, np.complex64))
+        assert f.serial(x, number).dtype == jax.jit(f)(x, number).dtype == want.dtype
+        count = f.stats.compilations
+        f(x, number), f(x, number, num_slices=2)
+        assert f.stats.compilations == count
 
 
 @pytest.mark.parametrize("kind", ["numpy", "jax"])

@@ -413,6 +413,9 @@ def halves(group, noted):
             close(got[:2], (wide.sum(0), wide.mean(0)), rtol=2e-2, atol=5e-2)
             np.testing.assert_array_equal(np.asarray(got[2]), x)
             noted(f"{np.dtype(dtype).name} {rows}", got)
+        scaled = synk.function(lambda x, rate: x * rate, inputs=["x"], reduce="concat", name="scaled")
+        for rate in (0.5, jnp.asarray(0.5)):  # which take the dtype of what they meet, as on one device
+            assert scaled(x, rate).dtype == dtype
 
 
 @case
