@@ -253,7 +253,7 @@ def _match_ops(rules: OutputRules, out: PyTree) -> list[tuple[str, Reduction, An
             found.append((keystr((*prefix, *path)), reduction, value))
 
     try:
-        tree_map_with_path(match, rules.ops, out)
+        tree_map_with_path(match, _as_sequence_of(out, rules.ops), out)
     except ValueError as error:
         names = jax.tree.map(lambda reduction: reduction.name, rules.ops)
         raise ValueError(
@@ -272,13 +272,18 @@ def _match_prefix(prefix: PyTree, plain: PyTree, name: str, what: str) -> dict[s
             found.update({keystr((*start, *path)): said for path, _ in tree_leaves_with_path(subtree)})
 
     try:
-        tree_map_with_path(match, prefix, plain, is_leaf=lambda said: said is None)
+        tree_map_with_path(match, _as_sequence_of(plain, prefix), plain, is_leaf=lambda said: said is None)
     except ValueError as error:
         raise ValueError(
             f"{name}: {what}={prefix!r} is no prefix of what it returned, whose tree is {jax.tree.structure(plain)}. "
             f"Name one {what} for each output, or one for all."
         ) from error
     return found
+
+
+def _as_sequence_of(out: PyTree, prefix: PyTree) -> PyTree:
+    """Of several outputs a list says as much as a tuple, whichever was returned."""
+    return type(out)(prefix) if {type(out), type(prefix)} == {list, tuple} else prefix
 
 
 def _check_weighted(where: str, reduction: Reduction, value: Weighted, name: str) -> None:

@@ -224,3 +224,20 @@ def test_arrays_of_the_other_byte_order():
     x = np.arange(7, dtype=">f4")
     assert float(synk.function(jnp.sum)(x)) == 21
     np.testing.assert_array_equal(synk.shared(x).value, x)
+
+
+@pytest.mark.parametrize(("given", "returned"), [(list, tuple), (tuple, list), (list, list), (tuple, tuple)])
+def test_a_list_of_ops_goes_with_a_tuple(group, given, returned):
+    """And the other way round, of wires too; what comes back is what the function returned."""
+    x = numbers(7)
+    f = synk.function(
+        lambda x: returned((x.sum(0), x.max())), outputs=given(("sum", "max")), wire=given(("bf16", None)), name="f"
+    )
+    for slices in (1, 2, 1):
+        got = f(x, num_slices=slices)
+        assert type(got) is returned
+        assert_close(got, returned((x.sum(0), x.max())))
+    f.check(x)
+    assert type(f.serial(x)) is type(f.over(x, batches=[3, slice(3, 7)])) is type(jax.jit(f)(x)) is returned
+    with pytest.raises(ValueError, match=r"outputs=.* is no prefix of what it returned"):
+        synk.function(lambda x: returned((x.sum(0), x.max())), outputs=given(("sum",)))(x)
