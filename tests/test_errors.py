@@ -292,6 +292,7 @@ ERRORS = {
     "half a length": (lambda: synk.data(X, name="x").set_length(1.5), TypeError, "x.set_length: rows is 1.5; give an integer"),
     "length of freed data": (lambda: freed().set_length(1), synk.SynkError, "x: it was freed.* x.set_value"),
     "freed data read": (lambda: freed()[0], synk.SynkError, "x: it was freed.* x.set_value"),
+    "number too large": (lambda: sum_with_w()(X, 2**40), OverflowError, "act: argument w is 1099511627776, which is no int32. Give a float, or set jax_enable_x64"),
     "freed data broadcast": (lambda: sum_with_w()(X, freed()), synk.SynkError, "x: it was freed.* x.set_value"),
     "data differs in rows": (
         lambda: synk.function(act)(data("scatter"), resident(8)), ValueError, "act: argument w has 8 rows, but x has 9",

@@ -59,6 +59,13 @@ def _number_dtype(kind: type, is_x64: bool) -> np.dtype:
     return jnp.asarray(kind()).dtype
 
 
+def check_fits(number: int, what: str) -> None:
+    """OverflowError where JAX's integers have no such number."""
+    dtype = number_dtype(number)
+    if dtype.kind == "i" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
+        raise OverflowError(f"{what} is {number}, which is no {dtype.name}. Give a float, or set jax_enable_x64.")
+
+
 def is_weak(leaf: Any) -> bool:
     """Does it take the dtype of what it meets, as Python's numbers do, and what JAX has made of them?"""
     if isinstance(leaf, SCALARS):

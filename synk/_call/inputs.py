@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .._base.partition import split_rows
-from .._base.pytree import SCALARS, as_data, key_of
+from .._base.pytree import SCALARS, as_data, check_fits, key_of
 from .._data.dataset import Data, is_result, source_of
 from .._data.overlap import halo_of
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
@@ -76,6 +76,8 @@ def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, i
                 raise TypeError(f"{name}: argument {spec.names[i]} is synk.local rows, but it is broadcast.")
         elif not isinstance(leaf, SCALARS):
             values[i] = _as_array(leaf, f"{name}: argument {spec.names[i]}")
+        elif isinstance(leaf, int):
+            check_fits(leaf, f"{name}: argument {spec.names[i]}")
     return Arguments([values[i] for i in spec.scattered], [values[i] for i in spec.broadcast], tuple(keys))
 
 
