@@ -38,6 +38,12 @@ def as_data(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
 
 
+@lru_cache(maxsize=256)
+def is_number(dtype: np.dtype) -> bool:
+    """Is it of numbers or booleans that JAX has? Its own small floats are among them, C's long double is not."""
+    return dtype.kind not in "OSUMm" and dtype.type not in (np.void, np.longdouble, np.clongdouble)
+
+
 def narrow(dtype: np.dtype) -> np.dtype:
     """As JAX has it: 64 bits as 32 unless they are enabled, in the machine's order."""
     return _narrow(dtype, config.jax_enable_x64)

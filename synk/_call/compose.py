@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from .._base.errors import SynkError
-from .._base.jax_context import trace_options
+from .._base.jax_context import trace_options, transfers_on_purpose
 from .._base.partition import split_rows
 from .._base.pytree import PyTree
 from .._data.dataset import Data
@@ -48,6 +48,7 @@ class ComposedPlan(NamedTuple):
     accepts: dict[Shared, tuple[AbstractState, ...]]  # states of variables: it has none
 
 
+@transfers_on_purpose()
 def compose(
     function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, group: Group
 ) -> PyTree:

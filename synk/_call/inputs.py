@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from .._base.partition import split_rows
-from .._base.pytree import SCALARS, as_data, check_fits, key_of
+from .._base.pytree import SCALARS, as_data, check_fits, is_number, key_of
 from .._data.dataset import Data, is_result, source_of
 from .._data.overlap import halo_of
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
@@ -57,7 +57,7 @@ def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, i
         if isinstance(leaf, jax.Array):
             if not isinstance(leaf.dtype, np.dtype):
                 keys[i], values[i] = key_of(leaf), as_data(leaf)
-        elif (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and leaf.dtype.kind in "biufc":
+        elif (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and is_number(leaf.dtype):
             pass
         elif isinstance(leaf, Data):
             keys[i] = leaf._key

@@ -6,6 +6,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .._base.errors import public_api
 from .._base.pytree import PyTree, as_keys, narrow
 from .._data.dataset import Data, source_of
@@ -78,7 +80,7 @@ class Batches:
         self.function, self.request, self.group = function, request, group
         self.name = f"{function.name}.{call}"
         self._each = self._values_of_each(bound)
-        self._next = {i: next(values, _END) for i, values in self._each.items()}
+        self._next = self._values_of_batch()
         self.bound = bound = self._with_values(bound, self._next)
         looked = check_leaves(bound, function.name, group)
         self.sources, self.keys = looked.scattered, [looked.keys[i] for i in bound.spec.scattered]
@@ -112,7 +114,12 @@ class Batches:
     def _take_values(self) -> dict[int, Any]:
         """Those of the next batch."""
         values, self._next = self._next, {}
-        return values or {i: next(values, _END) for i, values in self._each.items()}
+        return values or self._values_of_batch()
+
+    def _values_of_batch(self) -> dict[int, Any]:
+        """The next value of each, with memory of its own: who gives it may fill the same array anew."""
+        found = {i: next(values, _END) for i, values in self._each.items()}
+        return {i: np.array(value) if isinstance(value, np.ndarray) else value for i, value in found.items()}
 
     def rows(self) -> int:
         """How many there are to pick from."""

@@ -198,9 +198,10 @@ def place_broadcast(group: Group, data_group: Group | None, is_used_once: bool, 
         return own_copy(leaf)  # the compiled call brings it in a third of the time
     if not isinstance(leaf, SCALARS):
         return replicate(group, leaf)
-    # A number that stays, such as a learning rate, is placed once. Its text tells -0.0 from 0.0, and finds NaN again.
-    key = (type(leaf), repr(leaf), jax.config.jax_enable_x64)  # type: ignore[attr-defined]  # an option
-    return group._cached(place_broadcast, key, lambda: put(group, own_copy(leaf), "replicated"))
+    # A number that stays, such as a learning rate, is placed once. Its bits tell -0.0 from 0.0, and find NaN again.
+    number = own_copy(leaf)
+    key = number.dtype, number.tobytes()
+    return group._cached(place_broadcast, key, lambda: put(group, number, "replicated"))
 
 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from .._base.pytree import key_of, refuse_tracer
+from .._base.pytree import is_number, key_of, refuse_tracer
 
 BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
 SHARED = 1 << 22  # bytes that pay for more than one thread: fewer are copied before another one has woken up
@@ -66,7 +66,7 @@ def as_source(value: Any, what: str, advice: str) -> Source:
         else:
             raise TypeError(f"{what} is a {type(value).__name__}; {advice}.")
     if not is_number(value.dtype):
-        raise TypeError(f"{what} has dtype {value.dtype}; give numbers or booleans.")
+        raise TypeError(f"{what} has dtype {value.dtype}; give numbers or booleans that JAX has.")
     return value
 
 
@@ -93,7 +93,7 @@ def as_number_dtype(dtype: Any, name: str) -> np.dtype:
     except TypeError:
         found = np.dtype(object)
     if not is_number(found):
-        raise TypeError(f"{name}: dtype is {dtype!r}; give one of numbers or booleans.")
+        raise TypeError(f"{name}: dtype is {dtype!r}; give one of numbers or booleans that JAX has.")
     return found
 
 
@@ -103,11 +103,6 @@ def is_in_memory(source: Source) -> bool:
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
     return isinstance(source, np.ndarray) and not isinstance(base, mmap)
-
-
-def is_number(dtype: np.dtype) -> bool:
-    """Is it of numbers or booleans? JAX's own small floats are among them."""
-    return dtype.kind not in "OSUMm" and dtype.type is not np.void
 
 
 def _is_read_by_rows(value: Any) -> bool:

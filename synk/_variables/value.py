@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from .._base.pytree import SCALARS, PyTree, abstract_array, as_data, as_keys, key_of, narrow, refuse_tracer
+from .._base.pytree import SCALARS, PyTree, abstract_array, as_data, as_keys, is_number, key_of, narrow, refuse_tracer
 from .._tracing.context import current_trace
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
@@ -162,8 +162,8 @@ def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
             f"Keep it outside, e.g. with equinox.partition(model, equinox.is_array)."
         )
     array = np.asarray(leaf) if borrow else np.array(leaf)
-    if array.dtype.kind in "OSUMm":
-        raise TypeError(f"{name}: a shared variable holds numbers, but this leaf has dtype {array.dtype}.")
+    if not is_number(array.dtype):
+        raise TypeError(f"{name}: a shared variable holds numbers that JAX has, but this leaf has dtype {array.dtype}.")
     return array.astype(narrow(array.dtype), copy=False)
 
 

@@ -153,6 +153,20 @@ def test_numbers_take_the_dtype_that_jax_gives_them(group, number):
         assert f.stats.compilations == count
 
 
+class Hidden(float):
+    def __repr__(self):
+        return "hidden"
+
+
+def test_numbers_are_told_apart_by_their_bits(group):
+    """Placed numbers are found again by what they are, not by what they are written as."""
+    f = synk.function(lambda x, scale: x * scale, ["x"], reduce="concat")
+    for slices in (1, 2):
+        got = [f(np.ones(5, np.float32), number, num_slices=slices) for number in (Hidden(1), Hidden(2), -0.0, 0.0)]
+        np.testing.assert_array_equal(got, np.float32([[1], [2], [0], [0]]) * np.ones((4, 5), np.float32))
+        assert [bool(np.signbit(each).all()) for each in got] == [False, False, True, False]
+
+
 @pytest.mark.parametrize("kind", ["numpy", "jax"])
 @pytest.mark.parametrize("rows", [8, 9])
 def test_arguments_are_never_changed(kind, rows):

@@ -207,6 +207,20 @@ def test_a_value_for_each_batch(four, size, place):
         assert_same(got, noisy(x, key, batch=batch))
 
 
+@of_every_size
+def test_values_in_one_array(four, size):
+    """Values may be written into the same memory one after another: each is taken as it was when it came."""
+    x, memory = numbers(11, 3), np.zeros((), np.float32)
+
+    def values():
+        for i in range(6):
+            memory[...] = i
+            yield memory
+
+    found = [got for got, _ in scaled.iterate(x, synk.each(values()), batches=[slice(4)] * 6, prefetch=size)]
+    assert_same(np.stack(found), np.arange(6, dtype=np.float32)[:, None] * x[:4].sum(0))
+
+
 def test_each_over_batches(four):
     """Of `over` too."""
     x = numbers(12, 3)

@@ -62,6 +62,18 @@ def test_everything_works_under_disallow(few, guard, tmp_path):
         assert float(value) == 2 and (np.asarray(gathered) == 2).all()
 
 
+def test_vmap_works_under_disallow(few):
+    """Of NumPy's and JAX's arrays, fresh and warm. (What an eager grad or an outer jit transfers is JAX's own.)"""
+    f = synk.function(lambda x, rate: (x * rate).sum(0), inputs=["x"])
+    rates = jnp.arange(3, dtype=jnp.float32)
+    there = jnp.asarray(X)
+    for _ in range(2):
+        with jax.transfer_guard("disallow"):
+            mapped = [jax.vmap(lambda rate, x=x: f(x, rate))(rates) for x in (X, there)]
+        for got in mapped:
+            np.testing.assert_array_equal(got, np.arange(3)[:, None] * X.sum(0))
+
+
 def test_explicit_ones_stay_forbidden(few):
     """JAX's own error, and nothing is lost."""
     w = synk.shared(np.zeros(2, np.float32), name="w")
