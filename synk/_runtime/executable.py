@@ -1,7 +1,7 @@
 """Executable: a body mapped over a group, lowered from shapes, agreed on, compiled, launched."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from time import perf_counter
@@ -20,6 +20,8 @@ from .watchdog import WATCHDOG
 # What XLA may pack into one sum on GPUs. By its own limit (30 MB) most gradients wait for those that come last.
 # bench/gpu_programs.py has the figures, also of others.
 COMBINE_BYTES = 8 * 2**20
+# What process 0 sends the others at a time of what it has read. Less would wait more often, more need not fit.
+CHUNK_BYTES = 2**24
 _COMBINE = "xla_gpu_{}_combine_threshold_bytes"
 
 
@@ -156,23 +158,49 @@ def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
 def from_process_0(
     group: Group, arrays: Sequence[np.ndarray] | None, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> list[np.ndarray]:
-    """Host arrays of process 0 in every process of the group, bit for bit; others give None."""
+    """Host arrays of process 0 in every process of the group, bit for bit; others give None.
+
+    Their bytes travel one after another, a chunk at a time, so that no device needs memory for more than a few chunks.
+    """
     if not group._is_multi_process:
         assert arrays is not None
         return list(arrays)
     root = next(rank for rank, device in enumerate(group.devices) if device.process_index == 0)
+    found = [np.empty(s.shape, s.dtype) for s in shapes] if arrays is None else list(arrays)
+    flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in found]
+    total = sum(map(len, flat))
+    size = min(CHUNK_BYTES, max(1024, 1 << (total - 1).bit_length()))  # few sizes: each is a program
+    for start in range(0, total, size):
+        chunk = np.zeros(size, np.uint8)
+        if arrays is not None:
+            for bytes_, there in _between(flat, start, start + size):
+                chunk[there] = bytes_
+        came = _words_of_root(group, root, chunk.view(np.uint32)).view(np.uint8)
+        if arrays is None:
+            for bytes_, there in _between(flat, start, start + size):
+                bytes_[:] = came[there]
+    return found
 
-    def stacked(shape: jax.ShapeDtypeStruct, array: np.ndarray | None) -> jax.Array:
-        def entry(index: Any) -> np.ndarray:
-            if array is None or index[0].start != root:
-                return np.zeros((1, *shape.shape), shape.dtype)
-            return array[None]
 
-        return jax.make_array_from_callback((group.size, *shape.shape), group.stacked, entry)
+def _between(flat: Sequence[np.ndarray], start: int, stop: int) -> Iterator[tuple[np.ndarray, slice]]:
+    """What lies between two places of flat arrays in a row: pieces of these, and where they are from `start` on."""
+    place = 0
+    for each in flat:
+        low, high = max(start, place), min(stop, place + len(each))
+        if low < high:
+            yield each[low - place : high - place], slice(low - start, high - start)
+        place += len(each)
 
-    pairs = zip(shapes, arrays if arrays is not None else [None] * len(shapes), strict=True)
-    copies = broadcast_from(group, [stacked(*pair) for pair in pairs], root, "replicated")
-    return [local_replica_to_host(group, copy, "replicated", group._local_ranks.start, None) for copy in copies]
+
+def _words_of_root(group: Group, root: int, words: np.ndarray) -> np.ndarray:
+    """The words of the process that has the root, of as many in each, in host memory."""
+
+    def entry(index: Any) -> np.ndarray:
+        return (words if index[0].start == root else np.zeros_like(words))[None]
+
+    stacked = jax.make_array_from_callback((group.size, *words.shape), group.stacked, entry)
+    copy = broadcast_from(group, [stacked], root, "replicated")[0]
+    return local_replica_to_host(group, copy, "replicated", group._local_ranks.start, None)
 
 
 def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:

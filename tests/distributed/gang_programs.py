@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from jax.experimental import multihost_utils
 import synk
 from synk._distributed import kv_store
 from synk._distributed import launcher as synk_launcher
+from synk._runtime import executable
 
 PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
 CASES, DISAGREEMENTS = {}, {}
@@ -728,6 +730,22 @@ def neighbours(group, noted):
         batch = [rows - 1, 0, 4]
         picked = np.pad(x[batch], ((2, 1), (0, 0)), mode="reflect")
         close(smooth(x, batch=batch)[:], picked[:-3] + picked[3:])
+
+
+@case
+def checkpoint_in_chunks(group, noted):
+    """What process 0 has read travels in chunks, which begin and end anywhere in arrays of any dtype."""
+    rng = np.random.default_rng(0)
+    kinds = [np.int8, np.float32, jnp.bfloat16, np.bool_, np.complex64, np.uint16]
+    value = [jnp.asarray(rng.normal(size=(5 * i, 3, 17)) > 0, kind) for i, kind in enumerate(kinds)]
+    value += [np.float32(-0.0), np.float32(np.nan), rng.normal(size=(3, 299)).astype(np.float32)]
+    w = synk.shared(value, name="w")
+    synk.save(noted.folder / "chunks", {"w": w}, step=1)
+    for chunk in (1024, executable.CHUNK_BYTES):
+        w.value = jax.tree.map(lambda leaf: np.zeros_like(leaf), value)
+        with mock.patch.object(executable, "CHUNK_BYTES", chunk):
+            assert synk.load(noted.folder / "chunks", {"w": w}) == (1, None)
+        assert [np.asarray(leaf).tobytes() for leaf in w.value] == [np.asarray(leaf).tobytes() for leaf in value]
 
 
 @case
