@@ -6,6 +6,8 @@ Each is a `synk.Monoid` of the rows (axis 0) that a part has; what the call retu
 from functools import partial
 from typing import Any
 
+import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -108,7 +110,7 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
     """The covariance of the columns, as `np.cov(x, rowvar=False, ddof=ddof)`.
 
     Args:
-      x: of shape (rows, columns), real.
+      x: of shape (rows, columns).
       ddof: what is taken from the number of rows in the divisor.
 
     Returns:
@@ -125,7 +127,7 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
     wide = x.astype(accumulation_dtype(x.dtype, "mean"))
     center, rest = statistics.mean_in_two(wide)
     off = wide - center - rest
-    state = {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0], "products": off.T @ off}
+    state = {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0], "products": off.T @ off.conj()}
     return _statistic(
         state, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
     )
@@ -207,8 +209,9 @@ def top_k(x: Any, k: int) -> Monoid:
     x = statistics.rows_of(x, "top_k")
     if x.ndim != 1:
         raise ValueError(f"synk.stats.top_k: x has shape {x.shape}; give one number a row.")
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise ValueError(f"synk.stats.top_k: k is {k!r}; give an integer >= 1.")
+    k = int(k)
     values, rows = jnp.pad(x, (0, k)), jnp.pad(row_numbers(), (0, k), constant_values=-1)
     merge = statistics.merge_largest(k)
     return _statistic(statistics.largest(values, rows, k), merge, statistics.pair, least_rows=k)
@@ -233,15 +236,18 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
       [[1, 2], [0.0, 0.5, 1.0]]
     """
     x = statistics.rows_of(x, "histogram")
+    for name, value in (("bins", bins), ("range", range)):
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+            raise TypeError(f"synk.stats.histogram: {name} is made by jax.numpy in a trace; make edges by NumPy.")
     if np.ndim(bins) == 0 and range is None:
         raise ValueError(f"synk.stats.histogram: bins={bins!r} needs range=(lowest, highest); or give edges as bins.")
     like = np.zeros(0, x.dtype if jnp.issubdtype(x.dtype, np.floating) and x.dtype.itemsize >= 4 else np.float32)
     edges = np.histogram_bin_edges(like, bins, range)
-    of_integers = edges.dtype.kind in "iub" and jnp.issubdtype(x.dtype, np.integer)
-    edges = edges.astype(narrow(x.dtype if of_integers else np.result_type(like.dtype, edges.dtype)))
-    values = x.ravel().astype(edges.dtype)
-    place = jnp.searchsorted(jnp.asarray(edges), values, side="right") - 1
-    place = jnp.where(values == edges[-1], len(edges) - 2, place)
+    if jnp.issubdtype(x.dtype, np.integer):
+        place = statistics.places_of_integers(x.ravel(), edges)
+    else:
+        edges = edges.astype(narrow(np.result_type(like.dtype, edges.dtype)))
+        place = statistics.places_of_floats(x.ravel().astype(edges.dtype), edges)
     return _statistic(
         statistics.counted(place, len(edges) - 1), jnp.add, partial(statistics.with_edges, edges=tuple(edges.tolist()))
     )

@@ -79,6 +79,13 @@ def is_weak(leaf: Any) -> bool:
     return getattr(leaf, "weak_type", False)
 
 
+def to_jax(leaf: Any) -> jax.Array:
+    """An array or a number as JAX's array, whatever its byte order; within a transformation, a part of it."""
+    if isinstance(leaf, (jax.Array, *SCALARS)):
+        return jnp.asarray(leaf)
+    return jnp.asarray(np.asarray(leaf, narrow(leaf.dtype)))
+
+
 def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf as JAX will have it."""
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))

@@ -13,7 +13,7 @@ from jax import lax
 from .._base.errors import SynkError
 from .._base.jax_context import trace_options, transfers_on_purpose
 from .._base.partition import split_rows
-from .._base.pytree import PyTree
+from .._base.pytree import PyTree, to_jax
 from .._data.dataset import Data
 from .._data.feed import SENT
 from .._data.overlap import Overlap, halo_of, with_neighbours
@@ -67,7 +67,7 @@ def compose(
         raise ValueError(f"{name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
     looked = check_leaves(bound, name)
     sources = _picked(RowCall(name, spec.scattered_names, looked.scattered, RowRequest(), group, group), request.batch)
-    broadcast = [jnp.asarray(leaf) for leaf in looked.broadcast]
+    broadcast = [to_jax(leaf) for leaf in looked.broadcast]
     rows = len(sources[0]) if sources else None
     if rows is None and request.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
@@ -117,7 +117,7 @@ def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
         select_rows(call)
         # Its values are not known yet, so not checked: rows that are not there are NaN (of integers the least or the
         # largest number), and never another row.
-        return [jnp.asarray(leaf).at[batch].get(mode="fill") for leaf in call.leaves]
+        return [to_jax(leaf).at[batch].get(mode="fill") for leaf in call.leaves]
     picked: list[jax.Array] = []
     for each in select_rows(call._replace(request=RowRequest(batch))).each:
         array, selection = each.source, each.selection

@@ -144,7 +144,7 @@ class Batches:
             if i not in self.resident:
                 given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
         kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
-        numbers = None if self.resident else selection
+        numbers = None if self.resident else selection.of_its_own()
         bound = self.bound._replace(leaves=given, numbers=numbers)
         return Ahead(self, bound, versions, kept, values, perf_counter() - start)
 

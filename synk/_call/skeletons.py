@@ -5,13 +5,12 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._base.errors import SynkError
 from .._base.jax_context import is_traced, trace_options
-from .._base.pytree import SCALARS, PyTree, key_of, narrow
+from .._base.pytree import SCALARS, PyTree, key_of, narrow, to_jax
 from .._data.dataset import Data, data_of_replicas, resident, source_of
 from .._reductions.collectives import all_gather, merge_leading_axes
 from .._runtime.dispatch import LOCK
@@ -61,7 +60,7 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
         elif isinstance(leaf, SCALARS) or np.ndim(leaf) == 0:
             raise ValueError(f"{where} is a scalar and has no rows; give arrays, rows first.")
         elif is_traced() or isinstance(leaf, jax.core.Tracer):
-            leaves.append(jnp.asarray(leaf[:] if isinstance(leaf, Data) else leaf))
+            leaves.append(to_jax(leaf[:] if isinstance(leaf, Data) else leaf))
         else:
             is_there = isinstance(leaf, Data) and leaf.place == "scatter" and source_of(leaf) is not None
             leaves.append(leaf if is_there else Data(leaf, where, "scatter"))

@@ -43,6 +43,9 @@ class CallTraces:
         """Does every replica hold rows of its own?"""
         return self.abstract(variable).rows_per_replica is not None
 
+    def _rows_held(self, variable: Shared) -> int | None:
+        return max(self.abstract(variable).rows_per_replica or (), default=None)
+
     def leaves_of(self, variables: Iterable[Shared], values: Iterable[jax.Array]) -> State:
         """The leaves of each of these variables, which come one after another."""
         rest = iter(values)
@@ -76,6 +79,7 @@ class CallTraces:
             shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
             variables=self._expected(function.fn),
             rows=rows,
+            rows_held=self._rows_held,
             is_sliced=call.is_sliced and not call.is_over,
             has_axis=has_axis,
             block=call.block,

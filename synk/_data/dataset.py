@@ -12,7 +12,7 @@ from .._base.errors import SynkError, public_api
 from .._base.pytree import narrow
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
-from .resident_rows import ReplicaRows, replicate_rows, scatter_rows, touched_rows
+from .resident_rows import ReplicaRows, index_within, replicate_rows, scatter_rows, touched_rows
 from .sources import Reader, Source, as_number_dtype, as_rows
 
 Place: TypeAlias = Literal["host", "scatter", "broadcast"]
@@ -101,7 +101,10 @@ class Data:
             raise ValueError(
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
-        (source if isinstance(source, Reader) else source[: self._length])[index] = rows
+        if isinstance(source, Reader):
+            source[index_within(index, self._length)] = rows
+        else:
+            source[: self._length][index] = rows
         self._version += 1
         self._mark(touched_rows(index, self._length))
 

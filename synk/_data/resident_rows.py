@@ -78,6 +78,18 @@ def _overlaps(part: RowRange, stale: range) -> bool:
     return part.start < stale.stop and stale.start < part.start + part.rows
 
 
+def index_within(index: Any, length: int) -> Any:
+    """The same index of NumPy's where only so many first rows count, counted from 0 on."""
+    first, *rest = (index or (...,)) if isinstance(index, tuple) else (index,)
+    if first is ...:
+        return (slice(length), ..., *rest)
+    if isinstance(first, slice):
+        run = range(length)[first]
+        return (slice(run.start, run.stop if run.stop >= 0 else None, run.step), *rest)
+    numbers = np.arange(length)[first]
+    return (numbers if isinstance(numbers, np.ndarray) else int(numbers), *rest)
+
+
 def touched_rows(index: Any, length: int) -> range:
     """The rows that an index of NumPy's may touch, from the first to the last."""
     first = (index[0] if index else ...) if isinstance(index, tuple) else index

@@ -1,5 +1,6 @@
 """Statistics: the states of `synk.stats`, how they merge, and what they come to."""
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,10 @@ def integers_of(x: Any, name: str) -> jax.Array:
     x = rows_of(x, name)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"synk.stats.{name}: it counts integers, but this array has dtype {x.dtype}.")
-    return x.astype(jnp.int32)
+    if jnp.can_cast(x.dtype, np.int32):
+        return x.astype(jnp.int32)
+    # What is beyond is counted by nobody, and must not become another number.
+    return jnp.where((x >= 0) & (x <= np.iinfo(np.int32).max), x.astype(jnp.int32), -1)
 
 
 def real_like(x: Any) -> Any:
@@ -33,9 +37,9 @@ def real_like(x: Any) -> Any:
 
 
 def mean_in_two(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean in two numbers: the second has the bits that the first has no room for."""
+    """The mean in two numbers: the second has the bits that the first has no room for, of infinite ones none."""
     center = wide.mean(0, keepdims=True)
-    return center, (wide - center).mean(0, keepdims=True)
+    return center, jnp.where(jnp.isfinite(center), (wide - center).mean(0, keepdims=True), 0)
 
 
 def spread(x: Any) -> State:
@@ -56,7 +60,10 @@ def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:
     mean = a["mean"] + more
     back = mean - a["mean"]  # what is lost in that sum (Knuth's two-sum)
     rest = (a["mean"] - (mean - back)) + (more - back)
-    return {"count": count, "mean": mean, "rest": rest}, apart, of_a * share
+    ends = a["mean"] + b["mean"]  # as infinities add up
+    mean = jnp.where(jnp.isfinite(a["mean"]) & jnp.isfinite(b["mean"]), mean, ends)
+    means = {"count": count, "mean": mean, "rest": jnp.where(jnp.isfinite(mean), rest, 0)}
+    return means, apart, of_a * share
 
 
 def merge_spreads(a: State, b: State) -> State:
@@ -66,7 +73,8 @@ def merge_spreads(a: State, b: State) -> State:
 
 def merge_products(a: State, b: State) -> State:
     means, apart, weight = merge_means(a, b)
-    return means | {"products": a["products"] + b["products"] + jnp.outer(apart, apart) * weight}
+    between = jnp.outer(apart, apart.conj()) * weight.astype(apart.dtype)
+    return means | {"products": a["products"] + b["products"] + between}
 
 
 def mean(state: State, dtype: Any) -> jax.Array:
@@ -144,6 +152,27 @@ def merge_largest(k: int) -> Any:
 
 def pair(state: State) -> tuple[jax.Array, jax.Array]:
     return state["value"], state["row"]
+
+
+def places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
+    """In which bin each integer lies, compared exactly, whatever edges its dtype has: -1 before all, as many as there
+    are bins after all."""
+    limits = np.iinfo(x.dtype)
+    at_least = [edge if np.isinf(edge) else math.ceil(edge) for edge in edges.tolist()]
+    below = sum(edge <= limits.min for edge in at_least)
+    inside = np.array([edge for edge in at_least[below:] if edge <= limits.max], x.dtype)
+    place = jnp.full(x.shape, below - 1)
+    if len(inside):
+        place += jnp.searchsorted(jnp.asarray(inside), x, side="right")
+    last = edges[-1].item()
+    is_last = x == int(last) if limits.min <= last <= limits.max and last == int(last) else False
+    return jnp.where(is_last, len(edges) - 2, place)
+
+
+def places_of_floats(x: jax.Array, edges: np.ndarray) -> jax.Array:
+    """The same of floats, in the dtype of the edges."""
+    place = jnp.searchsorted(jnp.asarray(edges), x, side="right") - 1
+    return jnp.where(x == edges[-1], len(edges) - 2, place)
 
 
 def counted(place: jax.Array, length: int) -> jax.Array:

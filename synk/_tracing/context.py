@@ -50,6 +50,7 @@ class TraceContext:
     has_own_sums: bool  # whether what it is given are each replica's parts of sums, which it adds up itself
     values: Mapping[Any, Sequence[jax.Array]]  # stored leaves of the variables it is known to read
     shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
+    rows_held: Callable[[Any], int | None] = lambda variable: None  # how many rows a variable brings a replica
     state: Any = field(default_factory=trace_state)
     reads: dict[Any, None] = field(default_factory=dict)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict)
@@ -59,6 +60,8 @@ class TraceContext:
     def read(self, variable: TracedState) -> PyTree:
         """The variable's value as the call found it; of an unknown one a stand-in, and the trace is made again."""
         self.reads[variable] = None
+        if self.rows is None:
+            self.rows = self.rows_held(variable)
         leaves = self.values.get(variable)
         if leaves is None:
             leaves = [jnp.zeros(s.shape, s.dtype) for s in self.shapes_of(variable)]
@@ -221,7 +224,10 @@ def row_numbers() -> jax.Array:
     """
     context = _own_part("row_numbers", "there are rows")
     if context.rows is None:
-        raise SynkError(f"{context.name}: synk.row_numbers: it has no scattered input, so no rows.")
+        raise SynkError(
+            f"{context.name}: synk.row_numbers: it has no scattered input, so no rows. If a variable brings them, read "
+            f"its value first."
+        )
     return context.first_row + jnp.arange(context.rows, dtype=jnp.int32)
 
 

@@ -35,6 +35,7 @@ class TraceRequest:
     name: str  # what messages call the function
     size: int  # how many replicas there are
     shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
+    rows_held: Callable[[Any], int | None] = lambda variable: None  # how many rows a variable brings a replica
     variables: Sequence[Any] = ()  # those that it is expected to read, so that one trace is enough
     rows: int | None = None  # of the part; None where there are none
     is_sliced: bool = False  # whether updates must say how slices combine
@@ -117,6 +118,7 @@ def _run_traced(
             request.has_own_sums,
             values,
             request.shapes_of,
+            request.rows_held,
         )
         with tracing(context), _context(object()):
             out, found["outputs"] = request.pack(request.call(*args, **kwargs))

@@ -315,6 +315,25 @@ def test_nan_raises(group, slices, donate):
     assert float(refusing.over(good, batches=[4, slice(4, 11)])) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("size", [0, 2])
+@pytest.mark.parametrize("place", ["raw", "host", "scatter", "broadcast"])
+def test_rows_of_batches_in_one_array(group, place, size):
+    """It names the row that the batch had picked, though its array has been filled anew for batches ahead."""
+    x, memory = np.ones(12, np.float32), np.zeros(3, int)
+    x[7] = -1
+    f = synk.function(lambda x: jnp.log(x), reduce="concat", nan="raise")
+
+    def batches():
+        for picked in ([0, 4, 2], [9, 7, 5], [1, 11, 3], [6, 8, 10]):
+            memory[:] = picked
+            yield memory
+
+    for _ in range(2):
+        rows = x if place == "raw" else synk.data(x, place=place)
+        with pytest.raises(FloatingPointError, match="row 7 makes it not finite"):
+            list(f.iterate(rows, batches=batches(), prefetch=size))
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_nan_in_updates(group, donate):
     """Of then and of replicas, where outputs are finite; equal replicas stay so."""

@@ -290,6 +290,25 @@ def test_files_are_written(tmp_path, kind):
     assert_same((rows(data), data[-2:]), (x[:4], x[2:4]))
 
 
+@pytest.mark.parametrize(
+    "index", [-1, 2, slice(None), slice(-2, None), slice(1, 20, 2), ..., (-1, 1), (..., 0), [0, 3], np.arange(5) < 2]
+)
+@pytest.mark.parametrize("kind", ["numpy", *FILES])
+def test_rows_beyond_the_length_stay(tmp_path, kind, index):
+    """A write counts from the rows that there are, in files as in memory."""
+    x = numbers(8)
+    want, file = x.copy(), x if kind == "numpy" else FILES[kind](x, tmp_path)
+    data = synk.data(file)
+    data.set_length(5)
+    rows(data.to("scatter"))
+    want[:5][index] = 70
+    data[index] = 70
+    assert_same((rows(data), np.asarray(file[:])), (want[:5], want))
+    with pytest.raises(IndexError):
+        data[6] = 1
+    assert_same(np.asarray(file[:]), want)
+
+
 @pytest.mark.parametrize("kind", FILES)
 def test_files_as_broadcast_arguments_and_under_jit(tmp_path, kind):
     """Every replica sees all rows; a traced call picks them."""

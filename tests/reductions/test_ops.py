@@ -219,11 +219,17 @@ def test_empty_rows_of_columns(four):
     assert [value.shape for value in got] == [(9, 0), (0,)]
 
 
-def test_arrays_of_the_other_byte_order():
-    """Big-endian rows are taken as NumPy takes them."""
+def test_arrays_of_the_other_byte_order(four):
+    """Big-endian arrays are taken as NumPy takes them, under a transformation too."""
     x = np.arange(7, dtype=">f4")
     assert float(synk.function(jnp.sum)(x)) == 21
     np.testing.assert_array_equal(synk.shared(x).value, x)
+    f = synk.function(lambda x, w: x.sum() + w.sum(), inputs=["x"])
+    for given in (x, synk.data(x), synk.data(x, place="broadcast")):
+        assert float(f(given, given)) == float(jax.jit(lambda given=given: f(given, given))()) == 21 + 4 * 21
+        index = np.array([3, 1])
+        assert float(jax.jit(lambda index, given=given: f(given, 0 * x, batch=index))(index)) == 4
+        np.testing.assert_array_equal(jax.jit(lambda given=given: synk.scan(jnp.add, given))(), np.cumsum(x))
 
 
 @pytest.mark.parametrize(("given", "returned"), [(list, tuple), (tuple, list), (list, list), (tuple, tuple)])

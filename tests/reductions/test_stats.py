@@ -181,7 +181,7 @@ def test_quantiles(few_replicas):
 
 def test_nan_and_infinity(few_replicas):
     """As NumPy's argmax has them: the first NaN wins; infinite rows stay what they are."""
-    f = synk.function(lambda x: (stats.argmax(x), stats.argmin(x), stats.top_k(x, 3), stats.logsumexp(x)))
+    f = synk.function(lambda x: (stats.argmax(x), stats.argmin(x), stats.top_k(x, np.int64(3)), stats.logsumexp(x)))
     for bad in (np.nan, np.inf, -np.inf):
         x = rows_of(17)[:, 0].copy()
         x[[5, 13]] = bad
@@ -190,7 +190,26 @@ def test_nan_and_infinity(few_replicas):
         best, where = jax.lax.top_k(jnp.asarray(x), 3)
         np.testing.assert_array_equal(values, best)
         np.testing.assert_array_equal(rows, where)
-        np.testing.assert_array_equal(np.asarray(lse), np.asarray(jax.nn.logsumexp(jnp.asarray(x))).astype(np.float32), strict=False) if not np.isfinite(bad) and bad > 0 else None  # fmt: skip
+        np.testing.assert_allclose(lse, jax.nn.logsumexp(jnp.asarray(x)), rtol=1e-5)
+
+
+INF = np.inf
+
+
+@pytest.mark.parametrize(
+    "first", [[1, INF], [INF, 1], [-INF, 1, 2], [INF, INF], [INF, -INF], [INF, np.nan], [INF, *range(9)]]
+)
+def test_infinite_means(few_replicas, first):
+    """As NumPy has them, wherever the infinities lie, whatever the cut; their variance is NaN, as there."""
+    f = synk.function(lambda x: (stats.mean(x), stats.moments(x)))
+    for x in (np.array(first, np.float32), np.array([*first, *range(7), *first], np.float32)):
+        with np.errstate(invalid="ignore"):
+            want = np.mean(x)
+        for slices in (1, 2):
+            mean, (again, var) = f(x, num_slices=slices)
+            np.testing.assert_array_equal([mean, again], [want, want])
+            assert np.isnan(var)
+        np.testing.assert_array_equal(f.over(x, batches=[1, slice(1, None)])[0], want)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.int32, np.uint8, np.bool_, np.complex64])
@@ -233,6 +252,17 @@ def test_row_numbers(few_replicas):
     assert f(np.zeros(9), batch=[3, 1, 8]).tolist() == [0, 1, 2]
     assert f.serial(np.zeros(4)).tolist() == [0, 1, 2, 3]
     assert jax.jit(f)(np.zeros(5)).tolist() == [0, 1, 2, 3, 4]
+    w = synk.shared(np.zeros(1, np.float32))
+    synk.scatter(w, np.float32([3, 1, 4, 1, 5, 9, 2]))
+    held = synk.function(
+        lambda: (w.value.astype(int) * 0 + synk.row_numbers(), stats.argmax(w.value)), outputs=("concat", "merge")
+    )
+    for slices in (1, 2):
+        numbers, most = held(num_slices=slices)
+        assert numbers.tolist() == list(range(7)) and int(most) == 5
+    assert held.serial()[0].tolist() == list(range(7))
+    with pytest.raises(synk.SynkError, match="If a variable brings them, read its value first"):
+        synk.function(lambda: synk.row_numbers() + w.value.astype(int), reduce="concat")()
     with pytest.raises(synk.SynkError, match="there are rows only inside a synk function"):
         synk.row_numbers()
     with pytest.raises(synk.SynkError, match="it has no scattered input, so no rows"):
@@ -247,6 +277,7 @@ REFUSED = [
     (lambda x: stats.top_k(x, 2), ValueError, "give one number a row"),
     (lambda x: stats.top_k(x[:, 0], 0), ValueError, "k is 0; give an integer >= 1"),
     (lambda x: stats.histogram(x, 5), ValueError, "needs range="),
+    (lambda x: stats.histogram(x, jnp.linspace(0, 1, 3)), TypeError, "bins is made by jax.numpy in a trace; make edges by NumPy"),
     (lambda x: stats.bincount(x, 5), TypeError, "it counts integers, but this array has dtype float32"),
     (lambda x: stats.cov(x[:, 0]), ValueError, "give rows of columns"),
     (lambda x: stats.quantile(x, 1.5), ValueError, "give numbers from 0 to 1"),
@@ -295,3 +326,37 @@ def test_edges_of_a_histogram(bins, x):
     wanted = np.histogram(x, bins)
     assert counts.tolist() == wanted[0].tolist()
     np.testing.assert_allclose(edges, wanted[1], rtol=1e-6)
+
+
+EDGES = [
+    (np.uint8, [0, 128, 256]), (np.uint8, [-1, 10, 300]), (np.uint8, np.arange(257)), (np.uint8, [300, 400]),
+    (np.uint8, [-5, -2]), (np.uint8, [-5, 0]), (np.uint8, [255, 256]), (np.int8, [-200, 0, 200]), (np.int8, [-128, 127]),
+    (np.uint32, [0, 2**31, 2**32]), (np.int32, [-(2.0**40), 16777216.5, 2.0**40]), (np.int32, [-np.inf, 0.5, np.inf]),
+    (np.int32, [16777216.5, 2**31 - 1]), (np.uint8, np.linspace(0, 255, 11)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "bins"), EDGES, ids=str)
+def test_edges_beyond_a_dtype(few_replicas, dtype, bins):
+    """Integers fall into bins as NumPy's, whatever edges their dtype has, fractions and infinities too."""
+    limits = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(limits.min, limits.max, 50, dtype, endpoint=True)
+    x = np.concatenate([x, np.array([limits.min, limits.max, 0, 1, 16777217 % (limits.max + 1)], dtype)])
+    assert synk.function(lambda x: stats.histogram(x, bins))(x)[0].tolist() == np.histogram(x, bins)[0].tolist()
+
+
+def test_what_is_no_class_in_64_bits(few_replicas):
+    """It does not become one where it is narrowed."""
+    for dtype in (np.int64, np.uint64, np.uint32):
+        with jax.enable_x64(True):
+            x = np.array([2**32 + 1 if dtype != np.uint32 else 2**31 + 1, 1, 2**31], dtype)
+            assert synk.function(lambda x: stats.bincount(x, 3))(x).tolist() == [0, 1, 0]
+            assert synk.function(lambda x: stats.confusion(x, x, 3))(x).tolist() == [[0, 0, 0], [0, 1, 0], [0, 0, 0]]
+
+
+def test_covariance_of_complex_rows(few_replicas):
+    """As NumPy conjugates."""
+    parts = np.random.default_rng(0).normal(size=(2, 11, 3))
+    x = (parts[0] + 1j * parts[1]).astype(np.complex64)
+    got = synk.function(lambda x: stats.cov(x))(x)
+    np.testing.assert_allclose(got, np.cov(x.astype(np.complex128), rowvar=False), rtol=1e-4, atol=1e-5)
