@@ -13,7 +13,7 @@ from .._base.jax_context import checks_floats
 from .._base.pytree import PyTree
 from .._data.dataset import data_of_replicas
 from .._data.transfer import PartRows
-from .._runtime.dispatch import ignore_failure, retire_finished, uninterrupted
+from .._runtime.dispatch import ignore_failure, uninterrupted
 from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
@@ -64,8 +64,6 @@ def execute(ready: ReadyCall) -> Any:
         if _is_refused(plan, values):
             raise NotFinite
         return _tree(ready, values)
-    if not ready.call.donate:
-        retire_finished()
     rollback = _Rollback(ready.function.name)
     with uninterrupted():
         try:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+from .._runtime.dispatch import retire_finished
 from .binding import BoundArguments
 from .execute import ReadyCall
 from .inputs import AUTO, lengths_of
@@ -36,6 +37,7 @@ def prepare(
 def start(function: FunctionSpec, prepare: Callable[[], ReadyCall], run: Callable[[ReadyCall], Any]) -> Any:
     """Prepare and run a call, and note how long both took."""
     stats = function.stats
+    retire_finished()  # before anything is looked at: what a program that died has taken back is not there any more
     begun, sending, compiling = perf_counter(), stats.sending, stats.dispatching
     ready = prepare()
     prepared = perf_counter()

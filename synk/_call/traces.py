@@ -58,7 +58,9 @@ class CallTraces:
     def of_rows(self, rows: int | None, keeps_lines: bool = False) -> TracedFunction:
         """Trace `fn` over so many rows of one replica."""
         function, call = self.function, self.call
-        has_axis = call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
+        # What meets with the rows of one slice or batch, or of some replicas, is no answer for all rows.
+        is_whole = not (call.is_sliced or call.is_over)
+        has_axis = is_whole and call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
         seen = [(rows or 0) + halo_of(overlap) for overlap in call.arguments.overlaps]
         structs = [jax.ShapeDtypeStruct((n, *shape), dtype) for n, (shape, dtype) in zip(seen, call.rows, strict=True)]
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
@@ -92,8 +94,8 @@ class CallTraces:
             if has_axis or "unbound axis" not in str(error):
                 raise
             raise ValueError(
-                f"{function.name}: it communicates inside (over the axis {AXIS!r}), so every replica and slice needs "
-                f"as many rows. Communicate in then, or give a number of rows that divides."
+                f"{function.name}: it communicates inside (over the axis {AXIS!r}), which takes all rows in one call "
+                f"without slices, as many on every replica. Communicate in then, or give a number of rows that divides."
             ) from error
         for variable, slices in traced.writes:
             if call.block is not None:

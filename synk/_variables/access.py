@@ -177,8 +177,8 @@ def restore(variable: Variable, state: VariableState, old: VariableState) -> Non
         old = variable._superseded[id(old)][1]
     if variable._state is state:
         variable._state = old
-    else:  # A later program already consumed these leaves. It fails as well, and its own rollback then goes on to old.
-        variable._superseded[id(state)] = (state, old)
+    # A later program may have these leaves already. It fails as well, and its own rollback then goes on to old.
+    variable._superseded[id(state)] = (state, old)
 
 
 def read(variable: Variable, copy: Callable[[list[jax.Array]], list[Any]]) -> list[Any]:

@@ -228,6 +228,6 @@ def gather_traced(context: TraceContext, tree: PyTree) -> PyTree:
 def _check_axis(context: TraceContext, call: str) -> None:
     if not context.has_axis:
         raise ValueError(
-            f"{context.name}: synk.{call} communicates inside, so every replica and slice needs as many rows. "
-            f"Communicate in then, or give a number of rows that divides."
+            f"{context.name}: synk.{call} communicates inside, which takes all rows in one call without slices, as "
+            f"many on every replica. Communicate in then, or give a number of rows that divides."
         )

@@ -1,6 +1,7 @@
 """A program that dies after donation: its variables say so, or keep their old values where nothing was donated."""
 
 import gc
+import time
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,27 @@ def test_without_donation_nothing_is_lost(group):
     np.testing.assert_array_equal(w.value, [1, 1, 1])
     step(np.ones(8, np.float32))
     np.testing.assert_array_equal(w.value, [2, 2, 2])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("settles", [True, False])
+def test_without_donation_calls_go_on(group, settles):
+    """Calls that follow those that died, however soon, lose nothing."""
+    step, w = make(donate=False)
+    rows = np.ones(8, np.float32)
+    step(rows)
+    for turn in range(1, 4):
+        for _ in range(turn):
+            run_until_dead(step, -rows)
+            if settles:
+                time.sleep(0.1)
+        if not settles:
+            for _ in range(3):  # of which those that find what is dead, and not known to be, die with it
+                run_until_dead(step, rows)
+        before = np.asarray(w.value)
+        assert (before == turn).all() or (not settles and (before >= turn).all())
+        step(rows)
+        np.testing.assert_array_equal(w.value, before + 1)
 
 
 def test_an_error_while_tracing_changes_nothing(group):

@@ -295,8 +295,9 @@ def test_batch_norm_over_the_whole_batch(four):
     for batch in batches:
         step(*batch)
     assert_close((step.params.value, step.state.value), serial_norm(alone, params, stats, batches), rtol=1e-4)
-    with pytest.raises(ValueError, match=r"norm: it communicates inside.*as many rows"):
-        step(*rows_of(7))
+    for rows, slices in ((7, 1), (8, 2)):
+        with pytest.raises(ValueError, match=r"norm: it communicates inside.*without slices, as many on every replica"):
+            step(*rows_of(rows), num_slices=slices)
 
 
 def counting(params, state, x, y):

@@ -374,6 +374,28 @@ def test_jax_collectives_need_equal_rows(four):
         f(np.arange(9, dtype=np.float32))
 
 
+@pytest.mark.parametrize(
+    "inside", [lambda x: synk.all_reduce(x, "sum"), lambda x: lax.pmean(x, "replica"), synk.all_gather]
+)
+def test_communication_needs_all_rows_at_once(four, inside):
+    """In slices and batches replicas would meet with some of the rows: that raises, warm too, and loses nothing."""
+    w = synk.shared(np.float32(0))
+    f = synk.function(
+        lambda x: (inside(x.sum(keepdims=True)).sum(), w.update(w.value + 1))[0], reduce="max", name="meets"
+    )
+    x = np.arange(8, dtype=np.float32)
+    for _ in range(2):
+        want = float(f(x))
+        with pytest.raises(ValueError, match=r"meets: .* communicates inside.* all rows in one call without slices"):
+            f(x, num_slices=2)
+    quiet = synk.function(lambda x: inside(x.sum(keepdims=True)).sum(), reduce="max", name="meets")
+    for _ in range(2):
+        assert float(quiet(x)) == want
+        with pytest.raises(ValueError, match=r"meets: .* communicates inside.* all rows in one call"):
+            quiet.over(x, batches=[4, slice(4, 8)])
+    assert [float(w.get_value(rank)) for rank in range(4)] == [2] * 4
+
+
 def test_synkhronos_spellings():
     """`fork` is init; what has nothing to do any more says so."""
     with synk.fork(2) as group:
