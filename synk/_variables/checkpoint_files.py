@@ -165,7 +165,8 @@ class Writer:
     """Writes checkpoints, one at a time."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
+        self._is_idle = threading.Event()  # a join that Ctrl-C ends takes a thread for ended in Python 3.11
+        self._is_idle.set()
         self._failure: tuple[str, Exception] | None = None
 
     def wait(self) -> str:
@@ -179,9 +180,7 @@ class Writer:
 
     def wait_quietly(self) -> None:
         """Wait for what is being written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._is_idle.wait()
 
     def run(self, act: Callable[[], None], what: str, is_background: bool) -> str:
         """Write now, or begin to; in a thread of its own, for which Python waits at its end."""
@@ -194,9 +193,15 @@ class Writer:
                 act()
             except Exception as error:
                 self._failure = what, error
+            finally:
+                self._is_idle.set()
 
-        self._thread = threading.Thread(target=try_to, name="synk-save")
-        self._thread.start()
+        self._is_idle.clear()
+        try:
+            threading.Thread(target=try_to, name="synk-save").start()
+        except RuntimeError:  # there are too many
+            self._is_idle.set()
+            raise
         return ""
 
     def report(self) -> None:

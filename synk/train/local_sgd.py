@@ -17,6 +17,8 @@ from .._call.function import Function
 from .._call.inputs import check_slices
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
+from .._runtime.dispatch import drain
+from .._runtime.layout import Layout
 from .._variables.variable import Shared, shared
 from .model import LeafKind, TrainingModel, kinds_of
 
@@ -32,6 +34,8 @@ class LocalSteps:
       params: a shared variable, the parameters; their tree is `params.value`.
       opt_state: a shared variable, the optimizer's state.
       state: a shared variable, the model's state; None where there is none.
+      trained: a shared variable: on how many rows each replica has trained since the last average, and how many steps.
+      variables: all of these that there are, by name: what `synk.save` and `synk.load` take, between averages too.
       steps: how many steps were taken so far.
 
     Example:
@@ -51,13 +55,20 @@ class LocalSteps:
         report: Callable[[int, jax.Array], Any] | None,
     ) -> None:
         self.params, self.opt_state, self.state = model.params, model.opt_state, model.state
-        self.steps = self._averaged = 0
         self._every, self._report, self._name = every, report, model.name
+        self.trained = trained = shared(_nothing_trained(0), "trained")
+        self.steps = self._averaged = 0
         self._next = self._steps_to_take()  # before the next average
-        trained = shared({"weight": np.float32(0), "loss": np.float32(0)}, "trained")  # since the last average
+        self._counted = trained._state  # which the numbers above are of
         kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
         self.function = _local_function(model, trained)
         self._average = _average_function(f"{model.name}.average", kept, trained, model.donate)
+
+    @property
+    def variables(self) -> dict[str, Shared]:
+        """All shared variables that steps update, by name."""
+        found = {"params": self.params, "opt_state": self.opt_state, "state": self.state, "trained": self.trained}
+        return {name: variable for name, variable in found.items() if variable is not None}
 
     @public_api
     def __call__(self, *args: Any, num_slices: int = 1, **options: Any) -> Any:
@@ -73,9 +84,7 @@ class LocalSteps:
           outputs.
         """
         _refuse_slices(num_slices, self.function.name)
-        result = self.function(*args, **options)
-        self._end_step()
-        return result
+        return self._step(lambda: self.function(*args, **options))
 
     @public_api
     def iterate(self, *args: Any, num_slices: int = 1, **options: Any) -> Iterator[Any]:
@@ -100,9 +109,10 @@ class LocalSteps:
     @public_api
     def finish(self) -> None:
         """Average what was trained since the last average; do nothing where that is nothing."""
+        self._recount()
         if self.steps > self._averaged:
             loss = self._average()
-            self._averaged = self.steps
+            self._averaged, self._counted = self.steps, self.trained._state
             self._next = self._steps_to_take()
             if self._report is not None:
                 self._report(self.steps, loss)
@@ -114,15 +124,33 @@ class LocalSteps:
         if kind is None:
             self.finish()
 
-    def _end_step(self) -> None:
-        """Count a step that was started, and average where it is time to."""
-        self.steps += 1
+    def _step(self, take: Callable[[], Any]) -> Any:
+        """Take a step, count it, and average where it is time to."""
+        self._recount()
+        result = take()
+        self.steps, self._counted = self.steps + 1, self.trained._state
         if self.steps - self._averaged >= self._next:
             self.finish()
+        return result
+
+    def _recount(self) -> None:
+        """Where other than a step that was counted has set what was trained (a load, or Ctrl-C right after a step), the
+        numbers are those that it holds; where it was lost, nothing was trained."""
+        if self.trained._state is self._counted:
+            return
+        drain()  # so that what died is known
+        if self.trained._state.failure is not None:
+            self.trained.value = _nothing_trained(self.steps)
+        leaves = [_of_first_replica(leaf, self.trained._state.layout) for leaf in self.trained._state.leaves]
+        found = self.trained._spec.treedef.unflatten(leaves)
+        self.steps = int(found["steps"])
+        self._averaged = self.steps - int(found["since"])
+        self._next, self._counted = self._steps_to_take(), self.trained._state
 
     def _steps_to_take(self) -> int:
-        every = self._every(self.steps) if callable(self._every) else self._every
-        return _checked_every(every, f"{self._name}: every({self.steps})" if callable(self._every) else self._name)
+        """How many come between the last average and the next."""
+        every = self._every(self._averaged) if callable(self._every) else self._every
+        return _checked_every(every, f"{self._name}: every({self._averaged})" if callable(self._every) else self._name)
 
 
 class _Iterating(Iterator[Any]):
@@ -136,16 +164,27 @@ class _Iterating(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            result = next(self._results)
+            return self._steps._step(lambda: next(self._results))
         except StopIteration:
             self._steps.finish()
             raise
-        self._steps._end_step()
-        return result
 
     def close(self) -> None:
         """Stop the thread; nothing more comes."""
         self._results.close()
+
+
+def _nothing_trained(steps: int) -> dict[str, Any]:
+    """What a replica has trained on since an average after so many steps: rows, the sum of their losses, steps."""
+    numbers = {"weight": np.float32(0), "loss": np.float32(0)}
+    return {**numbers, "since": np.int32(0), "steps": np.int32(steps)}
+
+
+def _of_first_replica(leaf: Any, layout: Layout) -> Any:
+    """A number of the first replica that is here: no other process is asked."""
+    if not isinstance(leaf, jax.Array):  # it was not placed yet
+        return leaf
+    return np.asarray(leaf.addressable_shards[0].data)[0 if layout == "stacked" else ...]
 
 
 def _checked_every(every: Any, what: str) -> int:
@@ -176,7 +215,8 @@ def _local_function(model: TrainingModel, trained: Shared) -> Function:
         if state is not None:
             state.value = found.state
         loss = jnp.where(weight > 0, found.value.astype(jnp.float32) * weight, jnp.float32(0))
-        trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + loss}
+        so_far, more = trained.value, {"weight": weight, "loss": loss, "since": np.int32(1), "steps": np.int32(1)}
+        trained.value = jax.tree.map(jnp.add, so_far, more)
         return {"loss": Weighted(found.value, weight), "aux": found.aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
@@ -209,7 +249,7 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bo
         # Where no replica has trained (all was masked), all hold the same, and any weights will do.
         held = Weighted(leaves["number"], jnp.maximum(weight, jnp.float32(1e-30)))
         loss = Weighted(trained.value["loss"] / weight, weight)
-        return {"loss": loss, "weights": weight, **leaves, "number": held}
+        return {"loss": loss, "weights": weight, "steps": trained.value["steps"], **leaves, "number": held}
 
     def take(combined: dict[str, Any]) -> jax.Array:
         first = jnp.argmax(combined["weights"] > 0)
@@ -217,10 +257,10 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bo
         for variable in kept:
             leaves = [combined[kind].pop(0) for kind in kinds_of(variable)]
             variable.value = variable._spec.treedef.unflatten(leaves)
-        trained.value = {"weight": jnp.float32(0), "loss": jnp.float32(0)}
+        trained.value = {**_nothing_trained(0), "steps": combined["steps"]}
         return combined["loss"]
 
-    ops = {"loss": "mean", "weights": "stack", "number": "mean", "count": "max", "key": "stack"}
+    ops = {"loss": "mean", "weights": "stack", "steps": "max", "number": "mean", "count": "max", "key": "stack"}
     return decorator.function(own, None, ops, then=take, donate=donate, name=name)
 
 

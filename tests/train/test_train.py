@@ -1,6 +1,8 @@
 """Training steps: the serial optax loop is the oracle; for local steps, one loop a replica and their weighted mean."""
 
+import contextlib
 import functools
+import itertools
 import sys
 
 import jax
@@ -12,8 +14,9 @@ from flax import linen as nn
 
 import synk
 import synk.train
+from synk._runtime.dispatch import drain
 
-from ..helpers import assert_close, group_of, numbers, parts_of, slow
+from ..helpers import assert_close, group_of, interrupted, numbers, parts_of, slow
 
 START = {"w": np.array([0.5, -1.0], np.float32), "b": np.float32(0.25)}
 W, B = np.array([1.0, 0.5], np.float32), 0.1
@@ -455,6 +458,85 @@ def test_before_the_average_replicas_differ(devices):
     before = step.params.value
     step.finish()
     assert_close(step.params.value, before)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_ctrl_c_of_local_steps(devices, every):
+    """However it falls: no step is counted that was not taken or taken that was not counted, and finish averages."""
+    step = synk.train.local_steps(mean_loss, START, optax.adam(0.01), every=every)
+    rows = rows_of(7)
+    for turn in range(12):
+        with step:
+            step(*rows)
+        act = (
+            functools.partial(next, step.iterate(*rows, batches=itertools.repeat(None)))
+            if turn % 2
+            else lambda: step(*rows)
+        )
+        interrupted(act, 0.03)
+        step.finish()
+        counts = [leaf for leaf in jax.tree.leaves((step.params.value, step.opt_state.value)) if leaf.dtype == np.int32]
+        assert [int(count) for count in counts] == [step.steps]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("donate", [True, False])
+def test_local_steps_after_a_program_died(devices, donate):
+    """With donation values are set anew, else they are back; then training goes on as a fresh one does."""
+
+    def look(x):
+        if (np.asarray(x) > 1000).any():
+            raise RuntimeError("too large")
+        return np.float32(0)
+
+    def loss(params, x, y):
+        zero = jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x, vmap_method="sequential")
+        return mean_loss(params, x, y) + jax.lax.stop_gradient(zero)
+
+    def made():
+        return synk.train.local_steps(loss, START, optax.sgd(0.1), every=2, donate=donate)
+
+    x, y = rows_of(8)
+    step = made()
+    step(x, y), step(x, y)
+    before = jax.tree.map(np.asarray, step.params.value)
+    with contextlib.suppress(Exception):  # JAX's own, whose class differs between versions
+        jax.block_until_ready(step(x + 2000, y))
+    drain()
+    if donate:
+        with pytest.raises(synk.SharedLostError):
+            step(x, y)
+        step.params.value, step.opt_state.value = START, optax.sgd(0.1).init(START)
+        before = START
+    assert_close(step.params.value, before)
+    fresh = made()
+    fresh.params.value = before
+    for each in (step, fresh):
+        each(x, y), each(x, y)
+    assert_close(step.params.value, fresh.params.value)
+
+
+def test_a_checkpoint_between_averages(devices, tmp_path):
+    """It holds the round that is under way: fresh or warm steps go on as if nothing had been."""
+
+    def made():
+        return synk.train.local_steps(mean_loss, START, optax.adam(0.1), every=3, state=None)
+
+    batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 5, 8))]
+    step, warm = made(), made()
+    warm(*rows_of(7, 9)), warm(*rows_of(5, 9))
+    step(*batches[0])
+    synk.save(tmp_path, step.variables, step=step.steps)
+    fresh = made()
+    for again in (fresh, warm):
+        assert synk.load(tmp_path, again.variables)[0] == 1
+    for batch in batches[1:]:
+        for each in (step, fresh, warm):
+            each(*batch)
+    for each in (step, fresh, warm):
+        assert each.steps == 4
+        each.finish()
+        assert_close(each.params.value, step.params.value, rtol=0)
 
 
 def test_a_schedule_of_averages(devices):

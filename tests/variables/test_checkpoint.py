@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import warnings
 
 import jax
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 
 import synk
+from synk._variables import checkpoint, checkpoint_files
 
 from ..distributed.gang import ROOT
 from ..helpers import assert_same, group_of, interrupted, slow
@@ -471,6 +474,27 @@ def test_the_values_of_now_are_saved_in_the_background(tmp_path):
             step(np.ones(4, np.float32))
         assert synk.load(tmp_path, {"w": w}) == (7, 7) and set(np.asarray(w.value).tolist()) == {7.0}
         assert sorted(os.listdir(tmp_path)) == [f"step-0000000{number}" for number in (5, 6, 7)]
+
+
+def test_ctrl_c_while_a_save_waits_for_the_background(tmp_path, monkeypatch):
+    """What is being written goes on; the next save waits for it as well."""
+
+    def slow_write(*args):
+        time.sleep(0.6)
+        checkpoint_files.write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", slow_write)
+    w = synk.shared(np.zeros(3, np.float32), name="w")
+    with group_of("devices", 2):
+        synk.save(tmp_path, {"w": w}, step=1, background=True)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            synk.save(tmp_path, {"w": w}, step=2, background=True)
+        timer.join()
+        for step in (2, 3):
+            synk.save(tmp_path, {"w": w}, step=step)
+        assert sorted(os.listdir(tmp_path)) == [f"step-0000000{number}" for number in (1, 2, 3)]
 
 
 def test_a_failure_in_the_background_is_raised_by_the_next_save(tmp_path):
