@@ -1,6 +1,6 @@
 """Blame: which row makes the first number that is not finite, where it ran, and by which line."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .._runtime.executable import run_collective
 from .._runtime.group import AXIS, Group
 from .._tracing.context import current_trace
 from .._variables.access import bind
+from .._variables.variable import Shared
 from .binding import BoundArguments
 from .execute import ReadyCall, evaluate
 from .feeding import feed_rows, launches
@@ -127,6 +128,7 @@ class Prober:
         if bound.numbers is not None:
             self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.numbers]
         self.rows: HostRows | None = None
+        self.reads: Collection[Shared] = ()
 
     def is_bad(self, rows: Sequence[int]) -> bool:
         """Does something of the parts come out not finite, of these rows, as often as it takes to be as many?"""
@@ -136,6 +138,7 @@ class Prober:
         request = RowRequest(num_slices=self.num_slices)
         where = Where(self.group, may_donate=False)
         ready = prepare(self.function, self.plans, bound, request, None, where)
+        self.reads = ready.plan.accepts
         return bool(np.asarray(evaluate(ready, None).leaves[0]).any())
 
 
@@ -145,13 +148,17 @@ def blame(
     """Find what makes a call's numbers not finite; `plans` are those of the function and of its probes."""
     with LOCK:
         own = prepare(function, plans[0], bound, request, None, Where(group))
-        found = _of_state(own)
-        if found is not None:
-            return found
+        states = [*_of_state(own)]
+        for variable, found in states:
+            if variable is None or function.then is None:
+                return found
         prober = Prober(flagging(function), plans[1], bound, own)
         count = sum(prober.lengths or ())
         prober.rows = HostRows(bound, function.name, request, group) if count else None
         rows = find_first(count, prober.is_bad) if count else None
+        for variable, found in states:  # what parts read comes before their rows, what then alone reads after these
+            if variable in prober.reads or rows is None:
+                return found
         if not count and prober.is_bad(()):
             return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
         if rows is None or prober.rows is None:
@@ -191,18 +198,18 @@ def _place_of(lengths: tuple[int, ...], num_slices: int, row: int) -> tuple[int,
     raise AssertionError(row)
 
 
-def _of_state(ready: ReadyCall) -> Blame | None:
-    """Shared variables and broadcast arguments that are not finite before the call."""
+def _of_state(ready: ReadyCall) -> Iterator[tuple[Shared | None, Blame]]:
+    """Broadcast arguments (None) and shared variables that are not finite before the call."""
     name, group = ready.function.name, ready.group
+    for place, leaf in zip(ready.call.arguments.broadcast, ready.broadcast, strict=True):
+        if _holds_bad(group, leaf, "replicated"):
+            yield None, Blame(f"{name}: argument {ready.call.arguments.names[place]} is not finite.")
     for variable in ready.plan.accepts:
         state = bind(variable, group)
         for path, leaf in zip(_paths(variable._spec.paths, len(state.leaves)), state.leaves, strict=True):
             if _holds_bad(group, leaf, state.layout):
-                return Blame(f"{name}: {variable.name}{path} holds numbers that are not finite, before the call.")
-    for place, leaf in zip(ready.call.arguments.broadcast, ready.broadcast, strict=True):
-        if _holds_bad(group, leaf, "replicated"):
-            return Blame(f"{name}: argument {ready.call.arguments.names[place]} is not finite.")
-    return None
+                what = f"{name}: {variable.name}{path} holds numbers that are not finite, before the call."
+                yield variable, Blame(what)
 
 
 def _paths(paths: Sequence[str], count: int) -> Sequence[str]:

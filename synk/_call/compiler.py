@@ -271,7 +271,11 @@ class Compiler:
             return [*picked, *chain(*(new[v] for v in self.updates))]
         leaves = [*chain(*(new[v] for v in self.updates))]
         own = {j for j, i in enumerate(self.builder.outputs.own) if i in self.builder.own}
-        is_bad = any_not_finite([*(result for j, result in enumerate(results) if j not in own), *leaves])
+        # What was infinite and stays so, as an optimizer's best loss so far may be, is not of this call.
+        before = dict(enumerate(chain(*(state.get(v, [None] * len(new[v])) for v in self.updates))))
+        before = {i: leaf for i, leaf in before.items() if leaf is not None}
+        is_bad = any_not_finite([result for j, result in enumerate(results) if j not in own])
+        is_bad |= any_not_finite(leaves, before)
         # What is the first replica's own counts there alone.
         has_first = (jnp.asarray(part.first_row) == 0) & (part.count is None or part.count > 0)
         is_bad |= has_first & any_not_finite([results[j] for j in own])

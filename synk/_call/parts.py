@@ -1,6 +1,7 @@
 """Parts: what one replica runs on in one launch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -93,10 +94,16 @@ def arrays_of(call: CallSpec, values: Sequence[jax.Array]) -> PartArrays:
     return PartArrays(arrays, held_index, rest)
 
 
-def any_not_finite(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Does one of them hold NaN or infinity?"""
-    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.any(jnp.array([~jnp.isfinite(leaf).all() for leaf in floats])) if floats else jnp.zeros((), bool)
+def any_not_finite(leaves: Sequence[jax.Array], before: Mapping[int, jax.Array] = MappingProxyType({})) -> jax.Array:
+    """Does one of them hold NaN or infinity, in a place where what was `before`, by its number, held none?"""
+    found = [jnp.zeros((), bool)]
+    for i, leaf in enumerate(leaves):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            is_fine = jnp.isfinite(leaf)
+            if i in before and before[i].shape == leaf.shape:
+                is_fine |= ~jnp.isfinite(before[i])
+            found.append(~is_fine.all())
+    return jnp.any(jnp.array(found)) if len(found) > 1 else found[0]
 
 
 def pad_rows(array: jax.Array, rows: int | None) -> jax.Array:

@@ -203,6 +203,38 @@ def test_what_is_bad_before(group):
         assert "combining its parts" in str(big.blame(np.full(2 * group.size, 1.5, np.float32)))
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_what_is_infinite_already_is_not_of_the_call(group, slices):
+    """An optimizer's best loss so far begins as infinity; a row that is bad is still named."""
+    w = synk.shared(
+        {"best": np.float32(np.inf), "last": np.float32(0), "never": np.full(2, np.nan, np.float32)}, name="w"
+    )
+
+    @synk.function(reduce="mean", nan="raise")
+    def step(x):
+        return jnp.log(x).mean()
+
+    @step.then
+    def step(loss):
+        old = w.value
+        best = jnp.where(old["last"] > 1, jnp.minimum(old["best"], loss), old["best"])
+        w.value = {"best": best, "last": old["last"] + 1, "never": old["never"] * 2}
+        return loss
+
+    x = np.full(7, np.e, np.float32)
+    bad = x.copy()
+    bad[5] = -1
+    for turn in range(1, 5):
+        assert float(step(x, num_slices=slices)) == pytest.approx(1)
+        assert float(w.value["last"]) == turn and np.isinf(w.value["best"]) == (turn < 3)
+        with pytest.raises(FloatingPointError, match="row 5 makes it not finite"):
+            step(bad, num_slices=slices)
+        assert "row 5 " in str(step.blame(bad, num_slices=slices))
+    w.value = {"best": np.float32(np.inf), "last": np.float32(np.nan), "never": np.zeros(2, np.float32)}
+    step(x, num_slices=slices)  # NaN was there
+    assert "w['best'] holds numbers that are not finite, before the call" in str(step.blame(x, num_slices=slices))
+
+
 def test_updates_of_replicas(two):
     """What the function writes on each replica is looked at too."""
     w = synk.shared(np.float32(1), name="w")
