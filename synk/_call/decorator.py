@@ -87,9 +87,9 @@ def function(
       then: runs on every replica on the combined outputs; see `Function.then`.
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
       donate: whether old values of shared variables that are updated may be overwritten in place.
-      nan: "raise" for FloatingPointError where outputs (all of them) are not finite, or updates of what was, which names
-        the row to blame (`Function.blame`): such a call updates nothing. Each call is waited for. Not under `jit` and
-        the like.
+      nan: "raise" for FloatingPointError where outputs (all of them), or updates of what was, are not finite, which
+        names the row to blame (`Function.blame`): such a call updates nothing. Each call is waited for. Not under `jit`
+        and the like.
       wire: as what sums of floats travel between replicas ("sum", "mean", `synk.Weighted`): "bf16" or "int8" (with a
         scale for each 256), half or a quarter of the bytes; a pytree prefix of the outputs, None for as they are. They
         are added in float32, and all replicas get the same bits; the answer is the serial one to that rounding.
