@@ -119,7 +119,7 @@ class Batches:
     def _values_of_batch(self) -> dict[int, Any]:
         """The next value of each, with memory of its own: who gives it may fill the same array anew."""
         found = {i: next(values, _END) for i, values in self._each.items()}
-        return {i: np.array(value) if isinstance(value, np.ndarray) else value for i, value in found.items()}
+        return {i: value.copy() if isinstance(value, np.ndarray) else value for i, value in found.items()}
 
     def rows(self) -> int:
         """How many there are to pick from."""

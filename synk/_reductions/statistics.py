@@ -157,7 +157,7 @@ def pair(state: State) -> tuple[jax.Array, jax.Array]:
 def places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
     """In which bin each integer lies, compared exactly, whatever edges its dtype has: -1 before all, as many as there
     are bins after all."""
-    limits = np.iinfo(x.dtype)
+    limits = jnp.iinfo(x.dtype)
     at_least = [edge if np.isinf(edge) else math.ceil(edge) for edge in edges.tolist()]
     below = sum(edge <= limits.min for edge in at_least)
     inside = np.array([edge for edge in at_least[below:] if edge <= limits.max], x.dtype)

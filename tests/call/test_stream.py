@@ -242,6 +242,8 @@ def test_each_that_does_not_fit(four):
         scaled.iterate(synk.each([x]), 1.0, batches=synk.minibatches(8, 4))
     with pytest.raises(TypeError, match="rate"):
         scaled(x, synk.each([1.0]))
+    with pytest.raises(TypeError, match="argument rate is a masked array"):
+        list(scaled.iterate(x, synk.each([np.ma.array([1.0], mask=True)] * 2), batches=synk.minibatches(8, 4)))
     with pytest.raises(TypeError, match=r"synk\.each: 3 is no iterable"):
         synk.each(3)
     with pytest.raises(TypeError, match="argument rate"):
