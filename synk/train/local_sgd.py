@@ -27,7 +27,8 @@ class LocalSteps:
     """Steps that each replica takes on its own, and their averages; made by `synk.train.local_steps`.
 
     At the end of `iterate`, or of a `with` block, what was trained since the last average is averaged too; else call
-    `finish`, before saving too. Until then the replicas differ: reading `params.value` raises `synk.DivergedError`.
+    `finish`, before saving or setting values too (all of `variables` may be saved and loaded at any time). Until then
+    the replicas differ: reading `params.value` raises `synk.DivergedError`.
 
     Attributes:
       function: the `synk.Function` that takes one step on each replica.
