@@ -12,7 +12,7 @@ import synk
 import synk.train
 from synk._call.search import Found, find_first
 
-from ..helpers import group_of, mapped, parts_of, slow
+from ..helpers import group_of, mapped, parts_of, slow, slow_but
 
 
 class TestSearch:
@@ -348,7 +348,7 @@ def test_nan_raises(group, slices, donate):
 
 
 @pytest.mark.parametrize("size", [0, 2])
-@pytest.mark.parametrize("place", ["raw", "host", "scatter", "broadcast"])
+@pytest.mark.parametrize("place", slow_but(["raw"], ["raw", "host", "scatter", "broadcast"]))
 def test_rows_of_batches_in_one_array(group, place, size):
     """It names the row that the batch had picked, though its array has been filled anew for batches ahead."""
     x, memory = np.ones(12, np.float32), np.zeros(3, int)
