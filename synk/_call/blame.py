@@ -15,7 +15,7 @@ from .._base.pytree import PyTree
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.monoid import Monoid
 from .._reductions.reduction import REDUCTIONS, Weighted
-from .._runtime.dispatch import LOCK
+from .._runtime.dispatch import LOCK, settle
 from .._runtime.executable import run_collective
 from .._runtime.group import AXIS, Group
 from .._tracing.context import current_trace
@@ -147,6 +147,7 @@ def blame(
 ) -> Blame | None:
     """Find what makes a call's numbers not finite; `plans` are those of the function and of its probes."""
     with LOCK:
+        settle()
         own = prepare(function, plans[0], bound, request, None, Where(group))
         states = [*_of_state(own)]
         for variable, found in states:

@@ -12,7 +12,7 @@ from .._base.errors import LawError
 from .._base.pytree import PyTree
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.wire import largest_error, may_be_nan
-from .._runtime.dispatch import LOCK
+from .._runtime.dispatch import LOCK, settle
 from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
 from .._runtime.layout import put
@@ -71,6 +71,7 @@ class Runner:
 
     def run(self, where: Where, function: FunctionSpec) -> Outcome:
         """Its outcome."""
+        settle()
         outcome = evaluate(self.ready(where, function), where.view)
         for variable, state in outcome.updates.items():
             if self.request.batch_s is not None and state.rows_per_replica:

@@ -64,7 +64,7 @@ def execute(ready: ReadyCall) -> Any:
         if _is_refused(plan, values):
             raise NotFinite
         return _tree(ready, values)
-    rollback = _Rollback(ready.function.name)
+    rollback = _Rollback(ready.function.name, not ready.call.donate)
     with uninterrupted():
         try:
             values = _launch(ready, last, rollback)
@@ -105,8 +105,8 @@ class _Rollback:
     It is kept while the program is in flight, so it holds none of the call's arguments or new values.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, brings_back: bool) -> None:
+        self.name, self.brings_back = name, brings_back
         self.committed: list[tuple[Shared, ref[VariableState], VariableState | None]] = []
 
     def __call__(self, error: Exception) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced
 from .._base.pytree import PyTree
-from .._runtime.dispatch import LOCK
+from .._runtime.dispatch import LOCK, settle
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .binding import ArgumentBinder, BoundArguments
@@ -205,6 +205,7 @@ class Inspection:
         if not run:
             return found
         with LOCK:
+            settle()
             ready = partial(prepare, self._spec, self._plans, bound, request, output_subset, Where(group))
             return replace(found, measured=measure(ready, run))
 

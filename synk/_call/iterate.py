@@ -6,14 +6,13 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .._base.errors import public_api
 from .._base.pytree import PyTree, as_keys, narrow
 from .._data.dataset import Data, source_of
 from .._data.prefetch import Prefetch
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
+from .._data.sources import copied
 from .._data.transfer import gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .binding import BoundArguments
@@ -119,7 +118,7 @@ class Batches:
     def _values_of_batch(self) -> dict[int, Any]:
         """The next value of each, with memory of its own: who gives it may fill the same array anew."""
         found = {i: next(values, _END) for i, values in self._each.items()}
-        return {i: value.copy() if isinstance(value, np.ndarray) else value for i, value in found.items()}
+        return {i: copied(value) for i, value in found.items()}
 
     def rows(self) -> int:
         """How many there are to pick from."""

@@ -95,13 +95,13 @@ def arrays_of(call: CallSpec, values: Sequence[jax.Array]) -> PartArrays:
 
 
 def any_not_finite(leaves: Sequence[jax.Array], before: Mapping[int, jax.Array] = MappingProxyType({})) -> jax.Array:
-    """Does one of them hold NaN or infinity, in a place where what was `before`, by its number, held none?"""
+    """Does one of them hold NaN or infinity, other than what was there `before`, by its number?"""
     found = [jnp.zeros((), bool)]
     for i, leaf in enumerate(leaves):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             is_fine = jnp.isfinite(leaf)
             if i in before and before[i].shape == leaf.shape:
-                is_fine |= ~jnp.isfinite(before[i])
+                is_fine |= (leaf == before[i]) | (jnp.isnan(leaf) & jnp.isnan(before[i]))
             found.append(~is_fine.all())
     return jnp.any(jnp.array(found)) if len(found) > 1 else found[0]
 

@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from .._base.pytree import PyTree
 from .._data.prefetch import Prefetch
+from .._data.sources import copied
 from .._runtime.group import Group
 from .binding import ArgumentBinder, BoundArguments
 from .iterate import Ahead, Batches, arrive
@@ -37,7 +36,7 @@ def stream(
         # Whoever made them may use their memory again for the next item. Rows are copied as they are picked.
         leaves = list(bound.leaves)
         for i in bound.spec.broadcast:
-            leaves[i] = np.array(leaves[i]) if isinstance(leaves[i], np.ndarray) else leaves[i]
+            leaves[i] = copied(leaves[i])
         return Batches(function, bound._replace(leaves=leaves), request, group, "stream").ahead(None)
 
     return Prefetch(source, size, ahead, partial(arrive, call), f"{name}: prefetch", refuse)

@@ -70,6 +70,14 @@ def as_source(value: Any, what: str, advice: str) -> Source:
     return value
 
 
+def copied(value: Any) -> Any:
+    """An array of NumPy's, or one that shows its memory as one (a tensor of PyTorch's), with memory of its own."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    is_as_it_is = isinstance(value, jax.Array | np.generic | str | bytes) or _is_read_by_rows(value)
+    return value if is_as_it_is or not hasattr(value, "__array__") else np.array(value)
+
+
 def as_rows(value: Any, name: str) -> Source:
     """What a `Data` of this name may hold: one array with rows."""
     refuse_tracer(value, f"{name}: its value")

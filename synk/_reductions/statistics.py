@@ -60,9 +60,9 @@ def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:
     mean = a["mean"] + more
     back = mean - a["mean"]  # what is lost in that sum (Knuth's two-sum)
     rest = (a["mean"] - (mean - back)) + (more - back)
-    ends = a["mean"] + b["mean"]  # as infinities add up
-    mean = jnp.where(jnp.isfinite(a["mean"]) & jnp.isfinite(b["mean"]), mean, ends)
-    means = {"count": count, "mean": mean, "rest": jnp.where(jnp.isfinite(mean), rest, 0)}
+    of_both = a["mean"] * (1 - share).astype(mean.dtype) + b["mean"] * share.astype(mean.dtype)
+    is_fine = jnp.isfinite(mean)  # else there are infinities, which add up, or they are so far apart that it overflows
+    means = {"count": count, "mean": jnp.where(is_fine, mean, of_both), "rest": jnp.where(is_fine, rest, 0)}
     return means, apart, of_a * share
 
 
@@ -105,7 +105,9 @@ def finite(most: jax.Array) -> jax.Array:
 
 def merge_exponentials(a: State, b: State) -> State:
     most = jnp.maximum(a["most"], b["most"])
-    of_a, of_b = (s["sum"] * jnp.exp(finite(s["most"]) - finite(most)) for s in (a, b))
+    # What has nothing but -inf adds nothing, however far below 0 the other is.
+    gaps = (jnp.where(s["most"] == -jnp.inf, -jnp.inf, finite(s["most"]) - finite(most)) for s in (a, b))
+    of_a, of_b = (s["sum"] * jnp.exp(gap) for s, gap in zip((a, b), gaps, strict=True))
     return {"most": most, "sum": of_a + of_b}
 
 

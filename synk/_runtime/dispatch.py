@@ -45,6 +45,13 @@ def drain() -> None:
             _retire()
 
 
+def settle() -> None:
+    """Forget the programs that have ended; wait for those that would bring back old values, had they died."""
+    retire_finished()
+    if any(getattr(on_failure, "brings_back", False) for _, on_failure in IN_FLIGHT):
+        drain()
+
+
 def _retire() -> None:
     token, on_failure = IN_FLIGHT.popleft()
     try:

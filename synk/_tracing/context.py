@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
 from .._base.pytree import PyTree
-from .._runtime.dispatch import LOCK
+from .._runtime.dispatch import LOCK, settle
 from .._runtime.group import current_group
 
 _local = threading.local()
@@ -134,6 +134,8 @@ def eager() -> Generator[None]:
             "Read the variable in the function, and pass its value to the callback."
         )
     try:
+        if not is_callback:  # whose own program is under way
+            settle()
         with jax.ensure_compile_time_eval() if is_traced() else nullcontext():
             yield
     finally:

@@ -15,9 +15,10 @@ from .._call import decorator
 from .._call.decorator import Inputs
 from .._call.function import Function
 from .._call.inputs import check_slices
+from .._data.overlap import halo_of
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
-from .._runtime.dispatch import drain
+from .._runtime.dispatch import drain, retire_finished, settle
 from .._runtime.layout import Layout
 from .._variables.variable import Shared, shared
 from .model import LeafKind, TrainingModel, kinds_of
@@ -35,7 +36,8 @@ class LocalSteps:
       params: a shared variable, the parameters; their tree is `params.value`.
       opt_state: a shared variable, the optimizer's state.
       state: a shared variable, the model's state; None where there is none.
-      trained: a shared variable: on how many rows each replica has trained since the last average, and how many steps.
+      trained: a shared variable: on how many rows each replica has trained since the last average, and their losses.
+      counts: a shared variable: how many steps were taken, and how many since the last average.
       variables: all of these that there are, by name: what `synk.save` and `synk.load` take, between averages too.
       steps: how many steps were taken so far.
 
@@ -57,18 +59,19 @@ class LocalSteps:
     ) -> None:
         self.params, self.opt_state, self.state = model.params, model.opt_state, model.state
         self._every, self._report, self._name = every, report, model.name
-        self.trained = trained = shared(_nothing_trained(0), "trained")
+        self.trained, self.counts = shared(_NOTHING, "trained"), shared(_counted(0), "counts")
         self.steps = self._averaged = 0
         self._next = self._steps_to_take()  # before the next average
-        self._counted = trained._state  # which the numbers above are of
+        self._read = self.counts._state  # which the numbers above are of
         kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
-        self.function = _local_function(model, trained)
-        self._average = _average_function(f"{model.name}.average", kept, trained, model.donate)
+        self.function = _local_function(model, self.trained, self.counts)
+        self._average = _average_function(f"{model.name}.average", kept, self.trained, self.counts, model.donate)
 
     @property
     def variables(self) -> dict[str, Shared]:
         """All shared variables that steps update, by name."""
-        found = {"params": self.params, "opt_state": self.opt_state, "state": self.state, "trained": self.trained}
+        found = {"params": self.params, "opt_state": self.opt_state, "state": self.state}
+        found |= {"trained": self.trained, "counts": self.counts}
         return {name: variable for name, variable in found.items() if variable is not None}
 
     @public_api
@@ -110,10 +113,11 @@ class LocalSteps:
     @public_api
     def finish(self) -> None:
         """Average what was trained since the last average; do nothing where that is nothing."""
+        settle()
         self._recount()
         if self.steps > self._averaged:
             loss = self._average()
-            self._averaged, self._counted = self.steps, self.trained._state
+            self._averaged, self._read = self.steps, self.counts._state
             self._next = self._steps_to_take()
             if self._report is not None:
                 self._report(self.steps, loss)
@@ -127,26 +131,34 @@ class LocalSteps:
 
     def _step(self, take: Callable[[], Any]) -> Any:
         """Take a step, count it, and average where it is time to."""
+        retire_finished()
         self._recount()
         result = take()
-        self.steps, self._counted = self.steps + 1, self.trained._state
-        if self.steps - self._averaged >= self._next:
-            self.finish()
+        self.steps, self._read = self.steps + 1, self.counts._state
+        if self._is_time():
+            settle()  # a step that died and was taken back is none
+            self._recount()
+            if self._is_time():
+                self.finish()
         return result
 
+    def _is_time(self) -> bool:
+        return self.steps - self._averaged >= self._next
+
     def _recount(self) -> None:
-        """Where other than a step that was counted has set what was trained (a load, or Ctrl-C right after a step), the
-        numbers are those that it holds; where it was lost, nothing was trained."""
-        if self.trained._state is self._counted:
+        """Where other than a step that was counted has set the counts (a load, or Ctrl-C right after a step), these are
+        what they hold; where they were lost, nothing was trained since."""
+        if self.counts._state is self._read:
             return
         drain()  # so that what died is known
-        if self.trained._state.failure is not None:
-            self.trained.value = _nothing_trained(self.steps)
-        leaves = [_of_first_replica(leaf, self.trained._state.layout) for leaf in self.trained._state.leaves]
-        found = self.trained._spec.treedef.unflatten(leaves)
-        self.steps = int(found["steps"])
+        if self.counts._state.failure is not None or self.trained._state.failure is not None:
+            self.trained.value, self.counts.value = _NOTHING, _counted(self.steps)
+        state = self.counts._state
+        leaves = [_of_one_replica(leaf, state.layout) for leaf in state.leaves]
+        found = self.counts._spec.treedef.unflatten(leaves)
+        self.steps, self._read = int(found["steps"]), state
         self._averaged = self.steps - int(found["since"])
-        self._next, self._counted = self._steps_to_take(), self.trained._state
+        self._next = self._steps_to_take()
 
     def _steps_to_take(self) -> int:
         """How many come between the last average and the next."""
@@ -175,14 +187,16 @@ class _Iterating(Iterator[Any]):
         self._results.close()
 
 
-def _nothing_trained(steps: int) -> dict[str, Any]:
-    """What a replica has trained on since an average after so many steps: rows, the sum of their losses, steps."""
-    numbers = {"weight": np.float32(0), "loss": np.float32(0)}
-    return {**numbers, "since": np.int32(0), "steps": np.int32(steps)}
+_NOTHING = {"weight": np.float32(0), "loss": np.float32(0)}  # trained on since an average
 
 
-def _of_first_replica(leaf: Any, layout: Layout) -> Any:
-    """A number of the first replica that is here: no other process is asked."""
+def _counted(steps: int) -> dict[str, Any]:
+    """Of an average after so many steps."""
+    return {"steps": np.int32(steps), "since": np.int32(0)}
+
+
+def _of_one_replica(leaf: Any, layout: Layout) -> Any:
+    """A number that all replicas have, from one that is here: no other process is asked."""
     if not isinstance(leaf, jax.Array):  # it was not placed yet
         return leaf
     return np.asarray(leaf.addressable_shards[0].data)[0 if layout == "stacked" else ...]
@@ -202,7 +216,7 @@ def _refuse_slices(num_slices: int, name: str) -> None:
         raise ValueError(f"{name}: num_slices goes with synk.train.step; local steps take each replica's rows at once.")
 
 
-def _local_function(model: TrainingModel, trained: Shared) -> Function:
+def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Function:
     """One step on each replica, of its own rows."""
     params, opt_state, state = model.params, model.opt_state, model.state  # named, so that tracing expects them
 
@@ -214,13 +228,13 @@ def _local_function(model: TrainingModel, trained: Shared) -> Function:
         # A part of weight 0 counts for nothing, whatever its loss is.
         params.value, opt_state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), after, before)
         if state is not None:
-            state.value = found.state
+            state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), found.state, state.value)
         loss = jnp.where(weight > 0, found.value.astype(jnp.float32) * weight, jnp.float32(0))
-        so_far, more = trained.value, {"weight": weight, "loss": loss, "since": np.int32(1), "steps": np.int32(1)}
-        trained.value = jax.tree.map(jnp.add, so_far, more)
+        trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + loss}
         return {"loss": Weighted(found.value, weight), "aux": found.aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
+        counts.value = {name: count + 1 for name, count in counts.value.items()}
         return (combined["loss"], combined["aux"]) if model.has_aux else combined["loss"]
 
     function = model.function(on_part, {"loss": "mean"}, then)
@@ -235,10 +249,10 @@ def _rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{function.name}: averages are weighted by rows, but none of its arguments is scattered. Give it rows, or "
             f"return synk.Weighted(mean, rows)."
         )
-    return bound.leaves[bound.spec.scattered[0]].shape[0]
+    return bound.leaves[bound.spec.scattered[0]].shape[0] - halo_of(bound.spec.overlaps[0])
 
 
-def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bool) -> Function:
+def _average_function(name: str, kept: list[Shared], trained: Shared, counts: Shared, donate: bool) -> Function:
     """Combine what each replica holds, weighted by what it has trained on; return the loss of that."""
 
     def own() -> PyTree:
@@ -250,7 +264,7 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bo
         # Where no replica has trained (all was masked), all hold the same, and any weights will do.
         held = Weighted(leaves["number"], jnp.maximum(weight, jnp.float32(1e-30)))
         loss = Weighted(trained.value["loss"] / weight, weight)
-        return {"loss": loss, "weights": weight, "steps": trained.value["steps"], **leaves, "number": held}
+        return {"loss": loss, "weights": weight, **leaves, "number": held}
 
     def take(combined: dict[str, Any]) -> jax.Array:
         first = jnp.argmax(combined["weights"] > 0)
@@ -258,10 +272,10 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, donate: bo
         for variable in kept:
             leaves = [combined[kind].pop(0) for kind in kinds_of(variable)]
             variable.value = variable._spec.treedef.unflatten(leaves)
-        trained.value = {**_nothing_trained(0), "steps": combined["steps"]}
+        trained.value, counts.value = _NOTHING, {**counts.value, "since": np.int32(0)}
         return combined["loss"]
 
-    ops = {"loss": "mean", "weights": "stack", "steps": "max", "number": "mean", "count": "max", "key": "stack"}
+    ops = {"loss": "mean", "weights": "stack", "number": "mean", "count": "max", "key": "stack"}
     return decorator.function(own, None, ops, then=take, donate=donate, name=name)
 
 

@@ -230,6 +230,15 @@ def test_what_is_infinite_already_is_not_of_the_call(group, slices):
         with pytest.raises(FloatingPointError, match="row 5 makes it not finite"):
             step(bad, num_slices=slices)
         assert "row 5 " in str(step.blame(bad, num_slices=slices))
+    worse = synk.function(
+        lambda x: x.sum(),
+        then=lambda total: setattr(w, "value", {**w.value, "best": -w.value["best"] * jnp.inf}),
+        nan="raise",
+    )
+    w.value = {"best": np.float32(np.inf), "last": np.float32(3), "never": np.zeros(2, np.float32)}
+    with pytest.raises(FloatingPointError):
+        worse(x)  # another infinity than before
+    assert w.value["best"] == np.inf
     w.value = {"best": np.float32(np.inf), "last": np.float32(np.nan), "never": np.zeros(2, np.float32)}
     step(x, num_slices=slices)  # NaN was there
     assert "w['best'] holds numbers that are not finite, before the call" in str(step.blame(x, num_slices=slices))

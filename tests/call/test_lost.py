@@ -11,6 +11,8 @@ import pytest
 import synk
 from synk._runtime.dispatch import drain
 
+from ..helpers import group_of
+
 
 def make(donate):
     """A function that dies on the device when its rows hold a negative number, and the variable it updates."""
@@ -85,6 +87,47 @@ def test_without_donation_calls_go_on(group, settles):
         assert (before == turn).all() or (not settles and (before >= turn).all())
         step(rows)
         np.testing.assert_array_equal(w.value, before + 1)
+
+
+COLLECTIVES = {
+    "all_reduce": synk.all_reduce, "all_gather": synk.all_gather, "reduce": lambda w: synk.reduce(w, "mean"), "broadcast": synk.broadcast,
+    "set_value": lambda w: synk.set_value(0, w, np.ones(3, np.float32)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("settles", [True, False])
+@pytest.mark.parametrize("call", COLLECTIVES)
+def test_without_donation_collectives_go_on(call, settles):
+    """They find the value that is back."""
+    with group_of("devices", 2):
+        step, w = make(donate=False)
+        step(np.ones(8, np.float32))
+        run_until_dead(step, -np.ones(8, np.float32))
+        if settles:
+            time.sleep(0.1)
+        COLLECTIVES[call](w)
+        np.testing.assert_array_equal(w.get_value(0), np.ones(6 if call == "all_gather" else 3, np.float32))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("settles", [True, False])
+@pytest.mark.parametrize("call", ["serial", "check", "blame", "check_replicas", "explain"])
+def test_without_donation_nothing_raises_again(group, call, settles):
+    """What looks at variables finds the value that is back, and does not raise what was another call's."""
+    step, w = make(donate=False)
+    reads, x = synk.function(lambda x: x.sum() * w.value), np.ones(8, np.float32)
+    acts = {
+        "serial": lambda: reads.serial(x), "check": lambda: reads.check(x), "blame": lambda: reads.blame(x),
+        "check_replicas": lambda: synk.check_replicas(w), "explain": lambda: reads.explain(x, run=1),
+    }  # fmt: skip
+    for _ in range(2):
+        step(x)
+        run_until_dead(step, -x)
+        if settles:
+            time.sleep(0.1)
+        acts[call]()
+    np.testing.assert_array_equal(reads(x), np.full(3, 16))
 
 
 def test_an_error_while_tracing_changes_nothing(group):

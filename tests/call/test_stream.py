@@ -221,6 +221,37 @@ def test_values_in_one_array(four, size):
     assert_same(np.stack(found), np.arange(6, dtype=np.float32)[:, None] * x[:4].sum(0))
 
 
+class Tensor:
+    """Shows its memory as an array, as PyTorch's on the host do."""
+
+    def __init__(self, array):
+        self.array = array
+
+    shape, dtype, ndim = (
+        property(lambda self, name=name: getattr(self.array, name)) for name in ("shape", "dtype", "ndim")
+    )
+    __array_interface__ = property(lambda self: self.array.__array_interface__)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+@of_every_size
+def test_tensors_in_one_memory(four, size):
+    """They are copied as arrays are."""
+    x, memory = numbers(4, 3), np.zeros((), np.float32)
+
+    def values():
+        for i in range(1, 7):
+            memory[...] = i
+            yield Tensor(memory)
+
+    want = np.arange(1, 7, dtype=np.float32)[:, None] * x.sum(0)
+    streamed = [got for got, _ in scaled.stream(((x, value) for value in values()), prefetch=size)]
+    each = [got for got, _ in scaled.iterate(x, synk.each(values()), batches=[None] * 6, prefetch=size)]
+    assert_same((np.stack(streamed), np.stack(each)), (want, want))
+
+
 def test_each_over_batches(four):
     """Of `over` too."""
     x = numbers(12, 3)

@@ -212,6 +212,26 @@ def test_infinite_means(few_replicas, first):
         np.testing.assert_array_equal(f.over(x, batches=[1, slice(1, None)])[0], want)
 
 
+@pytest.mark.parametrize("rest", [[-100.0], [-200.0, -100.0], [-np.inf, -150.0], [-np.inf], [3.0], [-np.inf, 90.0]])
+def test_log_sum_exp_beside_nothing(few_replicas, rest):
+    """Parts that are all -inf add nothing, and their gradients are 0."""
+    f = synk.function(stats.logsumexp)
+    for x in (np.float32([-np.inf, *rest]), np.float32([*rest, -np.inf, -np.inf])):
+        want = jax.nn.logsumexp(jnp.asarray(x))
+        for slices in (1, 2):
+            np.testing.assert_allclose(f(x, num_slices=slices), want, rtol=1e-6)
+        np.testing.assert_allclose(f.over(x, batches=[1, slice(1, None)]), want, rtol=1e-6)
+        if np.isfinite(want):
+            np.testing.assert_allclose(jax.grad(f)(jnp.asarray(x)), jax.nn.softmax(jnp.asarray(x)), atol=1e-6)
+
+
+def test_means_far_apart(few_replicas):
+    """Their difference would overflow, they do not."""
+    f = synk.function(stats.mean)
+    for x in (np.float32([3e38, -3e38]), np.float32([3e38, -3e38, 3e38])):
+        np.testing.assert_allclose(f(x), x.astype(np.float64).mean(), rtol=1e-6, atol=1e31)
+
+
 @pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.int32, np.uint8, np.bool_, np.complex64])
 def test_dtypes(few_replicas, dtype):
     """Answers have NumPy's kind; what is narrow is added up in float32."""

@@ -516,6 +516,80 @@ def test_local_steps_after_a_program_died(devices, donate):
     assert_close(step.params.value, fresh.params.value)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("settles", [True, False])
+def test_steps_that_were_taken_back_do_not_count(devices, settles):
+    """Neither before an average nor after."""
+
+    def look(x):
+        if (np.asarray(x) > 1000).any():
+            raise RuntimeError("too large")
+        return np.float32(0)
+
+    def loss(params, x, y):
+        zero = jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x, vmap_method="sequential")
+        return mean_loss(params, x, y) + jax.lax.stop_gradient(zero)
+
+    reports = []
+    step = synk.train.local_steps(
+        loss, START, optax.sgd(0.1), every=3, donate=False, report=lambda n, _: reports.append(n)
+    )
+    x, y = rows_of(8)
+    step(x, y)
+    for _ in range(2):
+        with contextlib.suppress(Exception):
+            step(x + 2000, y)
+    if settles:
+        drain()
+        step(x, y)
+        assert not reports and step.steps == 2
+    while step.steps < 3:
+        with contextlib.suppress(Exception):
+            step(x, y)
+    assert reports == [3] and int(step.counts.value["steps"]) == 3
+    fresh = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=3)
+    for _ in range(3):
+        fresh(x, y)
+    assert_close(step.params.value, fresh.params.value, rtol=1e-5)
+
+
+def test_local_steps_of_replicas_without_rows(devices, tmp_path):
+    """Counts are those of all; a replica of weight 0 brings no NaN of its state into the average."""
+
+    def made():
+        return synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=5)
+
+    x, y = (synk.data(rows, place="scatter") for rows in rows_of(8))
+    step, again = made(), made()
+    step(x, y, batch_s=[[], [0], [], [0, 1]])
+    synk.save(tmp_path, step.variables, step=step.steps)
+    synk.load(tmp_path, again.variables)
+    for each in (step, again):
+        each.finish()
+        assert each.steps == 1
+    assert_close(again.params.value, step.params.value, rtol=0)
+
+    def masked(params, state, x, mask):
+        mean = (x * mask).sum() / mask.sum()
+        return synk.Weighted((((params - x) ** 2) * mask).sum() / mask.sum(), mask.sum()), {"mean": mean}
+
+    x, mask = np.float32([1, 2, 3, 4]), np.float32([1, 1, 0, 0])
+    step = synk.train.local_steps(masked, np.float32(0), optax.sgd(0.1), state={"mean": np.float32(0)}, every=1)
+    step(x, mask)
+    assert_close((step.params.value, step.state.value["mean"]), (np.float32(0.3), np.float32(1.5)))
+
+
+def test_local_steps_of_rows_with_neighbours(devices):
+    """Weights count own rows."""
+    loss, kinds = lambda w, x: ((w - x[1:-1]) ** 2).mean(), {"x": synk.Overlap(1)}
+    x = np.float32([0, 0, 10, 2, 5, 7])
+    local = synk.train.local_steps(loss, np.float32(0), optax.sgd(0.1), inputs=kinds, every=1)
+    plain = synk.train.step(loss, np.float32(0), optax.sgd(0.1), inputs=kinds)
+    for _ in range(2):
+        assert_close(local(x), plain(x))
+    assert_close(local.params.value, plain.params.value)
+
+
 def test_a_checkpoint_between_averages(devices, tmp_path):
     """It holds the round that is under way: fresh or warm steps go on as if nothing had been."""
 
