@@ -81,7 +81,8 @@ def test_pictures_and_table(trial):
 def test_state_stays_where_it_lies(trial):
     """After the first step nothing is compiled, and no byte of the state copied."""
     figures = trial[1]["resnet50"]["figures"]
-    assert figures["recompiled after the first step"] == figures["live bytes grown after the first step"] == 0
+    assert figures["recompiled after the first step"] == 0
+    assert figures["live bytes grown after the first step"] <= 0  # a few fewer where notes of programs have gone
     assert figures["state donated"] == 1
     assert figures["peak memory / least by hand"] <= 1.02
 
