@@ -30,8 +30,9 @@ def wait_for_capacity(is_limited: bool) -> None:
 
 def retire_finished() -> None:
     """Forget the programs that have ended, and with them the values that they would bring back."""
-    while IN_FLIGHT and IN_FLIGHT[0][0].is_ready():
-        _retire()
+    with LOCK:
+        while IN_FLIGHT and IN_FLIGHT[0][0].is_ready():
+            _retire()
 
 
 def ignore_failure(error: Exception) -> None:
@@ -47,9 +48,10 @@ def drain() -> None:
 
 def settle() -> None:
     """Forget the programs that have ended; wait for those that would bring back old values, had they died."""
-    retire_finished()
-    if any(getattr(on_failure, "brings_back", False) for _, on_failure in IN_FLIGHT):
-        drain()
+    with LOCK:
+        retire_finished()
+        if any(getattr(on_failure, "brings_back", False) for _, on_failure in IN_FLIGHT):
+            drain()
 
 
 def _retire() -> None:

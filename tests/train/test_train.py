@@ -40,6 +40,18 @@ def mean_loss(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
 
 
+def look(x):
+    if (np.asarray(x) > 1000).any():
+        raise RuntimeError("too large")
+    return np.float32(0)
+
+
+def dying_loss(params, x, y):
+    """A program that dies on the device where a number of its rows is above 1000."""
+    zero = jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x, vmap_method="sequential")
+    return mean_loss(params, x, y) + jax.lax.stop_gradient(zero)
+
+
 def rows_of(n, seed=0):
     x = numbers(n, seed=seed) / 16
     return x, np.tanh(x @ W + B).astype(np.float32)
@@ -484,17 +496,8 @@ def test_ctrl_c_of_local_steps(devices, every):
 def test_local_steps_after_a_program_died(devices, donate):
     """With donation values are set anew, else they are back; then training goes on as a fresh one does."""
 
-    def look(x):
-        if (np.asarray(x) > 1000).any():
-            raise RuntimeError("too large")
-        return np.float32(0)
-
-    def loss(params, x, y):
-        zero = jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x, vmap_method="sequential")
-        return mean_loss(params, x, y) + jax.lax.stop_gradient(zero)
-
     def made():
-        return synk.train.local_steps(loss, START, optax.sgd(0.1), every=2, donate=donate)
+        return synk.train.local_steps(dying_loss, START, optax.sgd(0.1), every=2, donate=donate)
 
     x, y = rows_of(8)
     step = made()
@@ -520,19 +523,9 @@ def test_local_steps_after_a_program_died(devices, donate):
 @pytest.mark.parametrize("settles", [True, False])
 def test_steps_that_were_taken_back_do_not_count(devices, settles):
     """Neither before an average nor after."""
-
-    def look(x):
-        if (np.asarray(x) > 1000).any():
-            raise RuntimeError("too large")
-        return np.float32(0)
-
-    def loss(params, x, y):
-        zero = jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x, vmap_method="sequential")
-        return mean_loss(params, x, y) + jax.lax.stop_gradient(zero)
-
     reports = []
     step = synk.train.local_steps(
-        loss, START, optax.sgd(0.1), every=3, donate=False, report=lambda n, _: reports.append(n)
+        dying_loss, START, optax.sgd(0.1), every=3, donate=False, report=lambda n, _: reports.append(n)
     )
     x, y = rows_of(8)
     step(x, y)
