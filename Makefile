@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2  # processes that share the test files; tests of hangs and of time limits want a core or so each
 BIN := $(VENV)/bin
+# uv installs in seconds, where it is there.
+INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install)
 
 .DELETE_ON_ERROR:
 .PHONY: demo test bench lint docs clean
@@ -34,5 +36,5 @@ $(BIN)/python:
 
 # One stamp an extra: newer than pyproject.toml means installed as it says.
 $(VENV)/.%: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	$(INSTALL) --quiet --editable '.[$*]'
 	touch $@

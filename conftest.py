@@ -28,7 +28,7 @@ if jax.config.jax_platforms == "cpu" and "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 # JAX keeps so many objects that looking through them for cycles, as often as Python does, is an eighth of the time.
-gc.set_threshold(20_000, 20, 50)
+gc.set_threshold(100_000, 20, 50)
 
 # What has been compiled once, in this run or an earlier one, is kept beside the interpreter. Tests that count
 # compilations count those that come from there too.

@@ -1,6 +1,7 @@
 """Sharded: steps whose optimizer's state lies in pieces, beside the plain ones: time, bytes, memory, and difference.
 
-    python bench/sharded.py [--replicas 4] [--rounds 21] [--models perceptron,wide,LeNet] [--json OUT]
+    python bench/sharded.py [--replicas 4] [--rounds 21] [--models perceptron,wide,LeNet]
+                           [--optimizers "SGD;momentum"] [--steps 100] [--json OUT]
 
 Batches of 128 rows, uneven ones for the difference after 100 steps. Claims: at most 1.15 x the plain step, the bytes of
 its all-reduce, one n-th of the state, parameters within 1e-6, or what one bit of one weight makes of the plain step in
@@ -19,6 +20,8 @@ if __name__ == "__main__":
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--models", default="perceptron,wide,LeNet")
+    parser.add_argument("--optimizers", default="SGD;momentum;AdamW;AdamW, clipped")
+    parser.add_argument("--steps", type=int, default=100, help="after which parameters are compared")
     parser.add_argument("--json")
     options = parser.parse_args()
     cpu_devices(options.replicas)
@@ -30,7 +33,7 @@ from small import lenet, perceptron
 import synk
 import synk.train
 
-ROWS, WARM, STEPS = 128, 3, 100
+ROWS, WARM = 128, 3
 RANDOM = np.random.default_rng(0)
 
 
@@ -97,7 +100,7 @@ def compare(net, params, shape, optimizer, clip):
     bytes_sent = {shard: sent(step.explain(x, y)) for shard, step in steps.items()}
     kept = {shard: state_bytes(step) for shard, step in steps.items()}
     uneven = {"plain": made(False), "sharded": made(True), "other": made(False, one_bit_off(params))}
-    for i in range(STEPS):
+    for i in range(options.steps):
         for step in uneven.values():
             step(x, y, batch=slice(i % 3, 125), num_slices=1 + i % 2)
 
@@ -120,7 +123,8 @@ def main():
     print(f"{heading(found)}; {options.replicas} replicas, medians of {options.rounds} turns")
     with synk.init(options.replicas):
         for name in options.models.split(","):
-            for optimizer, (tx, clip) in OPTIMIZERS.items():
+            for optimizer in options.optimizers.split(";"):
+                tx, clip = OPTIMIZERS[optimizer]
                 result = found["results"][f"{name}, {optimizer}"] = compare(*MODELS[name], tx, clip)
                 plain, sharded, state = (
                     float(result["plain_ms"] or 0),

@@ -24,14 +24,14 @@ def no_group_is_left():
     synk.close()
 
 
-@pytest.fixture(params=[*GROUPS, slow(("devices", 8))], ids="{0[1]} {0[0]}".format)
+@pytest.fixture(params=[slow(GROUPS[0]), *GROUPS[1:], slow(("devices", 8))], ids="{0[1]} {0[0]}".format)
 def group(request):
-    """Groups of one device, of two, of three replicas on one, and in the slow tests of eight devices."""
+    """Groups of two devices and of three replicas on one; in the slow tests of one device and of eight."""
     with group_of(*request.param) as group:
         yield group
 
 
-@pytest.fixture(params=["devices", "simulated"])
+@pytest.fixture(params=["devices", slow("simulated")])
 def four(request):
     """Four replicas, on as many devices and on one."""
     with group_of(request.param, 4) as group:

@@ -28,6 +28,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def smoke(*values):
+    """Parameters that tests of other versions of JAX take too."""
+    return pytest.param(*values, marks=pytest.mark.smoke)
+
+
 def slow_but(quick, values):
     """All these values, of which only `-m slow` hears of those that are not quick."""
     return [value if value in quick else slow(*(value if isinstance(value, tuple) else (value,))) for value in values]

@@ -14,6 +14,7 @@ import pytest
 
 import synk
 
+from .helpers import slow
 from .test_readme import BLOCK, run_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,7 +37,7 @@ def as_users_have_it():
 
 
 @pytest.mark.parametrize(
-    "page", ["index.md", *sorted(f"guides/{path.name}" for path in (DOCS / "guides").glob("*.md"))]
+    "page", ["index.md", *(slow(f"guides/{path.name}") for path in sorted((DOCS / "guides").glob("*.md")))]
 )
 def test_blocks_run_and_print_what_they_say(page, capsys):
     """One after the other, as a reader would."""

@@ -8,6 +8,8 @@ from jax import lax
 
 import synk
 
+pytestmark = pytest.mark.smoke
+
 X = np.arange(8, dtype=np.float32)
 
 

@@ -12,6 +12,8 @@ import synk
 
 from .helpers import group_of, numbers
 
+pytestmark = pytest.mark.smoke
+
 X = numbers(9)
 HERE = os.path.dirname(synk.__file__)
 

@@ -25,6 +25,8 @@ import synk.train
 
 from .helpers import assert_close, assert_same, group_of, interrupted, numbers
 
+pytestmark = pytest.mark.smoke
+
 X = numbers(8)
 W = np.array([0.5, -1.0], np.float32)
 

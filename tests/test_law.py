@@ -13,7 +13,9 @@ import synk
 
 from .helpers import GROUPS, assert_close, calls, chosen, few, group_of, numbers, parts_of, slow
 
-MORE = [("devices", 3), ("devices", 4), ("devices", 8), ("simulated", 1), ("simulated", 8)]
+pytestmark = pytest.mark.smoke
+
+MORE = [("devices", 4), ("devices", 8), ("simulated", 8)]
 everywhere = pytest.mark.parametrize(("kind", "n"), [*GROUPS, *(slow(*which) for which in MORE)])
 
 

@@ -16,6 +16,8 @@ import synk
 import synk.train
 from synk._base.jax_context import TRACE_OPTIONS
 
+pytestmark = pytest.mark.smoke
+
 PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # Folders from the bottom up, with those that each may import, and their modules from the bottom up.
 BASE, CORE = ["_base"], ["_base", "_runtime"]

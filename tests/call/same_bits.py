@@ -12,14 +12,17 @@ import synk
 import synk.train
 from synk import stats
 
-from ..helpers import group_of, slow, slow_but
+from ..helpers import group_of
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(75, 24)).astype(np.float32)
 Y = X[:, :4].argmax(1).astype(np.int32)
 W = {"in": RANDOM.normal(size=(24, 40)).astype(np.float32), "out": RANDOM.normal(size=(40, 4)).astype(np.float32)}
 CONSTANT = RANDOM.normal(size=(40, 7)).astype(np.float32)
-GROUPS = [("devices", 2), ("simulated", 3), slow(("devices", 1)), slow(("devices", 3)), slow(("devices", 5)), slow(("devices", 8)), slow(("simulated", 1)), slow(("simulated", 5))]  # fmt: skip
+GROUPS = [  # with the blocks that they run
+    (("devices", 2), 8), (("simulated", 3), 8), (("devices", 1), 8), (("devices", 5), 8),
+    (("devices", 2), 32), (("devices", 8), 32), (("simulated", 5), 32),
+]  # fmt: skip
 
 
 def digest(tree):
@@ -55,8 +58,7 @@ MAPPED = {block: synk.function(outputs, inputs=["x", "y"], outputs=OPS, blocks=b
 BITS = {}  # of each kind of call, whichever group made it first
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("block", slow_but([8], [8, 32]))
+@pytest.mark.parametrize(("group", "block"), GROUPS)
 def test_the_same_bits(group, block):
     """Of every op, for rows that make whole blocks and others, fewer than replicas, slices, batches; serially too."""
     f, plain = MAPPED[block], MAPPED[None]
@@ -103,24 +105,13 @@ def trained(name, optimizer, group, num_slices, steps):
         return digest((step.params.value, step.opt_state.value))
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [slow("dense", "adam"), slow("convolutional", "sgd")])
+@pytest.mark.parametrize(("name", "optimizer"), [("dense", "adam"), ("convolutional", "sgd")])
 def test_training(name, optimizer):
-    """Parameters and the optimizer's state after steps of uneven batches."""
-    ways = [(("devices", 1), 1), (("devices", 3), 3), (("simulated", 2), 1)]
-    assert len({trained(name, optimizer, *way, steps=6) for way in ways}) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", TRAINED)
-def test_long_training(name, optimizer):
-    """200 steps on six numbers of replicas, three numbers of slices, and simulated ones."""
-    ways = [(("devices", n), k) for n, k in ((1, 1), (1, 5), (2, 2), (3, 1), (4, 5), (5, 2), (8, 1), (8, 5))]
-    ways += [(("simulated", n), 1) for n in (2, 5)]
+    """Parameters and the optimizer's state after 200 steps of uneven batches, on many replicas, in slices or not."""
+    ways = [(("devices", 1), 5), (("devices", 3), 1), (("devices", 8), 2), (("simulated", 2), 1)]
     assert len({trained(name, optimizer, *way, steps=200) for way in ways}) == 1
 
 
-@pytest.mark.slow
 def test_variables_are_read_and_then_updates():
     """As without blocks; `part_key` is that of a block, wherever it runs."""
     scale = synk.shared(np.float32(1.5))
@@ -147,9 +138,7 @@ def test_variables_are_read_and_then_updates():
     assert found[:2] == found[2:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [2, 9])
-def test_warm_as_fresh(steps):
+def test_warm_as_fresh(steps=6):
     """After failures, in turns with other groups, with and without blocks."""
     f, exact = MAPPED[8], MAPPED[None]
     want = {}

@@ -66,7 +66,7 @@ def step_and_rows(model):
     ("model", "replicas", "share"),
     [
         ("dense", 2, 0.3),
-        *(slow(model, 1, share) for model in MODELS for share in (0.02, 0.6)),
+        *(slow(model, 1, share) for model, share in zip(MODELS, (0.02, 0.6, 0.02, 0.6), strict=True)),
         *(slow(model, 3, 0.1) for model in MODELS),
     ],
 )

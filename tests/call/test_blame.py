@@ -64,7 +64,7 @@ def root_gradient(x, w):
     return loss(w), jax.grad(loss)(w)
 
 
-GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3), slow(("devices", 8))]
+GROUPS = [slow(("devices", 1)), ("devices", 2), ("simulated", 3), slow(("devices", 8))]
 
 
 @pytest.fixture
@@ -74,6 +74,7 @@ def two():
         yield group
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize("kind", GROUPS, ids=str)
 def test_rows_are_found(kind, slices):
@@ -327,8 +328,8 @@ def averaged(w, **options):
     return step
 
 
-@pytest.mark.parametrize("donate", [True, slow(False)])
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.smoke
+@pytest.mark.parametrize(("slices", "donate"), [(1, True), slow(2, True), slow(2, False)])
 def test_nan_raises(group, slices, donate):
     """It names the row, updates nothing, and the next call goes on; no collective is added."""
     w = synk.shared({"sum": np.float32(0), "calls": np.int32(0)}, name="w")

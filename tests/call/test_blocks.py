@@ -15,7 +15,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import group_of, slow, slow_but
+from ..helpers import group_of, slow
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(75, 24)).astype(np.float32)
@@ -36,8 +36,8 @@ def cross_entropy(params, x, y):
     return optax.softmax_cross_entropy_with_integer_labels(scores, y).mean()
 
 
-@pytest.mark.parametrize("which", slow_but(["not slow"], ["not slow", "slow"]))
-def test_the_same_bits(which):
+@pytest.mark.slow
+def test_the_same_bits():
     """same_bits.py in a process of its own: what tests turn off of XLA, so that they compile in less time, changes bits."""
     here = Path(__file__).parent
     command = [
@@ -48,8 +48,6 @@ def test_the_same_bits(which):
         "-x",
         "-p",
         "no:cacheprovider",
-        "-m",
-        which,
         str(here / "same_bits.py"),
     ]
     done = subprocess.run(
@@ -58,6 +56,7 @@ def test_the_same_bits(which):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.smoke
 def test_only_rows_are_seen():
     """No block runs on rows that are not there, and none twice."""
 
@@ -76,6 +75,7 @@ def test_only_rows_are_seen():
             seen.clear()
 
 
+@pytest.mark.smoke
 def test_nan_and_blame():
     """A row that is not finite is refused and named, as without blocks."""
     f = synk.function(lambda x: jnp.log(x).sum(0), blocks=4, nan="raise")

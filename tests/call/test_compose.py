@@ -10,6 +10,8 @@ import synk
 
 from ..helpers import assert_close, chosen, group_of, numbers
 
+pytestmark = pytest.mark.smoke
+
 W = np.array([0.5, -1.0], np.float32)
 X = numbers(9)
 

@@ -55,8 +55,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [("simulated", 3), slow(("devices", 1)), slow(("devices", 8))], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, ("simulated", 3)) for name in CASES] + [slow(name, ("devices", 8)) for name in list(CASES)[::3]],
+)
 def test_causes(name, kind):
     """Right of each; what is coupled is never told to be combined by an op."""
     fn, op, words = CASES[name]

@@ -12,6 +12,8 @@ import synk
 
 from ..helpers import interrupted
 
+pytestmark = pytest.mark.smoke
+
 TRIALS = 60
 
 

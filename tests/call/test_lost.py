@@ -13,6 +13,8 @@ from synk._runtime.dispatch import drain
 
 from ..helpers import group_of
 
+pytestmark = pytest.mark.smoke
+
 
 def make(donate):
     """A function that dies on the device when its rows hold a negative number, and the variable it updates."""

@@ -11,6 +11,8 @@ import synk
 
 from ..helpers import group_of, numbers, slow
 
+pytestmark = pytest.mark.smoke
+
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 TUPLE = re.compile(r"= \(.*?\) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 

@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from ..helpers import GROUPS, assert_same, group_of, numbers, slow, slow_but
+from ..helpers import GROUPS, assert_same, group_of, numbers, slow
 
 GATHERS = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
@@ -16,8 +16,13 @@ def doubled(name="doubled"):
     return synk.function(lambda x: x * 2, reduce="scatter", name=name)
 
 
-@pytest.mark.parametrize("rows", [1, slow(5), slow(6), 13])
-@pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], [*GROUPS, ("devices", 3), ("devices", 8)]))
+@pytest.mark.parametrize(
+    ("kind", "n", "rows"),
+    [
+        *((*group, rows) for group in GROUPS[1:] for rows in (1, 13)),
+        *(slow("devices", n, rows) for n, rows in ((1, 6), (3, 5), (8, 6), (8, 13))),
+    ],
+)
 def test_rows_go_on(kind, n, rows):
     """Any rows and slices; picked from, whole, and by other functions; serially, checked, and under jit an array."""
     x = numbers(rows, 3)

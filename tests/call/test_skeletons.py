@@ -20,6 +20,7 @@ def then(f, g):
     return g[0] * f[0], g[0] * f[1] + g[1]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [1, slow(7), 17])
 @pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], EVERY))
 def test_scan(kind, n, rows):
@@ -54,6 +55,7 @@ def test_recurrence(rows):
         np.testing.assert_allclose(synk.scan(then, (a, b))[1], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("rows", "others"), [(1, 1), slow(5, 3), (7, 20)])
 @pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], EVERY))
 def test_pairs(kind, n, rows, others):

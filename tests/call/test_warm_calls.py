@@ -39,8 +39,10 @@ def same(found, rows, scale):
     np.testing.assert_array_equal(found[1], rows)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("index", INDEXES)
+@pytest.mark.parametrize(
+    ("how", "index"),
+    [*((how, "random") for how in HOW), *((how, index) for how in ("numpy", "scatter") for index in INDEXES)][1:],
+)
 def test_batches(group, how, index):
     """Whatever brings the rows, and however they are named."""
     x, f, rng = numbers(23), weighted(), np.random.default_rng(0)

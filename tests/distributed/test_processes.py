@@ -21,11 +21,11 @@ import synk
 from synk._distributed import preemption
 from synk._distributed.liveness import EXIT_PEER_FAILED
 
-from ..helpers import group_of, slow, slow_but
+from ..helpers import group_of, slow, slow_but, smoke
 from . import gang
 from .gang_programs import CASES, DISAGREEMENTS, said
 
-SPLITS = ("2x1", "2x2", "4x1")  # processes x devices: each process compiles everything
+SPLITS = ("2x1", "2x2")  # processes x devices: each process compiles everything
 SHORT = ("then", "checkpoint", "first_values", "errors")  # cases of the one short gang
 COMPARED = ("bits", "slices", "data", "then", "collectives", "keys", "halves", "pmap")
 LATE = 15  # seconds that nothing outlives a failure, with a heartbeat of 10
@@ -83,10 +83,10 @@ def ahead(request, alone):
 
 @Once
 def law(split):
-    """One gang runs all cases; those of one process, what is compared."""
+    """One gang runs all cases; those of one process and of four, what is compared."""
     processes, devices = map(int, split.split("x"))
     folder = mkdtemp(prefix="law-")
-    names = COMPARED if processes == 1 else ()
+    names = () if processes == 2 else COMPARED
     ends = gang.run("law", folder, *names, processes=processes, devices=devices, deadline=180)
     return folder, ends, [{line["what"]: line for line in said(end.output)} for end in ends]
 
@@ -97,6 +97,7 @@ def short_law():
     return gang.run("law", mkdtemp(prefix="law-"), *SHORT, deadline=120)
 
 
+@pytest.mark.smoke
 def test_a_short_gang():
     """A step with shared variables, a checkpoint, errors that all raise: in every process as serially, and all end well."""
     for end in short_law():
@@ -106,7 +107,7 @@ def test_a_short_gang():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", [smoke("2x1"), "2x2"])
 @pytest.mark.parametrize("name", CASES)
 def test_law(split, name):
     """In every process the parallel answer is the serial one."""
@@ -117,7 +118,7 @@ def test_law(split, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["1x2", "1x4", *SPLITS])
+@pytest.mark.parametrize("split", ["1x2", "1x4", "4x1", *SPLITS])
 def test_gangs_end_well(split):
     """Every process comes to its end."""
     _, ends, lines = law(split)
@@ -180,6 +181,9 @@ SIDES = {
 }
 
 
+BRIEF = ["order", "initial_values", "save"]
+
+
 @Once
 def disagreed(what):
     """How both processes end."""
@@ -187,7 +191,7 @@ def disagreed(what):
     return gang.run("disagree", what, deadline=60, **environment)
 
 
-@pytest.mark.parametrize("what", slow_but(["order", "initial_values", "save"], DISAGREEMENTS))
+@pytest.mark.parametrize("what", [smoke(w) if w in BRIEF else slow(w) for w in DISAGREEMENTS])
 def test_disagreement(what):
     """Both raise DisagreementError (or, in a program that cannot end, print it) with both sides, and leave."""
     for rank, end in enumerate(disagreed(what)):
@@ -238,7 +242,7 @@ def failed(mode, who):
     return {rank: (end, began + end.seconds - at) for rank, end in zip(ranks, ends, strict=True)}
 
 
-@pytest.mark.parametrize(("mode", "who"), slow_but(QUICK, FAILURES), ids=str)
+@pytest.mark.parametrize(("mode", "who"), [smoke(*f) if f in QUICK else slow(*f) for f in FAILURES], ids=str)
 def test_failure(mode, who):
     """Whatever ends one process ends all, in time and with a failure."""
     for rank, (end, seconds) in failed(mode, who).items():
@@ -280,6 +284,7 @@ def test_the_watchdog_shows_where():
     assert "most recent call first" in shown and "hang_here" in shown
 
 
+@pytest.mark.smoke
 def test_preemption():
     """After a SIGTERM to one process all stop at the same step, and end well."""
     with gang.Gang("preempt", processes=3) as three:

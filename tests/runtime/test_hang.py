@@ -56,6 +56,7 @@ BODIES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", slow_but(["threads"], BODIES))
 def test_unwaited_calls_end(name):
     """Calls return at once, and the runtime never has more programs than it can finish."""

@@ -9,6 +9,8 @@ import synk
 
 from ..helpers import group_of, numbers, slow
 
+pytestmark = pytest.mark.smoke
+
 OPS = ("sum", "mean", "max", "min", "prod", "any", "all", "concat", "mean")
 
 

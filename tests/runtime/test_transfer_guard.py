@@ -11,7 +11,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import group_of
+from ..helpers import group_of, slow
 
 X = np.arange(22, dtype=np.float32).reshape(11, 2)
 
@@ -24,12 +24,13 @@ def of_process(level):
     return stack
 
 
-@pytest.fixture(params=[("devices", 1), ("devices", 2), ("simulated", 3)], ids=str)
+@pytest.fixture(params=[slow(("devices", 1)), ("devices", 2), slow(("simulated", 3))], ids=str)
 def few(request):
     with group_of(*request.param) as group:
         yield group
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("guard", [jax.transfer_guard, of_process])
 def test_everything_works_under_disallow(few, guard, tmp_path):
     """Fresh and warm: rows, indexes, numbers, slices, loops with a thread, variables, collectives, checkpoints, training."""

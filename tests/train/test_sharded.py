@@ -75,17 +75,15 @@ def assert_like(step, other, rtol=1e-5, atol=1e-6):
             np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("group", "optimizer", "loss", "clip"),
     [  # every group, and every optimizer with each loss
         (("devices", 2), "adamw", mean_loss, 0.1),
-        (("simulated", 3), "adamw", mean_loss, 0.1),
+        slow(("simulated", 3), "sgd", mean_loss, 0.1),
         slow(("devices", 1), "adamw", mean_loss, 0.1),
-        slow(("devices", 3), "sgd", mean_loss, 0.1),
-        slow(("devices", 8), "momentum", mean_loss, 0.1),
-        slow(("simulated", 5), "several", mean_loss, 0.1),
         slow(("devices", 8), "adamw", masked_loss, None),
-        slow(("simulated", 5), "sgd", masked_loss, None),
+        slow(("simulated", 5), "several", mean_loss, 0.1),
         slow(("devices", 2), "momentum", masked_loss, None),
         slow(("devices", 3), "several", masked_loss, None),
     ],
@@ -136,6 +134,7 @@ def test_model_state_and_aux(four):
     assert_like(sharded, plain)
 
 
+@pytest.mark.smoke
 def test_other_dtypes(four):
     """Halves are added up as float32; each dtype has its own pieces."""
     start = {"a": jnp.ones((6, 3), jnp.bfloat16), "b": np.ones(5, np.float32)}
@@ -160,6 +159,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", REFUSED)
 def test_optimizers_that_mix_numbers(case):
     """They raise before anything runs, and the message says what they do."""
@@ -189,6 +189,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", SHAPES)
 def test_optimizers_that_ask_for_shapes(devices, case):
     """They raise at the latest where the pieces are known, before anything runs."""

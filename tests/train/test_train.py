@@ -99,6 +99,7 @@ def trained(step, batches, **options):
 # Synchronous steps.
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("loss", "slices"), [(mean_loss, 1), (masked_loss, 2)])
 def test_step_is_the_serial_loop(four, loss, slices):
     """Losses, parameters and Adam's state; for rows that divide, that do not, and fewer than replicas."""
@@ -351,6 +352,7 @@ def assert_state(state, calls):
                  [jax.random.key_data(want["typed"]), want["raw"], want["calls"]])  # fmt: skip
 
 
+@pytest.mark.smoke
 def test_keys_in_the_state_advance(four):
     """Typed ones and raw ones alike, once a step; also in slices, and where some replicas have no rows."""
     step = synk.train.step(noisy, START, optax.sgd(0.1), state=noisy_state(0))
@@ -411,6 +413,7 @@ def weighted_mean(leaves, weights):
     return np.average(leaves, 0, weights).astype(np.float32) if is_float else np.max(leaves, 0)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("loss", [mean_loss, masked_loss])
 def test_averaging_each_step_is_the_synchronous_step(four, loss):
     """With plain SGD, to rounding; for rows that do not divide, fewer than replicas, and weights."""
@@ -472,6 +475,7 @@ def test_before_the_average_replicas_differ(devices):
     assert_close(step.params.value, before)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("every", [1, 3])
 def test_ctrl_c_of_local_steps(devices, every):
     """However it falls: no step is counted that was not taken or taken that was not counted, and finish averages."""

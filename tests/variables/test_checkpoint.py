@@ -50,6 +50,7 @@ def seen(variable):
     return [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in leaves]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(tmp_path, dtype):
     """Every dtype comes back with its bits, equal on the replicas or not."""
@@ -379,7 +380,7 @@ def of_another_step(path, moments):
 DAMAGE = [flips, cut, missing, emptied, of_another_step]
 
 
-@pytest.mark.parametrize("count", [60, slow(700)])
+@pytest.mark.parametrize("count", [60, slow(300)])
 def test_damage_is_noticed_or_harmless(tmp_path, count):
     """Whatever happens to a file: what was saved, or the step before with a warning that names file and step; never more."""
     w, key = numbered(), synk.shared(jax.random.key(3), name="key")
@@ -648,7 +649,7 @@ for _ in range(kills):
 """
 
 
-@pytest.mark.parametrize(("kills", "how"), [(8, "background"), slow(60, "now"), slow(60, "background")])
+@pytest.mark.parametrize(("kills", "how"), [(8, "background"), slow(30, "now"), slow(30, "background")])
 def test_kill_while_saving(tmp_path, kills, how):
     """After each kill -9 the newest checkpoint, or the one before, loads and is of one piece."""
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SYNK_", "JAX_", "XLA_"))}

@@ -294,6 +294,7 @@ def test_equal_replicas_pass(four):
     synk.check_replicas()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("dtype", "one", "other"),
     [
