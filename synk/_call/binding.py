@@ -93,7 +93,7 @@ class ArgumentBinder:
             for p, q in self.parameters.items()
             if isinstance(q.default, np.ndarray | jax.Array)
             and q.kind != q.POSITIONAL_ONLY
-            and not isinstance(fn, functools.partial)
+            and p not in (fn.keywords if isinstance(fn, functools.partial) else ())
         }
         self._specs = BoundedCache()  # one a tree of arguments and choice of static ones
 
@@ -167,7 +167,7 @@ class ArgumentBinder:
                 raise ValueError(f"{self.name}: an argument is a list that makes no array: {error}") from None
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # A treedef could hold static values too, but its hash leaves them out, so that all would meet in one place.
-        key = (treedef, *[(name, type(value), value) for name, value in statics.items()])
+        key = (treedef, *[(name, _told_apart(value)) for name, value in statics.items()])
         return BoundArguments(self._specs.get(key, lambda: self._spec(treedef, statics)), leaves)
 
     def _hashable(self, parameter: str, argument: Any) -> Any:
@@ -224,6 +224,17 @@ class ArgumentBinder:
                     f"{self.name}: the modes {mode!r} of {parameter} are no prefix of the argument, whose tree is "
                     f"{jax.tree.structure(each)}."
                 ) from error
+
+
+def _told_apart(value: Any) -> Any:
+    """A key of a static value: 1, 1.0 and True are equal, as are 0.0 and -0.0, and compile to other programs."""
+    if type(value) in (tuple, frozenset):
+        return type(value), type(value)(map(_told_apart, value))
+    if isinstance(value, float):
+        return type(value), value.hex()
+    if isinstance(value, complex):
+        return type(value), value.real.hex(), value.imag.hex()
+    return type(value), value
 
 
 def _array_of_numbers(argument: Any) -> Any:

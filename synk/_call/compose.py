@@ -112,6 +112,8 @@ def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
         if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
             form = f"{batch.dtype}{batch.shape}"
             raise TypeError(f"{call.name}: a traced batch is a 1-d integer array; this one is {form}.")
+        if not batch.shape[0]:
+            raise ValueError(f"{call.name}: the batch selects no rows. A call needs at least one.")
         if any(isinstance(leaf, Data) and leaf.is_minibatch for leaf in call.leaves):
             raise ValueError(f"{call.name}: minibatch data cannot go with a traced batch. Pass its array.")
         select_rows(call)

@@ -1,6 +1,7 @@
 """Finish: the bodies that end one kind of call: combine the states of all replicas, and then."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -13,6 +14,7 @@ from jax import lax
 from .._reductions.outputs import ResultSpec, result_spec
 from .._reductions.reduction import UPDATES, combine_replicas
 from .._runtime.group import AXIS
+from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
 from .blocks import Blocks, set_apart
 from .feeding import launches
@@ -76,16 +78,23 @@ class Finisher:
         self, states: Sequence[jax.Array], valid: Sequence[Any], present: Any, rows: Any = None
     ) -> list[jax.Array]:
         builder, count, has_gradients = self.builder, len(self.builder.own), self.call.is_composed
-        whole = combine_replicas(
-            states[count:], self.reduced, valid, has_gradients, rows, per_process=self.group._per_process
-        )
+        with self._parts_alone():
+            whole = combine_replicas(
+                states[count:], self.reduced, valid, has_gradients, rows, per_process=self.group._per_process
+            )
         if self.staying and self.call.is_sliced:
             where = jnp.asarray(self._own_order)[lax.axis_index(AXIS)]
             for i, leaf in enumerate(self.reduced):
                 if leaf.reduction.collective == "stay":
                     whole[i] = whole[i].at[where].get(mode="promise_in_bounds")
         leaves = dict(zip((*builder.own, *builder.combined), (*states[:count], *whole), strict=True))
-        return self.outputs.finish(leaves, present)
+        with self._parts_alone():
+            return self.outputs.finish(leaves, present)
+
+    def _parts_alone(self) -> AbstractContextManager[None]:
+        """While ops of the user's combine parts: they see these alone."""
+        name = f"{self.function.name}: an op, or the merge or finish of a Monoid,"
+        return stateless(name, "It combines parts alone: return the value beside them, or use it in then.")
 
     @property
     def _own_order(self) -> np.ndarray:

@@ -6,6 +6,8 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import jax
+
 from .._base.errors import public_api
 from .._base.pytree import PyTree, as_keys, narrow
 from .._data.dataset import Data, source_of
@@ -63,7 +65,7 @@ class Ahead(NamedTuple):
     """A call made ready: its arguments, the batch where there is data to pick from, and versions of that."""
 
     rows: "Batches"
-    bound: BoundArguments
+    bound: BoundArguments | Exception  # or why there are none, for the data as it was
     versions: list[int]
     kept: Any
     given: dict[int, Any]  # by leaf: the value of `synk.each` that this batch has
@@ -106,8 +108,16 @@ class Batches:
     def _with_values(self, bound: BoundArguments, values: dict[int, Any]) -> BoundArguments:
         """The arguments of a batch that has these."""
         for i, value in values.items():
+            argument = bound.spec.names[i]
             if value is _END:
-                raise ValueError(f"{self.name}: {bound.leaves[i]!r} has fewer values than there are batches.")
+                raise ValueError(
+                    f"{self.name}: synk.each of argument {argument} has fewer values than there are batches."
+                )
+            if not jax.tree_util.all_leaves([value]):
+                raise TypeError(
+                    f"{self.name}: synk.each gives argument {argument} a {type(value).__name__}. Give it a tree of "
+                    f"synk.each instead, one for each array."
+                )
         return bound._replace(leaves=[values.get(i, leaf) for i, leaf in enumerate(bound.leaves)])
 
     def _take_values(self) -> dict[int, Any]:
@@ -136,16 +146,24 @@ class Batches:
     def ahead(self, batch: Any, values: dict[int, Any] | None = None) -> Ahead:
         """Pick the rows of what is on the host; what is resident is picked from where it is."""
         start, versions = perf_counter(), self.versions()
-        selection = self._select(batch, self.rows(), self.picked[0])
         values = self._take_values() if values is None else values
+        kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
+        try:
+            bound = self._bound(batch, values)
+        except Exception as error:
+            if not self.followed:
+                raise
+            bound = error  # until it is this batch's turn the data may change
+        return Ahead(self, bound, versions, kept, values, perf_counter() - start)
+
+    def _bound(self, batch: Any, values: dict[int, Any]) -> BoundArguments:
+        """The arguments of a batch."""
+        selection = self._select(batch, self.rows(), self.picked[0])
         given: list[Any] = list(self._with_values(self.bound, values).leaves)
         for i in self.picked:
             if i not in self.resident:
                 given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
-        kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
-        numbers = None if self.resident else selection.of_its_own()
-        bound = self.bound._replace(leaves=given, numbers=numbers)
-        return Ahead(self, bound, versions, kept, values, perf_counter() - start)
+        return self.bound._replace(leaves=given, numbers=None if self.resident else selection.of_its_own())
 
     def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
         leaf = self.sources[i]
@@ -181,5 +199,10 @@ def arrive(call: Callable[[BoundArguments, RowRequest], PyTree], item: Ahead) ->
     if item.versions != rows.versions():  # written since: pick again
         item = rows.ahead(item.kept, item.given)
         seconds += item.seconds
+    if isinstance(item.bound, Exception):
+        try:
+            raise item.bound
+        finally:
+            del item  # or the error, its traceback and this frame would keep one another
     rows.function.stats.sending += seconds
     return call(item.bound, rows.request._replace(batch=item.kept if rows.resident else None))

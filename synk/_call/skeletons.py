@@ -18,7 +18,7 @@ from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import Group
 from .._runtime.layout import layouts
-from .._tracing.context import TraceContext, current_trace, tracing
+from .._tracing.context import current_trace, stateless
 from .._variables.access import rows_held
 from .._variables.variable import Shared
 from .compose import in_blocks, place_traced, run_inlined
@@ -86,15 +86,8 @@ def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]
             f"{name}: {type(fn).__name__} has no hash, by which its programs are kept. Give a function."
         ) from None
 
-    def refuse(variable: Any) -> Any:
-        raise SynkError(
-            f"{name}: its function uses the shared variable {variable.name}, but has rows alone. Pass its value beside "
-            f"the rows, or use synk.function."
-        )
-
     def call(*args: PyTree) -> PyTree:
-        nothing: Any = None
-        with tracing(TraceContext(name, nothing, nothing, 0, None, False, False, None, False, {}, refuse)):
+        with stateless(f"{name}: its function", "It has rows alone: pass its value beside them, or use synk.function."):
             return fn(*args)
 
     return call

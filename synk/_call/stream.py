@@ -9,7 +9,7 @@ from .._data.prefetch import Prefetch
 from .._data.sources import copied
 from .._runtime.group import Group
 from .binding import ArgumentBinder, BoundArguments
-from .iterate import Ahead, Batches, arrive
+from .iterate import Ahead, Batches, Each, arrive
 from .row_input import RowRequest
 from .spec import FunctionSpec
 
@@ -33,6 +33,12 @@ def stream(
     def ahead(item: Any) -> Ahead:
         args, kwargs = _arguments(item)
         bound = binder.bind(args, kwargs)
+        for leaf, argument in zip(bound.leaves, bound.spec.names, strict=True):
+            if isinstance(leaf, Each):
+                raise ValueError(
+                    f"{name}: argument {argument} is synk.each, which gives a value for each batch of iterate or over. "
+                    f"Put the value itself into each item."
+                )
         # Whoever made them may use their memory again for the next item. Rows are copied as they are picked.
         leaves = list(bound.leaves)
         for i in bound.spec.broadcast:

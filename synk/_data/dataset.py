@@ -101,12 +101,14 @@ class Data:
             raise ValueError(
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
-        if isinstance(source, Reader):
-            source[index_within(index, self._length)] = rows
-        else:
-            source[: self._length][index] = rows
-        self._version += 1
-        self._mark(touched_rows(index, self._length))
+        try:
+            if isinstance(source, Reader):
+                source[index_within(index, self._length)] = rows
+            else:
+                source[: self._length][index] = rows
+        finally:  # what fails midway may have written some
+            self._version += 1
+            self._mark(touched_rows(index, self._length))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype) if copy else np.asarray(self[:], dtype)

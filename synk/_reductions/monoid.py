@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -23,7 +24,8 @@ class Monoid:
       finish: `finish(state)` is the answer, a pytree of arrays; None for the state itself.
 
     Raises:
-      ValueError: when the function is traced, where `merge` changes tree, shape or dtype.
+      ValueError: when the function is traced, where `merge` changes tree, shape or dtype, or `merge` or `finish` use
+        more of the function than states.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, synk
@@ -99,9 +101,9 @@ class Merge:
         self.functions, self.treedef = (monoid.merge, monoid.finish), jax.tree.structure(monoid.state)
         self.least_rows, self.has_order = monoid._about
         state = jax.tree.map(jnp.asarray, monoid.state)
-        self.answer = jax.eval_shape(lambda state: Monoid(state, *self.functions).value, state)
+        self.answer = _shapes_of(lambda state: Monoid(state, *self.functions).value, (state,), f"{where}: finish")
         if not isinstance(monoid, Gathered):
-            _check_merge(state, jax.eval_shape(monoid.merge, state, state), where)
+            _check_merge(state, _shapes_of(monoid.merge, (state, state), f"{where}: merge"), where)
 
     def merge(self, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves of both."""
@@ -143,6 +145,17 @@ class Merge:
 def _pairs_and_rest(pairs: int) -> list[slice]:
     """The first of each pair, the second, and what has none."""
     return [slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2), slice(2 * pairs, None)]
+
+
+def _shapes_of(fn: Callable[..., PyTree], args: tuple[PyTree, ...], where: str) -> PyTree:
+    """What a Monoid's function gives; it runs where parts meet, so all that it needs is in the states."""
+    traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    if any(isinstance(const, jax.core.Tracer) for const in traced.consts):
+        raise ValueError(
+            f"{where} of its Monoid uses an argument, a shared variable, or what was computed of them, but runs where "
+            f"parts meet, which have states alone. Keep it in the state, pass it as static, or finish in then."
+        )
+    return shapes
 
 
 def _check_merge(state: PyTree, merged: PyTree, where: str) -> None:

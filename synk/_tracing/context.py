@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -122,6 +122,16 @@ def tracing(context: TraceContext) -> Generator[None]:
         _local.context = before
 
 
+def stateless(name: str, advice: str) -> AbstractContextManager[None]:
+    """Let functions be traced that may use no shared variables, since programs are kept without them, nor parts."""
+
+    def refuse(variable: Any) -> Any:
+        raise SynkError(f"{name} uses the shared variable {variable.name}. {advice}")
+
+    nothing: Any = None
+    return tracing(TraceContext(name, nothing, nothing, 0, None, False, False, None, False, {}, refuse))
+
+
 @contextmanager
 def eager() -> Generator[None]:
     """Hold the lock, and step out of any transformation around this line: what is read are values of now."""
@@ -176,7 +186,7 @@ def size() -> int:
     context = current_trace()
     if context is not None:
         context.refuse_replica("synk.size()")
-    return (context or current_group()).size
+    return (context.size if context is not None else 0) or current_group().size
 
 
 @public_api

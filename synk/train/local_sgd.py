@@ -17,6 +17,7 @@ from .._call.function import Function
 from .._call.inputs import check_slices
 from .._data.overlap import halo_of
 from .._data.prefetch import Prefetch
+from .._reductions.collectives import all_sum
 from .._reductions.reduction import Weighted
 from .._runtime.dispatch import drain, retire_finished, settle
 from .._runtime.layout import Layout
@@ -38,8 +39,6 @@ class LocalSteps:
       state: a shared variable, the model's state; None where there is none.
       trained: a shared variable: on how many rows each replica has trained since the last average, and their losses.
       counts: a shared variable: how many steps were taken, and how many since the last average.
-      variables: all of these that there are, by name: what `synk.save` and `synk.load` take, between averages too.
-      steps: how many steps were taken so far.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -60,7 +59,7 @@ class LocalSteps:
         self.params, self.opt_state, self.state = model.params, model.opt_state, model.state
         self._every, self._report, self._name = every, report, model.name
         self.trained, self.counts = shared(_NOTHING, "trained"), shared(_counted(0), "counts")
-        self.steps = self._averaged = 0
+        self._steps = self._averaged = 0
         self._next = self._steps_to_take()  # before the next average
         self._read = self.counts._state  # which the numbers above are of
         kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
@@ -68,8 +67,14 @@ class LocalSteps:
         self._average = _average_function(f"{model.name}.average", kept, self.trained, self.counts, model.donate)
 
     @property
+    def steps(self) -> int:
+        """How many steps were taken so far, those before a checkpoint that was loaded included."""
+        self._recount()
+        return self._steps
+
+    @property
     def variables(self) -> dict[str, Shared]:
-        """All shared variables that steps update, by name."""
+        """All shared variables that steps update, by name: for `synk.save` and `synk.load`, between averages too."""
         found = {"params": self.params, "opt_state": self.opt_state, "state": self.state}
         found |= {"trained": self.trained, "counts": self.counts}
         return {name: variable for name, variable in found.items() if variable is not None}
@@ -115,12 +120,12 @@ class LocalSteps:
         """Average what was trained since the last average; do nothing where that is nothing."""
         settle()
         self._recount()
-        if self.steps > self._averaged:
+        if self._steps > self._averaged:
             loss = self._average()
-            self._averaged, self._read = self.steps, self.counts._state
+            self._averaged, self._read = self._steps, self.counts._state
             self._next = self._steps_to_take()
             if self._report is not None:
-                self._report(self.steps, loss)
+                self._report(self._steps, loss)
 
     def __enter__(self) -> LocalSteps:
         return self
@@ -134,7 +139,7 @@ class LocalSteps:
         retire_finished()
         self._recount()
         result = take()
-        self.steps, self._read = self.steps + 1, self.counts._state
+        self._steps, self._read = self._steps + 1, self.counts._state
         if self._is_time():
             settle()  # a step that died and was taken back is none
             self._recount()
@@ -143,7 +148,7 @@ class LocalSteps:
         return result
 
     def _is_time(self) -> bool:
-        return self.steps - self._averaged >= self._next
+        return self._steps - self._averaged >= self._next
 
     def _recount(self) -> None:
         """Where other than a step that was counted has set the counts (a load, or Ctrl-C right after a step), these are
@@ -152,12 +157,12 @@ class LocalSteps:
             return
         drain()  # so that what died is known
         if self.counts._state.failure is not None or self.trained._state.failure is not None:
-            self.trained.value, self.counts.value = _NOTHING, _counted(self.steps)
-        state = self.counts._state
+            self.trained.value, self.counts.value = _NOTHING, _counted(self._steps)
+        self._read = state = self.counts._state
         leaves = [_of_one_replica(leaf, state.layout) for leaf in state.leaves]
         found = self.counts._spec.treedef.unflatten(leaves)
-        self.steps, self._read = int(found["steps"]), state
-        self._averaged = self.steps - int(found["since"])
+        self._steps = int(found["steps"])
+        self._averaged = self._steps - int(found["since"])
         self._next = self._steps_to_take()
 
     def _steps_to_take(self) -> int:
@@ -261,17 +266,15 @@ def _average_function(name: str, kept: list[Shared], trained: Shared, counts: Sh
         for variable in kept:
             for kind, leaf in zip(kinds_of(variable), jax.tree.leaves(variable.value), strict=True):
                 leaves[kind].append(leaf)
-        # Where no replica has trained (all was masked), all hold the same, and any weights will do.
-        held = Weighted(leaves["number"], jnp.maximum(weight, jnp.float32(1e-30)))
+        # Where no replica has trained (all was masked), all hold the same, and all count.
+        held = Weighted(leaves["number"], jnp.where(all_sum([weight])[0] > 0, weight, jnp.float32(1)))
         loss = Weighted(trained.value["loss"] / weight, weight)
         return {"loss": loss, "weights": weight, **leaves, "number": held}
 
     def take(combined: dict[str, Any]) -> jax.Array:
-        first = jnp.argmax(combined["weights"] > 0)
-        combined["key"] = [keys[first] for keys in combined["key"]]
+        combined["key"] = [keys[jnp.argmax(combined["weights"] > 0)] for keys in combined["key"]]
         for variable in kept:
-            leaves = [combined[kind].pop(0) for kind in kinds_of(variable)]
-            variable.value = variable._spec.treedef.unflatten(leaves)
+            variable.value = variable._spec.treedef.unflatten([combined[kind].pop(0) for kind in kinds_of(variable)])
         trained.value, counts.value = _NOTHING, {**counts.value, "since": np.int32(0)}
         return combined["loss"]
 

@@ -228,3 +228,26 @@ def test_the_answer_is_that_of_the_plain_call(four):
         got.append(jax.jit(lambda w, x: combined(w, x))(W, X))
     for each in got:
         assert_close(each, jax.tree.map(np.asarray, weigh(W, X)))
+
+
+def test_large_extremes_of_what_depends_on_no_row(group):
+    """Each replica folds a piece of them; the memory is that of a few copies, and not of their square."""
+    f = synk.function(
+        lambda x, w: {"sum": x.sum(), "most": jnp.abs(w)}, inputs=["x"], outputs={"sum": "sum", "most": "max"}
+    )
+    x, w = np.ones(4, np.float32), np.linspace(-2, 1, 20_000, dtype=np.float32)
+    for _ in range(2):
+        compiled = jax.jit(f).lower(x, w).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 20 * w.nbytes
+        np.testing.assert_array_equal(jax.jit(f)(x, w)["most"], np.abs(w))
+        f(x, w)
+    np.testing.assert_array_equal(jax.grad(lambda w: f(x, w)["most"].sum())(jnp.asarray(w)), np.sign(w))
+
+
+def test_a_traced_batch_of_nothing(group):
+    """As a batch of nothing is."""
+    f = synk.function(jnp.sum, name="f")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="f: the batch selects no rows"):
+            jax.jit(lambda batch: f(np.ones(4), batch=batch))(jnp.zeros(0, int))
+        assert float(jax.jit(lambda batch: f(np.ones(4), batch=batch))(jnp.zeros(3, int))) == 3

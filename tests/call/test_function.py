@@ -467,3 +467,30 @@ def test_many_threads():
     with ThreadPoolExecutor(4) as pool:
         got = list(pool.map(lambda rows: float(f(np.ones(rows, np.float32))), [5, 8, 9, 8, 5, 12, 3, 8]))
     assert got == [5, 8, 9, 8, 5, 12, 3, 8]
+
+
+@pytest.mark.parametrize("bound", [{"k": 2.0}, {"w": np.float32([2])}, {}])
+def test_defaults_of_partials_are_dealt_out(group, bound):
+    """An array that is a default, and not what the partial has bound."""
+
+    def fn(x, w=np.arange(3, dtype=np.float32), *, k=1.0):  # noqa: B008  # what is tested
+        return (x * w).sum() * k
+
+    f, one = synk.function(functools.partial(fn, **bound), name="f"), np.ones(3, np.float32)
+    for _ in range(2):
+        assert float(f(one)) == float(f.serial(one)) == float(jax.jit(f)(one)) == fn(one, **bound)
+
+
+def test_static_values_that_are_equal_and_differ(group):
+    """0.0 and -0.0, 1 and 1.0 and True also within tuples: each has its own program; NaN is found again."""
+    f = synk.function(lambda x, s: x / s, inputs={"s": "static"}, reduce="concat")
+    g = synk.function(lambda x, s: x * s[0][0], inputs={"s": "static"}, reduce="concat")
+    for _ in range(2):
+        for zero in (0.0, -0.0):
+            np.testing.assert_array_equal(f(np.ones(4, np.float32), zero), np.float32(np.copysign(np.inf, zero)))
+        for one in (1, 1.0, True):
+            with jax.numpy_dtype_promotion("standard"):
+                assert g(np.ones(4, np.int32), ((one,),)).dtype == (np.float32 if type(one) is float else np.int32)
+    for _ in range(2):
+        f(np.ones(4, np.float32), float("nan"))
+    assert (f.stats.compilations, g.stats.compilations) == (3, 3)

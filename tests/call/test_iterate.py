@@ -485,3 +485,23 @@ def test_arguments_are_let_go_of():
     list(results)
     del x
     assert wait_for(lambda: kept() is None)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("place", ["host", "broadcast", "scatter"])
+def test_what_was_wrong_ahead_may_be_right(group, place, prefetch):
+    """A batch is of the data as it is when its turn comes, and so is an error."""
+    x, f = np.arange(9, dtype=np.float32), synk.function(jnp.sum, name="f")
+    for _ in range(2):
+        data, found = synk.data(x[:4].copy(), place=place), []
+        for total in f.iterate(data, batches=[[0], [1], [8], [2]], prefetch=prefetch):
+            found.append(float(total))
+            if len(found) == 1:
+                time.sleep(0.05)
+                data.set_value(x)
+        assert found == [0, 1, 8, 2]
+        results = f.iterate(synk.data(x[:4], place=place), batches=[[0], [8], [1]], prefetch=prefetch)
+        assert float(next(results)) == 0
+        with pytest.raises(IndexError, match=r"f: batch holds the index 8, but .* has 4 rows"):
+            next(results)
+        assert list(results) == []

@@ -279,3 +279,26 @@ def test_each_that_does_not_fit(four):
         synk.each(3)
     with pytest.raises(TypeError, match="argument rate"):
         list(scaled.iterate(x, synk.each([1.0, "a"]), batches=synk.minibatches(8, 4)))
+
+
+def test_each_is_of_batches(group):
+    """In an item it would begin anew with each."""
+    f = synk.function(lambda x, rate: x.sum() * rate, inputs=["x"], name="f")
+    rates = synk.each([1.0, 2.0])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"f.stream: argument rate is synk.each, .* Put the value itself"):
+            list(f.stream((np.ones(3), rates) for _ in range(2)))
+    assert [float(y) for y in f.stream((np.ones(3), rate) for rate in (1.0, 2.0))] == [3, 6]
+
+
+def test_each_names_its_argument(group):
+    """Where values are too few, or trees."""
+    f = synk.function(lambda x, rate: x.sum() * rate["a"], inputs=["x"], name="f")
+    x, batches = np.ones(3), [[0], [1]]
+    with pytest.raises(
+        ValueError, match=r"f.iterate: synk.each of argument rate\['a'\] has fewer values than there are"
+    ):
+        list(f.iterate(x, {"a": synk.each([1.0])}, batches=batches))
+    with pytest.raises(TypeError, match=r"synk.each gives argument rate a dict. Give it a tree of synk.each instead"):
+        list(f.iterate(x, synk.each([{"a": 1.0}] * 2), batches=batches))
+    assert [float(y) for y in f.iterate(x, {"a": synk.each([1.0, 2.0])}, batches=batches)] == [1, 2]

@@ -405,3 +405,14 @@ def test_attributes():
     assert repr(data) == 'Data(x: int16[5, 2, 3], place="scatter")'
     assert np.shares_memory(data[1:], x) and np.shares_memory(np.asarray(data), x)
     assert synk.data(x).name != synk.data(x).name
+
+
+@pytest.mark.parametrize("place", ["host", "broadcast", "scatter"])
+def test_a_write_that_fails_midway(group, place):
+    """What it has written is seen on the devices as on the host."""
+    x = synk.data(np.zeros(6, np.float32), place=place)
+    f = synk.function(jnp.sum)
+    assert float(f(x)) == 0
+    with np.errstate(all="raise"), pytest.raises(FloatingPointError):
+        x[0:2] = np.array([5.0, 1e300])
+    assert float(f(x)) == float(np.asarray(x).sum()) == np.inf

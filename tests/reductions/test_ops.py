@@ -250,3 +250,15 @@ def test_a_list_of_ops_goes_with_a_tuple(group, given, returned):
     assert type(f.serial(x)) is type(f.over(x, batches=[3, slice(3, 7)])) is type(jax.jit(f)(x)) is returned
     with pytest.raises(ValueError, match=r"outputs=.* is no prefix of what it returned"):
         synk.function(lambda x: returned((x.sum(0), x.max())), outputs=given(("sum",)))(x)
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_ops_see_parts_alone(group, slices):
+    """A shared variable that an op reads would be that of the first call for good."""
+    w = synk.shared(np.float32(2), name="w")
+    f = synk.function(lambda x: x.sum(), outputs=lambda parts: w.value * parts.sum(0), name="f")
+    for call in (lambda x: f(x, num_slices=slices), jax.jit(lambda x: f(x, num_slices=slices)), f.serial):
+        with pytest.raises(synk.SynkError, match=r"f: an op, .*uses the shared variable w. It combines parts alone"):
+            call(numbers(5))
+    sized = synk.function(lambda x: x.sum(), outputs=lambda parts: parts.sum(0) * synk.size())
+    assert float(sized(np.ones(4, np.float32), num_slices=slices)) == 4 * group.size

@@ -382,3 +382,32 @@ def test_covariance_of_complex_rows(few_replicas):
     x = (parts[0] + 1j * parts[1]).astype(np.complex64)
     got = synk.function(lambda x: stats.cov(x))(x)
     np.testing.assert_allclose(got, np.cov(x.astype(np.complex128), rowvar=False), rtol=1e-4, atol=1e-5)
+
+
+WAYS = {
+    "call": lambda f, *args: f(*args),
+    "slices": lambda f, *args: f(*args, num_slices=2),
+    "serial": lambda f, *args: f.serial(*args),
+    "jit": lambda f, *args: jax.jit(f)(*args),
+    "over": lambda f, *args: f.over(*args, batches=[2, slice(2, 5)]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_states_are_all_that_meets(few_replicas, way):
+    """What merge and finish take from the function besides would be of another trace, or of another call."""
+    x, w = np.arange(5, dtype=np.float32), synk.shared(np.float32(2), name="w")
+    by_variable = synk.function(lambda x: synk.Monoid(x.sum(), lambda a, b: a + b + w.value), name="f")
+    by_argument = synk.function(lambda x, t: synk.Monoid(x.sum(), jnp.add, lambda s: s * t), inputs=["x"], name="g")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="f: output: merge of its Monoid uses an argument, a shared variable, or"):
+            WAYS[way](by_variable, x)
+        with pytest.raises(ValueError, match="g: output: finish of its Monoid uses an argument"):
+            WAYS[way](by_argument, x, 2.0)
+    kept = synk.function(
+        lambda x: synk.Monoid((x.sum(), w.value), lambda a, b: (a[0] + b[0], a[1]), lambda s: s[0] * s[1])
+    )
+    if way != "jit":  # under which no variable is read
+        for value in (2, 5):
+            w.value = np.float32(value)
+            assert float(WAYS[way](kept, x)) == 10 * value

@@ -755,3 +755,34 @@ def test_without_optax(monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     with pytest.raises(ImportError, match=r"synk.train: it needs optax.*synk-jax\[examples\]"):
         synk.train.step(mean_loss, START, None)
+
+
+def test_a_batch_of_no_weight_leaves_small_numbers(four):
+    """Where no replica trained, their average is what they hold, however small."""
+
+    def loss(w, x, mask):
+        return synk.Weighted((mask * (w * x) ** 2).sum() / jnp.maximum(mask.sum(), 1), mask.sum())
+
+    x = np.ones(9, np.float32)
+    train = synk.train.local_steps(loss, np.float32(1e-5), optax.adam(1e-9), every=1)
+    train(x, x)
+    before = jax.tree.map(np.asarray, (train.params.value, train.opt_state.value[0].mu, train.opt_state.value[0].nu))
+    assert 0 < before[2] < 1e-12
+    for _ in range(2):
+        train(x, 0 * x)
+        after = train.params.value, train.opt_state.value[0].mu, train.opt_state.value[0].nu
+        jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def test_steps_of_a_checkpoint(four, tmp_path):
+    """Loaded between averages or right after one, it is known how many were taken."""
+    made = [
+        synk.train.local_steps(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), every=2) for _ in "ab"
+    ]
+    for taken in (3, 1):
+        for _ in range(taken):
+            made[0](np.ones(9))
+        synk.save(tmp_path, made[0].variables, step=made[0].steps)
+        synk.load(tmp_path, made[1].variables)
+        assert made[1].steps == made[0].steps
+    assert made[1].steps == 4
