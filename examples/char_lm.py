@@ -20,7 +20,7 @@ from flax import linen as nn
 import synk
 import synk.train
 
-LENGTH, SIZE, LAYERS, BATCH, STEPS, SEED = 96, 64, 2, 64, 300, 0
+LENGTH, SIZE, LAYERS, BATCH, STEPS, SEED = 96, 64, 2, 64, 120, 0
 
 
 def texts():
@@ -66,11 +66,10 @@ synk.init(4)
 params = model.init(jax.random.key(SEED), jnp.zeros((1, LENGTH - 1), jnp.int32))
 schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, 30, STEPS)
 step = synk.train.step(token_loss, params, optax.adamw(schedule), clip=1.0, name="step")
-step.check(train, batch=37)
 epochs = -(-STEPS // (len(train) // BATCH))
 batches = list(synk.minibatches(len(train), BATCH, seed=SEED, epochs=epochs))[:STEPS]
 for number, loss in enumerate(step.iterate(train, batches=batches), 1):
-    if number % 60 == 0:
+    if number % 30 == 0:
         print(f"step {number:3d}  loss {loss:.3f}")
 
 test_loss = synk.function(lambda text: token_loss(step.params.value, text), reduce="mean", name="test_loss")

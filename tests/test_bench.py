@@ -18,7 +18,7 @@ import synk
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 # What conftest.py and CI set for tests is not for these processes.
-PLAIN = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+PLAIN = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
 
 pytest.importorskip("flax", reason="the benchmarks train with it: install the extra `bench`")
 pytest.importorskip("matplotlib", reason="the benchmarks draw with it: install the extra `bench`")

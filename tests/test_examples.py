@@ -31,7 +31,7 @@ LAST = {
     "equinox_mlp.py": "Test accuracy 9",
     "keras_model.py": "Test accuracy 9",
     "imagenet_style.py": "Test accuracy 9",
-    "char_lm.py": "Perplexity 7.",
+    "char_lm.py": "Perplexity 9.",
     "pytensor_demos.py": "5 of 5 passed",
     "pytensor_tutorials.py": "4 of 4 as on one device",
 }
@@ -39,7 +39,7 @@ LAST = {
 
 def run(name, **environment):
     """What an example prints; it asserts its own numbers."""
-    plain = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
+    plain = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     done = subprocess.run(
         [sys.executable, EXAMPLES / name],
         env=plain | {"JAX_PLATFORMS": "cpu"} | environment,
