@@ -7,6 +7,7 @@ import numpy as np
 from .._base.pytree import as_keys
 from .._data.transfer import gather_rows, to_host
 from .._runtime.group import Group
+from .._runtime.layout import everywhere
 from .binding import BoundArguments
 from .inputs import check_leaves, select_rows
 from .row_input import RowCall, RowRequest
@@ -24,7 +25,7 @@ class HostRows:
 
     def _gathered(self, group: Group, one: Any) -> np.ndarray:
         host = to_host(group, one.source)
-        return gather_rows(np.asarray(one.source) if host is None else host, one.selection, one.dtype)
+        return gather_rows(everywhere(one.source) if host is None else host, one.selection, one.dtype)
 
     def __len__(self) -> int:
         return len(self._arrays[0])

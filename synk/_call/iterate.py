@@ -15,7 +15,7 @@ from .._data.prefetch import Prefetch
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
 from .._data.sources import copied
-from .._data.transfer import gather_rows, place_rows_ahead
+from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .binding import BoundArguments
 from .inputs import check_leaves, common_rows
@@ -88,11 +88,17 @@ class Batches:
         self.names = bound.spec.scattered_names
         sources = self.sources
         self.picked = [i for i, s in enumerate(sources) if not (isinstance(s, Data) and s.is_minibatch)]
-        self.resident = [i for i in self.picked if isinstance(sources[i], Data) and sources[i].place != "host"]
+        self.resident = [i for i in self.picked if self._stays(sources[i])]
         self.followed = [source for source in sources if isinstance(source, Data)]
         self.rows()
         if not self.picked:
             raise ValueError(f"{self.name}: batches pick rows of scattered inputs, but this call has none.")
+
+    def _stays(self, source: Any) -> bool:
+        """Is it picked from where it lies, when the call is made?"""
+        if isinstance(source, Data):
+            return source.place != "host" or not can_go_ahead(self.group, source_of(source))
+        return not can_go_ahead(self.group, source)
 
     def _values_of_each(self, bound: BoundArguments) -> dict[int, Iterator[Any]]:
         """The values of each `synk.each`, by leaf."""
@@ -147,7 +153,9 @@ class Batches:
         """Pick the rows of what is on the host; what is resident is picked from where it is."""
         start, versions = perf_counter(), self.versions()
         values = self._take_values() if values is None else values
-        kept = deepcopy(batch) if self.followed else None  # whoever made it may use it again for the next one
+        kept = (
+            deepcopy(batch) if self.followed or self.resident else None
+        )  # whoever made it may use it again for the next one
         try:
             bound = self._bound(batch, values)
         except Exception as error:

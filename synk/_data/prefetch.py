@@ -20,7 +20,7 @@ from .._base.pytree import SCALARS, PyTree, narrow
 from .._runtime.group import Group, current_group
 from .selection import Selection
 from .sources import as_source
-from .transfer import place_rows_ahead
+from .transfer import can_go_ahead, place_rows_ahead
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -232,6 +232,8 @@ def _place_batch(group: Group, tree: PyTree) -> PyTree:
                 f"synk.prefetch: {name} has {rows} rows, {first[0]} has {first[1]}. Arrays of a batch share their "
                 f"rows, at least one."
             )
+        if not can_go_ahead(group, source):
+            return leaf
         return place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
 
     return jax.tree_util.tree_map_with_path(place, tree)

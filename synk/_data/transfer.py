@@ -9,7 +9,7 @@ import numpy as np
 
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
-from .._runtime.layout import is_placed, put
+from .._runtime.layout import everywhere, is_everywhere, is_placed, put
 from .host_buffers import acquire, acquire_parts
 from .selection import Selection
 from .sources import HostSource, Source, copy_rows
@@ -48,6 +48,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             return source if is_placed(group, source, "rows") else put(group, source, "rows")
         host = to_host(group, source)
         if host is None:
+            group._peers.before_launch("rows picked from an array that lies over the processes")
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
             return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
@@ -95,8 +96,9 @@ def to_host(group: Group, source: Source) -> HostSource | None:
     """A source as what threads can copy from; None where that would bring it from a device."""
     if not isinstance(source, jax.Array):
         return source
-    is_here = source.is_fully_addressable or source.is_fully_replicated
-    return np.asarray(source) if is_here and (group.platform == "cpu" or group._is_multi_process) else None
+    if not is_everywhere(source):
+        return None if group._is_multi_process else everywhere(source)
+    return np.asarray(source) if group.platform == "cpu" or group._is_multi_process else None
 
 
 def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np.ndarray:
@@ -104,6 +106,11 @@ def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np
     buffer = acquire((selection.rows, *source.shape[1:]), dtype)
     copy_rows([selection.into(buffer, source, 0)])
     return buffer
+
+
+def can_go_ahead(group: Group, source: Any) -> bool:
+    """May a thread bring its rows? What communicates does so in one order in all processes, that of their calls."""
+    return not (isinstance(source, jax.Array) and group._is_multi_process and not is_everywhere(source))
 
 
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:

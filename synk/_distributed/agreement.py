@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from .._base.errors import CheckpointError, DisagreementError, PeerError, SynkError
+from .._runtime.dispatch import retire_finished
 from .._runtime.group import Peers
 from .._runtime.layout import describe_shapes
 from . import kv_store
@@ -87,6 +88,15 @@ class JaxPeers(Peers):
         known = {each.__name__: each for each in (FileNotFoundError, CheckpointError, TypeError, ValueError, OSError)}
         raise known[kind](result) if kind in known else OSError(f"{what}: process 0 failed: {kind}: {result}")
 
+    def after_failure(self, what: str, error: Exception) -> Exception:
+        gone = self.explain(error)
+        if gone is None:  # it is this process that has failed, and the others wait, or take its next sum for this one
+            why = f"{what}: its program died ({str(error).strip().splitlines()[-1][:200]})"
+            me = jax.process_index()
+            publish_failure(why)
+            gone = self.end(_peer_failed({str(me): why}))
+        return gone
+
     def explain(self, error: BaseException) -> SynkError | None:
         if isinstance(error, PeerError | DisagreementError):
             return error
@@ -109,6 +119,9 @@ class JaxPeers(Peers):
 
     def _exchange(self, what: str, value: str) -> list[str]:
         """What all processes publish, by rank; DisagreementError where they are not about to do the same."""
+        retire_finished()  # of a program that died here the others must learn before they go on
+        if self.ended is not None:
+            raise self.ended
         me = jax.process_index()
         self._exchanges += 1
         kv_store.put(_key(self._exchanges, me), json.dumps([*self.launches, what, value]))
@@ -155,6 +168,12 @@ class JaxPeers(Peers):
 
 
 PEERS = JaxPeers()
+
+
+def publish_failure(why: str) -> None:
+    """Let the others know why this process cannot go on."""
+    with contextlib.suppress(Exception):  # nobody may be there to read it
+        kv_store.put(f"synk/failed/{jax.process_index()}", why[:300])
 
 
 def failure_notice(published: Mapping[str, str]) -> SynkError | None:

@@ -83,7 +83,11 @@ class Reader:
 
     def __init__(self, pipe: int, rank: int, console: Console, log: Path | None, on_line: Callable[[bytes], None]):
         self._pipe, self._prefix, self._console, self._on_line = pipe, f"[{rank}] ".encode(), console, on_line
-        self._path, self._log = log, None if log is None else open(log, "wb")  # the thread closes it
+        self._path, self._log = log, None
+        try:
+            self._log = None if log is None else open(log, "wb")  # the thread closes it
+        except OSError as error:
+            console.say(f"{log} is not written: {error.strerror}")
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 

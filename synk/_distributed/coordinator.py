@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from .._base.errors import SynkError
 from .._runtime.dispatch import JAXLIB
 from . import kv_store
 
@@ -33,6 +34,12 @@ def initialize(
     coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
     num_processes, process_id = _number("num_processes", num_processes), _number("process_id", process_id)
     _check(coordinator, num_processes, process_id)
+    joined = f"{coordinator} {process_id}"
+    if coordinator is not None and os.environ.get("SYNK_JOINED") == joined:
+        raise SynkError(
+            f"synk.init(distributed=True): process {process_id} has joined already, and this is a helper that it has "
+            f'started. Make the call under `if __name__ == "__main__":`, where helpers that import the program do not.'
+        )
     # Before jaxlib 0.10 the others take two of their own heartbeats to notice that process 0 is frozen.
     halved = JAXLIB < (0, 10) and process_id
     bind_address: str | None = None
@@ -67,6 +74,7 @@ def initialize(
             f"synk.init(distributed=True): no launcher was found ({error}). Give coordinator='host:port', "
             f"num_processes and process_id, or start with `python -m synk launch`."
         ) from error
+    os.environ["SYNK_JOINED"] = joined
     if num_processes is not None and process_id is not None:
         _compare_counts(num_processes, process_id)
 

@@ -56,7 +56,8 @@ def init(
       watchdog: seconds without a call to synk after which this process prints the stacks of its threads and ends.
       exit_hook: whether an uncaught error ends this process at once, so that the others need not wait for it.
       heartbeat: seconds without a sign of life after which a process counts as dead.
-      shutdown: seconds to wait for the others at the end.
+      shutdown: seconds at the end after which a process that waits for others, still at work, says so; and that the
+        runtime waits once all have ended.
       start: seconds to wait for them at the start.
 
     Returns:

@@ -23,8 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     guard, console = Guard(), Console()
     launcher = _Launcher(options, guard, console)
-    if options.logs is not None:
-        options.logs.mkdir(parents=True, exist_ok=True)
     console.say(f"{options.processes} processes" + (f", logs in {options.logs}" if options.logs else ""))
     code = launcher.run(0)
     for attempt in range(1, options.restarts + 1):
@@ -58,12 +56,19 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("-n is at least 1, --restarts at least 0")
     if options.devices_per_process is not None and options.devices_per_process < 1:
         parser.error(f"--devices-per-process is {options.devices_per_process}; give at least 1")
+    if options.nodes < 1:
+        parser.error(f"--nodes is {options.nodes}; give 1 or more")
     if not 0 <= options.node_rank < options.nodes:
         parser.error(f"--node-rank is {options.node_rank} of --nodes {options.nodes}; give 0 to {options.nodes - 1}")
     if options.nodes > 1 and options.coordinator is None:
         parser.error("--nodes needs --coordinator HOST:PORT, of the first machine, on all of them")
     if options.coordinator is not None and not re.fullmatch(r"\S+:\d+", options.coordinator):
         parser.error(f"--coordinator is {options.coordinator!r}; give HOST:PORT")
+    try:
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--logs is {options.logs}, which cannot be made: {error.strerror}")
     return options
 
 

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import threading
 from functools import partial
@@ -13,8 +14,9 @@ from typing import Any, NoReturn
 import jax
 
 from .._base.errors import PeerError, SynkError
+from .._runtime.dispatch import look_for_dead
 from . import kv_store
-from .agreement import PEERS, failure_notice
+from .agreement import PEERS, failure_notice, publish_failure
 
 BEAT = 0.5  # seconds between looks at process 0
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
@@ -34,9 +36,18 @@ def attend(exit_hook: bool, shutdown: int) -> None:
     heartbeat.start()
     # Before the runtime's own, which waits for all others.
     atexit.register(_at_exit, stop, heartbeat, exit_hook, shutdown)
+    os.register_at_fork(after_in_child=partial(_leave_alone, sys.excepthook, sys.exit))
     if exit_hook:
         sys.excepthook = partial(_at_error, sys.excepthook)
         sys.exit = partial(_noted_exit, sys.exit)
+
+
+def _leave_alone(excepthook: Any, exit_: Any) -> None:
+    """A helper that is forked is no process of the group, and has none of its threads: it ends as any program does."""
+    atexit.unregister(_at_exit)
+    sys.excepthook, sys.exit = excepthook, exit_
+    if not callable(signal.getsignal(signal.SIGTERM)):  # the runtime's, which waits to be asked
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _heartbeat(stop: threading.Event, exit_hook: bool) -> None:
@@ -50,8 +61,8 @@ def _heartbeat(stop: threading.Event, exit_hook: bool) -> None:
             if number != at:
                 at = number
                 kv_store.put(f"synk/at/{me}", f"{number} {what}")
-            why = kv_store.get("synk/failed/0") if me else None
-            error = failure_notice({} if why is None else {"0": why})
+            look_for_dead()  # of which the others are told, whatever this program is doing
+            error = failure_notice(kv_store.list("synk/failed/"))
         except Exception:  # the store is gone: the runtime ends this process
             return
         if error is not None and not stop.wait(grace) and PEERS.ended is None:
@@ -74,7 +85,7 @@ def _at_error(before: Any, kind: type[BaseException], error: BaseException, trac
     faulthandler.cancel_dump_traceback_later()
     gone = PEERS.explain(error)
     if gone is None:
-        _publish_failure(f"{kind.__name__}: {error}")
+        publish_failure(f"{kind.__name__}: {error}")
     before(kind, error, traceback)
     _leave(gone, is_told=gone is None or gone is error, code=130 if kind is KeyboardInterrupt else 1)
 
@@ -87,25 +98,24 @@ def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool
             _leave(PEERS.ended, code=_exit_code or 1)
         others = _wait_until_all_end(shutdown)
         if others is not None:
-            _publish_failure("it has ended its program")
+            publish_failure("it has ended its program")
             print(f"synk: this process has ended its program, but {others}.", file=sys.stderr)
             _leave(None, code=_exit_code or 1)
     stop.set()
     heartbeat.join(shutdown)  # a thread that comes back from the runtime into an ended Python aborts the process
 
 
-def _publish_failure(why: str) -> None:
-    with contextlib.suppress(Exception):  # nobody may be there to read it
-        kv_store.put(f"synk/failed/{jax.process_index()}", why[:300])
-
-
 def _wait_until_all_end(seconds: float) -> str | None:
-    """Wait until all processes have ended their programs; if one goes on with what needs this one, or has failed, what
-    it says."""
+    """Wait until all processes have ended their programs, however long they work on alone: the heartbeat ends this one
+    if they die, and it would end them. If one goes on with what needs this one, or has failed, what it says."""
     until = monotonic() + seconds
     with contextlib.suppress(Exception):  # the store may be gone
         kv_store.put(f"synk/ended/{jax.process_index()}", "it has ended its program")
-        while monotonic() < until and len(kv_store.list("synk/ended/")) < jax.process_count():
+        while len(ended := kv_store.list("synk/ended/")) < jax.process_count():
+            if monotonic() > until:
+                until = float("inf")
+                alive = ", ".join(str(rank) for rank in range(jax.process_count()) if str(rank) not in ended)
+                print(f"synk: this process has ended, and waits for process {alive}, still at work.", file=sys.stderr)
             for rank, at in kv_store.list("synk/at/").items():
                 number, what = at.split(" ", 1)
                 if int(number) > PEERS.launches[0]:

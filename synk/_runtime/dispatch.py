@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 OnFailure: TypeAlias = Callable[[Exception], None]
 
@@ -18,20 +18,29 @@ MAX_IN_FLIGHT = 4
 JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2])
 CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
-# One output of each program under way, and whom to tell if it dies. Any: is_ready() is not typed.
-IN_FLIGHT: deque[tuple[Any, OnFailure]] = deque()
+
+class InFlight(NamedTuple):
+    """A program under way."""
+
+    token: Any  # one output of it; its is_ready() is not typed
+    on_failure: OnFailure  # whom to tell if it dies
+    peers: Any  # of its group, which learn of it first
+    name: str  # what they call it
+
+
+IN_FLIGHT: deque[InFlight] = deque()
 
 
 def wait_for_capacity(is_limited: bool) -> None:
     """Where few may be in flight, wait until one more may be; forget those that have ended, but for the last few."""
-    while len(IN_FLIGHT) >= MAX_IN_FLIGHT and (is_limited or IN_FLIGHT[0][0].is_ready()):
+    while len(IN_FLIGHT) >= MAX_IN_FLIGHT and (is_limited or IN_FLIGHT[0].token.is_ready()):
         _retire()
 
 
 def retire_finished() -> None:
     """Forget the programs that have ended, and with them the values that they would bring back."""
     with LOCK:
-        while IN_FLIGHT and IN_FLIGHT[0][0].is_ready():
+        while IN_FLIGHT and IN_FLIGHT[0].token.is_ready():
             _retire()
 
 
@@ -50,16 +59,26 @@ def settle() -> None:
     """Forget the programs that have ended; wait for those that would bring back old values, had they died."""
     with LOCK:
         retire_finished()
-        if any(getattr(on_failure, "brings_back", False) for _, on_failure in IN_FLIGHT):
+        if any(getattr(on_failure, "brings_back", False) for _, on_failure, *_ in IN_FLIGHT):
             drain()
 
 
 def _retire() -> None:
-    token, on_failure = IN_FLIGHT.popleft()
+    one = IN_FLIGHT.popleft()
     try:
-        token.block_until_ready()
+        one.token.block_until_ready()
     except Exception as error:  # the program's own reader sees it too; here its variables learn of it
-        on_failure(error)
+        one.on_failure(one.peers.after_failure(one.name, error))
+
+
+def look_for_dead() -> None:
+    """Let peers learn of programs that have died, without waiting for those under way, nor for the lock."""
+    for one in tuple(IN_FLIGHT):
+        try:
+            if one.token.is_ready():
+                one.token.block_until_ready()
+        except Exception as error:
+            one.peers.after_failure(one.name, error)
 
 
 class uninterrupted:

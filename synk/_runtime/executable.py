@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .dispatch import IN_FLIGHT, LOCK, OnFailure, ignore_failure, wait_for_capacity
+from .dispatch import IN_FLIGHT, LOCK, InFlight, OnFailure, drain, ignore_failure, retire_finished, wait_for_capacity
 from .engine import Body, spmd
 from .group import AXIS, Group
 from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
@@ -51,17 +51,22 @@ class Executable:
         ]
         engine = None if spec.takes_all_replicas else spec.engine
         lowered = _jit(group, spec.body, [*chain(*spec.ins)], spec.outs, engine, spec.donate).lower(*structs)
-        self.group, self.name = group, spec.name
+        self.group, self.name, self.may_fail_alone = group, spec.name, False
         if group._is_multi_process:
             self.name += f"({describe_shapes([*chain(*structs)])})"
-            group._peers.agree(self.name, "\n".join([*spec.variables, lowered.as_text()]))
+            text = lowered.as_text()
+            group._peers.agree(self.name, "\n".join([*spec.variables, text]))
+            self.may_fail_alone = "callback" in text  # which may raise in one process
         start = perf_counter()
         self.compiled = lowered.compile(compiler_options=compiler_options(group) | dict(spec.options))
         self.seconds = perf_counter() - start
 
     def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
         """Start the program on its lists of arguments; `on_failure` is told should it die later."""
-        return _launch(self.group, self.name, self.compiled, args, on_failure)
+        results = _launch(self.group, self.name, self.compiled, args, on_failure)
+        if self.may_fail_alone:  # the next program's collectives would meet those of this one in other processes
+            drain()
+        return results
 
 
 def compiler_options(group: Group) -> dict[str, Any]:
@@ -83,15 +88,19 @@ def _launch(group: Group, name: str, run: Any, args: Sequence[Any], on_failure: 
     wait_for_capacity(group._limits_in_flight)
     group._refuse_if_absent(name)
     WATCHDOG.rearm()
+    if group._is_multi_process:
+        retire_finished()  # where one has died this process has nothing to do with the others any more
     group._peers.before_launch(name)
     try:
         results = run(*args)
     except Exception as error:  # on CPU it may be here that another process is found gone
         gone = group._peers.explain(error)
+        if gone is None and isinstance(error, jax.errors.JaxRuntimeError) and "INVALID_ARGUMENT" not in str(error):
+            group._peers.after_failure(name, error)  # which has begun, and others go on
         if gone is None or gone is error:
             raise
         raise gone from error
-    IN_FLIGHT.append((results.pop(), on_failure))
+    IN_FLIGHT.append(InFlight(results.pop(), on_failure, group._peers, name))
     return results
 
 

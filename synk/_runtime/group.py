@@ -60,6 +60,10 @@ class Peers:
     def before_launch(self, what: str) -> None:
         """Count a launch that every process makes."""
 
+    def after_failure(self, what: str, error: Exception) -> Exception:
+        """A program that every process has launched died here; what its variables are to say is the cause."""
+        return error
+
     def explain(self, error: BaseException) -> SynkError | None:
         """An error of the communication between processes as synk's; None where it is another."""
 

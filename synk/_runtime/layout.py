@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from .._base.pytree import narrow, number_dtype
@@ -29,13 +30,23 @@ def sharding_of(group: Group, layout: Layout) -> NamedSharding:
     return group.replicated if layout == "replicated" else group.stacked
 
 
+def is_everywhere(array: jax.Array) -> bool:
+    """Can this process read all of it?"""
+    return array.is_fully_addressable or array.is_fully_replicated
+
+
+def everywhere(array: jax.Array) -> np.ndarray:
+    """All of an array in host memory; of one that lies over processes all of them ask together."""
+    return np.asarray(array if is_everywhere(array) else multihost_utils.process_allgather(array, tiled=True))
+
+
 def put(group: Group, value: Any, layout: Layout) -> jax.Array:
     """A global value in its place; over processes it is not compared. NumPy memory may be shared."""
     where = sharding_of(group, layout)
     group._refuse_if_absent("a value to place")
     if isinstance(value, jax.Array) and not group._is_multi_process:
-        return jax.device_put(value, where)
-    if isinstance(value, jax.Array) and not value.is_fully_addressable and not value.is_fully_replicated:
+        return jax.device_put(value if value.is_fully_addressable else everywhere(value), where)
+    if isinstance(value, jax.Array) and not is_everywhere(value):
         group._peers.before_launch(f"an argument ({describe_shapes([value])}) moved to its place")
         with LOCK:  # awaited, so it need not be counted among those in flight
             reshard = group._cached(group, where, lambda: jax.jit(lambda value: value, out_shardings=where))

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import functools
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -23,6 +25,7 @@ import synk
 from synk._distributed import kv_store
 from synk._distributed import launcher as synk_launcher
 from synk._runtime import executable
+from synk._variables import checkpoint_files
 
 PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
 CASES, DISAGREEMENTS = {}, {}
@@ -110,6 +113,35 @@ def raises(kind, text, call):
         assert text in str(error), error
         return
     raise AssertionError(f"{kind.__name__} about {text!r} was not raised")
+
+
+@case
+def over_processes(group, note):
+    """Arrays that lie over the processes, wherever rows may come from; refused rows of batches that went ahead."""
+    x, batches = numbers(6 * group.size), list(synk.minibatches(6 * group.size, 5, seed=1))
+    spread = jax.make_array_from_callback(x.shape, group.stacked, lambda index: x[index])
+    f = synk.function(lambda x: x.sum(0), name="f")
+    for given in (spread, synk.data(spread)):
+        for _ in range(2):
+            got = [np.asarray(each) for each in f.iterate(given, batches=batches)]
+            close(got, [x[batch].sum(0) for batch in batches])
+            close(f.over(given, batches=batches), x.sum(0))
+            close(f.serial(given), x.sum(0))
+            f.check(given, num_slices=2)
+            assert f.blame(given) is None
+    close([np.asarray(f(each)) for each in synk.prefetch([spread, x, spread])], [x.sum(0)] * 3)
+    close([np.asarray(each) for each in f.stream([spread, x])], [x.sum(0)] * 2)
+    beside = synk.function(lambda x, w: (x * w).sum(0), inputs=["x"])
+    whole = jax.device_put(np.float32(2), group.replicated)
+    close(beside.serial(spread, whole), 2 * x.sum(0))
+    x[3] = -1000
+    log = synk.function(lambda x: jnp.log(x + 500).sum(0), name="log", nan="raise")
+    for prefetch in (0, 2):
+        results = log.iterate(
+            x, batches=[np.arange(group.size) + 4, np.arange(group.size)[::-1] + 3], prefetch=prefetch
+        )
+        next(results)
+        raises(FloatingPointError, "row 3", lambda: next(results))  # noqa: B023  # called here
 
 
 OPS = {
@@ -1155,6 +1187,65 @@ def hang_here():
     time.sleep(1000)
 
 
+def callbacks(when):
+    """In process 1 alone a callback fails, which catches the error and goes on, with what is compiled or not."""
+    group = join()
+    me, x = jax.process_index(), np.ones((4 * group.size, 3), np.float32)
+
+    def note(value):
+        if is_over and me == 1:
+            raise OSError("cannot write the log")
+        return np.asarray(value)
+
+    shape, is_over = jax.ShapeDtypeStruct((3,), np.float32), False
+    noted = synk.function(lambda x: jax.pure_callback(note, shape, x.sum(0)), name="noted")
+    known, new = (synk.function(lambda x, k=k: k * x.sum(0), name="sums") for k in (100, 200))
+    noted(x), known(x), jax.effects_barrier()
+    is_over = True
+    for call in (noted, known if when == "known" else new, known, noted):
+        try:
+            found = np.asarray(call(x)).tolist()
+        except Exception as error:
+            say("raised", kind=type(error).__name__, message=str(error))
+        else:
+            say("found", value=found)
+    noted(x)
+
+
+def works_on(who, folder):
+    """One process works on alone for longer than the runtime would wait, or a checkpoint takes as long."""
+    join(shutdown=2)
+    w, f = synk.shared(np.zeros(3, np.float32), name="w"), synk.function(lambda x: x.sum(0))
+    f(np.ones((4, 3), np.float32))
+    if who == "saves":
+        write = checkpoint_files._to_disk
+        checkpoint_files._to_disk = lambda path: (time.sleep(6), write(path))
+        synk.save(folder, {"w": w}, step=1, background=True)
+    elif jax.process_index() == int(who):
+        time.sleep(6)
+    say("done")
+
+
+def forks():
+    """A helper that is forked works on, and is ended by SIGTERM, as any is."""
+    join()
+    f, x = synk.function(lambda x: x.sum(0)), np.ones((4, 3), np.float32)
+    f(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX has threads, and the helper uses nothing of it
+        queue = multiprocessing.get_context("fork").Queue(2)
+        multiprocessing.get_context("fork").Process(target=puts, args=(queue,), daemon=True).start()
+    for _ in range(3):
+        queue.get()
+        f(x)
+    say("done")
+
+
+def puts(queue):
+    while True:
+        queue.put(1)
+
+
 def preempt():
     """Run until SIGTERM."""
     group = join(heartbeat=100)
@@ -1181,8 +1272,7 @@ def ends():
         return get(key)
 
     kv_store.get = slowly
-    if jax.process_index() > 0:  # process 0 has nobody to look at
-        is_inside.wait()
+    is_inside.wait()
 
 
 def train(folder, *failures):

@@ -277,6 +277,42 @@ def test_the_others_say_why(mode, who, text):
             )
 
 
+@pytest.mark.parametrize("when", [smoke("known"), slow("new")])
+def test_a_program_that_dies_in_one_process(when):
+    """The others raise, and so does it, before anything of the next program meets what is left of that one."""
+    for rank, end in enumerate(gang.run("callbacks", when, deadline=60)):
+        lines = [line for line in said(end.output) if line["what"] in ("found", "raised")]
+        assert [line["what"] for line in lines] == ["raised"] * 4, end.output
+        first, *others = lines
+        assert ("cannot write the log" if rank else "process 1: noted") in first["message"]
+        assert all(line["kind"] == "PeerError" and "process 1: noted" in line["message"] for line in others)
+        assert end.code == EXIT_PEER_FAILED
+
+
+@pytest.mark.parametrize("who", [slow("0"), slow("1"), "saves"])
+def test_who_works_on_is_waited_for(who, tmp_path):
+    """However long, since it is alive; what is being saved is whole."""
+    for end in gang.run("works_on", who, tmp_path / "saved", deadline=60):
+        assert end.code == 0, end.output
+        assert [line["what"] for line in said(end.output)] == ["done"]
+    if who == "saves":
+        assert (tmp_path / "saved" / "step-00000001").is_dir()
+
+
+@pytest.mark.slow
+def test_forked_helpers_end():
+    """They take nothing of the group along."""
+    for end in gang.run("forks", deadline=60):
+        assert end.code == 0, end.output
+
+
+def test_a_helper_does_not_join(monkeypatch):
+    """One that imports the program again is told where the call belongs."""
+    monkeypatch.setenv("SYNK_JOINED", "127.0.0.1:4 1")
+    with pytest.raises(synk.SynkError, match=r"process 1 has joined already, .* `if __name__ == \"__main__\":`"):
+        synk.init(distributed=True, coordinator="127.0.0.1:4", num_processes=2, process_id=1)
+
+
 @pytest.mark.slow
 def test_the_watchdog_shows_where():
     """A process that is alive but stuck is ended with the stacks of its threads."""
