@@ -27,10 +27,6 @@ def initialize(
     """Join the other processes, unless JAX's runtime has been started already; arguments are those of `synk.init`."""
     if kv_store.is_running():
         return
-    if kv_store.is_too_late():
-        raise RuntimeError(
-            "synk.init(distributed=True): JAX has made its devices already. Call it before any use of JAX."
-        )
     coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
     num_processes, process_id = _number("num_processes", num_processes), _number("process_id", process_id)
     _check(coordinator, num_processes, process_id)
@@ -39,6 +35,10 @@ def initialize(
         raise SynkError(
             f"synk.init(distributed=True): process {process_id} has joined already, and this is a helper that it has "
             f'started. Make the call under `if __name__ == "__main__":`, where helpers that import the program do not.'
+        )
+    if kv_store.is_too_late():
+        raise RuntimeError(
+            "synk.init(distributed=True): JAX has made its devices already. Call it before any use of JAX."
         )
     # Before jaxlib 0.10 the others take two of their own heartbeats to notice that process 0 is frozen.
     halved = JAXLIB < (0, 10) and process_id
