@@ -230,6 +230,8 @@ def _told_apart(value: Any) -> Any:
     """A key of a static value: 1, 1.0 and True are equal, as are 0.0 and -0.0, and compile to other programs."""
     if type(value) in (tuple, frozenset):
         return type(value), type(value)(map(_told_apart, value))
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
     if isinstance(value, float):
         return type(value), value.hex()
     if isinstance(value, complex):

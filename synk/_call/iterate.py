@@ -153,9 +153,8 @@ class Batches:
         """Pick the rows of what is on the host; what is resident is picked from where it is."""
         start, versions = perf_counter(), self.versions()
         values = self._take_values() if values is None else values
-        kept = (
-            deepcopy(batch) if self.followed or self.resident else None
-        )  # whoever made it may use it again for the next one
+        # Whoever made it may use it again for the next one.
+        kept = deepcopy(batch) if self.followed or self.resident else None
         try:
             bound = self._bound(batch, values)
         except Exception as error:

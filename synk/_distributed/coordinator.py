@@ -30,8 +30,9 @@ def initialize(
     coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
     num_processes, process_id = _number("num_processes", num_processes), _number("process_id", process_id)
     _check(coordinator, num_processes, process_id)
-    joined = f"{coordinator} {process_id}"
-    if coordinator is not None and os.environ.get("SYNK_JOINED") == joined:
+    joined = [str(coordinator), str(process_id), str(os.getpid())]
+    before = os.environ.get("SYNK_JOINED", "").split()  # by this program, or by one that has started it as a helper
+    if before[:2] == joined[:2] and before != joined:
         raise SynkError(
             f"synk.init(distributed=True): process {process_id} has joined already, and this is a helper that it has "
             f'started. Make the call under `if __name__ == "__main__":`, where helpers that import the program do not.'
@@ -74,7 +75,7 @@ def initialize(
             f"synk.init(distributed=True): no launcher was found ({error}). Give coordinator='host:port', "
             f"num_processes and process_id, or start with `python -m synk launch`."
         ) from error
-    os.environ["SYNK_JOINED"] = joined
+    os.environ["SYNK_JOINED"] = " ".join(joined)
     if num_processes is not None and process_id is not None:
         _compare_counts(num_processes, process_id)
 

@@ -308,7 +308,7 @@ def test_forked_helpers_end():
 
 def test_a_helper_does_not_join(monkeypatch):
     """One that imports the program again is told where the call belongs."""
-    monkeypatch.setenv("SYNK_JOINED", "127.0.0.1:4 1")
+    monkeypatch.setenv("SYNK_JOINED", "127.0.0.1:4 1 1")
     with pytest.raises(synk.SynkError, match=r"process 1 has joined already, .* `if __name__ == \"__main__\":`"):
         synk.init(distributed=True, coordinator="127.0.0.1:4", num_processes=2, process_id=1)
 
