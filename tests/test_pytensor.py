@@ -19,6 +19,8 @@ import pytensor.tensor as pt  # noqa: E402
 import synk  # noqa: E402
 import synk.pytensor  # noqa: E402
 
+pytestmark = pytest.mark.smoke
+
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(101, 6)).astype(np.float32)
 Y = RNG.integers(0, 4, 101).astype(np.int32)

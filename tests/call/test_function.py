@@ -13,6 +13,8 @@ import synk
 
 from ..helpers import assert_close, group_of, numbers, parts_of
 
+pytestmark = pytest.mark.smoke
+
 X, W = numbers(9), np.array([2.0, 3.0], np.float32)
 S = np.float32
 

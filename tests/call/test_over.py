@@ -14,6 +14,8 @@ from synk import stats
 
 from ..helpers import assert_same, group_of, numbers, slow_but
 
+pytestmark = pytest.mark.smoke
+
 X, Y = numbers(37, 3), numbers(37)[:, 0]
 # Sizes that divide and do not, one row, none for some replicas.
 BATCHES: dict[str, Any] = {

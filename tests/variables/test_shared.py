@@ -12,6 +12,8 @@ import synk
 
 from ..helpers import assert_close, group_of, numbers, parts_of, slow
 
+pytestmark = pytest.mark.smoke
+
 # Reading: `w.value` inside a transformation is the value of this call. Each gives x times w.
 
 
