@@ -90,30 +90,25 @@ class Gang:
         assert process.stdout is not None
         self._readers.append(Reader(process.stdout.fileno(), rank, self._console, log, note))
 
-    def signal(self, number: int) -> None:
-        """Send a signal to each process."""
-        for process in self._processes.values():
-            process.send_signal(number)
-
-    def watch(self) -> tuple[list[Ended], list[int]]:
-        """Wait for all to end, or for the first failure and those that follow from it: which failed, and which hang."""
-        start, until = monotonic(), float("inf")
+    def watch(self, signals: Sequence[int]) -> tuple[list[Ended], list[int]]:
+        """Wait for all to end, or for the first failure and those that follow from it: which failed, and which hang.
+        The first of `signals`, to which a handler adds, is passed on; after Ctrl-C they have a while to clear up, and a
+        second one ends the wait. A handler that raised might leave a lock held: that of `Popen.poll`, for one."""
+        start, until, passed_on = monotonic(), float("inf"), False
         failed: dict[int, Ended] = {}
         while True:
             codes = {rank: process.poll() for rank, process in self._processes.items()}
             for rank, code in codes.items():
                 if code and rank not in failed:
                     failed[rank] = Ended(rank, code, monotonic() - start)
-            if None not in codes.values() or monotonic() > until:
+            if None not in codes.values() or monotonic() > until or len(signals) > 1:
                 return list(failed.values()), [rank for rank, code in codes.items() if code is None]
-            if failed:
+            if signals and not passed_on:  # of SIGTERM synk.preempted tells: they may save, and leave
+                passed_on = True
+                for process in self._processes.values():
+                    process.send_signal(signals[0])
+            if failed or signal.SIGINT in signals:
                 until = min(until, monotonic() + GRACE_SECONDS)
-            sleep(0.02)
-
-    def wait(self, seconds: float) -> None:
-        """Give all some time to end."""
-        until = monotonic() + seconds
-        while monotonic() < until and any(process.poll() is None for process in self._processes.values()):
             sleep(0.02)
 
     def end(self) -> None:

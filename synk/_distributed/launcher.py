@@ -6,13 +6,12 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from .console import Console
-from .gang import GRACE_SECONDS, Ended, Gang, Guard
+from .gang import Ended, Gang, Guard
 from .liveness import EXIT_PEER_FAILED
 
 EXIT_TIMEOUT = 124  # the code of a process that had to be ended, as of the command `timeout`
@@ -22,17 +21,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code of the gang. SIGTERM is passed on to all; a second one ends them."""
     options = _options(arguments)
     guard, console = Guard(), Console()
-    launcher = _Launcher(options, guard, console)
-    console.say(f"{options.processes} processes" + (f", logs in {options.logs}" if options.logs else ""))
-    code = launcher.run(0)
-    for attempt in range(1, options.restarts + 1):
-        if code in (0, -signal.SIGINT) or launcher.signals:
-            break
-        console.say(f"starting all again ({attempt} of {options.restarts})")
-        code = launcher.run(attempt)
-    guard.close()
-    console.finish()
+    with _noting_signals() as signals:
+        launcher = _Launcher(options, guard, console, signals)
+        console.say(f"{options.processes} processes" + (f", logs in {options.logs}" if options.logs else ""))
+        code = launcher.run(0)
+        for attempt in range(1, options.restarts + 1):
+            if code == 0 or signals:
+                break
+            console.say(f"starting all again ({attempt} of {options.restarts})")
+            code = launcher.run(attempt)
+        guard.close()
+        console.finish()
     return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _noting_signals() -> Iterator[list[int]]:
+    """Those that ask for an end, in the order in which they come; none that was ignored, as behind `nohup`."""
+    signals: list[int] = []
+    asking = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in asking}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -75,39 +88,23 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 class _Launcher:
     """Runs attempts of a gang."""
 
-    def __init__(self, options: argparse.Namespace, guard: Guard, console: Console) -> None:
-        self.options, self.guard, self.console = options, guard, console
-        self.signals: list[int] = []  # passed on so far
+    def __init__(self, options: argparse.Namespace, guard: Guard, console: Console, signals: Sequence[int]) -> None:
+        self.options, self.guard, self.console, self.signals = options, guard, console, signals
 
     def run(self, attempt: int) -> int:
         """One attempt: 0, or the code of the first process that failed."""
         options, gang = self.options, Gang(self.guard, self.console)
-
-        def pass_on(number: int, frame: Any) -> None:
-            self.signals.append(number)
-            if len(self.signals) > 1:
-                raise KeyboardInterrupt
-            gang.signal(number)  # of SIGTERM synk.preempted tells: they may save, and leave
-
-        before = signal.signal(signal.SIGTERM, pass_on)
         try:
             coordinator = options.coordinator or f"127.0.0.1:{_free_port()}"
             for i in range(options.processes):
                 rank = options.node_rank * options.processes + i
                 log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
                 gang.start(rank, self._command(), self._environment(rank, attempt, coordinator), log)
-            failed, stuck = gang.watch()
-        except KeyboardInterrupt:
-            if not self.signals:  # Ctrl-C: they may clear up
-                gang.signal(signal.SIGINT)
-                with suppress(KeyboardInterrupt):  # pressed again
-                    gang.wait(GRACE_SECONDS)
-            return -signal.SIGINT
+            failed, stuck = gang.watch(self.signals)
         finally:
-            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it does not take long
             gang.end()
-            signal.signal(signal.SIGINT, interrupt)
-            signal.signal(signal.SIGTERM, before)
+        if signal.SIGINT in self.signals or len(self.signals) > 1:
+            return -signal.SIGINT
         return self._blame(failed, stuck, gang.ended_by_runtime) if failed else 0
 
     def _command(self) -> list[str]:

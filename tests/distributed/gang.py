@@ -167,9 +167,9 @@ class Gang(Running):
 class Launcher(Running):
     """`python -m synk launch`, one process that has the others."""
 
-    def __init__(self, folder, *options, **environment):
+    def __init__(self, folder, *options, program="launcher", **environment):
         super().__init__(f"launch {' '.join(map(str, options))}")
-        self.start(["launcher", *options], Path(folder) / "launcher.log", environment)
+        self.start([program, *options], Path(folder) / "launcher.log", environment)
 
 
 def run(program, *arguments, deadline=120, **options):

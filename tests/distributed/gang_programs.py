@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -1349,6 +1350,33 @@ def execute(code):
 def launcher(*arguments):
     """As `python -m synk launch`."""
     sys.exit(synk_launcher.main(["launch", *arguments]))
+
+
+def interrupted_launcher(*arguments):
+    """A launcher that gets Ctrl-C while it looks whether a process has ended, with the lock of that held."""
+
+    class Lock:
+        asked = 0
+
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def acquire(self, *how):
+            held = self.lock.acquire(*how)
+            Lock.asked += 1
+            if Lock.asked == 20:
+                os.kill(os.getpid(), signal.SIGINT)
+            return held
+
+        __enter__ = acquire
+
+        def release(self, *error):
+            self.lock.release()
+
+        __exit__ = release
+
+    subprocess.threading = mock.Mock(Lock=Lock)
+    launcher(*arguments)
 
 
 def nursery():

@@ -88,6 +88,14 @@ def test_launch_ends_all_on_ctrl_c(tmp_path):
     assert ended == 128 + signal.SIGINT and "starting all again" not in output
 
 
+def test_launch_ends_at_whatever_moment_ctrl_c_comes(tmp_path):
+    """Here the lock that tells whether a process has ended is held, without which none can be waited for."""
+    file = tmp_path / "script.py"
+    file.write_text("import time; time.sleep(100)")
+    with gang.Launcher(tmp_path, "-n", 2, file, program="interrupted_launcher") as launcher:
+        assert launcher.wait(30)[0].code == 128 + signal.SIGINT
+
+
 @pytest.mark.parametrize("options", [["-n", "0", "script.py"], ["--restarts", "-1", "script.py"], []])
 def test_launch_refuses(capsys, options):
     """Numbers that mean nothing, and no script."""
