@@ -104,26 +104,25 @@ class Compiler:
         kinds: list[tuple[Any, Any]] = [(sizes, ()) for sizes in call.part_sizes]
         if builder.runs_each_rank and call.lengths:
             kinds = [(each.sizes, each.counts) for each in launches(call.lengths, call.num_slices)]
-        reductions = tuple(builder.reductions[i] for i in self.carried)
-        start = self.group._cached(owner, ("start", self.carry, reductions), self._compile_start)
         steps = {counts or sizes: _Launch(sizes, counts, False, self.carry) for sizes, counts in kinds}
         programs = {kind: cached(step, partial(self._compile, step)) for kind, step in steps.items()}
         last = _Launch((), (), True, self.carry)
-        return Programs(programs, start, None if call.is_over else cached(last, partial(self._compile, last)))
+        return Programs(programs, self._start(), None if call.is_over else cached(last, partial(self._compile, last)))
 
-    def _compile_start(self) -> Executable:
-        """What makes the states of all replicas before the first of several launches."""
-        size, builder = self.group.size, self.builder
+    def _start(self) -> Executable:
+        """What makes the states of all replicas before the first of several launches: zeros, since what changes nothing
+        may be infinite, which `jax_debug_infs` would find."""
+        function, carry, size = self.builder.function, self.carry, self.group.size
 
-        def body() -> list[jax.Array]:
-            states = builder.empty_states()
-            first = [states[i] for i in self.carried] + [jnp.zeros_like(POSITION)] * self.call.is_over
-            return [jnp.stack([state] * size) for state in first]
+        def make() -> Executable:
+            def body() -> list[jax.Array]:
+                return [jnp.zeros((size, *state.shape), state.dtype) for state in carry]
 
-        outs = layouts("stacked", len(self.carry))
-        spec = ProgramSpec(body, [], [], outs, name=builder.function.name, takes_all_replicas=True)
-        builder.function.stats.compilations += 1
-        return Executable(self.group, spec)
+            function.stats.compilations += 1
+            outs = layouts("stacked", len(carry))
+            return Executable(self.group, ProgramSpec(body, [], [], outs, name=function.name, takes_all_replicas=True))
+
+        return self.group._cached(Compiler, ("start", function.name, carry), make)
 
     def _compile(self, launch: _Launch) -> Executable:
         function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)

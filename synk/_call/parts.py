@@ -59,8 +59,8 @@ def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | N
         return Part(rank, rows, first_row, 0, 0, 1.0 / replicas, 1.0, 0, 0, total=total)
     table, real = jnp.asarray(table), jnp.result_type(float)
     # One look-up for all: `numbers[rank]` of each takes JAX a millisecond to trace.
-    own = lax.dynamic_index_in_dim(table, rank, 1, keepdims=False)
-    count, first_row, offset, length, seen, row_slot, part_slot, ended = own
+    own = lax.split(lax.dynamic_index_in_dim(table, rank, 1, keepdims=False), (1,) * TABLE_ROWS)
+    count, first_row, offset, length, seen, row_slot, part_slot, ended = (each.reshape(()) for each in own)
     float_count, lengths = count.astype(real), table[LENGTHS]
     total = lengths.sum(dtype=jnp.int32)
     return Part(

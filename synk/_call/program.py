@@ -113,7 +113,7 @@ class ProgramBuilder:
         branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
             return branches[0]()
-        number = jnp.argmax(part.count == jnp.array(sizes, jnp.int32)).astype(jnp.int32)
+        number = sum(i * (part.count == size).astype(jnp.int32) for i, size in enumerate(sizes[1:], 1))
         if self.selects_branches:
             return [lax.select_n(number, *leaves) for leaves in zip(*(branch() for branch in branches), strict=True)]
         return lax.switch(number, branches)
@@ -229,8 +229,7 @@ class ProgramBuilder:
         return {True: rows, False: 1 if self.call.is_over else min(self.call.num_slices, rows)}
 
     def empty_states(self) -> list[jax.Array]:
-        """The states of a replica before its first part, where it has several: zeros, since what changes nothing may be
-        infinite, which `jax_debug_infs` would find."""
+        """The states of a replica before its first part, where it has several: zeros, as of `Compiler`'s start."""
         return [jnp.zeros(shape.shape, shape.dtype) for shape in self.state_shapes(self.slots)]
 
     def states_of_present(self, states: Sequence[jax.Array], is_present: Any) -> list[jax.Array]:
