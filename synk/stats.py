@@ -11,6 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from ._base.errors import shown
 from ._base.pytree import narrow
 from ._reductions import statistics
 from ._reductions.monoid import Gathered, Monoid, MonoidSpec, known
@@ -313,7 +314,7 @@ def quantile(x: Any, q: Any) -> Monoid:
     """
     wanted = np.asarray(q, np.float64)
     if not ((wanted >= 0) & (wanted <= 1)).all():
-        raise ValueError(f"synk.stats.quantile: q is {q!r}; give numbers from 0 to 1.")
+        raise ValueError(f"synk.stats.quantile: q is {shown(q)}; give numbers from 0 to 1.")
     return Gathered(statistics.rows_of(x, "quantile"), partial(statistics.quantile, q=wanted))
 
 

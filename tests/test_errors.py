@@ -6,9 +6,11 @@ import traceback
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import synk
+import synk.train
 
 from .helpers import group_of, numbers
 
@@ -427,6 +429,13 @@ ERRORS = {
     ),
     # Collectives.
     "no variable": (lambda: synk.all_reduce(3), TypeError, "synk.all_reduce: 3 is no shared variable"),
+    "much that is no variable": (
+        lambda: synk.broadcast({"w": X, "more": [X] * 99}), TypeError, "broadcast: a dict of float32.* and 99 more is no",
+    ),
+    "arguments in another order": (
+        lambda: synk.train.step(loss, optax.sgd(0.1), {"w": np.ones((40, 50))}), TypeError,
+        r"optimizer is a dict of float64\[40, 50\]; give one of optax's",
+    ),
     "no variables": (lambda: synk.broadcast([3]), TypeError, r"synk.broadcast: \[3\] is no shared variable"),
     "too few values": (lambda: synk.scatter([held(), held()], [X]), ValueError, "synk.scatter: 2 variables need a list"),
     "scatter of other columns": (lambda: synk.scatter(held(), X[:, :1]), ValueError, r"held has shape \(9, 1\)"),

@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import Callable
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
@@ -17,6 +17,19 @@ R = TypeVar("R")
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PYTHON = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+
+
+LONGEST_SHOWN = 100  # characters
+
+
+def shown(value: Any) -> str:
+    """A value as a message names it: as it prints itself or, where that is long, by its type and the shapes in it."""
+    text = repr(value)
+    if len(text) <= LONGEST_SHOWN and "\n" not in text:
+        return text
+    arrays = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(value) if hasattr(leaf, "dtype")]
+    of_what = f" of {arrays[0]}" + (f" and {len(arrays) - 1} more" if arrays[1:] else "") if arrays else ""
+    return f"a {type(value).__name__}{of_what}"
 
 
 class SynkError(Exception):

@@ -14,6 +14,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from .._base.bounded_cache import BoundedCache
+from .._base.errors import shown
 from .._base.pytree import PyTree
 from .._data.overlap import Overlap, halo_of
 
@@ -112,7 +113,7 @@ class ArgumentBinder:
                 raise ValueError(f"{self.name}: inputs names {unknown[0]!r}, but {self._has()}.")
             return {p: self._checked(mode, p) for p, mode in inputs.items()}
         if not isinstance(inputs, Sequence):
-            raise TypeError(f"{self.name}: inputs is {inputs!r}; give a sequence of modes or names, or a mapping.")
+            raise TypeError(f"{self.name}: inputs is {shown(inputs)}; give a sequence of modes or names, or a mapping.")
         if inputs and all(isinstance(i, str) and i in self.parameters and i not in MODES for i in inputs):
             return {p: "scatter" if p in inputs else "broadcast" for p in self.parameters}
         wrong = [i for i in inputs if isinstance(i, str) and i not in MODES]

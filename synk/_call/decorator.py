@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 import jax
 import numpy as np
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._reductions.outputs import check_ops
@@ -122,7 +122,7 @@ def function(
 
     def make(fn: Callable[..., PyTree]) -> Function:
         if not callable(fn):
-            raise TypeError(f"synk.function: fn is {fn!r}; give a function of arrays.")
+            raise TypeError(f"synk.function: fn is {shown(fn)}; give a function of arrays.")
         called = name or getattr(fn, "__name__", type(fn).__name__)
         engines = [each for each in ENGINES if each != "vmap"]
         if engine not in engines:
@@ -153,7 +153,7 @@ def _checked_blocks(blocks: Any, wire: PyTree, name: str) -> int | None:
     if blocks is None:
         return None
     if isinstance(blocks, bool) or not isinstance(blocks, int | np.integer):
-        raise TypeError(f"{name}: blocks is {blocks!r}; give how many rows a block has, an integer >= 1.")
+        raise TypeError(f"{name}: blocks is {shown(blocks)}; give how many rows a block has, an integer >= 1.")
     if blocks < 1:
         raise ValueError(f"{name}: blocks is {blocks}; give how many rows a block has, an integer >= 1.")
     if jax.tree.leaves(wire):
@@ -166,7 +166,9 @@ def _checked_options(options: Any, name: str) -> tuple[tuple[str, Any], ...]:
     if options is None:
         return ()
     if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):
-        raise TypeError(f"{name}: compiler_options is {options!r}; give a mapping from the names of XLA's options.")
+        raise TypeError(
+            f"{name}: compiler_options is {shown(options)}; give a mapping from the names of XLA's options."
+        )
     wrong = [option for option, value in options.items() if not isinstance(value, str | bool | int | float)]
     if wrong:
         raise TypeError(

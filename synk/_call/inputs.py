@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._base.errors import shown
 from .._base.partition import split_rows
 from .._base.pytree import SCALARS, as_data, check_fits, is_number, key_of
 from .._data.dataset import Data, is_result, source_of
@@ -99,7 +100,7 @@ def check_slices(num_slices: Any, name: str) -> None:
     if isinstance(num_slices, str) and num_slices == AUTO:
         return
     if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
-        raise TypeError(f'{name}: num_slices is {num_slices!r}; give an integer >= 1, or "auto".')
+        raise TypeError(f'{name}: num_slices is {shown(num_slices)}; give an integer >= 1, or "auto".')
     if num_slices < 1:
         raise ValueError(f'{name}: num_slices is {num_slices}; give an integer >= 1, or "auto".')
 

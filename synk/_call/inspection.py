@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from .._base.errors import SynkError, public_api
+from .._base.errors import SynkError, public_api, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import PyTree
 from .._runtime.dispatch import LOCK, settle
@@ -192,7 +192,7 @@ class Inspection:
         """
         bound = self._bind(args, kwargs, num_slices, "explain")
         if isinstance(run, bool) or not isinstance(run, int | np.integer):
-            raise TypeError(f"{self.name}.explain: run is {run!r}; give a number of calls, 0 for none.")
+            raise TypeError(f"{self.name}.explain: run is {shown(run)}; give a number of calls, 0 for none.")
         if run < 0:
             raise ValueError(f"{self.name}.explain: run is {run}; give a number of calls, 0 for none.")
         request, group = RowRequest(batch, batch_s, num_slices), current_group()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._base.pytree import PyTree, as_keys, narrow
 from .._data.dataset import Data, source_of
 from .._data.prefetch import Prefetch
@@ -57,7 +57,7 @@ def each(values: Iterable[Any]) -> Any:
       [2.0, 1.0, 0.5]
     """
     if not isinstance(values, Iterable):
-        raise TypeError(f"synk.each: {values!r} is no iterable; give one value for each batch.")
+        raise TypeError(f"synk.each: {shown(values)} is no iterable; give one value for each batch.")
     return Each(values)
 
 
@@ -195,7 +195,7 @@ def iterate(
     """Call a function for each batch; `refuse` raises where nothing may be launched."""
     name = rows.name
     if not isinstance(batches, Iterable):
-        raise TypeError(f"{name}: batches is {batches!r}; give an iterable of batches, e.g. synk.minibatches.")
+        raise TypeError(f"{name}: batches is {shown(batches)}; give an iterable of batches, e.g. synk.minibatches.")
 
     return Prefetch(batches, size, rows.ahead, partial(arrive, call), f"{name}: prefetch", refuse)
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._base.errors import shown
 from .._base.jax_context import checks_floats, trace_options
 from .._base.pytree import SCALARS, is_weak, narrow
 from .._data.dataset import Data, resident, source_of
@@ -207,7 +208,7 @@ def place_broadcast(group: Group, data_group: Group | None, is_used_once: bool, 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
     """`output_subset` is a list of indexes or keys."""
     if isinstance(subset, str) or not isinstance(subset, Sequence):
-        raise TypeError(f"{name}: output_subset is {subset!r}; give a list of indexes or keys.")
+        raise TypeError(f"{name}: output_subset is {shown(subset)}; give a list of indexes or keys.")
     if not all(isinstance(each, int | str | np.integer) for each in subset):
-        raise TypeError(f"{name}: output_subset holds {subset!r}; give indexes or keys alone.")
+        raise TypeError(f"{name}: output_subset holds {shown(subset)}; give indexes or keys alone.")
     return tuple(subset)

@@ -8,7 +8,7 @@ import jax.core
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from .._base.errors import SynkError
+from .._base.errors import SynkError, shown
 from .._base.jax_context import is_traced, trace_options
 from .._base.pytree import SCALARS, PyTree, key_of, narrow, to_jax
 from .._data.dataset import Data, data_of_replicas, resident, source_of
@@ -70,7 +70,7 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
                 f"rows, at least one."
             )
     if not leaves:
-        raise ValueError(f"{name}: {what} is {tree!r}, which has no array; give arrays, rows first.")
+        raise ValueError(f"{name}: {what} is {shown(tree)}, which has no array; give arrays, rows first.")
     return RowTree(leaves, treedef, len(leaves[0]))
 
 
@@ -78,7 +78,7 @@ def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]
     """A user's function of rows, which may not read or write shared variables, nor call what runs over all replicas:
     programs are kept by the function alone."""
     if not callable(fn):
-        raise TypeError(f"{name}: it is given {fn!r}; give a function of rows.")
+        raise TypeError(f"{name}: it is given {shown(fn)}; give a function of rows.")
     try:
         hash(fn)
     except TypeError:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._base.errors import shown
 from .._base.pytree import PyTree
 from .._data.feed import InputFeed
 from .._data.selection import IndexKind
@@ -167,7 +168,7 @@ class CallSpec(NamedTuple):
 def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:
     """The same function with what follows it."""
     if not callable(then):
-        raise TypeError(f"{spec.name}: then is {then!r}; give a function of the combined outputs.")
+        raise TypeError(f"{spec.name}: then is {shown(then)}; give a function of the combined outputs.")
     parameters = list(inspect.signature(then).parameters.values())
 
     def following(outputs: int) -> list[str]:

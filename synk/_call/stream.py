@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from .._base.errors import shown
 from .._base.pytree import PyTree
 from .._data.prefetch import Prefetch
 from .._data.sources import copied
@@ -28,7 +29,7 @@ def stream(
     """Call a function for each item; `refuse` raises where nothing may be launched."""
     name = f"{function.name}.stream"
     if not isinstance(source, Iterable):
-        raise TypeError(f"{name}: its source is {source!r}; give an iterable of arguments, e.g. a data loader.")
+        raise TypeError(f"{name}: its source is {shown(source)}; give an iterable of arguments, e.g. a data loader.")
 
     def ahead(item: Any) -> Ahead:
         args, kwargs = _arguments(item)

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import numpy as np
 
-from .._base.errors import SynkError, public_api
+from .._base.errors import SynkError, public_api, shown
 from .._base.pytree import narrow
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
@@ -148,7 +148,7 @@ class Data:
           (4, 2)
         """
         if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-            raise TypeError(f"{self.name}.set_length: rows is {rows!r}; give an integer.")
+            raise TypeError(f"{self.name}.set_length: rows is {shown(rows)}; give an integer.")
         held = len(source_of(self))
         if not 0 <= rows <= held:
             raise ValueError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def minibatches(
     for name, value in given.items():
         least = 0 if name in ("seed", "start") else 1
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"synk.minibatches: {name} is {value!r}; give an integer >= {least}.")
+            raise TypeError(f"synk.minibatches: {name} is {shown(value)}; give an integer >= {least}.")
         if value < least:
             raise ValueError(f"synk.minibatches: {name} is {value}; give an integer >= {least}.")
     if seed >= 2**32:

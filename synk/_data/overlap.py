@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._base.partition import split_rows
 from .._base.pytree import exactly
 from .._runtime.group import AXIS
@@ -61,7 +61,7 @@ class Overlap:
         after = before if after is None else after
         for name, width in (("before", before), ("after", after)):
             if isinstance(width, bool) or not isinstance(width, int | np.integer):
-                raise TypeError(f"synk.Overlap: {name} is {width!r}; give an integer >= 0.")
+                raise TypeError(f"synk.Overlap: {name} is {shown(width)}; give an integer >= 0.")
             if width < 0:
                 raise ValueError(f"synk.Overlap: {name} is {width}; give an integer >= 0.")
         if edge not in get_args(Edge):

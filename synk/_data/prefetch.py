@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from .._base.errors import SynkError, public_api
+from .._base.errors import SynkError, public_api, shown
 from .._base.jax_context import config, is_traced, transfers_on_purpose
 from .._base.pytree import SCALARS, PyTree, narrow
 from .._runtime.group import Group, current_group
@@ -110,7 +110,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
         refuse: Callable[[], None],
     ) -> None:  # fmt: skip
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise TypeError(f"{name} is {size!r}; give an integer >= 0.")
+            raise TypeError(f"{name} is {shown(size)}; give an integer >= 0.")
         if size < 0:
             raise ValueError(f"{name} is {size}; give an integer >= 0, where 0 works ahead of nothing.")
         self._size, self._refuse = int(size), refuse

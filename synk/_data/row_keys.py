@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._tracing.context import current_trace, row_numbers
 
 
@@ -57,7 +57,7 @@ def _checked(rows: Any) -> int:
             f"out here: synk.row_keys(key) gives each row its own."
         )
     if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-        raise TypeError(f"synk.row_keys: rows is {rows!r}; give how many, such as len(x).")
+        raise TypeError(f"synk.row_keys: rows is {shown(rows)}; give how many, such as len(x).")
     if rows < 1:
         raise ValueError(f"synk.row_keys: {rows} rows were asked for; give at least 1.")
     return int(rows)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
+from .._base.errors import shown
 from .._base.pytree import is_number, key_of, refuse_tracer
 
 BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
@@ -101,7 +102,7 @@ def as_number_dtype(dtype: Any, name: str) -> np.dtype:
     except TypeError:
         found = np.dtype(object)
     if not is_number(found):
-        raise TypeError(f"{name}: dtype is {dtype!r}; give one of numbers or booleans that JAX has.")
+        raise TypeError(f"{name}: dtype is {shown(dtype)}; give one of numbers or booleans that JAX has.")
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from .._base.errors import SynkError
+from .._base.errors import SynkError, shown
 from .._runtime.dispatch import JAXLIB
 from . import kv_store
 
@@ -176,7 +176,7 @@ def _number(name: str, value: Any) -> int | None:
     """An argument, or what the environment says of it."""
     if value is not None:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"synk.init: {name} is {value!r}; give an integer.")
+            raise TypeError(f"synk.init: {name} is {shown(value)}; give an integer.")
         return value
     variable = f"SYNK_{name.upper()}"
     text = os.environ.get(variable)

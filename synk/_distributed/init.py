@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._base.units import parse_memory
 from .._runtime.dispatch import drain
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
@@ -163,10 +163,12 @@ def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
         return _first_devices(int(devices), is_distributed)
     if isinstance(devices, str) or not isinstance(devices, Sequence):
-        raise TypeError(f"synk.init: devices is {devices!r}; give None, a number or a list of jax.Devices.")
+        raise TypeError(f"synk.init: devices is {shown(devices)}; give None, a number or a list of jax.Devices.")
     chosen = tuple(devices)
     if not chosen or not all(isinstance(device, jax.Device) for device in chosen):
-        raise TypeError(f"synk.init: devices is {devices!r}; give at least one jax.Device, e.g. jax.devices()[:2].")
+        raise TypeError(
+            f"synk.init: devices is {shown(devices)}; give at least one jax.Device, e.g. jax.devices()[:2]."
+        )
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"synk.init: a device is named twice in {devices!r}; use synk.simulate to share one.")
     return chosen
@@ -196,6 +198,6 @@ def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
 
 def _check_count(call: str, n: int) -> None:
     if isinstance(n, bool) or not isinstance(n, int | np.integer):
-        raise TypeError(f"{call}: the number of replicas is {n!r}; give an integer >= 1.")
+        raise TypeError(f"{call}: the number of replicas is {shown(n)}; give an integer >= 1.")
     if n < 1:
         raise ValueError(f"{call}: {n} replicas were asked for; give an integer >= 1.")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from .._base.errors import SynkError, public_api
+from .._base.errors import SynkError, public_api, shown
 from .._base.units import parse_memory
 from .group import CURRENT, Accelerator, Device, Group, make_group
 
@@ -104,7 +104,7 @@ def target(device: str, replicas: int, hosts: int = 1, *, memory: int | float | 
     """
     for what, count in (("replicas", replicas), ("hosts", hosts)):
         if isinstance(count, bool) or not isinstance(count, int | np.integer):
-            raise TypeError(f"synk.target: {what} is {count!r}; give an integer >= 1.")
+            raise TypeError(f"synk.target: {what} is {shown(count)}; give an integer >= 1.")
     if device not in _GPUS and device not in _TPUS:
         known = ", ".join([*_GPUS, *_TPUS])
         raise ValueError(f"synk.target: there is no {device!r}; known are {known}.")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError
+from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, shown
 from .._base.jax_context import is_traced
 from .._base.partition import split_rows
 from .._base.pytree import PyTree, as_keys
@@ -333,7 +333,7 @@ def _bind_rank(variable: Variable, rank: int) -> tuple[Group, VariableState]:
     group = group_of(variable)
     state = bind(variable, group)
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        raise TypeError(f"{variable.name}: rank is {rank!r}; give an integer from 0 to {group.size - 1}.")
+        raise TypeError(f"{variable.name}: rank is {shown(rank)}; give an integer from 0 to {group.size - 1}.")
     if not 0 <= rank < group.size:
         raise IndexError(f"{variable.name}: there is no rank {rank}; ranks are 0 to {group.size - 1}.")
     return group, state

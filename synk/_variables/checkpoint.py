@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._runtime.executable import from_process_0
 from .._runtime.group import current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
@@ -68,9 +68,9 @@ def save(
     """
     check_variables(variables, "save")
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-        raise ValueError(f"synk.save: step is {step!r}; give an integer >= 0.")
+        raise ValueError(f"synk.save: step is {shown(step)}; give an integer >= 0.")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"synk.save: keep is {keep!r}; give an integer >= 1, or None for all.")
+        raise ValueError(f"synk.save: keep is {shown(keep)}; give an integer >= 1, or None for all.")
     extra, place, number = _checked_extra(extra), Path(folder), int(step)
     with eager():
         peers, call = current_group()._peers, f"synk.save(step={number}, variables={[*variables]})"
@@ -143,7 +143,9 @@ def load(
 def check_variables(variables: Any, call: str) -> None:
     """Is it a mapping from name to shared variable?"""
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
-        raise TypeError(f'synk.{call}: variables is {variables!r}; give a mapping from name to variable: {{"w": w}}.')
+        raise TypeError(
+            f'synk.{call}: variables is {shown(variables)}; give a mapping from name to variable: {{"w": w}}.'
+        )
     each_of(list(variables.values()), call)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base.errors import SynkError
+from .._base.errors import SynkError, shown
 from .._base.jax_context import is_traced
 from .._base.partition import split_rows
 from .._base.pytree import PyTree, as_data, as_keys, key_of
@@ -43,7 +43,9 @@ def each_of(variables: Any, call: str, with_rows: bool = False) -> list[Shared]:
     """One or several variables, as a list; ValueError where they are to hold rows and one cannot."""
     several = [variables] if isinstance(variables, Shared) else variables
     if not isinstance(several, list | tuple) or not all(isinstance(v, Shared) for v in several):
-        raise TypeError(f"synk.{call}: {variables!r} is no shared variable (or list of them); make one by synk.shared.")
+        raise TypeError(
+            f"synk.{call}: {shown(variables)} is no shared variable (or list of them); make one by synk.shared."
+        )
     for variable in several:
         refuse_inside(variable, call)
         if is_traced():

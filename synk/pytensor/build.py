@@ -14,7 +14,7 @@ from pytensor.tensor.type import TensorType
 
 import synk
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._call.binding import RESERVED
 from .convert import Converted, as_typed
 from .cuts import Cuts, Graph, Output, check_inputs, cut, merged
@@ -177,10 +177,10 @@ class _Reading:
 def _check_inputs(name: str, inputs: Sequence[Variable], broadcast: Sequence[Variable]) -> None:
     for argument, given in (("inputs", inputs), ("broadcast", broadcast)):
         if not isinstance(given, list | tuple):
-            raise TypeError(f"{name}: {argument} is {given!r}; give a list of symbolic variables.")
+            raise TypeError(f"{name}: {argument} is {shown(given)}; give a list of symbolic variables.")
     for variable in inputs:
         if not isinstance(variable, Variable) or isinstance(variable, SharedVariable | Constant) or variable.owner:
-            raise TypeError(f"{name}: inputs holds {variable!r}; give symbolic variables, e.g. pt.matrix('x').")
+            raise TypeError(f"{name}: inputs holds {shown(variable)}; give symbolic variables, e.g. pt.matrix('x').")
         if not isinstance(variable.type, TensorType):
             raise TypeError(f"{name}: its input {variable} is a {variable.type}; synk deals out arrays.")
         if inputs.count(variable) > 1:
@@ -218,7 +218,9 @@ def _output(name: str, given: Any, *op: Any) -> Output:
         expression, weight = given.value, given.weight
     for variable in (expression,) if weight is None else (expression, weight):
         if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
-            raise TypeError(f"{name}: {variable!r} is no expression of an array, so it cannot be combined or returned.")
+            raise TypeError(
+                f"{name}: {shown(variable)} is no expression of an array, so it cannot be combined or returned."
+            )
     if weight is not None and (op not in (("mean",), ("avg",)) or weight.type.ndim):
         raise ValueError(f'{name}: the weight of {expression} is for op "mean", and a scalar.')
     return Output(expression, op[0] if op else None, weight, bool(op))
@@ -226,7 +228,7 @@ def _output(name: str, given: Any, *op: Any) -> Output:
 
 def _two(name: str, argument: str, pair: Any) -> tuple[Any, Any]:
     if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise TypeError(f"{name}: {argument} holds {pair!r}; give pairs.")
+        raise TypeError(f"{name}: {argument} holds {shown(pair)}; give pairs.")
     return pair[0], pair[1]
 
 

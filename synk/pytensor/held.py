@@ -11,7 +11,7 @@ from pytensor.tensor.type import TensorType
 
 import synk
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 
 
 class HeldElsewhere:
@@ -101,7 +101,9 @@ def shared(variable: SharedVariable) -> synk.Shared:
       Shared(w: float32[3])
     """
     if not isinstance(variable, SharedVariable):
-        raise TypeError(f"synk.pytensor.shared: {variable!r} is no shared variable of PyTensor's (pytensor.shared).")
+        raise TypeError(
+            f"synk.pytensor.shared: {shown(variable)} is no shared variable of PyTensor's (pytensor.shared)."
+        )
     container = variable.container
     if isinstance(container.storage, _Storage):
         container.storage.check()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._base.errors import shown
 from .._base.pytree import PyTree
 from .._call.decorator import Inputs, function
 from .._call.function import Function
@@ -74,11 +75,13 @@ class TrainingModel:
                 "synk.train: it needs optax, which is not installed. Get it by: pip install 'synk-jax[examples]'"
             ) from error
         if not callable(loss):
-            raise TypeError(f"{call}: loss is {loss!r}; give a function of the parameters and rows.")
+            raise TypeError(f"{call}: loss is {shown(loss)}; give a function of the parameters and rows.")
         if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-            raise TypeError(f"{call}: optimizer is {optimizer!r}; give one of optax's, e.g. optax.sgd(0.1).")
+            raise TypeError(f"{call}: optimizer is {shown(optimizer)}; give one of optax's, e.g. optax.sgd(0.1).")
         if clip is not None and not clip > 0:
-            raise ValueError(f"{call}: clip is {clip!r}; give the largest global norm of a gradient, a number > 0.")
+            raise ValueError(
+                f"{call}: clip is {shown(clip)}; give the largest global norm of a gradient, a number > 0."
+            )
         if blocks is not None and (shard_optimizer or isinstance(wire, PowerSGD)):
             option = f"wire={wire!r}" if isinstance(wire, PowerSGD) else "shard_optimizer=True"
             raise ValueError(f"{call}: {option} adds up each replica's sums, so it does not go with blocks={blocks}.")
@@ -113,9 +116,9 @@ class TrainingModel:
     def average(self, decay: float, flat: bool) -> Shared:
         """A moving average of the parameters, which begins as they are."""
         if isinstance(decay, bool) or not isinstance(decay, int | float | np.floating):
-            raise TypeError(f"synk.train.step: ema is {decay!r}; give its decay, a number such as 0.999.")
+            raise TypeError(f"synk.train.step: ema is {shown(decay)}; give its decay, a number such as 0.999.")
         if not 0 <= decay < 1:
-            raise ValueError(f"synk.train.step: ema is {decay!r}; give its decay, at least 0 and below 1.")
+            raise ValueError(f"synk.train.step: ema is {shown(decay)}; give its decay, at least 0 and below 1.")
         self._ema = float(decay)
         return shared(map_value(self.params, lambda params: params), "ema", flat=flat)
 
