@@ -289,7 +289,7 @@ def test_a_program_that_dies_in_one_process(when):
         assert end.code == EXIT_PEER_FAILED
 
 
-@pytest.mark.parametrize("who", [slow("0"), slow("1"), "saves"])
+@pytest.mark.parametrize("who", [slow("0"), slow("1"), slow("saves")])
 def test_who_works_on_is_waited_for(who, tmp_path):
     """However long, since it is alive; what is being saved is whole."""
     for end in gang.run("works_on", who, tmp_path / "saved", deadline=60):
