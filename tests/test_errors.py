@@ -197,6 +197,10 @@ ERRORS = {
     "objects": (lambda: mean()(np.array([None] * 4)), TypeError, "loss: argument x has dtype object"),
     "dates": (lambda: mean()(np.zeros(4, "M8[s]")), TypeError, "loss: argument x has dtype datetime64"),
     "a long double": (lambda: sum_with_w()(X, np.longdouble(1)), TypeError, "act: argument w has dtype .*; give numbers or booleans that JAX has"),
+    "records": (
+        lambda: mean()(np.rec.array([(1, 2.0)] * 4, dtype=[("a", int), ("b", float)])), TypeError,
+        "loss: argument x has dtype .* give numbers or booleans that JAX has",
+    ),
     "rows of long doubles": (lambda: mean()(np.ones(4, np.clongdouble)), TypeError, "loss: argument x has dtype .* that JAX has"),
     "a shared variable": (lambda: mean()(held()), TypeError, "argument x is the shared variable held; read held.value"),
     "a scalar to scatter": (lambda: mean()(1.0), ValueError, 'x is a scalar .* inputs={"x": "broadcast"}'),

@@ -41,7 +41,8 @@ def as_data(leaf: Any) -> Any:
 @lru_cache(maxsize=256)
 def is_number(dtype: np.dtype) -> bool:
     """Is it of numbers or booleans that JAX has? Its own small floats are among them, C's long double is not."""
-    return dtype.kind not in "OSUMm" and dtype.type not in (np.void, np.longdouble, np.clongdouble)
+    no_numbers = (np.void, np.longdouble, np.clongdouble)
+    return dtype.kind not in "OSUMm" and dtype.fields is None and dtype.type not in no_numbers
 
 
 def narrow(dtype: np.dtype) -> np.dtype:

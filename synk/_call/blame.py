@@ -12,6 +12,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
+from .._data.dataset import Data
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.monoid import Monoid
 from .._reductions.reduction import REDUCTIONS, Weighted
@@ -123,8 +124,10 @@ class Prober:
                 f"x = synk.gather({held}, nd_up=0)."
             )
         self.numbers = np.arange(0)
-        if ready.rows.each:
-            self.numbers = ready.rows.each[0].selection.positions(0, sum(self.lengths or ()))
+        if ready.rows.each:  # of minibatch data no more than its own rows is known
+            known = [not (isinstance(leaf, Data) and leaf.is_minibatch) for leaf in looked.scattered]
+            selection = ready.rows.each[known.index(True) if any(known) else 0].selection
+            self.numbers = selection.positions(0, sum(self.lengths or ()))
         if bound.numbers is not None:
             self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.numbers]
         self.rows: HostRows | None = None
@@ -146,7 +149,7 @@ def blame(
     function: FunctionSpec, plans: tuple[PlanCache, PlanCache], bound: BoundArguments, request: RowRequest, group: Group
 ) -> Blame | None:
     """Find what makes a call's numbers not finite; `plans` are those of the function and of its probes."""
-    with LOCK:
+    with LOCK, jax.debug_nans(False), jax.debug_infs(False):  # which would raise in a probe
         settle()
         own = prepare(function, plans[0], bound, request, None, Where(group))
         states = [*_of_state(own)]

@@ -54,6 +54,13 @@ class Function(Inspection):
     def __repr__(self) -> str:
         return f"synk.function({self.name})"
 
+    def __copy__(self) -> Function:
+        """Itself, as of Python's functions."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        return self
+
     def __get__(self, instance: Any, owner: type | None = None) -> Function:
         if instance is None:
             return self

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -27,6 +27,8 @@ _END = object()  # of values that have ended
 
 class Each:
     """Values of which each batch gets the next one; made by `synk.each`."""
+
+    __hash__: ClassVar[None] = None  # so it is no static argument, which all batches would share
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.values = values
@@ -91,7 +93,7 @@ class Batches:
         self.resident = [i for i in self.picked if self._stays(sources[i])]
         self.followed = [source for source in sources if isinstance(source, Data)]
         self.rows()
-        if not self.picked:
+        if not self.picked and call != "stream":
             raise ValueError(f"{self.name}: batches pick rows of scattered inputs, but this call has none.")
 
     def _stays(self, source: Any) -> bool:
@@ -165,6 +167,8 @@ class Batches:
 
     def _bound(self, batch: Any, values: dict[int, Any]) -> BoundArguments:
         """The arguments of a batch."""
+        if not self.picked:  # an item of a stream that brings no rows to pick from
+            return self._with_values(self.bound, values)
         selection = self._select(batch, self.rows(), self.picked[0])
         given: list[Any] = list(self._with_values(self.bound, values).leaves)
         for i in self.picked:

@@ -13,7 +13,7 @@ from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_re
 from .._runtime.group import AXIS, Group
 from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
 from .._variables.access import state_in
-from .._variables.state import AbstractState, VariableState
+from .._variables.state import AbstractState, VariableState, refuse_narrow
 from .._variables.variable import Shared
 from .spec import CallSpec, FunctionSpec
 
@@ -34,6 +34,7 @@ class CallTraces:
 
     def abstract(self, variable: Shared) -> AbstractState:
         """Shapes, layout and rows of a variable, looked at outside any trace under way."""
+        refuse_narrow(variable._state.abstract, variable.name)
         if self._view is None:
             return state_in(variable, self.group).abstract
         with jax.ensure_compile_time_eval():

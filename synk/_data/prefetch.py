@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._base.errors import SynkError, public_api, shown
-from .._base.jax_context import config, is_traced, transfers_on_purpose
+from .._base.jax_context import is_traced, options_of_thread, transfers_on_purpose, with_options
 from .._base.pytree import SCALARS, PyTree, narrow
 from .._runtime.group import Group, current_group
 from .selection import Selection
@@ -34,18 +34,18 @@ class _Worker:
     shares nothing but queues that a destructor may use, since the last reference may go on any line of any thread.
     """
 
-    def __init__(self, items: Iterator[Any], size: int, is_x64: bool) -> None:
+    def __init__(self, items: Iterator[Any], size: int, options: dict[str, Any]) -> None:
         self._is_stopped = False
         self._asked: SimpleQueue[None] = SimpleQueue()
         self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
         for _ in range(size):
             self._asked.put(None)
-        self.thread = threading.Thread(target=self._work, args=(items, is_x64), name="synk-prefetch", daemon=True)
+        self.thread = threading.Thread(target=self._work, args=(items, options), name="synk-prefetch", daemon=True)
         _workers.add(self)
 
-    def _work(self, items: Iterator[Any], is_x64: bool) -> None:
+    def _work(self, items: Iterator[Any], options: dict[str, Any]) -> None:
         try:
-            with jax.enable_x64(is_x64), transfers_on_purpose():  # the option is a thread's own
+            with with_options(options), transfers_on_purpose():
                 while True:
                     self._asked.get()
                     if self._is_stopped:
@@ -120,7 +120,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
         if isinstance(source, Sized):
             with suppress(TypeError, NotImplementedError):  # a loader may have a len() that says it has none
                 self._length = len(source)
-        self._is_x64: bool = config.jax_enable_x64
+        self._options = options_of_thread()
 
     def __len__(self) -> int:
         if self._length is None:
@@ -135,11 +135,11 @@ class Prefetch(Iterator[R], Generic[T, R]):
             raise StopIteration
         items, arrive = steps
         try:
-            with jax.enable_x64(self._is_x64):
+            with jax.enable_x64(self._options["enable_x64"]):
                 if self._size == 0:
                     return arrive(next(items))
                 if self._worker is None:
-                    self._worker = _Worker(items, self._size, self._is_x64)
+                    self._worker = _Worker(items, self._size, self._options)
                     weakref.finalize(self, self._worker.stop)  # it does not refer to self, so leaving the loop ends it
                     self._worker.thread.start()
                 return arrive(self._worker.take())

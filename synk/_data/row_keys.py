@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import public_api, shown
+from .._base.jax_context import config
 from .._tracing.context import current_trace, row_numbers
 
 
@@ -29,7 +30,8 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
       number of rows.
 
     Raises:
-      ValueError: `rows` is below 1, or given on a replica, where the rows of each would have the same keys again.
+      ValueError: `rows` is below 1, or given on a replica, where the rows of each would have the same keys again; or
+        the key is one of JAX's "rbg" or "unsafe_rbg", whose draws under `jax.vmap` depend on the other rows.
       TypeError: `rows` is no number.
       SynkError: `rows` is left out where there are none.
 
@@ -44,6 +46,7 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
       >>> bool(jnp.all(noise == jax.vmap(jax.random.normal)(synk.row_keys(key, 7))))
       True
     """
+    _refuse_generator(key)
     numbers = row_numbers() if rows is None else jnp.arange(_checked(rows))
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers.astype(jnp.uint32))
 
@@ -61,3 +64,14 @@ def _checked(rows: Any) -> int:
     if rows < 1:
         raise ValueError(f"synk.row_keys: {rows} rows were asked for; give at least 1.")
     return int(rows)
+
+
+def _refuse_generator(key: Any) -> None:
+    """ValueError for one whose numbers in a batch are not those of each key by itself."""
+    is_typed = jnp.issubdtype(getattr(key, "dtype", np.uint32), jax.dtypes.prng_key)
+    name = str(jax.random.key_impl(key) if is_typed else config.jax_default_prng_impl)
+    if name in ("rbg", "unsafe_rbg"):
+        raise ValueError(
+            f"synk.row_keys: what an {name} key draws under jax.vmap depends on the other rows, and so on replicas and "
+            f'slices. Give one of jax.random.key(seed, impl="threefry2x32").'
+        )

@@ -20,7 +20,7 @@ from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout, set_replica, stack_parts
 from .._tracing.context import current_trace, eager
 from .pieces import abstract_pieces, refuse_pieces, stored_pieces, whole_leaves, whole_on_host
-from .state import AbstractState, VariableState
+from .state import AbstractState, VariableState, refuse_narrow
 from .value import ValueSpec, as_owned_array, conform, shared_rows
 
 
@@ -48,11 +48,11 @@ def bind(variable: Variable, group: Group) -> VariableState:
     if variable._group is None:
         if is_made_of_shapes(variable):
             raise SynkError(
-                f"{variable.name}: it was made of shapes alone, for compile and explain. Give it a value first: "
-                f"{variable.name}.value = ..., or synk.load."
+                f"{variable.name}: it was made of shapes alone. Load one, or assign: {variable.name}.value = ..."
             )
-        leaves, state = place(variable, group, variable._state.leaves), state_in(variable, group)
-        variable._state, variable._group = replace(state, leaves=leaves), group
+        state = state_in(variable, group)
+        refuse_narrow(state.abstract, variable.name)
+        variable._state, variable._group = replace(state, leaves=place(variable, group, state.leaves)), group
     if variable._group is not group:
         raise SynkError(
             f"{variable.name}: it lives in {variable._group}, but the current group is {group}. Use it in its own "
@@ -341,5 +341,5 @@ def _bind_rank(variable: Variable, rank: int) -> tuple[Group, VariableState]:
 
 def _in_a_line(error: Exception) -> str:
     """What an error of JAX's says: its first line, or the last where the first announces a traceback."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1 if "Traceback" in lines[0] else 0].strip()[:200]
+    lines = [*str(error).strip().splitlines(), type(error).__name__]
+    return lines[-2 if "Traceback" in lines[0] else 0].strip()[:200]

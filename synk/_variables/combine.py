@@ -33,7 +33,7 @@ from .access import (
     state_of_leaves,
 )
 from .pieces import refuse_pieces
-from .state import VariableState
+from .state import VariableState, refuse_narrow
 from .variable import Shared
 
 Variables: TypeAlias = Shared | Sequence[Shared]
@@ -53,6 +53,8 @@ def each_of(variables: Any, call: str, with_rows: bool = False) -> list[Shared]:
                 f"synk.{call}: it runs when called, but {variable.name} is used inside jit, grad, vmap or the like, "
                 f"which would run it once and never again. Call it outside."
             )
+        if call not in ("get_value", "get_lengths", "get_shapes", "save"):  # which read what is there
+            refuse_narrow(variable._state.abstract, f"synk.{call}: {variable.name}")
         if call in ("scatter", "gather", "all_gather", "reduce", "all_reduce", "set_value"):
             refuse_pieces(variable, f"synk.{call}")
         if with_rows and variable._spec.buffers is not None:

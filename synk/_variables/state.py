@@ -2,10 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
+import numpy as np
 
+from .._base.errors import SynkError
+from .._base.jax_context import config
 from .._runtime.layout import Layout
+
+_WIDE = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 @dataclass(frozen=True)
@@ -15,6 +21,11 @@ class AbstractState:
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # of each stored leaf on one replica; of rows, on that with the most
     layout: Layout = "replicated"  # as long as nothing has made replicas differ, then "stacked"
     rows_per_replica: tuple[int, ...] | None = None  # where it holds rows
+
+    @cached_property
+    def is_wide(self) -> bool:
+        """Does it hold numbers that JAX has only while `jax_enable_x64` is on?"""
+        return any(shape.dtype in _WIDE for shape in self.shapes)
 
     def part_shapes(self, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
         """Of the value that a function sees; of one that holds rows, of so many."""
@@ -50,3 +61,13 @@ class VariableState:
 def with_layout(state: AbstractState, layout: Layout | None) -> AbstractState:
     """The same with another layout, if one is given."""
     return state if layout is None or layout == state.layout else replace(state, layout=layout)
+
+
+def refuse_narrow(state: AbstractState, name: str) -> None:
+    """SynkError where programs would have its 64 bits as 32, silently."""
+    if state.is_wide and not config.jax_enable_x64:
+        dtypes = ", ".join(sorted({shape.dtype.name for shape in state.shapes if shape.dtype in _WIDE}))
+        raise SynkError(
+            f"{name}: it holds {dtypes}, made while jax_enable_x64 was on, which is off here. Turn it on, or make a "
+            f"variable of 32 bits."
+        )

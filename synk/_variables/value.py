@@ -143,9 +143,10 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
         )
     have, is_weak = jax.dtypes.canonicalize_dtype(leaf.dtype), getattr(leaf, "weak_type", False)
     if have != like.dtype and not (is_weak and _kind(have) <= _kind(like.dtype)):
+        is_there = narrow(like.dtype) == like.dtype
+        remedy = f"Convert it, e.g. with new.astype({like.dtype.name!r})" if is_there else "Turn jax_enable_x64 on"
         raise TypeError(
-            f"{call}: the new value of {name} has dtype {have.name}, but its old one has {like.dtype.name}. "
-            f"Convert it, e.g. with new.astype({like.dtype.name!r})."
+            f"{call}: the new value of {name} has dtype {have.name}, but its old one has {like.dtype.name}. {remedy}."
         )
     return lax.convert_element_type(leaf, like.dtype) if is_weak else leaf
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -51,6 +51,12 @@ class Shared:
         # Whether each replica has its own by design: no replicas are compared, and others load the average of all.
         self._is_own = False
         self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self.name}: a shared variable is not copied or pickled, since functions use this one. Make another one: "
+            f"synk.shared({self.name}.value); to keep it, synk.save."
+        )
 
     def __repr__(self) -> str:
         shapes = access.logical_shapes(self)

@@ -435,6 +435,30 @@ def test_debug_nans_blame_too(two):
     assert np.isnan(f(x))
 
 
+@pytest.mark.parametrize("place", ["raw", "host", "scatter", "broadcast"])
+def test_rows_beside_minibatches(two, place):
+    """The row of the dataset, whichever argument comes first and wherever the others lie."""
+    x, ones = np.ones(10, np.float32), np.ones(10, np.float32)
+    x[7] = -1
+    beside = ones if place == "raw" else synk.data(ones, place=place)
+    few = synk.data(np.ones(2, np.float32), minibatch=True)
+    f = synk.function(lambda x, y: (jnp.log(x) * y).sum(), nan="raise", name="f")
+    assert f.blame(x, few, batch=[2, 7]).row == 7
+    assert synk.function(lambda y, x: (jnp.log(x) * y).sum()).blame(few, x, batch=[2, 7]).row == 7
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match="f: row 7 makes it not finite"):
+            list(f.iterate(x, beside, batches=[[0, 1], [2, 7]]))
+
+
+def test_the_line_under_debug_nans(two):
+    """As without it."""
+    f, x = synk.function(lambda x: jnp.log(x).sum()), np.ones(9, np.float32)
+    x[5] = -1
+    with jax.debug_nans(True):
+        found = f.blame(x)
+    assert found == f.blame(x) and found.row == 5 and found.line
+
+
 def test_wrong_nan():
     """Refused when the function is built."""
     with pytest.raises(ValueError, match='use "raise", or None'):

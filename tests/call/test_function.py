@@ -1,7 +1,9 @@
 """Functions: how arguments are dealt out, what comes back and where it lies, and how seldom anything compiles."""
 
+import copy
 import enum
 import functools
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -494,3 +496,16 @@ def test_static_values_that_are_equal_and_differ(group):
     for _ in range(2):
         f(np.ones(4, np.float32), float("nan"))
     assert (f.stats.compilations, g.stats.compilations) == (5, 3)
+
+
+def test_copies(four):
+    """A function is its own copy, as Python's are; a shared variable has none, used or not."""
+    w = synk.shared(np.float32(2), name="w")
+    f = synk.function(lambda x: x.sum() * w.value)
+    for _ in range(2):
+        model = copy.deepcopy({"f": f})
+        assert model["f"] is f is copy.copy(f)
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"w: a shared variable is not copied .*synk\.shared\(w\.value\)"):
+                make(w)
+        assert float(model["f"](np.ones(5, np.float32))) == 10

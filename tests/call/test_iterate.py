@@ -457,6 +457,35 @@ def test_64_bits_ahead(size):
     assert_same(list(synk.prefetch([x], size)), [x.astype(np.float32)])
 
 
+OPTIONS = {
+    "threefry_partitionable": False, "default_prng_impl": "rbg", "default_matmul_precision": "float32",
+    "numpy_dtype_promotion": "standard", "numpy_rank_promotion": "allow", "debug_nans": True, "enable_x64": True,
+}  # fmt: skip
+
+
+@of_every_size
+def test_options_of_jax_ahead(size):
+    """The thread draws, promotes and looks for NaN as the loop that started it, though another option holds by then."""
+
+    def options():
+        return {name: getattr(jax.config, f"jax_{name}") for name in OPTIONS}
+
+    found, plain = [], options()
+
+    def seen(tree):
+        found.append(options())
+        return tree
+
+    for name in [name for name in OPTIONS if hasattr(jax, name)]:
+        with getattr(jax, name)(OPTIONS[name]):
+            trees = synk.prefetch([np.zeros(2)] * 3, size, transform=seen)
+            next(trees)
+        assert len(list(trees)) == 2
+        found, ahead = [], found
+        assert ahead == [plain | {name: OPTIONS[name]}] * 3 if size else [plain | {name: OPTIONS[name]}, plain, plain]
+    assert len(list(synk.prefetch([np.zeros(2)], size, transform=seen))) == 1 and found == [plain]
+
+
 @pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
 def test_a_write_is_seen_by_the_next_result(place):
     """Rows that were picked ahead are picked again where their data was written since."""

@@ -275,6 +275,10 @@ def test_each_that_does_not_fit(four):
         scaled(x, synk.each([1.0]))
     with pytest.raises(TypeError, match="argument rate is a masked array"):
         list(scaled.iterate(x, synk.each([np.ma.array([1.0], mask=True)] * 2), batches=synk.minibatches(8, 4)))
+    f = synk.function(lambda x, flag: x.sum() if flag else -x.sum(), inputs={"flag": "static"})
+    for call in (f.iterate, f.over):
+        with pytest.raises(TypeError, match="static argument flag is a Each, which has no hash"):
+            list(call(x, synk.each([True, False]), batches=synk.minibatches(8, 4)))
     with pytest.raises(TypeError, match=r"synk\.each: 3 is no iterable"):
         synk.each(3)
     with pytest.raises(TypeError, match="argument rate"):
@@ -302,3 +306,17 @@ def test_each_names_its_argument(group):
     with pytest.raises(TypeError, match=r"synk.each gives argument rate a dict. Give it a tree of synk.each instead"):
         list(f.iterate(x, synk.each([{"a": 1.0}] * 2), batches=batches))
     assert [float(y) for y in f.iterate(x, {"a": synk.each([1.0, 2.0])}, batches=batches)] == [1, 2]
+
+
+def test_items_that_bring_no_rows(four):
+    """Broadcast arguments alone, none at all, and minibatch data: as calls of the function."""
+    doubled = synk.function(lambda s: s * 2, inputs=["broadcast"], reduce="max")
+    ranks = synk.function(lambda: synk.rank(), reduce="stack")
+    totals = synk.function(jnp.sum)
+    for _ in range(2):
+        assert [float(y) for y in doubled.stream([3.0, 4.0])] == [6, 8]
+        assert [y.tolist() for y in ranks.stream([(), ()])] == [[0, 1, 2, 3]] * 2
+        batches = [synk.data(np.full(5, i, np.float32), minibatch=True) for i in (1, 2)]
+        assert [float(y) for y in totals.stream(batches)] == [5, 10]
+    with pytest.raises(ValueError, match="batches pick rows of scattered inputs, but this call has none"):
+        doubled.iterate(3.0, batches=[[0]])

@@ -83,3 +83,15 @@ def test_rank_and_size_inside(four):
         assert (ranks.dtype, ranks.tolist(), float(total)) == (jnp.int32, [0, 1, 2, 3], 4 * rows)
         assert_close(f.serial(np.ones(rows, np.float32)), (np.array([0]), float(rows)))
     assert synk.size() == 4
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_whose_draws_depend_on_others(four, impl):
+    """Refused, typed and raw, inside and outside."""
+    f = synk.function(lambda x, key: x + jax.vmap(jax.random.normal)(synk.row_keys(key)), ["x"], "concat")
+    typed = jax.random.key(0, impl=impl)
+    for call in (lambda: f(np.zeros(8, np.float32), typed), lambda: synk.row_keys(typed, 8)):
+        with pytest.raises(ValueError, match=f"an {impl} key draws under jax.vmap depends .*threefry2x32"):
+            call()
+    with jax.default_prng_impl(impl), pytest.raises(ValueError, match="depends on the other rows"):
+        synk.row_keys(jax.random.PRNGKey(0), 8)

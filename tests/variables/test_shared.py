@@ -499,3 +499,40 @@ def test_integer_updates(four, slices, want):
     seen = synk.shared(np.int32(0))
     synk.function(lambda x: seen.update(seen.value + len(x), slices=slices))(np.ones(17), num_slices=2)
     assert [int(seen.get_value(rank)) for rank in range(4)] == want
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float64, np.complex128, np.uint64])
+def test_64_bits_that_are_switched_off(four, tmp_path, dtype):
+    """Nothing makes 32 of them: what would raises, placed before or not; reading works, and so does all once on again."""
+    value = np.array([2**40 + 1, 2, 3], dtype)
+    with jax.enable_x64(True):
+        placed, new = synk.shared(value, name="w"), synk.shared(value, name="w")
+        f = synk.function(lambda x: x.sum() * (placed.value == 2).sum().astype(x.dtype), name="f")
+        want = f(np.ones(5, np.float32))
+        synk.save(tmp_path, {"w": placed}, step=1)
+    for call in (
+        lambda: f(np.ones(5, np.float32)), lambda: f.serial(np.ones(5, np.float32)), lambda: synk.broadcast(placed),
+        lambda: synk.all_reduce(placed, "sum"), lambda: synk.gather(placed), lambda: synk.load(tmp_path, {"w": placed}),
+        lambda: synk.check_replicas(placed), lambda: synk.broadcast(new), lambda: new.value,
+    ):  # fmt: skip
+        with pytest.raises(synk.SynkError, match=f"w: it holds {np.dtype(dtype)}, made while jax_enable_x64 was on"):
+            call()
+    with pytest.raises(TypeError, match="Turn jax_enable_x64 on"):
+        placed.value = value
+    np.testing.assert_array_equal(placed.get_value(), value)
+    with jax.enable_x64(True):
+        for w in (placed, new):
+            synk.broadcast(w)
+            np.testing.assert_array_equal(w.value, value)
+        assert f(np.ones(5, np.float32)) == want
+
+
+def test_arguments_of_64_bits_that_are_switched_off(four):
+    """Broadcast ones are narrowed as scattered ones are, and as by jit."""
+    with jax.enable_x64(True):
+        rate, x = jnp.float64(1.5), jnp.arange(5.0)
+    f = synk.function(lambda x, rate: (x * rate).sum(0), inputs=["x"])
+    for _ in range(2):
+        for got in (f(x, rate), f.serial(x, rate), *f.iterate(x, synk.each([rate]), batches=[None])):
+            assert (got.dtype, float(got)) == (jnp.float32, 15)
+        f.check(x, rate)
