@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ._base.errors import public_api
@@ -11,7 +12,15 @@ from ._runtime.executable import relayout, run_collective
 from ._runtime.layout import layouts, put
 from ._tracing.context import eager
 from ._variables.access import commit_all, group_of, read, state_of_copies, state_of_leaves
-from ._variables.checkpoint import check_variables, compare, described, is_of_others, mean_of, plain_numbers
+from ._variables.checkpoint import (
+    check_variables,
+    checked_extra,
+    checked_step,
+    compare,
+    described,
+    is_of_others,
+    mean_of,
+)
 from ._variables.pieces import whole_leaves
 from ._variables.state import VariableState
 from ._variables.variable import Shared
@@ -34,6 +43,10 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
     Returns:
       Whether it was saved: the manager may skip steps.
 
+    Raises:
+      ValueError: the step is no integer >= 0; or a flat variable differs on the replicas.
+      TypeError: `extra` is no JSON, or there is something else than shared variables.
+
     Example:
       >>> import numpy as np, orbax.checkpoint as ocp, synk, tempfile  # doctest: +SKIP
       >>> import synk.orbax  # doctest: +SKIP
@@ -46,14 +59,16 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
     """
     ocp = _orbax()
     check_variables(variables, "orbax.save")
+    number, extra = checked_step(step, "orbax.save"), checked_extra(extra, "orbax.save")
     for name, variable in variables.items():
         if variable._spec.buffers is not None and not variable._state.is_equal:
             raise ValueError(f"synk.orbax.save: {name} is flat and differs on the replicas. Use synk.save.")
     with eager():
-        state = {name: _copy(variable) for name, variable in variables.items()}
-        about = {"extra": plain_numbers(extra), "variables": {name: described(v) for name, v in variables.items()}}
+        # Orbax refuses what has no size, whose shape is known.
+        state = {name: [leaf for leaf in _copy(variable) if leaf.size] for name, variable in variables.items()}
+        about = {"extra": extra, "variables": {name: described(v) for name, v in variables.items()}}
         args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
-        return bool(manager.save(int(step), args=args))
+        return bool(manager.save(number, args=args))
 
 
 @public_api
@@ -78,12 +93,16 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
         step = manager.latest_step() if step is None else step
         if step is None:
             raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has none; synk.orbax.save makes one.")
+        if step not in (steps := manager.all_steps()):
+            raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has steps {sorted(steps)}, not {step}.")
         about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
         kept = about["variables"]
         compare(variables, kept, f"synk.orbax.load: {manager.directory} step {step}")
         wanted = {name: _wanted(variable, kept[name]) for name, variable in variables.items()}
-        state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted)))["state"]
-        commit_all([(v, _restored_state(v, kept[name], state[name])) for name, v in variables.items()])
+        sized = {name: [leaf for leaf in leaves if leaf.size] for name, leaves in wanted.items()}
+        state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
+        new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
+        commit_all([(v, _restored_state(v, kept[name], new[name])) for name, v in variables.items()])
     return int(step), about["extra"]
 
 
@@ -116,6 +135,12 @@ def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:
         front = (kept["replicas"],)
         return [jax.ShapeDtypeStruct((*front, *s), dtype, sharding=group.replicated) for s, dtype in shapes]
     return [jax.ShapeDtypeStruct((group.size, *shape), dtype, sharding=group.stacked) for shape, dtype in shapes]
+
+
+def _with_empty(wanted: list[jax.ShapeDtypeStruct], restored: list[jax.Array]) -> list[jax.Array]:
+    """All leaves, those of no size among them."""
+    rest = iter(restored)
+    return [next(rest) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for leaf in wanted]
 
 
 def _restored_state(variable: Shared, kept: Any, leaves: list[jax.Array]) -> VariableState:

@@ -73,3 +73,38 @@ def test_messages(manager):
             synk.orbax.load(manager, {"w": synk.shared(np.zeros(4, np.float32))})
         with pytest.raises(ValueError, match="has no v and has w besides"):
             synk.orbax.load(manager, {"v": w})
+
+
+def test_leaves_of_no_size(manager):
+    """Come back too, alone and beside others; orbax itself refuses them."""
+    with group_of("devices", 2):
+        variables = {
+            "w": synk.shared({"a": np.ones(3, np.float32), "e": np.zeros((0, 4), np.float32)}),
+            "e": synk.shared(np.zeros(0, np.int32)),
+            "none": synk.shared({}),
+        }
+        synk.orbax.save(manager, variables, step=1)
+        variables["w"].value = {"a": np.zeros(3, np.float32), "e": np.zeros((0, 4), np.float32)}
+        assert synk.orbax.load(manager, variables) == (1, None)
+        assert variables["w"].value["a"].tolist() == [1, 1, 1] and variables["w"].value["e"].shape == (0, 4)
+        assert (variables["e"].value.shape, variables["none"].value) == ((0,), {})
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "match"),
+    [
+        ({"step": -1}, ValueError, "synk.orbax.save: step is -1"),
+        ({"step": True}, ValueError, "synk.orbax.save: step is True"),
+        ({"step": 1, "extra": {1: (1, 2)}}, TypeError, "synk.orbax.save: extra does not come back"),
+        ({"step": 1, "extra": {1}}, TypeError, "synk.orbax.save: extra is no JSON"),
+    ],
+)
+def test_what_is_refused(manager, given, error, match):
+    """As by synk.save, before anything is written; and a step that is not there, with those that are."""
+    w = {"w": synk.shared(np.float32(1))}
+    with pytest.raises(error, match=match):
+        synk.orbax.save(manager, w, **given)
+    synk.orbax.save(manager, w, step=3, extra={"n": np.int32(2)})
+    with pytest.raises(FileNotFoundError, match=r"has steps \[3\], not 7"):
+        synk.orbax.load(manager, w, step=7)
+    assert synk.orbax.load(manager, w) == (3, {"n": 2})

@@ -32,6 +32,12 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}{of_what}"
 
 
+def in_a_line(error: Exception) -> str:
+    """What an error of JAX's says: its first line, or the last where the first announces a traceback."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if "Traceback" in lines[0] else 0].strip()[:200]
+
+
 class SynkError(Exception):
     """Base of the errors that synk alone raises.
 

@@ -17,8 +17,9 @@ from .._data.process_rows import ProcessLocalRows
 from .._reductions.monoid import Monoid
 from .._reductions.reduction import REDUCTIONS, Weighted
 from .._runtime.dispatch import LOCK, settle
-from .._runtime.executable import run_collective
+from .._runtime.executable import relayout, run_collective
 from .._runtime.group import AXIS, Group
+from .._runtime.layout import Layout, layouts
 from .._tracing.context import current_trace
 from .._variables.access import bind
 from .._variables.variable import Shared
@@ -81,7 +82,8 @@ def flagging(function: FunctionSpec) -> FunctionSpec:
         context = current_trace()
         assert context is not None
         written = [leaf for new, _ in context.writes.values() for leaf in new]
-        return jnp.stack([jnp.zeros((), bool), *_flags(out), *map(_is_bad, written)])
+        olds = [leaf for variable in context.reads for leaf in context.values.get(variable, ())]
+        return jnp.stack([jnp.zeros((), bool), *_flags(out, olds), *(_is_bad(leaf, olds) for leaf in written)])
 
     ops = REDUCTIONS["any"]
     return replace(
@@ -89,20 +91,24 @@ def flagging(function: FunctionSpec) -> FunctionSpec:
     )
 
 
-def _flags(out: PyTree) -> list[jax.Array]:
+def _flags(out: PyTree, olds: Sequence[jax.Array]) -> list[jax.Array]:
     """One a leaf; what has no weight counts for nothing."""
     found: list[jax.Array] = []
     for one in jax.tree.leaves(out, is_leaf=lambda node: isinstance(node, Weighted | Monoid)):
         if isinstance(one, Weighted):
             weight = jnp.asarray(one.weight)
-            found += [(weight != 0) & flag for flag in (*_flags(one.value), _is_bad(weight))]
+            found += [(weight != 0) & flag for flag in (*_flags(one.value, olds), _is_bad(weight))]
         else:
-            found += map(_is_bad, jax.tree.leaves(one.state if isinstance(one, Monoid) else one))
+            found += [_is_bad(leaf, olds) for leaf in jax.tree.leaves(one.state if isinstance(one, Monoid) else one)]
     return found
 
 
-def _is_bad(leaf: Any) -> jax.Array:
-    return any_not_finite([jnp.asarray(leaf)])
+def _is_bad(leaf: Any, olds: Sequence[jax.Array] = ()) -> jax.Array:
+    """Is it not finite, other than what is infinite in a variable of its shape already?"""
+    leaf = jnp.asarray(leaf)
+    for old in [old for old in olds if (old.shape, old.dtype) == (leaf.shape, leaf.dtype)]:
+        leaf = jnp.where(leaf == old, jnp.zeros_like(leaf), leaf)
+    return any_not_finite([leaf])
 
 
 class Prober:
@@ -153,25 +159,29 @@ def blame(
         settle()
         own = prepare(function, plans[0], bound, request, None, Where(group))
         states = [*_of_state(own)]
-        for variable, found in states:
+        nans = [(variable, found) for variable, is_nan, found in states if is_nan]
+        infinite = next((found for _, is_nan, found in states if not is_nan), None)  # which may be meant so
+        for variable, found in nans:
             if variable is None or function.then is None:
                 return found
         prober = Prober(flagging(function), plans[1], bound, own)
         count = sum(prober.lengths or ())
         prober.rows = HostRows(bound, function.name, request, group) if count else None
         rows = find_first(count, prober.is_bad) if count else None
-        for variable, found in states:  # what parts read comes before their rows, what then alone reads after these
+        for variable, found in nans:  # what parts read comes before their rows, what then alone reads after these
             if variable in prober.reads or rows is None:
                 return found
         if not count and prober.is_bad(()):
-            return Blame(f"{function.name}: its outputs are not finite; it has no rows.", probes=prober.probes)
+            no_rows = f"{function.name}: its outputs are not finite; it has no rows."
+            return infinite or Blame(no_rows, probes=prober.probes)
         if rows is None or prober.rows is None:
             plain = replace(function, refuses_nan=False)
             whole = prepare(plain, plans[0], bound, request, None, Where(group, may_donate=False))
-            return _of_whole(whole, prober.probes)
+            of_whole = _of_whole(whole, prober.probes)
+            return of_whole and (infinite or of_whole)
         first, last = int(prober.numbers[rows.first]), int(prober.numbers[rows.last])
         if not (rows.is_alone and _is_bad_alone(prober, rows.first)):
-            return Blame(
+            return infinite or Blame(
                 f"{function.name}: it is not finite, but no row by itself is to blame: rows {first} to {last} of the "
                 f"inputs are, taken together (statistics across rows, sums that overflow), or every one of them.",
                 rows=(first, last),
@@ -202,30 +212,36 @@ def _place_of(lengths: tuple[int, ...], num_slices: int, row: int) -> tuple[int,
     raise AssertionError(row)
 
 
-def _of_state(ready: ReadyCall) -> Iterator[tuple[Shared | None, Blame]]:
-    """Broadcast arguments (None) and shared variables that are not finite before the call."""
+def _of_state(ready: ReadyCall) -> Iterator[tuple[Shared | None, bool, Blame]]:
+    """Broadcast arguments (None) and shared variables that are not finite before the call; whether they hold NaN."""
     name, group = ready.function.name, ready.group
     for place, leaf in zip(ready.call.arguments.broadcast, ready.broadcast, strict=True):
-        if _holds_bad(group, leaf, "replicated"):
-            yield None, Blame(f"{name}: argument {ready.call.arguments.names[place]} is not finite.")
+        is_bad, is_nan = _look_at(group, leaf, "replicated")
+        if is_bad:
+            yield None, is_nan, Blame(f"{name}: argument {ready.call.arguments.names[place]} is not finite.")
     for variable in ready.plan.accepts:
         state = bind(variable, group)
         for path, leaf in zip(_paths(variable._spec.paths, len(state.leaves)), state.leaves, strict=True):
-            if _holds_bad(group, leaf, state.layout):
+            is_bad, is_nan = _look_at(group, leaf, state.layout)
+            if is_bad:
                 what = f"{name}: {variable.name}{path} holds numbers that are not finite, before the call."
-                yield variable, Blame(what)
+                yield variable, is_nan, Blame(what)
 
 
 def _paths(paths: Sequence[str], count: int) -> Sequence[str]:
     return paths if len(paths) == count else [""] * count  # flat ones are stored otherwise
 
 
-def _holds_bad(group: Group, leaf: jax.Array, layout: Any) -> bool:
-    return bool(np.asarray(run_collective(group, _any_bad, [layout], ["replicated"], [leaf])[0]))
+def _look_at(group: Group, leaf: jax.Array, layout: Layout, *olds: jax.Array) -> tuple[bool, bool]:
+    """Is it not finite, other than what was infinite before? Does it hold NaN?"""
+    ins: list[Layout] = [layout] * (1 + len(olds))
+    is_bad, is_nan = run_collective(group, _kinds, ins, layouts("replicated", 2), [leaf, *olds])
+    return bool(np.asarray(is_bad)), bool(np.asarray(is_nan))
 
 
-def _any_bad(*leaves: jax.Array) -> list[jax.Array]:
-    return [lax.psum(_is_bad(leaf).astype(jnp.int32), AXIS) > 0 for leaf in leaves]
+def _kinds(leaf: jax.Array, *olds: jax.Array) -> list[jax.Array]:
+    is_nan = jnp.isnan(leaf).any() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.zeros((), bool)
+    return [lax.psum(each.astype(jnp.int32), AXIS) > 0 for each in (_is_bad(leaf, olds), is_nan)]
 
 
 def _of_whole(ready: ReadyCall, probes: int) -> Blame | None:
@@ -237,13 +253,16 @@ def _of_whole(ready: ReadyCall, probes: int) -> Blame | None:
     treedef = plan.result.treedef
     paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
     for i, ((path, _), leaf) in enumerate(zip(paths, outcome.leaves, strict=False)):
-        if i not in plan.own and _holds_bad(group, leaf, "stacked" if i in plan.staying else "replicated"):
+        if i not in plan.own and _look_at(group, leaf, "stacked" if i in plan.staying else "replicated")[0]:
             by = "then" if ready.function.then is not None else "combining its parts"
             what = f"{name}: every row is fine; {by} makes output{keystr(path)} not finite.{hint}"
             return Blame(what, probes=probes)
     for variable, state in outcome.updates.items():
-        for path, leaf in zip(_paths(variable._spec.paths, len(state.leaves)), state.leaves, strict=True):
-            if _holds_bad(group, leaf, state.layout):
+        before = bind(variable, group)
+        is_there = before.layout == state.layout
+        olds = before.leaves if is_there else relayout(group, before.leaves, before.layout, state.layout)
+        for path, leaf, old in zip(_paths(variable._spec.paths, len(olds)), state.leaves, olds, strict=True):
+            if _look_at(group, leaf, state.layout, old)[0]:
                 what = f"{name}: every row is fine; then makes {variable.name}{path} not finite.{hint}"
                 return Blame(what, probes=probes)
     return None

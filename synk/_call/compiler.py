@@ -82,6 +82,7 @@ class Compiler:
         of_then = finisher.then[0].variables if finisher.then else ()
         # In one launch the program that runs `fn` ends the call.
         last = (*of_then, *written) if self.call.is_sliced else (*launch, *of_then)
+        last = (*last, *updates) if self.refuses_nan else last  # which are compared with what was
         self.reads = (launch, tuple(dict.fromkeys(last)))
 
     def compile(self, owner: Any) -> Programs:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, shown
+from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, shown
 from .._base.jax_context import is_traced
 from .._base.partition import split_rows
 from .._base.pytree import PyTree, as_keys
@@ -54,16 +54,17 @@ def bind(variable: Variable, group: Group) -> VariableState:
         refuse_narrow(state.abstract, variable.name)
         variable._state, variable._group = replace(state, leaves=place(variable, group, state.leaves)), group
     if variable._group is not group:
+        here = str(group) if str(group) != str(variable._group) else "a later one of that kind"
         raise SynkError(
-            f"{variable.name}: it lives in {variable._group}, but the current group is {group}. Use it in its own "
-            f"group (`with group:`), or make a new one from {variable.name}.get_value()."
+            f"{variable.name}: it lives in {variable._group}, but the current group is {here}. Use it in its own group "
+            f"(`with group:`), or make a new one from {variable.name}.get_value()."
         )
     if variable._state.failure is not None:
         name, cause = variable._state.failure
         if isinstance(cause, PeerError):  # nothing that is set now would help
             raise cause
         raise SharedLostError(
-            f"{variable.name}: its value was donated to a program of {name} that died ({_in_a_line(cause)}). "
+            f"{variable.name}: its value was donated to a program of {name} that died ({in_a_line(cause)}). "
             f"Set or load it again; donate=False in {name} keeps old values."
         ) from cause
     return variable._state
@@ -337,9 +338,3 @@ def _bind_rank(variable: Variable, rank: int) -> tuple[Group, VariableState]:
     if not 0 <= rank < group.size:
         raise IndexError(f"{variable.name}: there is no rank {rank}; ranks are 0 to {group.size - 1}.")
     return group, state
-
-
-def _in_a_line(error: Exception) -> str:
-    """What an error of JAX's says: its first line, or the last where the first announces a traceback."""
-    lines = [*str(error).strip().splitlines(), type(error).__name__]
-    return lines[-2 if "Traceback" in lines[0] else 0].strip()[:200]

@@ -67,11 +67,10 @@ def save(
       ((7, {'epoch': 2}), [0.0, 1.0, 2.0])
     """
     check_variables(variables, "save")
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-        raise ValueError(f"synk.save: step is {shown(step)}; give an integer >= 0.")
+    number = checked_step(step, "save")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"synk.save: keep is {shown(keep)}; give an integer >= 1, or None for all.")
-    extra, place, number = _checked_extra(extra), Path(folder), int(step)
+    extra, place = checked_extra(extra, "save"), Path(folder)
     with eager():
         peers, call = current_group()._peers, f"synk.save(step={number}, variables={[*variables]})"
         peers.from_process_0(call, WRITER.wait)
@@ -159,15 +158,25 @@ def plain_numbers(extra: Any) -> Any:
     return np.asarray(extra).tolist() if is_number and isinstance(extra.dtype, np.dtype) else extra
 
 
-def _checked_extra(extra: Any) -> Any:
+def checked_step(step: Any, call: str) -> int:
+    """The number of a checkpoint to be made."""
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise ValueError(f"synk.{call}: step is {shown(step)}; give an integer >= 0.")
+    return int(step)
+
+
+def checked_extra(extra: Any, call: str) -> Any:
+    """What comes back as it is given, and numbers of NumPy's and JAX's as Python's."""
     try:
         extra = plain_numbers(extra)
         back = json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"synk.save: extra is no JSON ({error}). Keep arrays in shared variables.") from None
+        raise TypeError(f"synk.{call}: extra is no JSON ({error}). Keep arrays in shared variables.") from None
     if back == extra:
         return extra
-    raise TypeError("synk.save: extra does not come back from JSON as it was; use lists for tuples, strings as keys.")
+    raise TypeError(
+        f"synk.{call}: extra does not come back from JSON as it was; use lists for tuples, strings as keys."
+    )
 
 
 def described(variable: Shared) -> dict[str, Any]:

@@ -72,8 +72,9 @@ class LowRankSum:
         """Add up every replica's parts; inside `then`, whose updates of the variables it makes."""
         leaves, treedef = jax.tree.flatten(parts)
         size = lax.psum(1, AXIS)
-        kept = zip(self.matrices.items(), self.feedback.value, strict=True)
-        own = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in kept]
+        kept = self.feedback.value
+        pairs = zip(self.matrices.items(), kept, strict=True)
+        own = [leaves[i].reshape(matrix).astype(jnp.float32) + before / size for (i, matrix), before in pairs]
         bases = [_of_length_1(basis) for basis in self.basis.value]
         others = [i for i in range(len(leaves)) if i not in self.matrices]
         first = [_product(matrix, basis) for matrix, basis in zip(own, bases, strict=True)]
@@ -81,10 +82,13 @@ class LowRankSum:
         left = [*map(_orthonormal, summed[: len(own)])]
         right = [_product(matrix.T, factor) for matrix, factor in zip(own, left, strict=True)]
         whole_right = all_sum(right)
-        self.feedback.value = [
+        # What is not finite goes to the optimizer, which may skip it, and not into the steps that follow.
+        is_fine = [_is_finite(*sums) for sums in zip(summed, whole_right, strict=False)]
+        left_out = [
             size * (matrix - _product(factor, other.T)) for matrix, factor, other in zip(own, left, right, strict=True)
         ]
-        self.basis.value = [*map(_unless_zero, whole_right, bases)]
+        self.feedback.value = [*map(jnp.where, is_fine, left_out, kept)]
+        self.basis.value = [*map(jnp.where, is_fine, map(_unless_zero, whole_right, bases), bases)]
         found = dict(zip(others, summed[len(own) :], strict=True))
         for i, factor, other in zip(self.matrices, left, whole_right, strict=True):
             found[i] = _product(factor, other.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
@@ -105,6 +109,11 @@ def _is_less(shape: jax.ShapeDtypeStruct, rank: int) -> bool:
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     """As float32 on GPUs too: what one product rounds away, the feedback would not know of."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _is_finite(*sums: jax.Array) -> jax.Array:
+    """The same on every replica, as the sums are."""
+    return jnp.stack([jnp.isfinite(each).all() for each in sums]).all()
 
 
 def _of_length_1(columns: jax.Array) -> jax.Array:

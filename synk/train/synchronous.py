@@ -158,8 +158,8 @@ def step(
       clip: the largest global norm of the combined gradient; a larger one is scaled down to it before the update.
       flat: whether parameters and optimizer state keep one buffer a dtype, as `synk.shared(..., flat=True)`.
       donate: as for `synk.function`.
-      nan: as for `synk.function`: "raise" for FloatingPointError where loss, gradients or the new parameters are not
-        finite, which names the row to blame; no step is taken then.
+      nan: as for `synk.function`: "raise" for FloatingPointError where the loss, aux outputs or what a step updates are
+        not finite, which names the row to blame; no step is taken then.
       wire: as what gradients travel between replicas, as for `synk.function`; the loss, the state and leaves of fewer
         than 256 numbers travel as they are. Or `synk.train.PowerSGD(rank)`: as thin factors, with what they leave out
         added to the next step's; `check` compares as if all travelled.

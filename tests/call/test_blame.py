@@ -242,7 +242,36 @@ def test_what_is_infinite_already_is_not_of_the_call(group, slices):
     assert w.value["best"] == np.inf
     w.value = {"best": np.float32(np.inf), "last": np.float32(np.nan), "never": np.zeros(2, np.float32)}
     step(x, num_slices=slices)  # NaN was there
-    assert "w['best'] holds numbers that are not finite, before the call" in str(step.blame(x, num_slices=slices))
+    assert "w['last'] holds numbers that are not finite, before the call" in str(step.blame(x, num_slices=slices))
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3])
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_mask_in_the_state(group, slices, donate):
+    """-inf that stays is not of the call, in slices too and unread by then; rows are found beside it, and nothing where
+    all is fine."""
+    x, mask = np.linspace(-1, 1, 11, dtype=np.float32), np.array([0, -np.inf], np.float32)
+    bad = x.copy()
+    bad[7] = -5
+    step = synk.train.step(
+        lambda p, s, x: (jnp.log(x + 2).mean() * p, s), np.float32(1), optax.sgd(0.1), state=mask, nan="raise",
+        donate=donate,
+    )  # fmt: skip
+    for _ in range(2):
+        step(x, num_slices=slices)
+        assert step.blame(x, num_slices=slices) is None
+        with pytest.raises(FloatingPointError, match="row 7 makes it not finite"):
+            step(bad, num_slices=slices)
+        assert step.state.value.tolist() == mask.tolist()
+    w = synk.shared(mask, "w")
+    local = synk.function(
+        lambda x: (jnp.log(x + 2).sum(), w.update(w.value, slices="last")), outputs="sum", nan="raise", donate=donate
+    )
+    assert local.blame(x, num_slices=slices) is None and local.blame(bad, num_slices=slices).row == 7
+    spoilt = synk.function(lambda x: (w.value[1] * x).sum(), name="spoilt")
+    assert str(spoilt.blame(x)) == "spoilt: w holds numbers that are not finite, before the call."
+    masked = synk.function(lambda x, m: (jnp.log(x + 2).sum() + jnp.exp(m)).sum(), ["x"], name="masked")
+    assert masked.blame(x, mask) is None and masked.blame(bad, mask).row == 7
 
 
 def test_updates_of_replicas(two):

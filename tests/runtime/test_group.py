@@ -130,3 +130,16 @@ repr(w), repr(f), f.shared, f.stats
 print(synk.init(4).size, float(f(np.arange(9.0), 2.0)))
 """
     assert run(code) == "4 8.0"
+
+
+def test_a_later_group_of_that_kind():
+    """Where both print alike, the message says which is meant."""
+    first = synk.simulate(2)
+    w = synk.shared(np.float32(3), name="w")
+    f = synk.function(lambda x: x.sum() * w.value)
+    assert f(np.ones(4, np.float32)) == 12
+    synk.simulate(2)
+    with pytest.raises(synk.SynkError, match=r"w: it lives in .* the current group is a later one of that kind"):
+        f(np.ones(4, np.float32))
+    with first:
+        assert f(np.ones(4, np.float32)) == 12

@@ -252,3 +252,23 @@ def test_bad_ranks():
         synk.function(lambda x: x.sum(), wire=synk.train.PowerSGD())
     with pytest.raises(ValueError, match=r"PowerSGD.*blocks=4"):
         made(blocks=4)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_an_optimizer_that_skips(four, value):
+    """What is not finite reaches it, and nothing of that comes again with the steps that follow."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(24, 20)).astype(np.float32), rng.normal(size=(24, 10)).astype(np.float32)
+    bad = x.copy()
+    bad[3, 2] = value
+    step = synk.train.step(
+        lambda w, x, y: ((x @ w - y) ** 2).mean(), np.zeros((20, 10), np.float32),
+        optax.apply_if_finite(optax.sgd(0.5), 3), wire=synk.train.PowerSGD(2),
+    )  # fmt: skip
+    step(x, y)
+    before = [np.asarray(leaf) for leaf in (step.params.value, *step.variables["feedback"].get_value(1))]
+    step(bad, y)
+    after = [step.params.value, *step.variables["feedback"].get_value(1)]
+    assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+    losses = [float(step(x, y)) for _ in range(6)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.8 * losses[0]
