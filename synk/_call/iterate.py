@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,13 +28,14 @@ _END = object()  # of values that have ended
 class Each:
     """Values of which each batch gets the next one; made by `synk.each`."""
 
-    __hash__: ClassVar[None] = None  # so it is no static argument, which all batches would share
-
     def __init__(self, values: Iterable[Any]) -> None:
         self.values = values
 
     def __repr__(self) -> str:
         return f"synk.each({self.values!r})"
+
+    def __hash__(self) -> int:
+        raise TypeError("values of batches have no hash")  # so they are no static argument, which all would share
 
 
 @public_api

@@ -6,7 +6,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _noting_signals() -> Iterator[list[int]]:
+def _noting_signals() -> Generator[list[int]]:
     """Those that ask for an end, in the order in which they come; none that was ignored, as behind `nohup`."""
     signals: list[int] = []
     asking = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
