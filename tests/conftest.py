@@ -40,5 +40,12 @@ def four(request):
 
 def pytest_collection_modifyitems(items):
     """The longest files first: each goes to one worker whole."""
-    longest = ("test_bench.py", "test_examples.py", "test_blocks.py", "test_processes.py")
+    longest = (
+        "test_examples.py",
+        "test_bench.py",
+        "test_processes.py",
+        "test_sharded.py",
+        "test_blocks.py",
+        "test_stats.py",
+    )
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))

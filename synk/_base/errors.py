@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 
 from .jax_context import default_jax_context, has_user_jax_context
 
@@ -27,7 +28,8 @@ def shown(value: Any) -> str:
     text = repr(value)
     if len(text) <= LONGEST_SHOWN and "\n" not in text:
         return text
-    arrays = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(value) if hasattr(leaf, "dtype")]
+    leaves = [leaf for leaf in jax.tree.leaves(value) if isinstance(leaf, jax.Array | np.ndarray)]
+    arrays = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves]
     of_what = f" of {arrays[0]}" + (f" and {len(arrays) - 1} more" if arrays[1:] else "") if arrays else ""
     return f"a {type(value).__name__}{of_what}"
 

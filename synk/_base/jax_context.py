@@ -50,15 +50,16 @@ def is_traced() -> bool:
 
 
 # Options that a `with` of JAX's sets for its thread alone and that change numbers, and errors.
-_OF_THREADS = """
+_SET_BY_WITH = """
     enable_x64 default_prng_impl threefry_partitionable default_matmul_precision numpy_dtype_promotion
     numpy_rank_promotion default_device legacy_prng_key debug_key_reuse debug_nans debug_infs
 """.split()
+_OF_THREADS = [name for name in _SET_BY_WITH if hasattr(jax, name) and hasattr(config, f"jax_{name}")]
 
 
 def options_of_thread() -> dict[str, Any]:
     """What the user has set around this line, for a thread that works for it."""
-    return {name: getattr(config, f"jax_{name}") for name in _OF_THREADS if hasattr(jax, name)}
+    return {name: getattr(config, f"jax_{name}") for name in _OF_THREADS}
 
 
 @contextmanager

@@ -108,22 +108,20 @@ class Compiler:
         steps = {counts or sizes: _Launch(sizes, counts, False, self.carry) for sizes, counts in kinds}
         programs = {kind: cached(step, partial(self._compile, step)) for kind, step in steps.items()}
         last = _Launch((), (), True, self.carry)
-        return Programs(programs, self._start(), None if call.is_over else cached(last, partial(self._compile, last)))
+        start = self.group._cached(owner, ("start", self.carry), self._compile_start)
+        return Programs(programs, start, None if call.is_over else cached(last, partial(self._compile, last)))
 
-    def _start(self) -> Executable:
+    def _compile_start(self) -> Executable:
         """What makes the states of all replicas before the first of several launches: zeros, since what changes nothing
         may be infinite, which `jax_debug_infs` would find."""
         function, carry, size = self.builder.function, self.carry, self.group.size
 
-        def make() -> Executable:
-            def body() -> list[jax.Array]:
-                return [jnp.zeros((size, *state.shape), state.dtype) for state in carry]
+        def body() -> list[jax.Array]:
+            return [jnp.zeros((size, *state.shape), state.dtype) for state in carry]
 
-            function.stats.compilations += 1
-            outs = layouts("stacked", len(carry))
-            return Executable(self.group, ProgramSpec(body, [], [], outs, name=function.name, takes_all_replicas=True))
-
-        return self.group._cached(Compiler, ("start", function.name, carry), make)
+        outs = layouts("stacked", len(carry))
+        function.stats.compilations += 1
+        return Executable(self.group, ProgramSpec(body, [], [], outs, name=function.name, takes_all_replicas=True))
 
     def _compile(self, launch: _Launch) -> Executable:
         function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)

@@ -86,19 +86,22 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
     if is_global and group.platform == "cpu" and is_in_memory(source_of(leaf)):
         return sent  # which these devices' rows lie in, too
     array = abstract_rows(leaf, group) if call.is_abstract else resident(leaf, group)
-    at = sent._replace(source=array)
+
+    def at(feed: InputFeed, scattered_rows: int | None = None) -> RowInput:
+        return RowInput(array, selection, feed, shape, dtype, scattered_rows)
+
     kind: IndexKind = index_kind(batch) if overlap is None else "gather"
     if leaf.place == "broadcast":
-        return at._replace(feed=InputFeed("replicated", kind, len(leaf), overlap))
+        return at(InputFeed("replicated", kind, len(leaf), overlap))
     of_slice: IndexKind | None = "slice" if call.request.num_slices > 1 else None
     if is_all and not is_on_replicas:
         # Whole, each part begins where its replica's rows do, unless it is a slice of those.
         held = 0 if overlap is None else len(leaf)
-        return at._replace(feed=InputFeed("stacked", of_slice, array.shape[1], overlap, held))
+        return at(InputFeed("stacked", of_slice, array.shape[1], overlap, held))
     if not is_global:  # picked on its replica; one replica has all rows
-        return at._replace(feed=InputFeed("stacked", kind, array.shape[1]))
+        return at(InputFeed("stacked", kind, array.shape[1]))
     tall = tall or -(-selection.rows // group.size)
-    return at._replace(feed=InputFeed("stacked", of_slice, tall, overlap), scattered_rows=len(leaf))
+    return at(InputFeed("stacked", of_slice, tall, overlap), len(leaf))
 
 
 def _keeps_place(call: RowCall, leaf: Any, is_all: bool) -> bool:

@@ -1,6 +1,7 @@
 """Dispatch: one lock for calls, whole commits, and where the runtime cannot finish many, few programs in flight."""
 
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -8,6 +9,9 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, TypeAlias
 
 OnFailure: TypeAlias = Callable[[Exception], None]
+
+# signal.signal also looks names up for what it takes and gives, by exceptions: ten of the microseconds of a call.
+_set_handler: Callable[[int, Any], Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 
 LOCK = threading.RLock()
 _MAIN = threading.main_thread().ident
@@ -91,10 +95,10 @@ class uninterrupted:
         self.noted: list[Any] = []
         if threading.get_ident() == _MAIN:
             noted = self.noted
-            self.before = signal.signal(signal.SIGINT, lambda *ctrl_c: noted.append(ctrl_c))
+            self.before = _set_handler(signal.SIGINT, lambda *ctrl_c: noted.append(ctrl_c))
 
     def __exit__(self, *error: object) -> None:
         if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
+            _set_handler(signal.SIGINT, self.before)
         if self.noted and callable(self.before):
             self.before(*self.noted[-1])
