@@ -48,7 +48,8 @@ def bind(variable: Variable, group: Group) -> VariableState:
     if variable._group is None:
         if is_made_of_shapes(variable):
             raise SynkError(
-                f"{variable.name}: it was made of shapes alone. Load one, or assign: {variable.name}.value = ..."
+                f"{variable.name}: it was made of shapes alone, for compile and explain. Give it a value first: "
+                f"{variable.name}.value = ..., or synk.load."
             )
         state = state_in(variable, group)
         refuse_narrow(state.abstract, variable.name)
