@@ -12,8 +12,6 @@ import os
 
 os.environ.setdefault("PYTENSOR_FLAGS", "floatX=float32")  # as the tutorials say; and JAX keeps to 32 bits
 
-import warnings
-
 import jax
 import numpy as np
 import pytensor
@@ -133,7 +131,7 @@ def train(model, epochs=3, rate=0.1, devices=4):
     train, test = digits(model)
     seen = rng.bit_generator.state
     inputs, cost, _, params, _, updates = graph(model)
-    one = pytensor.function(inputs, cost, updates=updates, mode="NUMBA")
+    one = pytensor.function(inputs, cost, updates=updates, mode="FAST_COMPILE")
 
     rng.bit_generator.state = seen  # the same weights
     inputs, cost, found, others, grads, updates = graph(model)
@@ -148,12 +146,11 @@ def train(model, epochs=3, rate=0.1, devices=4):
     alone = [one(*[r[rows] for r in train], np.float32(rate)) for rows in batches]
     np.testing.assert_allclose(costs, alone, atol=1e-4)
     gap = max(np.abs(a.get_value() - b.get_value()).max() for a, b in zip(params, others, strict=True))
-    right = (pytensor.function(inputs[:-2], found, mode="NUMBA")(*test[:-1]) == test[-1]).mean()
+    right = (pytensor.function(inputs[:-2], found, mode="FAST_COMPILE")(*test[:-1]) == test[-1]).mean()
     print(f"{model:18s}  cost {costs[-1]:.4f}  largest difference {gap:.0e}  test accuracy {100 * right:.1f} %")
     return gap
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", "Numba will use object mode")  # of PyTensor, for what JAX computes
     gaps = [train(model, **({"epochs": 10, "rate": 0.2} if model == "LSTM" else {})) for model in MODELS]
     print(f"{sum(gap < 1e-5 for gap in gaps)} of {len(gaps)} as on one device")

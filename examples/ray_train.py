@@ -20,7 +20,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig  # type: ignore[im
 from ray.train.v2.jax import JaxTrainer  # type: ignore[import]
 from ray.train.v2.jax.config import JaxConfig  # type: ignore[import]
 
-WORKERS, EPOCHS, BATCH, RATE, EVERY = 2, 3, 100, 0.1, 10
+WORKERS, EPOCHS, BATCH, RATE, EVERY = 2, 3, 100, 0.1, 20
 KILLED_AT = 47  # of 120 steps
 
 

@@ -36,16 +36,3 @@ def four(request):
     """Four replicas, on as many devices and on one."""
     with group_of(request.param, 4) as group:
         yield group
-
-
-def pytest_collection_modifyitems(items):
-    """The longest files first: each goes to one worker whole."""
-    longest = (
-        "test_examples.py",
-        "test_bench.py",
-        "test_processes.py",
-        "test_sharded.py",
-        "test_blocks.py",
-        "test_stats.py",
-    )
-    items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))

@@ -19,7 +19,7 @@ import pytensor.tensor as pt  # noqa: E402
 import synk  # noqa: E402
 import synk.pytensor  # noqa: E402
 
-pytestmark = pytest.mark.smoke
+from .helpers import smoke  # noqa: E402
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(101, 6)).astype(np.float32)
@@ -65,8 +65,7 @@ def trained():
     return batches, costs, [w.get_value() for w in params]
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize("num_slices", [1, 3])
+@pytest.mark.parametrize(("n", "num_slices"), [(1, 3), smoke(2, 3), (4, 1)])
 def test_training_is_that_of_one_device(trained, n, num_slices):
     """Cold, warm, uneven and sliced; the law by `check` as well."""
     batches, costs, params = trained
@@ -171,6 +170,7 @@ def expressions():
     return (x, i), means, rows, neither
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", [name for found in expressions()[1:] for name in found])
 def test_ops_that_graphs_show(name):
     """Those that are seen are right, sliced too; all others must be said."""
@@ -295,6 +295,7 @@ def test_updates_see_old_values_and_givens():
             synk.pytensor.function([x], x.mean(), givens=[(x, x * 2)])
 
 
+@pytest.mark.smoke
 def test_a_scan_and_its_gradient():
     """Under shapes that are known, which PyTensor's own JAX mode does not have."""
     x, w = pt.matrix("x"), pytensor.shared(np.float32(0.5), "w")
@@ -330,6 +331,7 @@ def test_rows_that_variables_hold():
         np.testing.assert_allclose(f(), (X @ w.get_value()).mean(0), atol=1e-5)
 
 
+@pytest.mark.smoke
 def test_variables_are_pytensors_own():
     """Functions that PyTensor compiles later, `get_value`, `set_value`, copies and checkpoints see them."""
     with synk.simulate(3):
@@ -483,6 +485,7 @@ def test_names_that_python_or_synk_has():
     assert f(rows, rows, rows, rows, rows, batch=2) == 20
 
 
+@pytest.mark.smoke
 def test_graphs_of_64_bits():
     """Importing the module switches JAX to 64 bits where PyTensor's own numbers have them, its default."""
     program = """

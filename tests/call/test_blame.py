@@ -245,8 +245,7 @@ def test_what_is_infinite_already_is_not_of_the_call(group, slices):
     assert "w['last'] holds numbers that are not finite, before the call" in str(step.blame(x, num_slices=slices))
 
 
-@pytest.mark.parametrize("slices", [1, 2, 3])
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize(("slices", "donate"), [(1, False), (3, True)])
 def test_a_mask_in_the_state(group, slices, donate):
     """-inf that stays is not of the call, in slices too and unread by then; rows are found beside it, and nothing where
     all is fine."""

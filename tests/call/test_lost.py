@@ -13,8 +13,6 @@ from synk._runtime.dispatch import drain
 
 from ..helpers import group_of
 
-pytestmark = pytest.mark.smoke
-
 
 def make(donate):
     """A function that dies on the device when its rows hold a negative number, and the variable it updates."""
@@ -44,6 +42,7 @@ def run_until_dead(step, x):
         assert "a negative row" in str(error)
 
 
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_donated_value_is_lost_and_healed(group):
     """Reading names the function and the cause; setting heals."""
@@ -59,6 +58,7 @@ def test_donated_value_is_lost_and_healed(group):
     np.testing.assert_array_equal(w.value, [2, 2, 2])
 
 
+@pytest.mark.smoke
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_without_donation_nothing_is_lost(group):
     """With donate=False the old value is back, however many calls had followed."""
@@ -146,6 +146,7 @@ def test_an_error_while_tracing_changes_nothing(group):
     np.testing.assert_array_equal(w.value, [0, 0, 0])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("donate", [True, False])
 def test_old_values_are_let_go(four, donate):
     """Notes of steps keep no values alive, but where nothing is donated those that may have to come back."""
