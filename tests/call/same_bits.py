@@ -20,8 +20,7 @@ Y = X[:, :4].argmax(1).astype(np.int32)
 W = {"in": RANDOM.normal(size=(24, 40)).astype(np.float32), "out": RANDOM.normal(size=(40, 4)).astype(np.float32)}
 CONSTANT = RANDOM.normal(size=(40, 7)).astype(np.float32)
 GROUPS = [  # with the blocks that they run
-    (("devices", 2), 8), (("simulated", 3), 8), (("devices", 1), 8), (("devices", 5), 8),
-    (("devices", 2), 32), (("devices", 8), 32), (("simulated", 5), 32),
+    (("devices", 1), 8), (("devices", 5), 8), (("simulated", 3), 8), (("devices", 2), 32), (("devices", 8), 32),
 ]  # fmt: skip
 
 

@@ -15,8 +15,6 @@ import synk
 
 from ..helpers import assert_close, group_of, numbers, parts_of
 
-pytestmark = pytest.mark.smoke
-
 X, W = numbers(9), np.array([2.0, 3.0], np.float32)
 S = np.float32
 
@@ -104,6 +102,7 @@ KINDS_OF_ARRAYS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [8, 9])
 @pytest.mark.parametrize("kind", KINDS_OF_ARRAYS)
 def test_kinds_of_arrays(kind, rows):
@@ -162,6 +161,7 @@ class Hidden(float):
         return "hidden"
 
 
+@pytest.mark.smoke
 def test_numbers_are_told_apart_by_their_bits(group):
     """Placed numbers are found again by what they are, not by what they are written as."""
     f = synk.function(lambda x, scale: x * scale, ["x"], reduce="concat")
@@ -308,6 +308,7 @@ def test_a_function_without_rows():
 # Where results lie.
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [8, 9, 2])
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "prod", "any", "concat", "stack", lambda parts: parts.sum(0)])
 def test_results_lie_on_every_replica(op, rows):
@@ -364,6 +365,7 @@ def counted(counts):
     return step, w
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("read", [False, True])
 def test_one_compilation_over_a_training_loop(group, read):
     """Variables are born where they stay: no call after the first traces or compiles, whatever is read between."""
@@ -421,6 +423,7 @@ def test_stats():
     assert "calls=2" in repr(f.stats)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("rows", "slices"), [(8, 1), (9, 1), (8, 2)])
 def test_compile(rows, slices):
     """Compiling ahead changes nothing and spares the first call the work."""

@@ -14,8 +14,6 @@ from synk import stats
 
 from ..helpers import assert_same, group_of, numbers, slow_but
 
-pytestmark = pytest.mark.smoke
-
 X, Y = numbers(37, 3), numbers(37)[:, 0]
 # Sizes that divide and do not, one row, none for some replicas.
 BATCHES: dict[str, Any] = {
@@ -82,6 +80,7 @@ def test_over_is_one_call_over_all_rows(group, batches):
         assert f.stats.compilations == before
 
 
+@pytest.mark.smoke
 def test_places():
     """Rows on the host and on the replicas, pieces of a file, rows that this process holds: the same answer."""
     with group_of("devices", 2):
@@ -118,6 +117,7 @@ def collectives(monkeypatch, act):
     return len(re.findall("all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter", " ".join(texts)))
 
 
+@pytest.mark.smoke
 def test_one_combination(monkeypatch):
     """Nine statistics: at most two collectives a dtype; over many batches as many as in one call."""
 

@@ -12,8 +12,6 @@ import synk
 
 from ..helpers import assert_close, group_of, numbers, parts_of, slow
 
-pytestmark = pytest.mark.smoke
-
 # Reading: `w.value` inside a transformation is the value of this call. Each gives x times w.
 
 
@@ -53,6 +51,7 @@ READERS = {
 }  # fmt: skip
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("which", [("devices", 2), slow(("simulated", 4))], ids=str)
 @pytest.mark.parametrize("way", READERS)
 def test_reads_see_the_current_value(which, way):
@@ -348,6 +347,7 @@ GIVERS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", GIVERS)
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
 def test_arrays_of_the_user_stay_alive(group, way, kind):
@@ -362,6 +362,7 @@ def test_arrays_of_the_user_stay_alive(group, way, kind):
     assert float(w.get_value(0)[0]) == 49
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("way", ["value", "get_value", "gather", "argument"])
 def test_what_was_read_stays_alive(group, way):
     """A value read before an update is as it was after it."""
@@ -389,6 +390,7 @@ def test_borrowed_view(group):
 # Kinds of values.
 
 
+@pytest.mark.smoke
 def test_typed_keys(four):
     """A typed PRNG key is a value as any: split in then, set, gathered and scattered."""
     w = synk.shared({"key": jax.random.key(0), "drawn": np.float32(0)})
@@ -409,6 +411,7 @@ def test_typed_keys(four):
     synk.check_replicas(w)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.int8, np.bool_, np.complex64, np.uint32])
 def test_dtypes_survive(four, dtype):
     """Every collective hands back the bits and the dtype that went in."""
