@@ -63,8 +63,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--strong", action="store_true", help="all rows for each number of replicas, not as many for each"
     )
-    parser.add_argument("--steps", type=int, default=20, help="in a row, before the last is waited for")
-    parser.add_argument("--rounds", type=int, default=5, help="of so many steps; the median counts")
+    parser.add_argument("--steps", type=_count, default=20, help="in a row, before the last is waited for")
+    parser.add_argument("--rounds", type=_count, default=5, help="of so many steps; the median counts")
     parser.add_argument("--unit", default="rows", help="images, tokens, ...")
     parser.add_argument("--per-row", type=float, default=1.0, help="how many of these a row is")
     parser.add_argument("--out", type=Path, default=Path("scaling.html"))
@@ -80,11 +80,14 @@ def _target(text: str) -> tuple[Path, str]:
     return Path(path), name
 
 
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
 def _counts(text: str) -> list[int]:
-    counts = sorted({int(each) for each in text.split(",")})
-    if counts[0] < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers of replicas are at least 1")
-    return counts
+    return sorted({_count(each) for each in text.split(",")})
 
 
 def _numbers_here() -> list[int]:

@@ -127,7 +127,11 @@ def expressions():
         "of a loop": pytensor.scan(
             lambda h, w: pt.tanh(h * w), outputs_info=[x], non_sequences=[w], n_steps=3, return_updates=False
         )[-1].mean(),
-    }
+        "of a loop from zeros": pytensor.scan(
+            lambda c, h: h + c[:, None] * pt.ones((2,)), sequences=[x.T],
+            outputs_info=[pt.zeros((x.shape[0], 2), dtype="float32")], return_updates=False,
+        ).sum(0).mean(),
+    }  # fmt: skip
     rows = {
         "softmax": scores,
         "columns": x[:, ::-1] * x.sum(1)[:, None],
@@ -135,6 +139,9 @@ def expressions():
         "picked": pt.log(scores)[pt.arange(i.shape[0]), i],
         "labels": i + 1,
         "embedded": w[i],
+        "along columns": pt.concatenate([pt.cumsum(x, axis=1), pt.sort(x, axis=-1)], axis=1),
+        "a column set": pt.set_subtensor(x[:, 0], 1.0),
+        "as matrices": x.reshape((x.shape[0], 2, 3)).max(1) / x.shape[1],
     }
     neither = {
         "sum": x.sum(),
@@ -166,6 +173,24 @@ def expressions():
         "a mean's root": pt.sqrt(pt.mean(x**2)),
         "a product of means": pt.mean(x) * pt.mean(x**2),
         "transposed": x.T,
+        "transposed, in rows again": x.T.reshape((x.shape[0], 6)),
+        "the mean of those": x.T.reshape((x.shape[0], 6)).max(1).mean(),
+        "one after the other": pt.concatenate([x, x]),
+        "some set": pt.set_subtensor(x[1:, 0], 1.0),
+        "the first increased": pt.inc_subtensor(x[0], 1.0),
+        "the mean of some": x.T[:, 1:].mean(),
+        "backwards by numbers": x[pt.arange(x.shape[0] - 1, -1, -1)],
+        "where they would stand": pt.searchsorted(x[:, 0], x[:, 1]),
+        "times how many": x * x.shape[0],
+        "the mean times how many": (x * pt.ones((6,)) * x.shape[0]).sum() / x.shape[0],
+        "how many, in a loop": pytensor.scan(
+            lambda h, n: h * n,
+            outputs_info=[x],
+            non_sequences=[x.shape[0].astype("float32")],
+            n_steps=2,
+            return_updates=False,
+        )[-1].mean(),
+        "gradients of a mean": pt.grad(pt.mean(x**2), x),
     }
     return (x, i), means, rows, neither
 

@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from synk._scaling import main as scaling
+
 PROGRAM = """
 import numpy as np, synk
 synk.init(4)
@@ -90,3 +92,13 @@ def test_what_cannot_be_measured(folder, target, message):
     done = bench(folder, target, "--replicas", "2,3")
     assert done.returncode and message in done.stdout + done.stderr
     assert not (folder / "scaling.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "given"), [("--replicas", "2,"), ("--replicas", "0"), ("--rounds", "0"), ("--steps", "-1")]
+)
+def test_wrong_numbers(folder, capsys, option, given):
+    """They are named before anything runs."""
+    with pytest.raises(SystemExit):
+        scaling([f"{folder / 'train.py'}:bench", option, given])
+    assert f"argument {option}: " in (said := capsys.readouterr().err) and "is no number of at least 1" in said

@@ -1,19 +1,22 @@
 """Seen ops: how an output that says no op combines, where its graph shows that."""
 
-from collections.abc import Set
+from collections.abc import Iterator, Sequence, Set
 
-from pytensor.compile.builders import OpFromGraph
-from pytensor.graph.basic import Apply, Variable
+from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.link.jax.ops import JAXOp
+from pytensor.raise_op import CheckAndRaise
 from pytensor.scalar.basic import Add, Cast, Mul, Neg, Sub, TrueDiv
 from pytensor.scan.op import Scan
 from pytensor.tensor import subtensor
-from pytensor.tensor.basic import ARange
+from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Join
+from pytensor.tensor.blockwise import Blockwise
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.extra_ops import CumOp
-from pytensor.tensor.math import Sum
+from pytensor.tensor.math import Argmax, Dot, Sum
+from pytensor.tensor.shape import Reshape, SpecifyShape
 from pytensor.tensor.sort import ArgSortOp, SortOp
 from pytensor.tensor.special import LogSoftmax, Softmax
-from pytensor.tensor.subtensor import Subtensor
+from pytensor.tensor.subtensor import IncSubtensor, Subtensor
 from pytensor.tensor.type import TensorType
 
 from .walk import ancestors, is_known, is_of_rows, lengths_of, reached, simplified, value_inputs
@@ -72,40 +75,106 @@ def _is_quotient(expression: Variable, rows: Set[Variable]) -> bool:
 
 
 def _keeps_rows(expression: Variable, rows: Set[Variable]) -> bool:
-    """Does all of rows that it is made of have an axis of them, and does no op that may mix them make any of it?"""
+    """Does all of rows that it is made of have an axis of them, in their order, and is nothing made of how many there
+    are?"""
     made = [v for v in ancestors(expression, _but_picked) if v.owner and reached(v) & rows]
     if any(isinstance(v.owner.op, ARange) for v in made):
         return False
     made = [v for v in made if isinstance(v.type, TensorType) and reached(v, by_value=True) & rows]
-    for lengths in lengths_of(made):
-        axes = sum(is_of_rows(length, rows) for length in lengths)
-        if axes == 0 or (axes > 1 and all(is_known(length) for length in lengths)):  # none, or rows beside rows
-            return False
-    loops = simplified([v.owner.inputs[0] for v in made if isinstance(v.owner.op, Scan)])  # how many steps each takes
-    mixed = lengths_of([v.owner.inputs[0] for v in made if _may_mix(v.owner)])
+    axes = [_axes_of_rows(lengths, rows) for lengths in lengths_of(made)]
+    if any(not each or sum(each.values()) > 1 for each in axes):  # none, or rows beside rows
+        return False
+    before = lengths_of([v.owner.inputs[isinstance(v.owner.op, Join)] for v in made])
+    pairs = zip(made, before, axes, strict=True)
+    if not all(_keeps_order(v.owner, _axes_of_rows(lengths, rows), after) for v, lengths, after in pairs):
+        return False
+    loops = [v.owner.inputs[0] for v in made if isinstance(v.owner.op, Scan)]  # how many steps each takes
     if any(_may_mix_inside(v.owner.op) for v in made if isinstance(v.owner.op, Scan)):
         return False
-    return not any(is_of_rows(length, rows) for length in (*loops, *[lengths[0] for lengths in mixed if lengths]))
+    numbers = [number for v in made for number in _counts(v.owner, rows)]
+    return not any(is_of_rows(number, rows) for number in simplified([*loops, *numbers]))
 
 
-def _may_mix(node: Apply) -> bool:
-    """May it mix entries along axis 0 of its first input?"""
+def _axes_of_rows(lengths: Sequence[Variable], rows: Set[Variable]) -> dict[int, bool]:
+    """The axes that are as long as there are rows, or may be; and which of these are known to be."""
+    return {i: is_known(length) for i, length in enumerate(lengths) if is_of_rows(length, rows)}
+
+
+def _keeps_order(node: Apply, before: dict[int, bool], after: dict[int, bool]) -> bool:
+    """Do rows stay in order, and apart? `before` and `after` are the axes of them of its first array and its result.
+
+    Ops that are not listed may do anything, but for those of JAX's functions, which their user has made for rows.
+    """
     op = node.op
+    axes = {i for i, is_sure in before.items() if i == 0 or is_sure}
+    if isinstance(
+        op, Elemwise | DimShuffle | CAReduce | Dot | Argmax | Alloc | SpecifyShape | CheckAndRaise | Scan | JAXOp
+    ):
+        return True
+    if isinstance(op, Blockwise):
+        inner = len(op.inputs_sig[0])
+        return isinstance(op.core_op, Dot) or max(axes, default=0) < node.inputs[0].type.ndim - inner
     if isinstance(op, PICKS):
-        index = node.inputs[1].owner
-        return index is None or not isinstance(index.op, ARange)
+        return 0 not in axes or _is_count_up(node.inputs[1].owner)
+    if isinstance(op, Subtensor | IncSubtensor):
+        return not any(entry != slice(None) for i, entry in enumerate(op.idx_list) if i in axes)
+    if isinstance(op, Reshape):
+        return 0 in before and 0 in after
+    return not axes & _mixed_axes(node)
+
+
+def _mixed_axes(node: Apply) -> set[int]:
+    """Along which axes of its first array it may mix entries."""
+    op, every = node.op, set(range(16))
     if isinstance(op, Softmax | LogSoftmax):
-        return op.axis is None or 0 in op.axis
-    if isinstance(op, Subtensor):
-        return bool(op.idx_list) and op.idx_list[0] != slice(None)
-    return isinstance(op, SortOp | ArgSortOp | CumOp | OpFromGraph)
+        return every if op.axis is None else set(op.axis)
+    if isinstance(op, CumOp):
+        return every if op.axis is None else {op.axis}
+    place = 0 if isinstance(op, Join) else 1 if isinstance(op, SortOp | ArgSortOp) else None
+    if place is None or not isinstance(axis := node.inputs[place], Constant):
+        return every
+    return {int(axis.data) % node.inputs[isinstance(op, Join)].type.ndim}
+
+
+def _is_count_up(node: Apply | None) -> bool:
+    """Is it `arange` from 0, one by one?"""
+    if node is None or not isinstance(node.op, ARange):
+        return False
+    start, _, step = node.inputs
+    return all(isinstance(v, Constant) and v.data == value for v, value in ((start, 0), (step, 1)))
+
+
+def _counts(node: Apply, rows: Set[Variable]) -> Iterator[Variable]:
+    """Numbers among the values that go into it that are made of shapes alone; they may be how many rows there are."""
+    if not isinstance(node.op, Elemwise | Dot | Blockwise | Scan):
+        return
+    left = [v for v in value_inputs(node) if not reached(v, by_value=True) & rows]
+    while left:
+        variable = left.pop()
+        if not reached(variable) & rows:
+            continue
+        op = None if variable.owner is None else variable.owner.op
+        if variable.type.ndim == 0:
+            yield variable
+        elif isinstance(op, Alloc | DimShuffle):
+            left.append(variable.owner.inputs[0])
+        elif isinstance(op, Elemwise):
+            left += value_inputs(variable.owner)
+        elif isinstance(op, IncSubtensor):
+            left += variable.owner.inputs[:2]
+        elif not isinstance(op, AllocEmpty):
+            yield variable.sum()
 
 
 def _may_mix_inside(op: Scan) -> bool:
     """May a step of it, which sees rows on axis 0?"""
-    steps = list(op.fgraph.apply_nodes)
-    reductions = [node.op.axis for node in steps if isinstance(node.op, CAReduce)]
-    return any(axes is None or 0 in axes for axes in reductions) or any(_may_mix(node) for node in steps)
+    at_rows = {0: True}
+    for node in op.fgraph.apply_nodes:
+        if isinstance(node.op, CAReduce) and (node.op.axis is None or 0 in node.op.axis):
+            return True
+        if not _keeps_order(node, at_rows, at_rows):
+            return True
+    return False
 
 
 def _but_picked(node: Apply) -> list[Variable]:
