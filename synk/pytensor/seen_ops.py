@@ -1,6 +1,7 @@
 """Seen ops: how an output that says no op combines, where its graph shows that."""
 
 from collections.abc import Iterator, Sequence, Set
+from typing import Any
 
 from pytensor.graph.basic import Apply, Constant, Variable
 from pytensor.link.jax.ops import JAXOp
@@ -120,20 +121,22 @@ def _keeps_order(node: Apply, before: dict[int, bool], after: dict[int, bool]) -
         return not any(entry != slice(None) for i, entry in enumerate(op.idx_list) if i in axes)
     if isinstance(op, Reshape):
         return 0 in before and 0 in after
-    return not axes & _mixed_axes(node)
+    mixed = _mixed_axes(node)
+    return mixed is not None and not axes & mixed
 
 
-def _mixed_axes(node: Apply) -> set[int]:
-    """Along which axes of its first array it may mix entries."""
-    op, every = node.op, set(range(16))
+def _mixed_axes(node: Apply) -> set[int] | None:
+    """Along which axes of its first array it mixes entries; None where that is not known, or all."""
+    op: Any = node.op
     if isinstance(op, Softmax | LogSoftmax):
-        return every if op.axis is None else set(op.axis)
+        return None if op.axis is None else set(op.axis)
     if isinstance(op, CumOp):
-        return every if op.axis is None else {op.axis}
+        return None if op.axis is None else {op.axis}
     place = 0 if isinstance(op, Join) else 1 if isinstance(op, SortOp | ArgSortOp) else None
     if place is None or not isinstance(axis := node.inputs[place], Constant):
-        return every
-    return {int(axis.data) % node.inputs[isinstance(op, Join)].type.ndim}
+        return None
+    array: Any = node.inputs[isinstance(op, Join)]
+    return {int(axis.data) % array.type.ndim}
 
 
 def _is_count_up(node: Apply | None) -> bool:
@@ -148,20 +151,20 @@ def _counts(node: Apply, rows: Set[Variable]) -> Iterator[Variable]:
     """Numbers among the values that go into it that are made of shapes alone; they may be how many rows there are."""
     if not isinstance(node.op, Elemwise | Dot | Blockwise | Scan):
         return
-    left = [v for v in value_inputs(node) if not reached(v, by_value=True) & rows]
+    left: list[Any] = [v for v in value_inputs(node) if not reached(v, by_value=True) & rows]
     while left:
         variable = left.pop()
         if not reached(variable) & rows:
             continue
-        op = None if variable.owner is None else variable.owner.op
+        owner, op = variable.owner, variable.owner.op  # it is no input, which it would depend on by value
         if variable.type.ndim == 0:
             yield variable
         elif isinstance(op, Alloc | DimShuffle):
-            left.append(variable.owner.inputs[0])
+            left.append(owner.inputs[0])
         elif isinstance(op, Elemwise):
-            left += value_inputs(variable.owner)
+            left += value_inputs(owner)
         elif isinstance(op, IncSubtensor):
-            left += variable.owner.inputs[:2]
+            left += owner.inputs[:2]
         elif not isinstance(op, AllocEmpty):
             yield variable.sum()
 
