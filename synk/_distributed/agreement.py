@@ -110,11 +110,8 @@ class JaxPeers(Peers):
         return self.end(PeerError(f"another process of the group is gone ({first}). {_START_AGAIN}"))
 
     def end(self, error: SynkError) -> SynkError:
-        """Note that the group has come to its end, and let process 0 know that this process knows."""
-        if self.ended is None:
-            self.ended = error
-            with contextlib.suppress(Exception):  # the store may be gone as well
-                kv_store.put(f"synk/notified/{jax.process_index()}", "")
+        """Note that the group has come to its end."""
+        self.ended = self.ended or error
         return self.ended
 
     def _exchange(self, what: str, value: str) -> list[str]:

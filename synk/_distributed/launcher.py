@@ -93,9 +93,9 @@ class _Launcher:
 
     def run(self, attempt: int) -> int:
         """One attempt: 0, or the code of the first process that failed."""
-        options, gang = self.options, Gang(self.guard, self.console)
+        options, gang, reserved = self.options, Gang(self.guard, self.console), reserve_port()
         try:
-            coordinator = options.coordinator or f"127.0.0.1:{_free_port()}"
+            coordinator = options.coordinator or "{}:{}".format(*reserved.getsockname())
             for i in range(options.processes):
                 rank = options.node_rank * options.processes + i
                 log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
@@ -103,6 +103,7 @@ class _Launcher:
             failed, stuck = gang.watch(self.signals)
         finally:
             gang.end()
+            reserved.close()
         if signal.SIGINT in self.signals or len(self.signals) > 1:
             return -signal.SIGINT
         return self._blame(failed, stuck, gang.ended_by_runtime) if failed else 0
@@ -136,6 +137,14 @@ class _Launcher:
         return code
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+def reserve_port() -> socket.socket:
+    """A port of this machine that nobody else is given until the socket is closed; process 0 may listen there too.
+
+    One that is merely free might be given to another launcher before process 0 listens. JAX's runtime would let both
+    listen there, and their processes would meet the wrong ones.
+    """
+    reserved = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
+    reserved.bind(("127.0.0.1", 0))
+    return reserved

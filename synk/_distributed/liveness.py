@@ -19,8 +19,10 @@ from . import kv_store
 from .agreement import PEERS, failure_notice, publish_failure
 
 BEAT = 0.5  # seconds between looks at process 0
+LAST_WORDS = 3.0  # seconds in which the others are to read why process 0 goes, and to say so
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
 
+_LEAVING = threading.RLock()  # held to the end by the thread that ends this process: its code and words are the first
 _is_attending = False
 _exit_code = 0  # with which the program has called sys.exit
 
@@ -128,17 +130,18 @@ def _wait_until_all_end(seconds: float) -> str | None:
 
 def _leave(error: SynkError | None, is_told: bool = True, code: int = 1) -> NoReturn:
     """End this process now, with this code or the one that tells that another process has failed."""
+    _LEAVING.acquire()
     if not is_told:
         print(f"synk.{type(error).__name__}: {error}", file=sys.stderr)
-    until = monotonic() + kv_store.NOTICE_SECONDS
-    with contextlib.suppress(Exception):
-        # The store lives in process 0: the others are to read why it goes.
-        while jax.process_index() == 0 and monotonic() < until:
-            know = {*kv_store.list("synk/notified/"), *kv_store.list("synk/failed/")} - {"0"}
-            if len(know) == jax.process_count() - 1:
-                break
-            sleep(0.05)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or a broken pipe
             stream.flush()
+    until = monotonic() + LAST_WORDS
+    with contextlib.suppress(Exception):  # the store may be gone
+        kv_store.put(f"synk/left/{jax.process_index()}", "it has said why")
+        # It lives in process 0, without which JAX's runtime ends the others.
+        while jax.process_index() == 0 and monotonic() < until:
+            if len(kv_store.list("synk/left/")) == jax.process_count():
+                break
+            sleep(0.05)
     os._exit(EXIT_PEER_FAILED if isinstance(error, PeerError) else code & 0xFF or 1)

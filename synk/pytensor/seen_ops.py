@@ -85,7 +85,7 @@ def _keeps_rows(expression: Variable, rows: Set[Variable]) -> bool:
     axes = [_axes_of_rows(lengths, rows) for lengths in lengths_of(made)]
     if any(not each or sum(each.values()) > 1 for each in axes):  # none, or rows beside rows
         return False
-    before = lengths_of([v.owner.inputs[isinstance(v.owner.op, Join)] for v in made])
+    before = lengths_of([_first_array(v.owner) for v in made])
     pairs = zip(made, before, axes, strict=True)
     if not all(_keeps_order(v.owner, _axes_of_rows(lengths, rows), after) for v, lengths, after in pairs):
         return False
@@ -132,11 +132,17 @@ def _mixed_axes(node: Apply) -> set[int] | None:
         return None if op.axis is None else set(op.axis)
     if isinstance(op, CumOp):
         return None if op.axis is None else {op.axis}
-    place = 0 if isinstance(op, Join) else 1 if isinstance(op, SortOp | ArgSortOp) else None
-    if place is None or not isinstance(axis := node.inputs[place], Constant):
+    if not isinstance(op, Join | SortOp | ArgSortOp):
         return None
-    array: Any = node.inputs[isinstance(op, Join)]
-    return {int(axis.data) % array.type.ndim}
+    axis: Any = getattr(op, "axis", node.inputs[0 if isinstance(op, Join) else -1])  # where earlier versions have it
+    if isinstance(axis, Variable) and not isinstance(axis, Constant):
+        return None
+    return {int(axis.data if isinstance(axis, Constant) else axis) % _first_array(node).type.ndim}
+
+
+def _first_array(node: Apply) -> Any:
+    """The first of its inputs that is no axis: earlier versions of `join` have that before the arrays."""
+    return node.inputs[isinstance(node.op, Join) and not hasattr(node.op, "axis")]
 
 
 def _is_count_up(node: Apply | None) -> bool:

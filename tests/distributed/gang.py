@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,8 @@ import threading
 from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
+
+from synk._distributed.launcher import reserve_port
 
 PROGRAMS = Path(__file__).with_name("gang_programs.py")
 ROOT = PROGRAMS.parent.parent.parent
@@ -155,13 +156,18 @@ class Gang(Running):
 
     def __init__(self, program, *arguments, processes=2, devices=1, **environment):
         super().__init__(f"{program} {' '.join(map(str, arguments))} in {processes}x{devices}")
-        folder, port = Path(tempfile.mkdtemp(prefix="gang-")), free_port()
+        self.reserved = reserve_port()
+        folder, address = Path(tempfile.mkdtemp(prefix="gang-")), "{}:{}".format(*self.reserved.getsockname())
         for rank in range(processes):
             of_rank = {"JAX_NUM_CPU_DEVICES": str(devices)}
             if processes > 1:
-                of_rank["SYNK_COORDINATOR"] = f"127.0.0.1:{port}"
+                of_rank["SYNK_COORDINATOR"] = address
                 of_rank["SYNK_NUM_PROCESSES"], of_rank["SYNK_PROCESS_ID"] = str(processes), str(rank)
             self.start([program, *arguments], folder / f"{rank}.log", of_rank | environment)
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.reserved.close()
 
 
 class Launcher(Running):
@@ -176,10 +182,3 @@ def run(program, *arguments, deadline=120, **options):
     """Start a gang and wait for its end."""
     with Gang(program, *arguments, **options) as gang:
         return gang.wait(deadline)
-
-
-def free_port():
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

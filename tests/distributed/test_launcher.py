@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from synk._distributed.launcher import main
+from synk._distributed.launcher import main, reserve_port
 
 from ..helpers import slow, slow_but
 from . import gang
@@ -140,15 +141,28 @@ def test_several_machines(tmp_path):
         "total = synk.function(lambda x: x.sum())(np.arange(9.0))\n"
         "print('=', jax.process_index(), jax.process_count(), group.size, float(total))\n"
     )
-    address = f"127.0.0.1:{gang.free_port()}"
-    options = ["-n", 1, "--devices-per-process", 2, "--nodes", 2, "--coordinator", address]
     with (
-        gang.Launcher(make(tmp_path / "a"), *options, "--node-rank", 1, script) as second,
-        gang.Launcher(make(tmp_path / "b"), *options, "--node-rank", 0, script) as first,
+        reserve_port() as reserved,
+        gang.Launcher(make(tmp_path / "a"), *meeting(reserved), "--node-rank", 1, script) as second,
+        gang.Launcher(make(tmp_path / "b"), *meeting(reserved), "--node-rank", 0, script) as first,
     ):
         ends = [first.wait(60)[0], second.wait(60)[0]]
     assert [end.code for end in ends] == [0, 0], ends
     assert ["[0] = 0 2 4 36.0" in ends[0].output, "[1] = 1 2 4 36.0" in ends[1].output] == [True, True]
+
+
+def test_a_port_is_no_one_elses():
+    """From when it is chosen: process 0 listens there much later, and two that listen take each other's processes."""
+    with reserve_port() as reserved, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(reserved.getsockname())
+        with pytest.raises(ConnectionRefusedError):  # nor does anyone listen there yet
+            socket.create_connection(reserved.getsockname())
+
+
+def meeting(reserved):
+    """Options of a launcher whose processes meet another's at a port."""
+    return "-n", 1, "--devices-per-process", 2, "--nodes", 2, "--coordinator", "{}:{}".format(*reserved.getsockname())
 
 
 def make(folder):

@@ -19,6 +19,7 @@ import pytest
 
 import synk
 from synk._distributed import preemption
+from synk._distributed.launcher import reserve_port
 from synk._distributed.liveness import EXIT_PEER_FAILED
 
 from ..helpers import group_of, slow, slow_but, smoke
@@ -465,13 +466,9 @@ START = "synk.init(distributed=True, start=3, heartbeat=10, shutdown=5); say('me
 
 def met(*processes, serve=None):
     """How processes end, each of which is given (coordinator, how many, which one) and more of its environment."""
-    with socket.socket() as own, gang.Running("meets") as some:
-        own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        own.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{own.getsockname()[1]}"
-        if serve is None:
-            own.close()
-        else:
+    with reserve_port() as own, gang.Running("meets") as some:
+        address = "{}:{}".format(*own.getsockname())
+        if serve is not None:
             own.listen()
             threading.Thread(target=serve, args=(own,), daemon=True).start()
         for coordinator, count, number, *more in processes:
