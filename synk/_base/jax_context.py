@@ -1,6 +1,6 @@
 """JAX context: what a user asks of JAX around a call, what of it changes a trace, and how synk keeps clear of it."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -13,6 +13,8 @@ from jax.sharding import Mesh, get_abstract_mesh
 
 # Public since JAX 0.10 in jax.extend.core, and before that in jax.core.
 trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
+_NAMED_AXES = "unsafe_get_axis_names_DO_NOT_USE"
+_named_axes: Callable[[], list[Any]] = getattr(jax.extend.core, _NAMED_AXES, None) or getattr(jax.core, _NAMED_AXES)
 EAGER = trace_state()
 _NO_MESH = Mesh(np.empty((), object), ())
 config: Any = jax.config  # its options are not typed
@@ -37,6 +39,11 @@ _values_of = attrgetter(*TRACE_OPTIONS)
 def trace_options() -> tuple[Any, ...]:
     """The values of JAX's options that change what is traced or compiled; programs are kept for each."""
     return _values_of(config)
+
+
+def trace_surroundings() -> tuple[Any, ...]:
+    """What a trace under way around this line shows inside: its named axes, with their sizes, and its mesh."""
+    return get_abstract_mesh(), *[(name, jax.lax.axis_size(name)) for name in _named_axes()]
 
 
 def checks_floats() -> bool:

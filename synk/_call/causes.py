@@ -66,7 +66,7 @@ def _listed(subset: tuple[Any, ...] | None) -> str:
 
 
 def _of_options(old: CallSpec, new: CallSpec) -> Iterator[str]:
-    for name, was, now in zip(TRACE_OPTIONS, old.options, new.options, strict=True):
+    for name, was, now in zip(TRACE_OPTIONS, old.options, new.options, strict=False):
         if was != now:
             yield f"{name} is {now!r}, was {was!r}"
 

@@ -9,9 +9,10 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, get_abstract_mesh, use_abstract_mesh
 
 from .._base.errors import SynkError
-from .._base.jax_context import trace_options, transfers_on_purpose
+from .._base.jax_context import trace_options, trace_surroundings, transfers_on_purpose
 from .._base.partition import split_rows
 from .._base.pytree import PyTree, to_jax
 from .._data.dataset import Data
@@ -55,6 +56,15 @@ def compose(
     """Trace the call into whatever transformation is under way."""
     function = function.gathering()
     name, spec = function.name, bound.spec
+    if get_abstract_mesh() == group.mesh.abstract_mesh:  # which a program of the group makes its own
+        with use_abstract_mesh(AbstractMesh((), ())):
+            return compose(function, plans, bound, request, subset, group)
+    if not (get_abstract_mesh().empty or group.is_simulated):
+        raise SynkError(
+            f"{name}: it is traced inside jax.set_mesh or jax.shard_map with the mesh "
+            f"{dict(get_abstract_mesh().shape)}, but runs on that of {group}. Call it outside of these, or under "
+            f"jax.set_mesh(synk.group().mesh)."
+        )
     if request.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
     if function.blocks is not None:
@@ -76,7 +86,7 @@ def compose(
     slices = 1 if lengths is None else min(request.num_slices, max(lengths))
     call = CallSpec(
         arguments=spec,
-        options=trace_options(),
+        options=(*trace_options(), *trace_surroundings()),
         rows=tuple((s.shape[1:], s.dtype) for s in sources),
         feeds=(SENT,) * len(sources),
         broadcast=tuple((b.shape, b.dtype, b.weak_type) for b in broadcast),
@@ -119,7 +129,8 @@ def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
         select_rows(call)
         # Its values are not known yet, so not checked: rows that are not there are NaN (of integers the least or the
         # largest number), and never another row.
-        return [to_jax(leaf).at[batch].get(mode="fill") for leaf in call.leaves]
+        wide = batch if batch.dtype.itemsize >= 4 else batch.astype(jnp.int32)  # in which a number of rows fits
+        return [to_jax(leaf).at[wide].get(mode="fill") for leaf in call.leaves]
     picked: list[jax.Array] = []
     for each in select_rows(call._replace(request=RowRequest(batch))).each:
         array, selection = each.source, each.selection

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._base.errors import shown
 from .._base.partition import split_rows
-from .._base.pytree import SCALARS, as_data, check_fits, is_number, key_of
+from .._base.pytree import SCALARS, as_data, check_fits, is_number, key_of, narrow
 from .._data.dataset import Data, is_result, source_of
 from .._data.overlap import halo_of
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
@@ -28,6 +28,7 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .row_input import Picks, RowCall, RowInput, row_input
 
+_NO_ROWS = Selection(None, 0, 0)
 AUTO = "auto"  # for num_slices: as few as fit into memory
 
 
@@ -107,7 +108,7 @@ def check_slices(num_slices: Any, name: str) -> None:
 
 def select_rows(call: RowCall) -> RowInputs:
     """Check the scattered arguments of a call and what picks their rows: values, in every call."""
-    name, names, leaves, (batch, batch_s, _), group, data_group = call[:6]
+    name, names, leaves, (batch, batch_s, *_), group, data_group = call[:6]
     minibatch: list[int] = []  # brings the rows of the batch itself
     resident_ones: list[int] = []  # lies on the replicas, where batch_s picks
     picked: list[int] = []
@@ -185,22 +186,42 @@ def _select_process_rows(call: RowCall) -> RowInputs:
                 f"{name}: argument {argument} is the same in all processes, but others hold synk.local rows. Mark all "
                 f"scattered arguments of a call, or none."
             )
-    is_multi_process = (data_group or group)._is_multi_process
+    home = data_group or group
+    is_multi_process = home._is_multi_process
     sources: list[Any] = [leaf.source for leaf in call.leaves]
-    rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
-    selection = select(call.request.batch, rows, name, names[0]) if rows else Selection(None, 0, 0)
-    if data_group is not None and is_multi_process:  # which takes all rows from here
-        sources = [rows_of_processes(gather_rows(source, selection, source.dtype)) for source in sources]
-        selection = Selection(None, 0, len(sources[0]))
-    if data_group is not None or not is_multi_process:
+    try:
+        rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
+        selection = select(call.request.batch, rows, name, names[0], is_part=is_multi_process) if rows else _NO_ROWS
+    except Exception:
+        if is_multi_process:
+            refuse_together(home, name)
+        raise
+    if not is_multi_process:
         each = [row_input(call, source, Picks(selection, None, False)) for source in sources]
         return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
-    lengths = rows_of_replicas(group, selection.rows)
+    lengths = rows_of_replicas(home, selection.rows, name, _described(call))
     if not any(lengths):
         raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
+    if data_group is not None:  # which takes all rows from here
+        sources = [rows_of_processes(home, gather_rows(source, selection, source.dtype)) for source in sources]
+        selection = Selection(None, 0, len(sources[0]))
+        each = [row_input(call, source, Picks(selection, None, False)) for source in sources]
+        return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
     before = sum(lengths[: group._local_ranks.start])
     each = [row_input(call, source, Picks(selection, None, False))._replace(rows_before=before) for source in sources]
     return RowInputs(tuple(each), lengths, None, True)
+
+
+def _described(call: RowCall) -> str:
+    """A call with rows of this process, but for their number."""
+    shapes = ", ".join(f"{narrow(leaf.dtype)}{list(leaf.shape[1:])}" for leaf in call.leaves)
+    turn = "" if call.request.turn is None else f", item {call.request.turn} of a loop"
+    return f"{call.name}(rows of {shapes}), num_slices={call.request.num_slices}{turn}"
+
+
+def refuse_together(group: Group, name: str) -> None:
+    """Tell the other processes, which are about to count rows, that this one cannot make its call."""
+    rows_of_replicas(group, None, name, "")
 
 
 def _nothing_to_pick(on_replicas: ReplicaSelection | None, has_minibatch: bool) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .._data.sources import copied
 from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .binding import BoundArguments
-from .inputs import check_leaves, common_rows
+from .inputs import check_leaves, common_rows, refuse_together
 from .row_input import RowRequest
 from .spec import FunctionSpec
 
@@ -141,12 +142,18 @@ class Batches:
 
     def rows(self) -> int:
         """How many there are to pick from."""
-        is_local = any(isinstance(source, ProcessLocalRows) for source in self.sources)
-        may_be_empty = is_local and self.group._is_multi_process
-        return common_rows(self.function.name, self.names, self.sources, self.picked, may_be_empty) or 0
+        return common_rows(self.function.name, self.names, self.sources, self.picked, self.meets_others) or 0
+
+    @property
+    def meets_others(self) -> bool:
+        """Does each process bring rows of its own, so that some may bring none, and all leave a batch that one cannot
+        pick?"""
+        return self.group._is_multi_process and any(isinstance(source, ProcessLocalRows) for source in self.sources)
 
     def _select(self, batch: Any, rows: int, i: int) -> Selection:
-        return select(batch, rows, self.function.name, self.names[i]) if rows else Selection(None, 0, 0)
+        if not rows:
+            return Selection(None, 0, 0)
+        return select(batch, rows, self.function.name, self.names[i], is_part=self.meets_others)
 
     def versions(self) -> list[int]:
         """Of the data picked from."""
@@ -161,9 +168,9 @@ class Batches:
         try:
             bound = self._bound(batch, values)
         except Exception as error:
-            if not self.followed:
+            if not (self.followed or self.meets_others):
                 raise
-            bound = error  # until it is this batch's turn the data may change
+            bound = error  # until it is this batch's turn the data may change, or the others wait
         return Ahead(self, bound, versions, kept, values, perf_counter() - start)
 
     def _bound(self, batch: Any, values: dict[int, Any]) -> BoundArguments:
@@ -202,19 +209,21 @@ def iterate(
     if not isinstance(batches, Iterable):
         raise TypeError(f"{name}: batches is {shown(batches)}; give an iterable of batches, e.g. synk.minibatches.")
 
-    return Prefetch(batches, size, rows.ahead, partial(arrive, call), f"{name}: prefetch", refuse)
+    return Prefetch(batches, size, rows.ahead, partial(arrive, call, count()), f"{name}: prefetch", refuse)
 
 
-def arrive(call: Callable[[BoundArguments, RowRequest], PyTree], item: Ahead) -> PyTree:
+def arrive(call: Callable[[BoundArguments, RowRequest], PyTree], turns: Iterator[int], item: Ahead) -> PyTree:
     """Call a function with what was made ready."""
     rows, seconds = item.rows, item.seconds
     if item.versions != rows.versions():  # written since: pick again
         item = rows.ahead(item.kept, item.given)
         seconds += item.seconds
     if isinstance(item.bound, Exception):
+        if rows.meets_others:
+            refuse_together(rows.group, rows.function.name)
         try:
             raise item.bound
         finally:
             del item  # or the error, its traceback and this frame would keep one another
     rows.function.stats.sending += seconds
-    return call(item.bound, rows.request._replace(batch=item.kept if rows.resident else None))
+    return call(item.bound, rows.request._replace(batch=item.kept if rows.resident else None, turn=next(turns)))

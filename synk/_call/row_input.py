@@ -20,6 +20,7 @@ class RowRequest(NamedTuple):
     batch: Any = None
     batch_s: Any = None
     num_slices: Any = 1  # or "auto"
+    turn: int | None = None  # which item of a loop over batches it is
 
 
 class RowInput(NamedTuple):

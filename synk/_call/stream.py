@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 from .._base.errors import shown
@@ -46,7 +47,7 @@ def stream(
             leaves[i] = copied(leaves[i])
         return Batches(function, bound._replace(leaves=leaves), request, group, "stream").ahead(None)
 
-    return Prefetch(source, size, ahead, partial(arrive, call), f"{name}: prefetch", refuse)
+    return Prefetch(source, size, ahead, partial(arrive, call, count()), f"{name}: prefetch", refuse)
 
 
 def _arguments(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

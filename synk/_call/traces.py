@@ -92,7 +92,7 @@ class CallTraces:
         try:
             traced = self._trace(request)
         except NameError as error:
-            if has_axis or "unbound axis" not in str(error):
+            if has_axis or f"unbound axis name: {AXIS}" not in str(error):
                 raise
             raise ValueError(
                 f"{function.name}: it communicates inside (over the axis {AXIS!r}), which takes all rows in one call "

@@ -1,12 +1,13 @@
 """Process rows: rows that one process alone holds."""
 
+import zlib
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._base.errors import public_api
+from .._base.errors import DisagreementError, public_api
 from .._base.partition import split_rows
 from .._base.pytree import refuse_tracer
 from .._runtime.executable import run_collective
@@ -31,7 +32,7 @@ class ProcessLocalRows:
 def local(value: Any) -> ProcessLocalRows:
     """Mark rows that this process alone holds, for the inputs of a function.
 
-    The rows of the call are those of all processes, in the order of the processes. Each process deals its own out over
+    The rows of the call are those of all processes, in the order of their replicas. Each process deals its own out over
     its own replicas, and `batch` picks from its own. In a group of one process they are all rows there are.
 
     Args:
@@ -57,23 +58,41 @@ def local(value: Any) -> ProcessLocalRows:
     return ProcessLocalRows(np.asarray(source) if isinstance(source, jax.Array) else source)
 
 
-def rows_of_replicas(group: Group, rows: int) -> tuple[int, ...]:
-    """How many rows each replica has, where this process deals out so many over its own; all processes ask together."""
-    own = np.zeros(group.size, np.int32)  # the others' entries are not looked at
-    own[group._local_ranks] = [part.rows for part in split_rows(rows, len(group._local_ranks))]
-    every = run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, own, "stacked")])[0]
-    return tuple(np.asarray(every).tolist())
+def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tuple[int, ...]:
+    """How many rows each replica has, where this process deals out so many over its own; all processes ask together.
+
+    None where this process has found that it cannot make its call: all others then raise. `what` says which call it is.
+    """
+    told = np.zeros((group.size, 2), np.int32)  # the others' entries are not looked at
+    own = split_rows(rows or 0, len(group._local_ranks))
+    told[group._local_ranks, 0] = -1 if rows is None else [part.rows for part in own]
+    told[group._local_ranks, 1] = zlib.crc32(what.encode()) >> 1
+    every = np.asarray(run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, told, "stacked")])[0])
+    if rows is None:
+        return ()
+    if (every[:, 0] < 0).any():
+        failed = group.devices[int(every[:, 0].argmin())].process_index
+        raise ValueError(
+            f"{name}: process {failed} has refused its synk.local rows, and raises why. All leave this call together."
+        )
+    if len(set(every[:, 1].tolist())) > 1:
+        raise DisagreementError(
+            f"processes are in different calls with synk.local rows. process {jax.process_index()}: {what}. Every "
+            f"process must make the same calls, in the same order; rows alone may be more or fewer."
+        )
+    return tuple(every[:, 0].tolist())
 
 
 def _gather(rows: jax.Array) -> list[jax.Array]:
     return [jax.lax.all_gather(rows, AXIS)]
 
 
-def rows_of_processes(source: HostSource) -> np.ndarray:
-    """The rows of all processes, in each of them."""
+def rows_of_processes(group: Group, source: HostSource) -> np.ndarray:
+    """The rows of all processes, in each of them, in the order of their replicas."""
     host = gather_rows(source, Selection(None, 0, source.shape[0]), source.dtype)
     counts = multihost_utils.process_allgather(np.array([len(host)]))[:, 0]
     filled = np.zeros((int(counts.max()), *host.shape[1:]), host.dtype)
     filled[: len(host)] = host
     together = multihost_utils.process_allgather(filled.view(np.uint8))
-    return np.concatenate([each.view(host.dtype)[:n] for each, n in zip(together, counts, strict=True)])
+    order = dict.fromkeys(device.process_index for device in group.devices)
+    return np.concatenate([together[i].view(host.dtype)[: counts[i]] for i in order])

@@ -27,6 +27,7 @@ class ReplicaRows:
     def __getitem__(self, index: Any) -> np.ndarray:
         if self._at is not None:
             group, stacked = self._at
+            group._peers.agree(f"a read of rows on the replicas, {self.dtype}{list(self.shape)}", "")
             parts = enumerate(split_rows(self.shape[0], group.size))
             self._host = np.concatenate([replica_to_host(group, stacked, "stacked", r, part.rows) for r, part in parts])
             self._host.flags.writeable = False

@@ -153,6 +153,12 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
             f"synk.init: of the devices {devices}, those of one process must stand together, and each process that "
             f"runs this needs one; this is process {here}."
         )
+    missing = {*range(jax.process_count())} - {device.process_index for device in devices}
+    if missing and len(local) < len(devices):
+        raise ValueError(
+            f"synk.init: the devices {devices} are those of several processes, but none is of process {min(missing)}. "
+            f"Give some of each process, or of this one alone."
+        )
     return CURRENT.use(make_group(devices, is_simulated, PEERS if len(local) < len(devices) else None, memory=memory))
 
 

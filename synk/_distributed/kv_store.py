@@ -5,7 +5,7 @@ from typing import Any
 
 from jax._src import distributed, xla_bridge  # noqa: TID251  # the runtime's client has no public name
 
-NOTICE_SECONDS = 1.5  # that process 0 gives the others, before it takes the store along, to read why it goes
+NOTICE_SECONDS = 1.5  # that process 0 gives the others to read why it goes, and to say so: it takes the store along
 
 
 def is_running() -> bool:

@@ -19,7 +19,6 @@ from . import kv_store
 from .agreement import PEERS, failure_notice, publish_failure
 
 BEAT = 0.5  # seconds between looks at process 0
-LAST_WORDS = 3.0  # seconds in which the others are to read why process 0 goes, and to say so
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
 
 _LEAVING = threading.RLock()  # held to the end by the thread that ends this process: its code and words are the first
@@ -136,7 +135,7 @@ def _leave(error: SynkError | None, is_told: bool = True, code: int = 1) -> NoRe
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or a broken pipe
             stream.flush()
-    until = monotonic() + LAST_WORDS
+    until = monotonic() + kv_store.NOTICE_SECONDS
     with contextlib.suppress(Exception):  # the store may be gone
         kv_store.put(f"synk/left/{jax.process_index()}", "it has said why")
         # It lives in process 0, without which JAX's runtime ends the others.

@@ -83,14 +83,18 @@ def compiler_options(group: Group) -> dict[str, Any]:
     return options
 
 
-def _launch(group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure) -> list[jax.Array]:
-    """Start a compiled program, of a call or of synk's own, and note it among those in flight."""
+def _launch(
+    group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure, is_local: bool = False
+) -> list[jax.Array]:
+    """Start a compiled program, of a call or of synk's own, and note it among those in flight. One that is local
+    communicates nothing, so that a process may run it alone."""
     wait_for_capacity(group._limits_in_flight)
     group._refuse_if_absent(name)
     WATCHDOG.rearm()
     if group._is_multi_process:
         retire_finished()  # where one has died this process has nothing to do with the others any more
-    group._peers.before_launch(name)
+    if not is_local:
+        group._peers.before_launch(name)
     try:
         results = run(*args)
     except Exception as error:  # on CPU it may be here that another process is found gone
@@ -120,8 +124,10 @@ def _jit(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str | No
     return jax.jit(of_lists, donate_argnums=donate, out_shardings=[sharding_of(group, each) for each in layouts])
 
 
-def run_collective(group: Group, body: Body, ins: Layouts, outs: Layouts, args: Sequence[Any]) -> list[jax.Array]:
-    """Run a small program of synk's own; it is kept by `body`, so give one that lasts."""
+def run_collective(
+    group: Group, body: Body, ins: Layouts, outs: Layouts, args: Sequence[Any], is_local: bool = False
+) -> list[jax.Array]:
+    """Run a small program of synk's own; it is kept by `body`, so give one that lasts. A local one is not agreed on."""
     args = list(args)
     with LOCK:
         jitted = group._cached(body, (tuple(ins), tuple(outs)), lambda: _jit(group, body, ins, outs, "shard_map", ()))
@@ -130,13 +136,14 @@ def run_collective(group: Group, body: Body, ins: Layouts, outs: Layouts, args: 
             module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
             name = f"{module.strip('_')}.{function.strip('_')}({describe_shapes(args)})"
             key = ("agreed", tuple(ins), tuple(outs), tuple((a.shape, a.dtype) for a in args))
-            group._cached(body, key, lambda: group._peers.agree(name, jitted.lower(args).as_text()) or "agreed")
-        return _launch(group, name, jitted, [args], ignore_failure)
+            if not is_local:
+                group._cached(body, key, lambda: group._peers.agree(name, jitted.lower(args).as_text()) or "agreed")
+        return _launch(group, name, jitted, [args], ignore_failure, is_local)
 
 
 def relayout(group: Group, leaves: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
     """Copy leaves of one layout into another; nothing is communicated. From stacked to replicated entries are equal."""
-    return run_collective(group, _copy, layouts(layout, len(leaves)), layouts(to, len(leaves)), leaves)
+    return run_collective(group, _copy, layouts(layout, len(leaves)), layouts(to, len(leaves)), leaves, is_local=True)
 
 
 def _copy(*values: jax.Array) -> Sequence[jax.Array]:

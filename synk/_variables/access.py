@@ -294,7 +294,14 @@ def common_value(variable: Variable) -> PyTree:
     group = group_of(variable)
     if not bind(variable, group).is_equal:
         raise DivergedError(divergence(variable))
+    if variable._spec.is_cut is not None:
+        _read_together(variable, group)
     return variable._spec.tree(read(variable, partial(_common_leaves, variable, group)))
+
+
+def _read_together(variable: Variable, group: Group) -> None:
+    """Before a read that communicates: processes of which one reads alone learn of it, before it meets another call."""
+    group._peers.agree(f"a read of {variable._given_name or 'a shared variable without a name'}", "")
 
 
 def _common_leaves(variable: Variable, group: Group, leaves: list[jax.Array]) -> list[jax.Array]:
@@ -316,6 +323,8 @@ def host_leaves(variable: Variable, rank: int) -> list[Any]:
 def value_of_rank(variable: Variable, rank: int, borrow: bool) -> PyTree:
     group, state = _bind_rank(variable, rank)
     rows = state.rows_per_replica
+    if state.layout == "stacked":
+        _read_together(variable, group)
 
     def copy(leaves: list[jax.Array]) -> list[Any]:
         if variable._state.layout == "replicated" or variable._spec.is_cut is not None:

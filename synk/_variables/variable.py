@@ -130,6 +130,8 @@ class Shared:
     def get_value(self, rank: int = 0, borrow: bool = False) -> PyTree:
         """Return a copy of the value of one replica, arrays that lie on every replica.
 
+        Over processes all ask together; `.value` is each one's to read, but for state that lies in pieces.
+
         Args:
           rank: whose.
           borrow: whether to return NumPy arrays instead, which share memory with the variable where that saves a copy,
