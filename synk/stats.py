@@ -125,12 +125,9 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
     x = statistics.rows_of(x, "cov")
     if x.ndim != 2:
         raise ValueError(f"synk.stats.cov: x has shape {x.shape}; give rows of columns, two dimensions.")
-    wide = x.astype(accumulation_dtype(x.dtype, "mean"))
-    center, rest = statistics.mean_in_two(wide)
-    off = wide - center - rest
-    state = {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0], "products": off.T @ off.conj()}
+    means, off = statistics.centered(x)
     return _statistic(
-        state, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
+        means | {"products": off.T @ off.conj()}, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
     )
 
 

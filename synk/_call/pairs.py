@@ -19,6 +19,7 @@ from .._reductions.reduction import (
     PartInfo,
     Reduction,
     Weighted,
+    fold,
     reduction_of,
     result_dtype,
 )
@@ -82,7 +83,6 @@ def pairs(
 
 # Pairs that are made at a time, so that a replica needs the memory of its rows, those that visit, and these.
 TOGETHER = 1 << 16
-_FOLDS: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "max": jnp.max, "min": jnp.min, "prod": jnp.prod}
 
 
 class _Ring(NamedTuple):
@@ -140,7 +140,7 @@ class _Ring(NamedTuple):
             state = self.reduction.prepare(value, info)
             there = is_row.reshape(1, -1, *[1] * (state.ndim - 2))
             state = jnp.where(there, state, jnp.asarray(self.reduction.identity(state.dtype), state.dtype))
-            found.append(_FOLDS[self.reduction.collective](state, axis=1).astype(state.dtype))
+            found.append(fold(self.reduction.collective, state, axis=1))
         return found
 
     def _keep(self, before: list[jax.Array], x: Leaves, y: Leaves, whose: jax.Array) -> list[jax.Array]:

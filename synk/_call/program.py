@@ -1,6 +1,6 @@
 """Program: the bodies that one kind of call compiles: run the parts, and add up their states on each replica."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from itertools import chain, groupby
 from typing import Any
@@ -165,7 +165,11 @@ class ProgramBuilder:
             for leaf in state[variable]
         ]
         consts = traced.consts if consts is None else consts
-        results = traced.run(*held, *leaves, part.rank, first_row, consts=consts)
+
+        def run(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            return traced.run(*held, *leaves, part.rank, first_row, consts=consts)
+
+        results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         count = len(self.outputs.leaves)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
         states = [
@@ -175,6 +179,21 @@ class ProgramBuilder:
         ]
         pairs = zip(states, self.reductions, strict=True)
         return [pad_rows(each, tall) if reduction.has_row_entries else each for each, reduction in pairs]
+
+    def _without_weightless(
+        self, run: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], leaves: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        """Results of `fn`, where no gradient flows back into values of weight 0: what they are divided by is often 0
+        as well, which makes NaN of a gradient of 0. Of the first run the weights alone are left once it is compiled."""
+        results = run(leaves)
+        weights = [leaf.reduced.weight for leaf in self.outputs.leaves]
+        for weight in dict.fromkeys(weights):
+            if weight is None or self._has_effects:
+                continue
+            counts = results[weight] != 0
+            again = run([jnp.where(counts, leaf, lax.stop_gradient(leaf)) for leaf in leaves])
+            results = [again[i] if own == weight else results[i] for i, own in enumerate(weights)]
+        return results
 
     def _prepare_updates(self, state: State, written: Iterable[jax.Array], part: Part) -> Iterable[jax.Array]:
         """The states of what one part has written."""

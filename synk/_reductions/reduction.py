@@ -9,6 +9,7 @@ A replica that has no part has the identity for its state.
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -252,11 +253,13 @@ def combine_replicas(
     return [finish(i, leaf) for i, leaf in enumerate(leaves)]
 
 
-_FOLDS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "max": lambda entries: entries.max(0),
-    "min": lambda entries: entries.min(0),
-    "prod": lambda entries: entries.prod(0).astype(entries.dtype),
-}
+def fold(kind: str, entries: jax.Array, axis: int = 0) -> jax.Array:
+    """The sum, the product or an extreme along an axis, in the same dtype."""
+    found = getattr(entries, kind)(axis).astype(entries.dtype)
+    if kind in ("sum", "prod") or not jnp.issubdtype(entries.dtype, jnp.floating):
+        return found
+    # XLA's CPU backend loses NaN in extremes of wide arrays.
+    return jnp.where(jnp.isnan(entries).any(axis), np.nan, found).astype(entries.dtype)
 
 
 def _communicate(
@@ -292,6 +295,6 @@ def _communicate(
     found |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
     found |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)
     for i in folded:
-        fold = _FOLDS[kinds[i]]
-        found[i] = fold(found[i]) if i in found else collectives.all_folded(states[i], fold)
+        fold_entries = partial(fold, kinds[i])
+        found[i] = fold_entries(found[i]) if i in found else collectives.all_folded(states[i], fold_entries)
     return found

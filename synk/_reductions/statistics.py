@@ -42,12 +42,32 @@ def mean_in_two(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
     return center, jnp.where(jnp.isfinite(center), (wide - center).mean(0, keepdims=True), 0)
 
 
-def spread(x: Any) -> State:
-    x = rows_of(x, "var")
-    wide = x.astype(accumulation_dtype(x.dtype, "mean"))
+def centered(x: jax.Array) -> tuple[State, jax.Array]:
+    """Count and mean of rows, and how far each is from it."""
+    wide, shift = _shifted(x, accumulation_dtype(x.dtype, "mean"))
     center, rest = mean_in_two(wide)
-    squares = (jnp.abs(wide - center - rest) ** 2).sum(0)
-    return {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0], "squares": squares}
+    off = wide - center - rest
+    if shift is not None:
+        whole = shift + center
+        back = whole - shift
+        center, rest = whole, (shift - (whole - back)) + (center - back) + rest
+    return {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0]}, off
+
+
+def _shifted(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array | None]:
+    """Rows in this dtype; of integers that it has no room for how far they are from about their mean, and that."""
+    if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.iinfo(x.dtype).bits <= jnp.finfo(dtype).nmant:
+        return x.astype(dtype), None
+    half = jnp.iinfo(x.dtype).bits // 2
+    high, low = (x >> half).astype(dtype), (x & (2**half - 1)).astype(dtype)
+    has_room = jnp.abs(high).max(0, keepdims=True) < 2 ** (jnp.finfo(dtype).nmant + 1 - half)
+    about = jnp.where(has_room, 0, jnp.round(high.mean(0, keepdims=True)))
+    return (high - about) * 2**half + low, about * 2**half
+
+
+def spread(x: Any) -> State:
+    means, off = centered(rows_of(x, "var"))
+    return means | {"squares": (jnp.abs(off) ** 2).sum(0)}
 
 
 def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import synk
 
@@ -88,6 +89,29 @@ def test_gradient_of_weighted(four):
         assert_close(got, ((x @ W)[mask > 0].mean(), x[mask > 0].mean(0)))
 
 
+def test_gradient_of_weighted_without_care(four):
+    """A division by a weight of 0, whose gradient is NaN, is none of the answer's; what has no weight has its own."""
+
+    def fn(w, x, mask, other):
+        both = [synk.Weighted((w * x * m).sum() / m.sum(), m.sum()) for m in (mask, other)]
+        return (*both, (w * x).sum())
+
+    def serial(w, x):
+        return w * ((x * mask).sum() / mask.sum() + 2 * x.mean() + x.sum())
+
+    f = synk.function(fn, inputs={"w": "broadcast"}, outputs=("mean", "mean", "sum"))
+    x, mask, ones = numbers(12)[:, 0], np.repeat(np.float32([1, 0]), [3, 9]), np.ones(12, np.float32)
+    for slices in (1, 3, 1):
+        f(np.float32(2), x, mask, ones, num_slices=slices)
+
+        def parallel(w, x):
+            return jnp.dot(jnp.stack(f(w, x, mask, ones, num_slices=slices)), jnp.array([1.0, 2.0, 1.0]))  # noqa: B023
+
+        for transform in (jax.grad, lambda fn: jax.grad(fn, 1), lambda fn: jax.jit(jax.grad(fn, (0, 1))), jax.hessian):
+            assert_close(transform(parallel)(2.0, x), transform(serial)(2.0, jnp.asarray(x)), rtol=1e-4)
+        assert_close(jax.jvp(parallel, (2.0, x), (1.0, x)), jax.jvp(serial, (2.0, x), (1.0, x)), rtol=1e-4)
+
+
 def test_gradients_of_stack_and_callables(four):
     """Those ops differentiate as well."""
     f = synk.function(lambda w, x: (x @ w).sum(), {"w": "broadcast"}, "stack")
@@ -150,6 +174,9 @@ def test_traced_batch(four):
     for batch in (np.array([8, 0, -2, 3, 3]), np.array([-9, 1, 2, 5, -1])):
         assert_close(pick(X, batch), X[batch])
     assert len(traces) == 1
+    for dtype in (np.int8, np.uint8, np.int16):  # in which the number of rows has no room
+        batch = np.array([100, 5, 0], dtype)
+        assert_close(jax.jit(lambda batch: f(numbers(300), batch=batch))(batch), numbers(300)[batch])
 
 
 def test_concrete_batch_is_checked(four):
@@ -251,3 +278,53 @@ def test_a_traced_batch_of_nothing(group):
         with pytest.raises(ValueError, match="f: the batch selects no rows"):
             jax.jit(lambda batch: f(np.ones(4), batch=batch))(jnp.zeros(0, int))
         assert float(jax.jit(lambda batch: f(np.ones(4), batch=batch))(jnp.zeros(3, int))) == 3
+
+
+def test_named_axes_around(four):
+    """A function may ask for the axis of a vmap around it; the next one, of another size or without, has its own."""
+    f = synk.function(lambda x: x.sum() * lax.axis_size("i"), name="f")
+    mean = synk.function(lambda x: x.sum() / lax.psum(1, "i"))
+    after = synk.function(jnp.sum).then(lambda total: total * lax.axis_size("i"))
+    for size in (2, 5, 2):
+        x = numbers(7 * size).reshape(size, 14)
+        for each, want in ((f, x.sum(1) * size), (mean, x.sum(1) / size), (after, x.sum(1) * size)):
+            assert_close(jax.vmap(each, axis_name="i")(x), want, rtol=1e-4)
+            assert_close(jax.jit(jax.vmap(each, axis_name="i"))(x), want, rtol=1e-4)
+        for call in (f, jax.jit(f)):
+            with pytest.raises(NameError, match="unbound axis name: i"):
+                call(x[0])
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_meshes_around(four, kind):
+    """Under a mesh of other devices a traced call raises in words, or is right; what follows elsewhere is right."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(getattr(AxisType, kind),))
+    x = numbers(8)[:, 0]
+    for _ in range(2):
+        f = synk.function(lambda x: (x * x).sum(), name="f")
+        for _ in range(2):
+            for call in (lambda: jax.jit(f)(x), lambda: jax.grad(lambda x: f(x) / 2)(x).sum()):  # noqa: B023
+                with jax.set_mesh(mesh):
+                    if four.is_simulated:
+                        call()
+                    else:
+                        with pytest.raises(synk.SynkError, match=r"f: it is traced inside .* with the mesh {'model': 2}"):
+                            call()
+                    assert_close(f(x), (x * x).sum(), rtol=1e-4)
+            assert_close(jax.jit(lambda x: f(x))(x), (x * x).sum(), rtol=1e-4)  # noqa: B023
+            assert_close(jax.grad(lambda x: f(x))(jnp.asarray(x)), 2 * x)  # noqa: B023
+            with jax.set_mesh(four.mesh):
+                assert_close(jax.jit(lambda x: f(x))(x), (x * x).sum(), rtol=1e-4)  # noqa: B023
+
+
+def test_nan_in_wide_extremes(four):
+    """XLA's CPU backend loses NaN in them."""
+    x = np.stack([numbers(1001)[:, 0]] * 4)
+    x[2, ::500] = np.nan
+    f = synk.function(lambda x: (x.max(0), x.min(0)), outputs=("max", "min"))
+    for call in (f, jax.jit(f), f):
+        for found in call(x):
+            np.testing.assert_array_equal(np.isnan(found), np.isnan(x[2]))
+    for reduce in ("max", "min"):
+        found = synk.pairs(lambda a, b: a + b, np.zeros((3, 1001), np.float32), x, reduce=reduce)
+        np.testing.assert_array_equal(np.isnan(found), np.isnan(np.stack([x[2]] * 3)))

@@ -527,6 +527,52 @@ def local(group, noted):
     noted("w", w.value if count > 1 else np.zeros(2))
     raises(ValueError, "0 rows", lambda: moments(synk.local(normal(8)[:0])))
     close(moments(synk.local(parts[me])), moments_by_numpy(np.concatenate(parts)))
+    if count > 1:  # a pick of none by one of them, and one that it refuses, which all leave together
+        rest = np.concatenate([part[:3] for part in parts[1:]])
+        for nothing in ([], slice(0, 0), np.zeros(8, bool)):
+            batch = nothing if me == 0 else range(3)
+            close(moments(synk.local(parts[me]), batch=np.asarray(batch) if me else batch), moments_by_numpy(rest))
+        picks = [[0, 1], [] if me == 0 else [2], [1]]
+        counted = synk.function(lambda x: x.shape[0] + 0 * x.sum(), name="counted")
+        found = [float(n) for n in counted.iterate(synk.local(parts[me]), batches=picks)]
+        assert found == [2 * count, count - 1, count], found
+        close(float(counted.over(synk.local(parts[me]), batches=picks)), 4 * count - 1)
+        refused = (IndexError, "index 99") if me == 0 else (ValueError, "process 0 has refused its synk.local rows")
+        wrong = [99] if me == 0 else [0]
+        raises(*refused, lambda: moments(synk.local(parts[me]), batch=wrong))
+        close(moments(synk.local(parts[me])), moments_by_numpy(np.concatenate(parts)))
+        raises(*refused, lambda: list(counted.iterate(synk.local(parts[me]), batches=[[0], wrong])))
+        raises(*refused, lambda: moments.serial(synk.local(parts[me]), batch=wrong))
+        close(moments(synk.local(parts[me])), moments_by_numpy(np.concatenate(parts)))
+        with synk.init(sorted(group.devices, key=lambda device: -device.process_index)):
+            whole = synk.function(lambda x: (x, x.sum(0)), outputs=("concat", "sum"))
+            rows_of_all = np.concatenate(parts[::-1])
+            close(whole(synk.local(parts[me]))[0], rows_of_all)
+            close(whole.serial(synk.local(parts[me]))[0], rows_of_all)
+            whole.check(synk.local(parts[me]))
+
+
+@case
+def reads(group, noted):
+    """What a process reads of a variable alone is nothing to the others, as often as it likes."""
+    n = group.size
+    w = synk.shared({"a": np.zeros(2, np.float32), "b": np.float32(0)}, name="w")
+    flat = synk.shared({"a": np.zeros(2, np.float32), "b": np.float32(0)}, name="flat", flat=True)
+    step = synk.function(lambda x: (x[:, :2].sum(0), x[:, 2].sum()), name="step")
+
+    @step.then
+    def step(a, b):
+        w.value = {"a": w.value["a"] + a, "b": b}
+        flat.value = {"a": flat.value["a"] + a, "b": b}
+
+    for rows in (2 * n, 2 * n + 1, 2 * n):  # an uneven call has a program of its own, on which all agree
+        for _ in range(2):
+            step(normal(rows))
+            if jax.process_index() == 0:
+                for variable in (w, flat, w):
+                    assert np.isfinite(variable.value["a"]).all() and np.isfinite(variable.get_value()["b"])
+    synk.check_replicas(w, flat)
+    noted("w", w.value["a"])
 
 
 @case
@@ -947,6 +993,34 @@ def save(is_odd, f, g, x):
         synk.check_replicas(w)
 
 
+@disagreement
+def read_alone(is_odd, f, g, x):
+    own = synk.shared(np.zeros(3, np.float32), name="own")
+    add = synk.function(lambda x: own.update(own.value + x.sum(0)), name="add")
+    add(x), f(x)
+    if is_odd:
+        own.get_value(0)
+    float(f(x)[0])
+    float(f(x)[0])
+
+
+def local_call(of_odd, of_even=lambda f, g, x: f(synk.local(x))):
+    """Calls with rows of their own, that all know."""
+
+    def case(is_odd, f, g, x):
+        for each in (f, g):
+            float(each(synk.local(x))[0])
+        float(f(synk.local(x.astype(np.int32)))[0])
+        float((of_odd if is_odd else of_even)(f, g, x)[0])
+        float(g(synk.local(x))[0])
+
+    return case
+
+
+def streamed(items):
+    return lambda f, g, x: [*f.stream([synk.local(x)] * items), *f.stream([synk.local(x)])][-1]
+
+
 def named(kind, **cases):
     """Cases of one kind: each takes whether this is process 1, f, g and rows."""
     DISAGREEMENTS.update({f"{kind}_{name}": case for name, case in cases.items()})
@@ -1065,6 +1139,13 @@ def given(*args, **options):
     return case
 
 
+named(
+    "local",
+    function=local_call(lambda f, g, x: g(synk.local(x))),
+    dtype=local_call(lambda f, g, x: f(synk.local(x.astype(np.int32)))),
+    slices=local_call(lambda f, g, x: f(synk.local(x), num_slices=2)),
+    items=local_call(streamed(2), streamed(3)),
+)
 X = np.arange(36, dtype=np.float32).reshape(12, 3)
 named(
     "known_value",

@@ -174,10 +174,15 @@ SIDES = {
     "uneven_rows": ["process 0: f(float32[12, 3])", "process 1: f(float32[12, 3], int32["],
     "known_rows": ["differ in the arguments of f", "process 0: float32[12, 3]", "process 1: float32[6, 3]"],
     "shape_of_variable": ["differ in the value of w", "process 0: float32[3]", "process 1: float32[4]"],
-    "collective": ["process 0: ", "process 1: ", "(float32[3])"],
+    "collective": ["process 0: ", "process 1: ", "the value of w"],
     "new_beside_known": ["process 0: g(float32[12, 3])", "process 1 has gone on with: f(float32[12, 3])"],
     "fewer_calls": ["process 1: g(float32[12, 3])", "process 0 has gone on with: f(float32[12, 3])"],
-    "local_rows": ["process 0: ", "(int32[2])", "process 1: f(float32[12, 3])"],
+    "local_rows": ["process 0: ", "(int32[2, 2])", "process 1: f(float32[12, 3])"],
+    "read_alone": ["process 1: a read of own", "process 0"],
+    "local_function": ["different calls with synk.local rows", "(rows of float32[3]), num_slices=1"],
+    "local_dtype": ["different calls with synk.local rows", "f(rows of "],
+    "local_slices": ["different calls with synk.local rows", "num_slices="],
+    "local_items": ["different calls with synk.local rows", "of a loop"],
     "save": ["process 0: ", "process 1 has gone on with: f(float32[12, 3])"],
 }
 

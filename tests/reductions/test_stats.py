@@ -411,3 +411,16 @@ def test_states_are_all_that_meets(few_replicas, way):
         for value in (2, 5):
             w.value = np.float32(value)
             assert float(WAYS[way](kept, x)) == 10 * value
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+@pytest.mark.parametrize("offset", [0, 5e6, 1.7e9])
+def test_integers_far_from_zero(few_replicas, dtype, offset):
+    """Timestamps, say: float32 has no room for them, and what is between them is exact."""
+    x = (offset + np.random.default_rng(0).normal(size=(101, 3)) * 5).clip(0).astype(dtype)
+    wide = x.astype(np.float64)
+    for _ in range(2):
+        np.testing.assert_allclose(synk.function(synk.stats.var)(x, num_slices=2), wide.var(0), rtol=1e-5)
+        np.testing.assert_allclose(synk.function(synk.stats.mean)(x), wide.mean(0), rtol=1e-6)
+        found = synk.function(synk.stats.cov)(x)
+        np.testing.assert_allclose(found, np.cov(wide, rowvar=False), rtol=1e-4, atol=1e-4)
