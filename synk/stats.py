@@ -126,8 +126,9 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
     if x.ndim != 2:
         raise ValueError(f"synk.stats.cov: x has shape {x.shape}; give rows of columns, two dimensions.")
     means, off = statistics.centered(x)
+    state = means | {"products": off.T @ off.conj()}
     return _statistic(
-        means | {"products": off.T @ off.conj()}, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
+        state, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
     )
 
 

@@ -14,7 +14,7 @@ from .._data.selection import merge_replicas, select_on_replicas
 from .._runtime.executable import copy_to_replicas
 from .._runtime.group import Group
 from .._runtime.layout import shard_of_rank, stack_parts
-from .._variables.access import all_rows, bind, divergence, host_leaves, stacked_leaves
+from .._variables.access import bind, divergence, group_of, host_leaves, stacked_leaves
 from .._variables.pieces import abstract_pieces, stored_pieces
 from .._variables.state import VariableState
 from .._variables.variable import Shared
@@ -99,7 +99,9 @@ def _of_pieces(group: Group, variable: Shared) -> VariableState:
 
 def _of_rows(group: Group, variable: Shared, state: VariableState, batch_s: Any) -> VariableState:
     """The rows that a variable holds on all replicas, those picked alone, dealt out to the replicas of a group."""
-    rows, lengths = all_rows(variable), variable._state.rows_per_replica or ()
+    parts = [host_leaves(variable, rank) for rank in range(group_of(variable).size)]
+    rows = [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
+    lengths = variable._state.rows_per_replica or ()
     if batch_s is not None:
         chosen = select_on_replicas(batch_s, lengths, "batch_s", variable.name)
         together = merge_replicas(chosen)

@@ -274,12 +274,6 @@ def state_of_rows(variable: Variable, parts: Sequence[Sequence[Any]]) -> Variabl
     return state_of_leaves(variable, stacked, "stacked", rows)
 
 
-def all_rows(variable: Variable) -> list[np.ndarray]:
-    """All replicas' rows in rank order, of each leaf."""
-    parts = [host_leaves(variable, rank) for rank in range(group_of(variable).size)]
-    return [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
-
-
 def refuse_inside(variable: Variable, call: str) -> None:
     """Refuse to run inside a function, where a replica sees its own value only."""
     context = current_trace()

@@ -308,7 +308,9 @@ def test_meshes_around(four, kind):
                     if four.is_simulated:
                         call()
                     else:
-                        with pytest.raises(synk.SynkError, match=r"f: it is traced inside .* with the mesh {'model': 2}"):
+                        with pytest.raises(
+                            synk.SynkError, match=r"f: it is traced inside .* with the mesh {'model': 2}"
+                        ):
                             call()
                     assert_close(f(x), (x * x).sum(), rtol=1e-4)
             assert_close(jax.jit(lambda x: f(x))(x), (x * x).sum(), rtol=1e-4)  # noqa: B023
