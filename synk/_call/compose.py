@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, get_abstract_mesh, use_abstract_mesh
+from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
 
 from .._base.errors import SynkError
 from .._base.jax_context import trace_options, trace_surroundings, transfers_on_purpose
@@ -56,14 +56,14 @@ def compose(
     """Trace the call into whatever transformation is under way."""
     function = function.gathering()
     name, spec = function.name, bound.spec
-    if get_abstract_mesh() == group.mesh.abstract_mesh:  # which a program of the group makes its own
+    mesh = get_abstract_mesh()
+    if mesh == group.mesh.abstract_mesh:  # which a program of the group makes its own
         with use_abstract_mesh(AbstractMesh((), ())):
             return compose(function, plans, bound, request, subset, group)
-    if not (get_abstract_mesh().empty or group.is_simulated):
+    if not (mesh.empty or (group.is_simulated and set(mesh.axis_types) == {AxisType.Auto})):
         raise SynkError(
-            f"{name}: it is traced inside jax.set_mesh or jax.shard_map with the mesh "
-            f"{dict(get_abstract_mesh().shape)}, but runs on that of {group}. Call it outside of these, or under "
-            f"jax.set_mesh(synk.group().mesh)."
+            f"{name}: it is traced inside jax.set_mesh or jax.shard_map with the mesh {dict(mesh.shape)}, but runs on "
+            f"that of {group}. Call it outside of these, or under jax.set_mesh(synk.group().mesh)."
         )
     if request.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")

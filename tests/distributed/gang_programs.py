@@ -558,13 +558,12 @@ def reads(group, noted):
     n = group.size
     w = synk.shared({"a": np.zeros(2, np.float32), "b": np.float32(0)}, name="w")
     flat = synk.shared({"a": np.zeros(2, np.float32), "b": np.float32(0)}, name="flat", flat=True)
-    step = synk.function(lambda x: (x[:, :2].sum(0), x[:, 2].sum()), name="step")
 
-    @step.then
-    def step(a, b):
+    def update(a, b):
         w.value = {"a": w.value["a"] + a, "b": b}
         flat.value = {"a": flat.value["a"] + a, "b": b}
 
+    step = synk.function(lambda x: (x[:, :2].sum(0), x[:, 2].sum()), then=update, name="step")
     for rows in (2 * n, 2 * n + 1, 2 * n):  # an uneven call has a program of its own, on which all agree
         for _ in range(2):
             step(normal(rows))
