@@ -135,8 +135,8 @@ def run_collective(
         if group._is_multi_process:
             module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
             name = f"{module.strip('_')}.{function.strip('_')}({describe_shapes(args)})"
-            key = ("agreed", tuple(ins), tuple(outs), tuple((a.shape, a.dtype) for a in args))
             if not is_local:
+                key = ("agreed", tuple(ins), tuple(outs), tuple((a.shape, a.dtype) for a in args))
                 group._cached(body, key, lambda: group._peers.agree(name, jitted.lower(args).as_text()) or "agreed")
         return _launch(group, name, jitted, [args], ignore_failure, is_local)
 
