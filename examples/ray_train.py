@@ -108,7 +108,8 @@ def fit(workers, **config):
 
 def main():
     """Two workers on one machine."""
-    ray.init(num_cpus=WORKERS, include_dashboard=False, _node_ip_address="127.0.0.1", object_store_memory=200 << 20)
+    machine = {"num_cpus": WORKERS, "object_store_memory": 200 << 20, "_node_ip_address": "127.0.0.1"}
+    ray.init(address="local", include_dashboard=False, **machine)  # never a cluster that was left running here
     fit(WORKERS, killed_at=KILLED_AT)
     ray.shutdown()
 
