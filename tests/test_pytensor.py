@@ -124,6 +124,8 @@ def expressions():
         "over columns": x.mean(1).mean(),
         "cross-entropy": -pt.mean(pt.log(scores)[pt.arange(i.shape[0]), i]),
         "by hand": pt.sum(x**2, axis=0) / x.shape[0],
+        "by entries": pt.sum(x**2) / (2.0 * x.size),
+        "by another's rows": pt.sum(x, axis=0) / i.shape[0] / 3,
         "of a loop": pytensor.scan(
             lambda h, w: pt.tanh(h * w), outputs_info=[x], non_sequences=[w], n_steps=3, return_updates=False
         )[-1].mean(),
@@ -170,6 +172,12 @@ def expressions():
         "all": (x > 0).all(),
         "numbered": pt.arange(x.shape[0]) * 2,
         "masked": (x * (x > 0)).sum() / (x > 0).sum(),
+        "unbiased": pt.sum(x**2) / (x.shape[0] - 1),
+        "by how many, squared": pt.sum(x) / x.shape[0] ** 2,
+        "by how many, twice": pt.sum(x) / (x.shape[0] * i.shape[0]),
+        "by a root of how many": pt.sum(x) / pt.sqrt(x.shape[0]),
+        "by at least so many": pt.sum(x) / pt.maximum(x.shape[0], 5),
+        "times how many by division": pt.sum(x) / (1.0 / x.shape[0]),
         "a mean's root": pt.sqrt(pt.mean(x**2)),
         "a product of means": pt.mean(x) * pt.mean(x**2),
         "transposed": x.T,

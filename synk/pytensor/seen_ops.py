@@ -3,18 +3,18 @@
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
-from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.graph.basic import Apply, Constant, Variable, equal_computations
 from pytensor.link.jax.ops import JAXOp
 from pytensor.raise_op import CheckAndRaise
 from pytensor.scalar.basic import Add, Cast, Mul, Neg, Sub, TrueDiv
 from pytensor.scan.op import Scan
 from pytensor.tensor import subtensor
-from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Join
+from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Join, MakeVector, ScalarFromTensor, TensorFromScalar
 from pytensor.tensor.blockwise import Blockwise
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.extra_ops import CumOp
-from pytensor.tensor.math import Argmax, Dot, Sum
-from pytensor.tensor.shape import Reshape, SpecifyShape
+from pytensor.tensor.math import Argmax, Dot, Prod, Sum
+from pytensor.tensor.shape import Reshape, Shape_i, SpecifyShape
 from pytensor.tensor.sort import ArgSortOp, SortOp
 from pytensor.tensor.special import LogSoftmax, Softmax
 from pytensor.tensor.subtensor import IncSubtensor, Subtensor
@@ -71,8 +71,48 @@ def _is_quotient(expression: Variable, rows: Set[Variable]) -> bool:
         return _is_mean(total, rows)
     if len(counts) > 1 or node is None or not isinstance(node.op, Sum):
         return False
-    (lengths,) = lengths_of(node.inputs)
-    return sum(is_of_rows(length, rows) for length in lengths) == 1 and _keeps_rows(node.inputs[0], rows)
+    lengths = [length for length in lengths_of(node.inputs)[0] if is_of_rows(length, rows)]
+    return len(lengths) == 1 and _is_multiple(counts[0], lengths[0], rows) and _keeps_rows(node.inputs[0], rows)
+
+
+def _is_multiple(count: Variable, length: Variable, rows: Set[Variable]) -> bool:
+    """Is it how many rows there are, which this length says, times what no row changes?"""
+    node = count.owner
+    if node is None or equal_computations([count], [length]):
+        return node is not None
+    if isinstance(node.op, Shape_i):
+        return node.op.i == 0 and node.inputs[0] in rows
+    is_below = isinstance(getattr(node.op, "scalar_op", None), TrueDiv) and is_of_rows(node.inputs[1], rows)
+    changed = [factor for factor in map(_entry, _factors(node)) if is_of_rows(factor, rows)]
+    return len(changed) == 1 and not is_below and _is_multiple(changed[0], length, rows)
+
+
+def _factors(node: Apply) -> Sequence[Variable]:
+    """Of which numbers it is the product, or the quotient; none of what is neither."""
+    op: Any = node.op
+    if isinstance(op, Elemwise):
+        return node.inputs if isinstance(op.scalar_op, Cast | Mul | TrueDiv) else []
+    if isinstance(op, Prod):
+        return _made_of(node.inputs[0])
+    is_same = isinstance(op, DimShuffle | TensorFromScalar | ScalarFromTensor)
+    return node.inputs if is_same or (isinstance(op, MakeVector) and len(node.inputs) == 1) else []
+
+
+def _entry(variable: Variable) -> Variable:
+    """Where it is the length of one axis, picked from those of all: that length."""
+    node = variable.owner
+    if node is None or not isinstance(node.op, Subtensor) or len(node.inputs) != 2:
+        return variable
+    lengths, index = _made_of(node.inputs[0]), node.inputs[1]
+    return lengths[index.data] if lengths and isinstance(index, Constant) else variable
+
+
+def _made_of(vector: Variable) -> Sequence[Variable]:
+    """The numbers that it holds, where it is made of some."""
+    node = vector.owner
+    if node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Cast):
+        node = node.inputs[0].owner
+    return node.inputs if node is not None and isinstance(node.op, MakeVector) else []
 
 
 def _keeps_rows(expression: Variable, rows: Set[Variable]) -> bool:

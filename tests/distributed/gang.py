@@ -157,17 +157,19 @@ class Gang(Running):
     def __init__(self, program, *arguments, processes=2, devices=1, **environment):
         super().__init__(f"{program} {' '.join(map(str, arguments))} in {processes}x{devices}")
         self.reserved = reserve_port()
-        folder, address = Path(tempfile.mkdtemp(prefix="gang-")), "{}:{}".format(*self.reserved.getsockname())
+        self.folder = tempfile.TemporaryDirectory(prefix="gang-")
+        address = "{}:{}".format(*self.reserved.getsockname())
         for rank in range(processes):
             of_rank = {"JAX_NUM_CPU_DEVICES": str(devices)}
             if processes > 1:
                 of_rank["SYNK_COORDINATOR"] = address
                 of_rank["SYNK_NUM_PROCESSES"], of_rank["SYNK_PROCESS_ID"] = str(processes), str(rank)
-            self.start([program, *arguments], folder / f"{rank}.log", of_rank | environment)
+            self.start([program, *arguments], Path(self.folder.name) / f"{rank}.log", of_rank | environment)
 
     def __exit__(self, *error):
         super().__exit__(*error)
         self.reserved.close()
+        self.folder.cleanup()
 
 
 class Launcher(Running):
