@@ -1,5 +1,7 @@
 """Cases at the edges of JAX and NumPy that have gone wrong once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,3 +243,68 @@ def test_under_debugging_options(four, context):
     with context():
         mean, w = step_and_collectives()
     assert (round(float(mean), 3), w.tolist()) == (54.0, [17.0] * 3)
+
+
+def test_integers_that_jax_does_not_have(four):
+    """In lists and first values as in numbers; with 64 bits it has them."""
+    total = synk.function(jnp.sum)
+    for make in (
+        lambda: total([2**31, 1]),
+        lambda: total([[1, 2], [3, -(2**40)]]),
+        lambda: synk.shared(2**40),
+        lambda: synk.shared({"a": 1, "b": 2**63}),
+        lambda: synk.data([2**40, 1]),
+    ):
+        with pytest.raises(OverflowError, match="which is no int32. Give a float, or set jax_enable_x64"):
+            make()
+    with jax.enable_x64(True):
+        assert int(total([2**31, 1])) == 2**31 + 1
+        assert int(synk.shared(2**40).value) == 2**40
+    assert int(total([2**31 - 1, -5])) == 2**31 - 6
+
+
+def test_wrappers_with_parameters_of_their_own(four):
+    """`functools.wraps` names the wrapped function; what is called is the wrapper, unless it takes whatever it gets."""
+
+    def of_two(x, scale):
+        return jnp.sum(x) * scale
+
+    @functools.wraps(of_two)
+    def doubled(x):
+        return of_two(x, 2.0)
+
+    @functools.wraps(doubled)
+    def scaled(x, by):
+        return doubled(x) * by
+
+    @functools.wraps(of_two)
+    def logged(*args, **kwargs):
+        return of_two(*args, **kwargs)
+
+    assert float(synk.function(doubled)(X)) == 2 * X.sum()
+    assert float(synk.function(scaled, inputs=["x"])(X, by=3.0)) == 6 * X.sum()
+    for fn in (logged, jax.jit(of_two), jax.checkpoint(of_two)):
+        assert float(synk.function(fn, inputs=["x"])(X, scale=3.0)) == 3 * X.sum()
+
+
+def test_a_static_parameter_by_position_and_a_keyword_of_its_name(four):
+    """Either could be meant."""
+    f = synk.function(lambda n, /, x, **more: n * jnp.sum(x), inputs={"n": "static", "more": "broadcast"}, name="f")
+    assert float(f(2, X, m=1.0)) == 2 * X.sum()
+    with pytest.raises(TypeError, match="f: 'n' names a static parameter given by position, and a keyword"):
+        f(2, X, n=1.0)
+
+
+def test_a_boolean_is_no_batch(four):
+    """Not as an array either, as `jnp.any(mask)` without its axis gives one."""
+    for batch in (True, np.array(True), jnp.array(False)):
+        with pytest.raises(TypeError, match="batch is (True|a single boolean); give a number of rows, a slice"):
+            synk.function(jnp.sum)(X, batch=batch)
+
+
+def test_sparse_matrices_are_refused(four):
+    """They are indexed by position, but their rows are no arrays."""
+    sparse = pytest.importorskip("scipy.sparse")
+    for give in (synk.data, synk.function(jnp.sum)):
+        with pytest.raises(TypeError, match=r"is a csr_array, which is sparse; give \.todense\(\)"):
+            give(sparse.eye_array(6, format="csr"))

@@ -73,6 +73,18 @@ def check_fits(number: int, what: str) -> None:
         raise OverflowError(f"{what} is {number}, which is no {dtype.name}. Give a float, or set jax_enable_x64.")
 
 
+def array_of_list(values: list[Any], what: str) -> np.ndarray:
+    """An array of a list of numbers; ValueError where it makes none, OverflowError where JAX has no such integers."""
+    try:
+        found = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{what} is a list that makes no array: {error}") from None
+    if found.dtype.kind in "iu" and found.size and narrow(found.dtype) != found.dtype:
+        for number in (found.min(), found.max()):
+            check_fits(int(number), f"{what}: an entry")
+    return found
+
+
 def is_weak(leaf: Any) -> bool:
     """Does it take the dtype of what it meets, as Python's numbers do, and what JAX has made of them?"""
     if isinstance(leaf, SCALARS):

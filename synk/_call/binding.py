@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, repeat
@@ -15,7 +16,7 @@ from jax.tree_util import keystr
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import shown
-from .._base.pytree import PyTree
+from .._base.pytree import PyTree, array_of_list
 from .._data.overlap import Overlap, halo_of
 
 MODES = ("scatter", "broadcast", "static")
@@ -76,7 +77,7 @@ class ArgumentBinder:
 
     def __init__(self, fn: Callable[..., PyTree], inputs: Any, name: str) -> None:
         self.name = name
-        self.signature = inspect.signature(fn)
+        self.signature = _signature(fn)
         self.parameters = dict(self.signature.parameters)
         clash = [p for p in self.parameters if p in RESERVED]
         if clash:
@@ -95,6 +96,9 @@ class ArgumentBinder:
             if isinstance(q.default, np.ndarray | jax.Array)
             and q.kind != q.POSITIONAL_ONLY
             and p not in (fn.keywords if isinstance(fn, functools.partial) else ())
+        }
+        self._only_by_position = {
+            p for p in self.static_names if self.parameters[p].kind == inspect.Parameter.POSITIONAL_ONLY
         }
         self._specs = BoundedCache()  # one a tree of arguments and choice of static ones
 
@@ -155,17 +159,17 @@ class ArgumentBinder:
             kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
         statics: dict[str, Any] = {}
         if self.static_names:
+            for name in self._only_by_position & kwargs.keys():
+                raise TypeError(f"{self.name}: {name!r} names a static parameter given by position, and a keyword.")
             given = {**dict(zip(self.positions, args, strict=False)), **kwargs}
             statics = {name: self._hashable(name, given[name]) for name in sorted(self.static_names & given.keys())}
             named = zip(args, chain(self.positions, repeat("")), strict=False)
             args = tuple([None if name in statics else argument for argument, name in named])
             kwargs = {name: None if name in statics else argument for name, argument in kwargs.items()}
         if list in map(type, args) or list in map(type, kwargs.values()):
-            try:
-                args = tuple(map(_array_of_numbers, args))
-                kwargs = {k: _array_of_numbers(v) for k, v in kwargs.items()}
-            except ValueError as error:
-                raise ValueError(f"{self.name}: an argument is a list that makes no array: {error}") from None
+            what = f"{self.name}: an argument"
+            args = tuple([_array_of_numbers(argument, what) for argument in args])
+            kwargs = {name: _array_of_numbers(argument, what) for name, argument in kwargs.items()}
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # A treedef could hold static values too, but its hash leaves them out, so that all would meet in one place.
         key = (treedef, *[(name, _told_apart(value)) for name, value in statics.items()])
@@ -223,8 +227,17 @@ class ArgumentBinder:
             except ValueError as error:
                 raise ValueError(
                     f"{self.name}: the modes {mode!r} of {parameter} are no prefix of the argument, whose tree is "
-                    f"{jax.tree.structure(each)}."
+                    f"{jax.tree.structure(each)}; a list of numbers is one array."
                 ) from error
+
+
+def _signature(fn: Callable[..., PyTree]) -> inspect.Signature:
+    """Of what is called: of the function that a decorator wraps only where the wrapper takes whatever it gets."""
+    with suppress(TypeError, ValueError):  # a jitted function has none of its own
+        own = inspect.signature(fn, follow_wrapped=False)
+        if not any(parameter.kind in _VARIADIC for parameter in own.parameters.values()):
+            return own
+    return inspect.signature(fn)
 
 
 def _told_apart(value: Any) -> Any:
@@ -240,11 +253,10 @@ def _told_apart(value: Any) -> Any:
     return type(value), value
 
 
-def _array_of_numbers(argument: Any) -> Any:
+def _array_of_numbers(argument: Any, what: str) -> Any:
     """A list of numbers (or of such lists) as an array; anything else as it is."""
-    if type(argument) is list and argument and _is_numbers(argument):
-        return np.asarray(argument)
-    return argument
+    is_array = type(argument) is list and argument and _is_numbers(argument)
+    return array_of_list(argument, what) if is_array else argument
 
 
 def _is_numbers(value: Any) -> bool:

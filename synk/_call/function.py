@@ -224,6 +224,9 @@ class Function(Inspection):
     ) -> Prefetch[Any, PyTree]:
         """Call the function for each item of a loader; the next ones are taken and sent while the current one runs.
 
+        What the loader calls of synk, and what it reads or sets of shared variables or writes to `synk.data`, waits
+        until the loop comes to that item, so that results are those of `prefetch=0`.
+
         Args:
           source: gives the arguments of each call: a tuple or list by position, a mapping by name, anything else as the
             only one. Any iterable: a `torch.utils.data.DataLoader`, Grain, `tf.data`'s `as_numpy_iterator()`, a
@@ -233,7 +236,8 @@ class Function(Inspection):
           output_subset: as in a call.
 
         Returns:
-          An iterator of the results, in order; it has as many as the source says. Leaving the loop stops the thread.
+          An iterator of the results, in order; it has as many as the source says. Leaving the loop stops the thread, and
+          drops the items that it has taken ahead: for n items of a longer source, give `itertools.islice(source, n)`.
 
         Raises:
           TypeError: the source is not iterable.

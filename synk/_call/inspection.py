@@ -13,6 +13,7 @@ import numpy as np
 from .._base.errors import SynkError, public_api, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import PyTree
+from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, settle
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
@@ -43,6 +44,7 @@ class Inspection:
 
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], num_slices: Any, call: str = "") -> BoundArguments:
         """The arguments of a call, none of their leaves looked at; `call` names one that a trace cannot hold."""
+        in_turn()
         self._refuse(call)
         check_slices(num_slices, self.name)
         return self._binder.bind(args, kwargs)

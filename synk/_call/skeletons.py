@@ -11,6 +11,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from .._base.errors import SynkError, shown
 from .._base.jax_context import is_traced, trace_options
 from .._base.pytree import SCALARS, PyTree, key_of, narrow, to_jax
+from .._base.turns import in_turn
 from .._data.dataset import Data, data_of_replicas, resident, source_of
 from .._reductions.collectives import all_gather, merge_leading_axes
 from .._runtime.dispatch import LOCK
@@ -105,6 +106,7 @@ class Skeleton(NamedTuple):
 
 def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> list[Any]:
     """Run a program; its results have the rows of the first argument."""
+    in_turn()
     name, rows = skeleton.name, given[0].rows
     if skeleton.results not in ("concat", "scatter"):
         raise ValueError(f'{name}: results are {skeleton.results!r}; use "concat" or "scatter".')

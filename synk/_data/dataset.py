@@ -10,6 +10,7 @@ import numpy as np
 
 from .._base.errors import SynkError, public_api, shown
 from .._base.pytree import narrow
+from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
 from .resident_rows import ReplicaRows, index_within, replicate_rows, scatter_rows, touched_rows
@@ -95,6 +96,7 @@ class Data:
 
     @public_api
     def __setitem__(self, index: Any, rows: Any) -> None:
+        in_turn()
         source = source_of(self)
         is_read_only = isinstance(source, np.ndarray) and not source.flags.writeable
         if isinstance(source, jax.Array) or is_result(source) or is_read_only:
@@ -133,6 +135,7 @@ class Data:
                 f"{self.name}.set_value: the new rows have shape {source.shape[1:]}, but its rows have "
                 f"{self._row_shape}. Only their number may change."
             )
+        in_turn()
         self._source, self._length = source, len(source)
         self._drop()
 
@@ -155,6 +158,7 @@ class Data:
                 f"{self.name}.set_length: it holds an array of {held} rows, so there are not {rows}. "
                 f"set_value gives it another array."
             )
+        in_turn()
         if rows != self._length:
             self._length = int(rows)
             self._drop()
@@ -172,6 +176,7 @@ class Data:
           'scatter'
         """
         _check_place(place, f"{self.name}.to")
+        in_turn()
         if place != self._place:
             self._place = place
             self._drop()
@@ -188,6 +193,7 @@ class Data:
           >>> x
           Data(x: float64[0], place="host")
         """
+        in_turn()
         self._source, self._length = None, 0
         self._drop()
 

@@ -17,6 +17,7 @@ import numpy as np
 from .._base.errors import SynkError, public_api, shown
 from .._base.jax_context import is_traced, options_of_thread, transfers_on_purpose, with_options
 from .._base.pytree import SCALARS, PyTree, narrow
+from .._base.turns import take_turns, turns_of_thread
 from .._runtime.group import Group, current_group
 from .selection import Selection
 from .sources import as_source
@@ -35,42 +36,68 @@ class _Worker:
     """
 
     def __init__(self, items: Iterator[Any], size: int, options: dict[str, Any]) -> None:
-        self._is_stopped = False
+        self.is_stopped = False
         self._asked: SimpleQueue[None] = SimpleQueue()
+        self._waiting: SimpleQueue[None] = SimpleQueue()  # one for each item that the loop has come to wait for
         self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._behind = 0  # items begun, less those that the loop has come to wait for
+        self._wait_outside = turns_of_thread()  # of a loop in what works ahead of another one
+        self.cut_short: SynkError | None = None  # what the source got, where the loop was left while it waited
         for _ in range(size):
             self._asked.put(None)
         self.thread = threading.Thread(target=self._work, args=(items, options), name="synk-prefetch", daemon=True)
         _workers.add(self)
 
     def _work(self, items: Iterator[Any], options: dict[str, Any]) -> None:
+        take_turns(self._wait_for_turn)
         try:
             with with_options(options), transfers_on_purpose():
                 while True:
                     self._asked.get()
-                    if self._is_stopped:
+                    if self.is_stopped:
                         return
+                    self._behind += 1
+                    with suppress(Empty):
+                        while True:
+                            self._waiting.get_nowait()
+                            self._behind -= 1
                     self._ready.put((next(items), None))
         except BaseException as error:  # StopIteration too
             self._ready.put((None, error))
 
+    def _wait_for_turn(self) -> None:
+        """Until the loop waits for the item under way, and so has done with all before it."""
+        while self._behind > 0 and not self.is_stopped:
+            self._waiting.get()
+            self._behind -= 1
+        if self.is_stopped:
+            self.cut_short = SynkError(
+                "A loop was left while a thread that worked ahead of it was to call, read or write what belongs to the "
+                "loop (a shared variable, synk.data): what gives the items ends here. Make it anew, or use prefetch=0."
+            )
+            raise self.cut_short
+        if self._wait_outside is not None:
+            self._wait_outside()
+
     def take(self) -> Any:
         """Wait for the next item, and ask for one more; StopIteration after the last one, and once stopped."""
+        self._waiting.put(None)
         item, error = self._ready.get()
         try:
             if error is not None:
                 raise error
         finally:
             del error  # or it, its traceback and this frame would keep one another, and what the caller holds
-        if self._is_stopped:
+        if self.is_stopped:
             raise StopIteration
         self._asked.put(None)
         return item
 
     def stop(self) -> None:
         """Take no further item, let go of those that are ready, and wake whoever waits for one."""
-        self._is_stopped = True
+        self.is_stopped = True
         self._asked.put(None)
+        self._waiting.put(None)
         with suppress(Empty):
             while True:
                 self._ready.get_nowait()
@@ -78,6 +105,7 @@ class _Worker:
 
 
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+_last_of: weakref.WeakKeyDictionary[Any, _Worker] = weakref.WeakKeyDictionary()  # by the iterator that it takes items of
 
 
 @atexit.register
@@ -96,7 +124,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
     """An iterator that a thread works ahead of; made by `synk.prefetch` and `f.iterate`.
 
     An error comes up where its item would have come. Leaving the loop, `close()` or the end of a `with` block stops
-    the thread. `len` says how many items there are, where the source says so.
+    the thread, and drops what it has taken ahead. A source that calls functions of synk, that reads or sets shared
+    variables or writes to `synk.data`, waits with that until the loop comes to its item. `len` says how many items there are, where the source says so.
 
     Example:
       >>> import numpy as np, synk
@@ -116,6 +145,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._size, self._refuse = int(size), refuse
         self._steps: tuple[Iterator[Any], Callable[[Any], R]] | None = _prepare(source, ahead), arrive
         self._worker: _Worker | None = None
+        self._first = threading.Lock()  # for the making of it
+        self._source = weakref.ref(source) if isinstance(source, Generator) else None
         self._length = None
         if isinstance(source, Sized):
             with suppress(TypeError, NotImplementedError):  # a loader may have a len() that says it has none
@@ -137,15 +168,33 @@ class Prefetch(Iterator[R], Generic[T, R]):
         try:
             with jax.enable_x64(self._options["enable_x64"]):
                 if self._size == 0:
+                    self._wait_for_last()
                     return arrive(next(items))
-                if self._worker is None:
-                    self._worker = _Worker(items, self._size, self._options)
-                    weakref.finalize(self, self._worker.stop)  # it does not refer to self, so leaving the loop ends it
-                    self._worker.thread.start()
-                return arrive(self._worker.take())
+                with self._first:
+                    worker = self._worker or self._start(items)
+                return arrive(worker.take())
         except BaseException:  # the end, an error, or Ctrl-C
             self.close()
             raise
+
+    def _wait_for_last(self) -> None:
+        """The thread of another loop over the same generator, that was left, may be in it still."""
+        source = self._source and self._source()
+        last = _last_of.get(source) if source is not None else None
+        if last is not None and last.is_stopped:
+            last.thread.join()
+            if last.cut_short is not None:
+                raise last.cut_short
+
+    def _start(self, items: Iterator[Any]) -> _Worker:
+        self._wait_for_last()
+        self._worker = worker = _Worker(items, self._size, self._options)
+        source = self._source and self._source()
+        if source is not None:
+            _last_of[source] = worker
+        weakref.finalize(self, worker.stop)  # it does not refer to self, so leaving the loop ends it
+        worker.thread.start()
+        return worker
 
     def close(self) -> None:
         """Stop the thread; nothing more comes."""

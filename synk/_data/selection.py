@@ -76,6 +76,8 @@ def _index_array(batch: Any, what: str) -> np.ndarray:
     if isinstance(batch, bool | np.bool_):
         raise TypeError(f"{what} is {batch}; {wanted}.")
     index = np.asarray(batch)
+    if index.dtype == bool and index.ndim == 0:
+        raise TypeError(f"{what} is a single boolean; {wanted}.")
     if index.size == 0 and not hasattr(batch, "dtype"):
         index = index.astype(np.int64)  # the dtype of [] says nothing
     if index.dtype.kind not in "iub":

@@ -11,10 +11,12 @@ from mmap import mmap
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import shown
-from .._base.pytree import is_number, key_of, refuse_tracer
+from .._base.pytree import array_of_list, is_number, key_of, refuse_tracer
+from .._runtime.dispatch import LOCK
 
 BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
 SHARED = 1 << 22  # bytes that pay for more than one thread: fewer are copied before another one has woken up
@@ -60,6 +62,8 @@ def as_source(value: Any, what: str, advice: str) -> Source:
     if type(value) is not np.ndarray:
         if isinstance(value, np.ma.MaskedArray):
             raise TypeError(f"{what} is a masked array, whose mask would be lost; give .filled(...).")
+        if hasattr(value, "todense"):
+            raise TypeError(f"{what} is a {type(value).__name__}, which is sparse; give .todense().")
         if _is_read_by_rows(value):
             value = Reader(value)
         elif hasattr(value, "__array__") and not isinstance(value, str | bytes):
@@ -72,21 +76,27 @@ def as_source(value: Any, what: str, advice: str) -> Source:
 
 
 def copied(value: Any) -> Any:
-    """An array of NumPy's, or one that shows its memory as one (a tensor of PyTorch's), with memory of its own."""
+    """An array of NumPy's, or one that shows its memory as one (a tensor of PyTorch's), with memory of its own; and one
+    of JAX's, which who made it may donate."""
     if isinstance(value, np.ndarray):
         return value.copy()
+    if isinstance(value, jax.Array) and value.is_fully_addressable and not isinstance(value, jax.core.Tracer):
+        return own_array(value)
     is_as_it_is = isinstance(value, jax.Array | np.generic | str | bytes) or _is_read_by_rows(value)
     return value if is_as_it_is or not hasattr(value, "__array__") else np.array(value)
+
+
+def own_array(value: jax.Array) -> jax.Array:
+    """A copy where it lies; awaited, so that it need not be counted among the programs in flight."""
+    with LOCK:
+        return jax.block_until_ready(jnp.copy(value))
 
 
 def as_rows(value: Any, name: str) -> Source:
     """What a `Data` of this name may hold: one array with rows."""
     refuse_tracer(value, f"{name}: its value")
     if isinstance(value, list):
-        try:
-            value = np.asarray(value)
-        except ValueError as error:
-            raise ValueError(f"{name}: its value is a list that makes no array: {error}") from None
+        value = array_of_list(value, f"{name}: its value")
     if key_of(value) is not None:
         raise TypeError(f"{name}: it is an array of typed PRNG keys; give jax.random.key_data of it.")
     source = as_source(value, f"{name}: its value", "give one array; for a tree of them, jax.tree.map(synk.data, tree)")

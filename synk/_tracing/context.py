@@ -14,6 +14,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
 from .._base.pytree import PyTree
+from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, settle
 from .._runtime.group import current_group
 
@@ -138,6 +139,7 @@ def eager() -> Generator[None]:
     # A callback of a running program, in a thread that Python has not started, must not wait for the call that waits
     # for the program.
     is_callback = threading.current_thread().name.startswith("Dummy-")
+    in_turn()
     if not LOCK.acquire(timeout=_PATIENCE if is_callback else -1):
         raise SynkError(
             "A host callback inside a running program asks for a shared variable while a call is under way. "

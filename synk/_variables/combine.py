@@ -144,9 +144,11 @@ def reduce_leaves(
     for shape, key, path in zip(spec.shapes, spec.keys, spec.paths, strict=True):
         if key is not None or (takers != "none" and reduction.result_dtype(shape.dtype, name) != shape.dtype):
             what = "PRNG keys" if key is not None else shape.dtype.name
+            ops = [op for op in ("sum", "max", "min", "any") if reduction.result_dtype(shape.dtype, op) == shape.dtype]
+            advice = f"{' or '.join(map(repr, ops))}, or " if key is None else ""
             raise TypeError(
                 f'synk.{call}: {variable.name}{path} holds {what}, which "{name}" does not keep. '
-                f'Use "sum", "max" or "min", or reduce(in_place=False).'
+                f"Use {advice}reduce(in_place=False)."
             )
     body = _reduce_body(name, _shares(weights, name, group_of(variable).size, call), takers == "first")
     return _run(variable, body, state.layout if takers == "all" else "stacked" if takers == "first" else "replicated")

@@ -12,7 +12,18 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from .._base.pytree import SCALARS, PyTree, abstract_array, as_data, as_keys, is_number, key_of, narrow, refuse_tracer
+from .._base.pytree import (
+    SCALARS,
+    PyTree,
+    abstract_array,
+    as_data,
+    as_keys,
+    check_fits,
+    is_number,
+    key_of,
+    narrow,
+    refuse_tracer,
+)
 from .._tracing.context import current_trace
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
@@ -162,6 +173,8 @@ def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
             f"{name}: a shared variable holds arrays, but this leaf is a {type(leaf).__name__}. "
             f"Keep it outside, e.g. with equinox.partition(model, equinox.is_array)."
         )
+    if isinstance(leaf, int):
+        check_fits(leaf, f"{name}: this leaf")
     array = np.asarray(leaf) if borrow else np.array(leaf)
     if not is_number(array.dtype):
         raise TypeError(f"{name}: a shared variable holds numbers that JAX has, but this leaf has dtype {array.dtype}.")

@@ -1,0 +1,221 @@
+"""Turns: what loaders do to data and variables of a loop comes when the loop has come so far, however far they work ahead."""
+
+import contextlib
+import gc
+import itertools
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import synk
+
+pytestmark = pytest.mark.smoke
+PLACES = ["host", "scatter", "broadcast"]
+total = synk.function(jnp.sum, name="total")
+scaled = synk.function(lambda x, by: by[0] * jnp.sum(x), inputs=["x"], name="scaled")
+
+
+def slowly(make):
+    """Calls that end after the thread has had the time to work ahead."""
+
+    def each(*args, **kwargs):
+        for value in make(*args, **kwargs):
+            time.sleep(0.005)
+            yield float(value)
+
+    return lambda *args, **kwargs: list(each(*args, **kwargs))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_source_of_batches_that_loads_data(group, place):
+    """Chunks of a dataset larger than memory: a batch has the rows that were there when it was made."""
+    data = synk.data(np.zeros(4, np.float32), place=place)
+
+    def chunks():
+        for number, rows in [(1, 4), (2, 2), (3, 5)]:
+            data.set_value(np.full(rows, number, np.float32))
+            yield range(rows)
+            yield [0, 1]
+
+    for size in (0, 2, 5):
+        assert slowly(total.iterate)(data, batches=chunks(), prefetch=size) == [4, 2, 4, 4, 15, 6]
+        assert float(total.over(data, batches=chunks(), prefetch=size)) == 35
+
+    def writes():
+        for number in range(6):
+            data[0] = number
+            yield [0]
+
+    assert slowly(total.iterate)(data, batches=writes()) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loader_that_gives_the_same_data(group, place):
+    """As an item of a stream, scattered or broadcast, and as a value of `synk.each`."""
+    data = synk.data(np.zeros(3, np.float32), place=place)
+
+    def fills(item):
+        for number in range(5):
+            data[:] = number
+            yield item(data)
+
+    ones = np.ones(4, np.float32)
+    assert slowly(total.stream)(fills(lambda d: d)) == [0, 3, 6, 9, 12]
+    if place != "scatter":
+        assert slowly(scaled.stream)(fills(lambda d: (ones, d))) == [0, 4, 8, 12, 16]
+        assert slowly(scaled.iterate)(ones, synk.each(fills(lambda d: d)), batches=[[0, 1]] * 5) == [0, 2, 4, 6, 8]
+
+
+def test_a_loader_around_variables(group):
+    """Those that it sets, those that the loop sets, and calls of functions that do either."""
+    w = synk.shared(np.float32(0), name="w")
+
+    @synk.function
+    def step(x):
+        return jnp.sum(x) * (w.value + 1)
+
+    @step.then
+    def grow(sum):
+        w.value += 1
+        return sum
+
+    def reads():
+        for _ in range(5):
+            yield np.full(2, float(w.value), np.float32)
+
+    def sets():
+        for number in range(5):
+            w.value = np.float32(10 * number)
+            yield np.ones(2, np.float32)
+
+    def calls():
+        for number in range(4):
+            yield np.full(2, float(step(np.ones(2, np.float32))) + number, np.float32)
+
+    for loader in (reads, sets, calls):
+        got = []
+        for size in (0, 1, 3):
+            w.value = np.float32(0)
+            got.append(slowly(step.stream)(loader(), prefetch=size))
+            w.value = np.float32(0)
+            got.append([float(total(x)) * 0 + float(step(x)) for x in synk.prefetch(loader(), size)])
+        assert all(each == got[0] for each in got), loader.__name__
+
+
+def test_a_loop_within_a_loader(group):
+    """Whose own loader takes its turn in both."""
+    w = synk.shared(np.float32(0), name="w")
+
+    @synk.function
+    def step(x):
+        return jnp.sum(x) + 100 * w.value
+
+    def inner():
+        for number in range(4):
+            w.value = np.float32(number)
+            yield np.full(2, number, np.float32)
+
+    def outer(size):
+        for sum in total.stream(inner(), prefetch=size):
+            yield np.full(2, float(sum) + float(w.value), np.float32)
+
+    assert slowly(step.stream)(outer(2)) == [float(step_) for step_ in step.stream(outer(0), prefetch=0)]
+    assert float(w.value) == 3
+
+
+def test_a_loop_that_is_left(group):
+    """Nothing is written for what it never came to; its source says why it gives no more."""
+    data = synk.data(np.zeros(3, np.float32))
+
+    def fills():
+        for number in range(50):
+            data[:] = number
+            yield np.ones(2, np.float32)
+
+    def threads():
+        return [each for each in threading.enumerate() if each.name == "synk-prefetch"]
+
+    for leave in (lambda loop: loop.close(), lambda loop: None):
+        source = fills()
+        loop = total.stream(source)
+        assert next(loop) == next(loop) == 2
+        time.sleep(0.02)
+        leave(loop)
+        del loop
+        gc.collect()
+        for _ in range(1000):
+            if not threads():
+                break
+            time.sleep(0.01)
+        assert not threads()
+        assert data[0] == 1
+        for size in (0, 2):
+            with pytest.raises(synk.SynkError, match="what gives the items ends here. Make it anew, or use prefetch=0"):
+                next(total.stream(source, prefetch=size))
+
+
+def test_one_generator_for_several_loops(group):
+    """The thread of the last loop may be in it still; with `islice` nothing is taken that the loop does not use."""
+
+    def slow_source():
+        for number in itertools.count():
+            time.sleep(0.03)
+            yield np.full(2, number, np.float32)
+
+    source = slow_source()
+    for _ in range(2):
+        assert len([value for _, value in zip(range(3), total.stream(source), strict=False)]) == 3
+    source, got = slow_source(), []
+    for _ in range(3):
+        got += [float(value) / 2 for value in total.stream(itertools.islice(source, 3))]
+    assert got == list(range(9))
+
+
+def test_a_loader_that_donates(group):
+    """Its arrays of JAX's are its own: it may give their memory to the next one."""
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def loader(x):
+        for _ in range(5):
+            yield x
+            x = add(x)
+
+    def placed():
+        return jax.device_put(jnp.zeros(2 * group.size), group.stacked)
+
+    ones = np.ones(4, np.float32)
+    for make in (placed, lambda: jnp.zeros(2 * group.size), lambda: jnp.zeros(2 * group.size + 1)):
+        rows = make().size
+        assert slowly(total.stream)(loader(make())) == [rows * number for number in range(5)]
+        got = [float(total(x)) for x in synk.prefetch(loader(make()))]
+        assert got == [rows * number for number in range(5)]
+    assert slowly(scaled.stream)((ones, by) for by in loader(jnp.zeros(1))) == [0, 4, 8, 12, 16]
+    each = synk.each(loader(jnp.zeros(1)))
+    assert slowly(scaled.iterate)(ones, each, batches=[[0, 1]] * 5) == [0, 2, 4, 6, 8]
+
+
+def test_one_loop_of_several_threads():
+    """One of them starts the thread that works ahead, however they meet."""
+    interval = sys.getswitchinterval()
+    with synk.simulate(2), contextlib.ExitStack() as undo:
+        undo.callback(sys.setswitchinterval, interval)
+        sys.setswitchinterval(1e-6)
+        x = np.arange(7.0, dtype=np.float32)
+        for _ in range(20):
+            loop, got, together = total.iterate(x, batches=[[i % 7] for i in range(8)]), [], threading.Barrier(4)
+
+            def work(loop=loop, got=got, together=together):
+                together.wait()
+                got.extend(float(value) for value in loop)
+
+            threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+            assert sorted(got) == [0, 0, 1, 2, 3, 4, 5, 6]
