@@ -255,7 +255,7 @@ def test_integers_that_jax_does_not_have(four):
         lambda: synk.shared({"a": 1, "b": 2**63}),
         lambda: synk.data([2**40, 1]),
     ):
-        with pytest.raises(OverflowError, match="which is no int32. Give a float, or set jax_enable_x64"):
+        with pytest.raises(OverflowError, match=r"which is no int32\. Give a float, or set jax_enable_x64"):
             make()
     with jax.enable_x64(True):
         assert int(total([2**31, 1])) == 2**31 + 1
@@ -298,7 +298,7 @@ def test_a_static_parameter_by_position_and_a_keyword_of_its_name(four):
 def test_a_boolean_is_no_batch(four):
     """Not as an array either, as `jnp.any(mask)` without its axis gives one."""
     for batch in (True, np.array(True), jnp.array(False)):
-        with pytest.raises(TypeError, match="batch is (True|a single boolean); give a number of rows, a slice"):
+        with pytest.raises(TypeError, match=r"batch is (True|a single boolean); give a number of rows, a slice"):
             synk.function(jnp.sum)(X, batch=batch)
 
 

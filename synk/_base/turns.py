@@ -1,4 +1,4 @@
-"""Turns: a thread that works ahead of a loop waits with what calls in the loop may read or change until it is its turn."""
+"""Turns: what a thread that works ahead of a loop does to the loop's own state waits until the loop has come so far."""
 
 import threading
 from collections.abc import Callable

@@ -236,8 +236,8 @@ class Function(Inspection):
           output_subset: as in a call.
 
         Returns:
-          An iterator of the results, in order; it has as many as the source says. Leaving the loop stops the thread, and
-          drops the items that it has taken ahead: for n items of a longer source, give `itertools.islice(source, n)`.
+          An iterator of the results, in order; it has as many as the source says. Leaving the loop stops the thread
+          and drops the items that it has taken ahead: for n items of a longer source, `itertools.islice(source, n)`.
 
         Raises:
           TypeError: the source is not iterable.

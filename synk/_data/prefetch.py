@@ -105,7 +105,7 @@ class _Worker:
 
 
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
-_last_of: weakref.WeakKeyDictionary[Any, _Worker] = weakref.WeakKeyDictionary()  # by the iterator that it takes items of
+_last_of: weakref.WeakKeyDictionary[Any, _Worker] = weakref.WeakKeyDictionary()  # by generator
 
 
 @atexit.register
@@ -125,7 +125,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     An error comes up where its item would have come. Leaving the loop, `close()` or the end of a `with` block stops
     the thread, and drops what it has taken ahead. A source that calls functions of synk, that reads or sets shared
-    variables or writes to `synk.data`, waits with that until the loop comes to its item. `len` says how many items there are, where the source says so.
+    variables or writes to `synk.data`, waits with that until the loop comes to its item. `len` says how many items
+    there are, where the source says so.
 
     Example:
       >>> import numpy as np, synk
