@@ -11,6 +11,7 @@ from mmap import mmap
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
