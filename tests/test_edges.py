@@ -1,6 +1,8 @@
 """Cases at the edges of JAX and NumPy that have gone wrong once."""
 
 import functools
+import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -308,3 +310,90 @@ def test_sparse_matrices_are_refused(four):
     for give in (synk.data, synk.function(jnp.sum)):
         with pytest.raises(TypeError, match=r"is a csr_array, which is sparse; give \.todense\(\)"):
             give(sparse.eye_array(6, format="csr"))
+
+
+@pytest.mark.parametrize("call", ["function", "scan", "pairs"])
+def test_an_outer_axis_of_the_name_of_the_replicas(group, call):
+    """Collectives would meet over that one; with another name it is right."""
+    calls = {
+        "function": synk.function(jnp.sum, name="total"),
+        "scan": lambda x: synk.scan(jnp.add, x)[-1],
+        "pairs": lambda x: synk.pairs(lambda a, b: b, jnp.zeros(1), x)[0],
+    }
+    x = jnp.stack([jnp.linspace(0.5, 1.5, 7), jnp.ones(7)])
+    with pytest.raises(synk.SynkError, match='has an axis named "replica", as that of the replicas is called'):
+        jax.vmap(calls[call], axis_name="replica")(x)
+    np.testing.assert_allclose(jax.vmap(calls[call], axis_name="batch")(x), [7, 7], rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(calls[call])(x), [7, 7], rtol=1e-6)
+
+
+def test_whole_outputs_inside_others(four):
+    """A Monoid's state or a weighted mean has no mean of its own."""
+    for nested in (
+        lambda x: synk.Weighted({"loss": x.mean(), "std": synk.stats.std(x)}, len(x)),
+        lambda x: synk.Weighted(synk.Weighted(x.mean(), 1.0), len(x)),
+    ):
+        for run in (synk.function(nested, reduce="mean"), synk.function(nested, reduce="mean").serial):
+            with pytest.raises(ValueError, match="output holds a Weighted or Monoid inside another one"):
+                run(X)
+
+
+def test_check_of_integers_is_exact(four):
+    """However large they are; and what it prints shows them apart."""
+    counts = synk.function(lambda x: x.sum() + jnp.int32(1), name="counts")
+    with pytest.raises(synk.LawError, match="it is 128000004, serially 128000001"):
+        counts.check(np.full(32, 4_000_000, np.int32))
+    counts.check(np.full(32, 4_000_000, np.int32), rtol=1e-6)
+    with jax.enable_x64(True):
+        stamps = synk.function(lambda x: x.max() + x.sum() // 10**15, reduce="max", name="stamps")
+        with pytest.raises(synk.LawError, match="serially 1000000000000032"):
+            stamps.check(np.full(32, 10**15))
+    synk.function(lambda x: (x.max(), x.sum()), outputs=("max", "sum")).check(np.arange(9))
+
+
+def test_check_says_what_it_finds(four):
+    """Where the function refuses other numbers of rows, and without warnings that would come up instead."""
+
+    def by_fives(x):
+        assert x.shape[0] % 5 == 0
+        return x.std()
+
+    with pytest.raises(synk.LawError, match="on 4 replicas the answer is not the serial one"):
+        synk.function(by_fives, reduce="mean").check(np.arange(60, dtype=np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(synk.LawError, match='"mean" would have matched'):
+            synk.function(lambda x: jnp.stack([x.mean(), jnp.inf])).check(X)
+        with pytest.raises(synk.LawError, match='"mean" would have matched'):
+            synk.function(lambda x: x.mean() * 1e37).check(X + 20, num_slices=2)
+
+
+def test_explain_of_array_constants_and_numpy_numbers(four):
+    """Neither has one truth value, nor a place in JSON."""
+    bound = synk.function(functools.partial(lambda x, w: jnp.sum(x * w.sum()), w=np.ones(3, np.float32)))
+    bound(X)
+    assert "tree of arguments" in bound.explain(x=X).why[0]
+    json.loads(synk.function(jnp.sum).explain(X, num_slices=np.int64(2)).json())
+    scaled = synk.function(lambda x, by: x.sum() * by, inputs={"by": "static"})
+    scaled(X, 1)
+    scaled(X, 1.0)
+    assert scaled.explain(X, 1.0).why == ["static by is 1.0, was 1"]
+
+
+def test_skeletons_meet_the_users_options_and_dtypes(four):
+    """Debugging options raise what users catch; sums of small integers are as wide as `jnp.sum` makes them."""
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"synk\.scan\(add\): a result holds NaN"):
+        synk.scan(jnp.add, np.array([1, np.nan], np.float32))
+    for dtype in (np.uint8, np.int8, np.int16, np.bool_):
+        x = np.array([100, 100, 50], np.int64).astype(dtype)
+        for reduce, op in (("sum", jnp.sum), ("prod", jnp.prod), ("max", jnp.max)):
+            got, want = synk.pairs(jnp.maximum, x, reduce=reduce), op(jnp.asarray(np.maximum.outer(x, x)), axis=1)
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    total = jax.jit(lambda x: synk.scan(jnp.add, x)[-1])
+    if not synk.group().is_simulated:
+        with jax.set_mesh(mesh), pytest.raises(synk.SynkError, match=r"synk\.scan\(add\): it is traced inside jax"):
+            total(jnp.asarray(X))
+    with jax.set_mesh(synk.group().mesh):
+        assert float(total(jnp.asarray(X))) == X.sum()

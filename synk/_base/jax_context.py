@@ -14,7 +14,7 @@ from jax.sharding import Mesh, get_abstract_mesh
 # Public since JAX 0.10 in jax.extend.core, and before that in jax.core.
 trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
 _NAMED_AXES = "unsafe_get_axis_names_DO_NOT_USE"
-_named_axes: Callable[[], list[Any]] = getattr(jax.extend.core, _NAMED_AXES, None) or getattr(jax.core, _NAMED_AXES)
+named_axes: Callable[[], list[Any]] = getattr(jax.extend.core, _NAMED_AXES, None) or getattr(jax.core, _NAMED_AXES)
 EAGER = trace_state()
 _NO_MESH = Mesh(np.empty((), object), ())
 config: Any = jax.config  # its options are not typed
@@ -43,7 +43,7 @@ def trace_options() -> tuple[Any, ...]:
 
 def trace_surroundings() -> tuple[Any, ...]:
     """What a trace under way around this line shows inside: its named axes, with their sizes, and its mesh."""
-    return get_abstract_mesh(), *[(name, jax.lax.axis_size(name)) for name in _named_axes()]
+    return get_abstract_mesh(), *[(name, jax.lax.axis_size(name)) for name in named_axes()]
 
 
 def checks_floats() -> bool:

@@ -24,16 +24,15 @@ from .._tracing.context import current_trace
 from .._variables.access import bind
 from .._variables.variable import Shared
 from .binding import BoundArguments
-from .execute import ReadyCall, evaluate
+from .execute import Outcome, ReadyCall, evaluate
 from .feeding import feed_rows, launches
 from .host_rows import HostRows
 from .inputs import check_leaves
 from .look import Where
-from .parts import any_not_finite
 from .plan import PlanCache
 from .prepare import prepare
 from .row_input import RowRequest
-from .search import find_first
+from .search import Found, find_first
 from .spec import FunctionSpec, Stats
 from .traces import CallTraces
 from .views import one_device, view_of_one
@@ -75,7 +74,7 @@ class Blame:
 
 
 def flagging(function: FunctionSpec) -> FunctionSpec:
-    """A function that says of each output and local update whether a part's is not finite."""
+    """A function that says of which kinds a part's outputs and local updates are not finite."""
 
     def flagged(*args: Any, **kwargs: Any) -> jax.Array:
         out = function.fn(*args, **kwargs)
@@ -83,7 +82,8 @@ def flagging(function: FunctionSpec) -> FunctionSpec:
         assert context is not None
         written = [leaf for new, _ in context.writes.values() for leaf in new]
         olds = [leaf for variable in context.reads for leaf in context.values.get(variable, ())]
-        return jnp.stack([jnp.zeros((), bool), *_flags(out, olds), *(_is_bad(leaf, olds) for leaf in written)])
+        found = [*_kinds_of_outputs(out, olds), *(_kinds_of(leaf, olds) for leaf in written)]
+        return jnp.stack([jnp.zeros(len(_KINDS), bool), *found]).any(0)
 
     ops = REDUCTIONS["any"]
     return replace(
@@ -91,24 +91,32 @@ def flagging(function: FunctionSpec) -> FunctionSpec:
     )
 
 
-def _flags(out: PyTree, olds: Sequence[jax.Array]) -> list[jax.Array]:
+def _kinds_of_outputs(out: PyTree, olds: Sequence[jax.Array]) -> list[jax.Array]:
     """One a leaf; what has no weight counts for nothing."""
     found: list[jax.Array] = []
     for one in jax.tree.leaves(out, is_leaf=lambda node: isinstance(node, Weighted | Monoid)):
         if isinstance(one, Weighted):
             weight = jnp.asarray(one.weight)
-            found += [(weight != 0) & flag for flag in (*_flags(one.value, olds), _is_bad(weight))]
+            found += [(weight != 0) & kinds for kinds in (*_kinds_of_outputs(one.value, olds), _kinds_of(weight))]
         else:
-            found += [_is_bad(leaf, olds) for leaf in jax.tree.leaves(one.state if isinstance(one, Monoid) else one)]
+            found += [_kinds_of(leaf, olds) for leaf in jax.tree.leaves(one.state if isinstance(one, Monoid) else one)]
     return found
 
 
-def _is_bad(leaf: Any, olds: Sequence[jax.Array] = ()) -> jax.Array:
-    """Is it not finite, other than what is infinite in a variable of its shape already?"""
+_KINDS = ("NaN", "infinity", "-infinity")
+
+
+def _kinds_of(leaf: Any, olds: Sequence[jax.Array] = ()) -> jax.Array:
+    """Of which of these kinds is it, other than what is infinite in a variable of its shape already?"""
     leaf = jnp.asarray(leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.zeros(len(_KINDS), bool)
     for old in [old for old in olds if (old.shape, old.dtype) == (leaf.shape, leaf.dtype)]:
         leaf = jnp.where(leaf == old, jnp.zeros_like(leaf), leaf)
-    return any_not_finite([leaf])
+    is_nan, is_infinite = jnp.isnan(leaf), jnp.isinf(leaf)
+    below = is_infinite & (leaf.real < 0) if not jnp.iscomplexobj(leaf) else is_infinite
+    above = is_infinite & (leaf.real > 0) if not jnp.iscomplexobj(leaf) else is_infinite
+    return jnp.stack([is_nan.any(), above.any(), below.any()])
 
 
 class Prober:
@@ -138,9 +146,10 @@ class Prober:
             self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.numbers]
         self.rows: HostRows | None = None
         self.reads: Collection[Shared] = ()
+        self.kinds = np.ones(len(_KINDS), bool)  # of which it asks
 
     def is_bad(self, rows: Sequence[int]) -> bool:
-        """Does something of the parts come out not finite, of these rows, as often as it takes to be as many?"""
+        """Does something of the parts come out of the kinds asked for, of these rows, as often as makes as many?"""
         self.probes += 1
         count = sum(self.lengths or ())
         bound = self.bound if self.rows is None else self.rows.take(np.resize(np.asarray(rows), count))
@@ -148,7 +157,22 @@ class Prober:
         where = Where(self.group, may_donate=False)
         ready = prepare(self.function, self.plans, bound, request, None, where)
         self.reads = ready.plan.accepts
-        return bool(np.asarray(evaluate(ready, None).leaves[0]).any())
+        return bool((np.asarray(evaluate(ready, None).leaves[0]) & self.kinds).any())
+
+    def find(self, kinds: np.ndarray) -> Found | None:
+        """The first row that is to blame: of the kinds that the answer shows, since infinity may be meant for some rows
+        (a mask before a maximum); of any, where no single row shows these."""
+        self.kinds = kinds
+        count = sum(self.lengths or ())
+        found = find_first(count, self.is_bad) if count else None
+        if kinds.all() or not count or (found is not None and found.is_alone):
+            return found
+        self.kinds = np.ones(len(_KINDS), bool)
+        other = find_first(count, self.is_bad)
+        if other is not None and (found is None or other.is_alone):
+            return other
+        self.kinds = kinds
+        return found
 
 
 def blame(
@@ -158,16 +182,22 @@ def blame(
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):  # which would raise in a probe
         settle()
         own = prepare(function, plans[0], bound, request, None, Where(group))
+        prober = Prober(flagging(function), plans[1], bound, own)
+        whole = prepare(function, plans[0], bound, request, None, Where(group, may_donate=False))
+        outcome = evaluate(whole, None)
+        bad = list(_of_whole(whole, outcome))
         states = [*_of_state(own)]
         nans = [(variable, found) for variable, is_nan, found in states if is_nan]
         infinite = next((found for _, is_nan, found in states if not is_nan), None)  # which may be meant so
+        if not (outcome.is_refused or (not function.refuses_nan and (bad or whole.plan.own))):
+            return next((found for _, found in nans), None)
         for variable, found in nans:
             if variable is None or function.then is None:
                 return found
-        prober = Prober(flagging(function), plans[1], bound, own)
         count = sum(prober.lengths or ())
         prober.rows = HostRows(bound, function.name, request, group) if count else None
-        rows = find_first(count, prober.is_bad) if count else None
+        is_seen = bad and infinite is None and not own.plan.own
+        rows = prober.find(np.any([kinds for _, kinds in bad], axis=0) if is_seen else prober.kinds)
         for variable, found in nans:  # what parts read comes before their rows, what then alone reads after these
             if variable in prober.reads or rows is None:
                 return found
@@ -175,12 +205,10 @@ def blame(
             no_rows = f"{function.name}: its outputs are not finite; it has no rows."
             return infinite or Blame(no_rows, probes=prober.probes)
         if rows is None or prober.rows is None:
-            plain = replace(function, refuses_nan=False)
-            whole = prepare(plain, plans[0], bound, request, None, Where(group, may_donate=False))
-            of_whole = _of_whole(whole, prober.probes)
-            return of_whole and (infinite or of_whole)
+            return infinite or (Blame(bad[0][0], probes=prober.probes) if bad else None)
         first, last = int(prober.numbers[rows.first]), int(prober.numbers[rows.last])
-        if not (rows.is_alone and _is_bad_alone(prober, rows.first)):
+        is_one = rows.is_alone or not np.ptp(prober.numbers[rows.first : rows.last + 1])  # which may be there twice
+        if not (is_one and _is_bad_alone(prober, rows.first)):
             return infinite or Blame(
                 f"{function.name}: it is not finite, but no row by itself is to blame: rows {first} to {last} of the "
                 f"inputs are, taken together (statistics across rows, sums that overflow), or every one of them.",
@@ -200,7 +228,7 @@ def _is_bad_alone(prober: Prober, row: int) -> bool:
     view = view_of_one(prober.group, None)
     where = Where(one_device(prober.group), view, prober.group, may_donate=False)
     ready = prepare(prober.function, PlanCache(), prober.rows.take([row]), RowRequest(), None, where)
-    return bool(np.asarray(evaluate(ready, view).leaves[0]).any())
+    return bool((np.asarray(evaluate(ready, view).leaves[0]) & prober.kinds).any())
 
 
 def _place_of(lengths: tuple[int, ...], num_slices: int, row: int) -> tuple[int, int]:
@@ -216,56 +244,55 @@ def _of_state(ready: ReadyCall) -> Iterator[tuple[Shared | None, bool, Blame]]:
     """Broadcast arguments (None) and shared variables that are not finite before the call; whether they hold NaN."""
     name, group = ready.function.name, ready.group
     for place, leaf in zip(ready.call.arguments.broadcast, ready.broadcast, strict=True):
-        is_bad, is_nan = _look_at(group, leaf, "replicated")
-        if is_bad:
-            yield None, is_nan, Blame(f"{name}: argument {ready.call.arguments.names[place]} is not finite.")
+        kinds = _look_at(group, leaf, "replicated")
+        if kinds.any():
+            yield None, kinds[0], Blame(f"{name}: argument {ready.call.arguments.names[place]} is not finite.")
     for variable in ready.plan.accepts:
         state = bind(variable, group)
         for path, leaf in zip(_paths(variable._spec.paths, len(state.leaves)), state.leaves, strict=True):
-            is_bad, is_nan = _look_at(group, leaf, state.layout)
-            if is_bad:
+            kinds = _look_at(group, leaf, state.layout)
+            if kinds.any():
                 what = f"{name}: {variable.name}{path} holds numbers that are not finite, before the call."
-                yield variable, is_nan, Blame(what)
+                yield variable, kinds[0], Blame(what)
 
 
 def _paths(paths: Sequence[str], count: int) -> Sequence[str]:
     return paths if len(paths) == count else [""] * count  # flat ones are stored otherwise
 
 
-def _look_at(group: Group, leaf: jax.Array, layout: Layout, *olds: jax.Array) -> tuple[bool, bool]:
-    """Is it not finite, other than what was infinite before? Does it hold NaN?"""
+def _look_at(group: Group, leaf: jax.Array, layout: Layout, *olds: jax.Array) -> np.ndarray:
+    """Of which kinds is it on some replica, other than what was infinite before?"""
     ins: list[Layout] = [layout] * (1 + len(olds))
-    is_bad, is_nan = run_collective(group, _kinds, ins, layouts("replicated", 2), [leaf, *olds])
-    return bool(np.asarray(is_bad)), bool(np.asarray(is_nan))
+    (kinds,) = run_collective(group, _kinds_anywhere, ins, layouts("replicated", 1), [leaf, *olds])
+    return np.asarray(kinds)
 
 
-def _kinds(leaf: jax.Array, *olds: jax.Array) -> list[jax.Array]:
-    is_nan = jnp.isnan(leaf).any() if jnp.issubdtype(leaf.dtype, jnp.inexact) else jnp.zeros((), bool)
-    return [lax.psum(each.astype(jnp.int32), AXIS) > 0 for each in (_is_bad(leaf, olds), is_nan)]
+def _kinds_anywhere(leaf: jax.Array, *olds: jax.Array) -> list[jax.Array]:
+    return [lax.psum(_kinds_of(leaf, olds).astype(jnp.int32), AXIS) > 0]
 
 
-def _of_whole(ready: ReadyCall, probes: int) -> Blame | None:
-    """Where every part is finite: what combines them, and then."""
+def _of_whole(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str, np.ndarray]]:
+    """What of the answer is not finite, as it is said where no row is to blame, and of which kinds."""
     name, plan, group = ready.function.name, ready.plan, ready.group
-    outcome = evaluate(ready, None)
     has_weights = any(leaf.weight is not None for leaf in plan.outputs.reduced)
     hint = " A synk.Weighted mean is NaN where the weights of all rows add up to 0." if has_weights else ""
     treedef = plan.result.treedef
     paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
     for i, ((path, _), leaf) in enumerate(zip(paths, outcome.leaves, strict=False)):
-        if i not in plan.own and _look_at(group, leaf, "stacked" if i in plan.staying else "replicated")[0]:
+        if i in plan.own:
+            continue
+        kinds = _look_at(group, leaf, "stacked" if i in plan.staying else "replicated")
+        if kinds.any():
             by = "then" if ready.function.then is not None else "combining its parts"
-            what = f"{name}: every row is fine; {by} makes output{keystr(path)} not finite.{hint}"
-            return Blame(what, probes=probes)
+            yield f"{name}: every row is fine; {by} makes output{keystr(path)} not finite.{hint}", kinds
     for variable, state in outcome.updates.items():
         before = bind(variable, group)
         is_there = before.layout == state.layout
         olds = before.leaves if is_there else relayout(group, before.leaves, before.layout, state.layout)
         for path, leaf, old in zip(_paths(variable._spec.paths, len(olds)), state.leaves, olds, strict=True):
-            if _look_at(group, leaf, state.layout, old)[0]:
-                what = f"{name}: every row is fine; then makes {variable.name}{path} not finite.{hint}"
-                return Blame(what, probes=probes)
-    return None
+            kinds = _look_at(group, leaf, state.layout, old)
+            if kinds.any():
+                yield f"{name}: every row is fine; then makes {variable.name}{path} not finite.{hint}", kinds
 
 
 def _line(function: FunctionSpec, bound: BoundArguments, group: Group) -> str | None:

@@ -76,7 +76,7 @@ def _of_arguments(old: CallSpec, new: CallSpec) -> Iterator[str]:
     one, two = old.arguments, new.arguments
     # Where one is not given, its default counts.
     old_values, new_values = {**one.constants, **one.statics}, {**two.constants, **two.statics}
-    statics = [name for name in new_values if name in old_values and old_values[name] != new_values[name]]
+    statics = [name for name in new_values if name in old_values and not _is_same(old_values[name], new_values[name])]
     for name in statics:
         yield f"static {name} is {new_values[name]!r}, was {old_values[name]!r}"
     added, gone = sorted(two.parameters.keys() - one.parameters), sorted(one.parameters.keys() - two.parameters)
@@ -88,6 +88,16 @@ def _of_arguments(old: CallSpec, new: CallSpec) -> Iterator[str]:
         yield f"the tree of arguments is {two.treedef}, was {one.treedef}"
     elif not (statics or added or gone):
         yield "an argument is given in another way"
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Are these one static value? 1 and 1.0 are two."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    try:
+        return bool(np.all(one == other))
+    except (TypeError, ValueError):
+        return False
 
 
 def _of_values(old: CallSpec, new: CallSpec) -> Iterator[str]:

@@ -198,7 +198,7 @@ def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolera
 
     try:
         return likely_cause(run, len(rows), tolerance)
-    except (ValueError, TypeError):  # of other numbers of rows it has no answer, or another one
+    except Exception:  # of other numbers of rows it has no answer, or another one
         return None
 
 

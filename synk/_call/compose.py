@@ -1,6 +1,7 @@
 """Compose: a call under an outer jit, grad, vmap or checkpoint, as one traced operation: the same step program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
 
 from .._base.errors import SynkError
-from .._base.jax_context import trace_options, trace_surroundings, transfers_on_purpose
+from .._base.jax_context import named_axes, trace_options, trace_surroundings, transfers_on_purpose
 from .._base.partition import split_rows
 from .._base.pytree import PyTree, to_jax
 from .._data.dataset import Data
@@ -54,17 +55,14 @@ def compose(
     function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, group: Group
 ) -> PyTree:
     """Trace the call into whatever transformation is under way."""
-    function = function.gathering()
+    with own_mesh(function.name, group):
+        return _compose(function.gathering(), plans, bound, request, subset, group)
+
+
+def _compose(
+    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, group: Group
+) -> PyTree:
     name, spec = function.name, bound.spec
-    mesh = get_abstract_mesh()
-    if mesh == group.mesh.abstract_mesh:  # which a program of the group makes its own
-        with use_abstract_mesh(AbstractMesh((), ())):
-            return compose(function, plans, bound, request, subset, group)
-    if not (mesh.empty or (group.is_simulated and set(mesh.axis_types) == {AxisType.Auto})):
-        raise SynkError(
-            f"{name}: it is traced inside jax.set_mesh or jax.shard_map with the mesh {dict(mesh.shape)}, but runs on "
-            f"that of {group}. Call it outside of these, or under jax.set_mesh(synk.group().mesh)."
-        )
     if request.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
     if function.blocks is not None:
@@ -101,6 +99,25 @@ def compose(
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]
     return plan.result.tree(run_inlined(group, plan.mapped, placed))
+
+
+@contextmanager
+def own_mesh(name: str, group: Group) -> Generator[None]:
+    """Trace programs of the group under no mesh but its own; SynkError where another one, or its axis, is taken."""
+    mesh = get_abstract_mesh()
+    is_its_own = mesh == group.mesh.abstract_mesh  # which its programs make theirs
+    if not (mesh.empty or is_its_own or (group.is_simulated and set(mesh.axis_types) == {AxisType.Auto})):
+        raise SynkError(
+            f"{name}: it is traced inside jax.set_mesh or jax.shard_map with the mesh {dict(mesh.shape)}, but runs on "
+            f"that of {group}. Call it outside of these, or under jax.set_mesh(synk.group().mesh)."
+        )
+    if AXIS in named_axes():
+        raise SynkError(
+            f'{name}: a transformation around it (vmap, pmap) has an axis named "{AXIS}", as that of the replicas is '
+            f"called. Give it another axis_name."
+        )
+    with use_abstract_mesh(AbstractMesh((), ())) if is_its_own else nullcontext():
+        yield
 
 
 def run_inlined(

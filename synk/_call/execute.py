@@ -237,7 +237,10 @@ def run(
         raise found from error
 
 
-def explained(error: Exception, name: str) -> Exception:
+_FEWER = "Run it with num_slices=2 or more, which needs the memory of one slice."
+
+
+def explained(error: Exception, name: str, advice: str = _FEWER) -> Exception:
     """What JAX says of a launch, in words that name the function."""
     if isinstance(error, SynkError):
         return error
@@ -245,7 +248,7 @@ def explained(error: Exception, name: str) -> Exception:
         return NotFinite(f"{name}: a result holds NaN or infinity, which jax_debug_nans or _infs forbids.")
     if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):  # the latter where a CPU has no more
         first = str(error).splitlines()[0]
-        return MemoryError(f"{name}: {first} Run it with num_slices=2 or more, which needs the memory of one slice.")
+        return MemoryError(f"{name}: {first} {advice}")
     return error
 
 

@@ -112,7 +112,10 @@ class _Ring(NamedTuple):
         return [self.reduction.finalize(a, None).astype(result_dtype(v.dtype, self.reduction.name)) for a, v in whole]
 
     def _every(self, x: Leaves, y: Leaves) -> list[jax.Array]:
-        return jax.vmap(lambda a, b: jax.vmap(partial(self.fn, a))(b), (0, None))(list(x), list(y))
+        found = jax.vmap(lambda a, b: jax.vmap(partial(self.fn, a))(b), (0, None))(list(x), list(y))
+        if self.reduction.name not in ("sum", "prod"):
+            return found
+        return [value.astype(jax.eval_shape(jnp.sum, value).dtype) for value in found]  # small integers would wrap
 
     def _fold(self, before: list[jax.Array], x: Leaves, y: Leaves, whose: jax.Array) -> list[jax.Array]:
         """What pairs so far come to, with those of the rows of one replica, some of them at a time."""

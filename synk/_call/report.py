@@ -194,7 +194,7 @@ class Explanation:
         """All of it as JSON text; what is unknown is null."""
         found = asdict(self)
         found |= {name: getattr(self, name) for name in ("memory_bytes", "fits", "sent_bytes")}
-        return json.dumps(found, indent=1)
+        return json.dumps(found, indent=1, default=int)  # of NumPy's
 
     def html(self, path: str | Path) -> None:
         """Write one HTML file with a picture, which needs no network."""

@@ -22,7 +22,8 @@ from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
 from .._variables.access import rows_held
 from .._variables.variable import Shared
-from .compose import in_blocks, place_traced, run_inlined
+from .compose import in_blocks, own_mesh, place_traced, run_inlined
+from .execute import explained
 from .inputs import lengths_of
 
 Leaves: TypeAlias = Sequence[jax.Array]
@@ -122,9 +123,10 @@ def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> 
 
     outs = layouts("stacked" if stays else "replicated", skeleton.num_results)
     if is_inlined:
-        cut = [in_blocks(leaf, lengths_of(n, group.size), None) for leaf, n in zip(leaves, counts, strict=True)]
-        mapped = jax.jit(spmd(group, body, layouts("rows", len(cut)), outs))
-        return list(run_inlined(group, mapped, [place_traced(group, block, "rows") for block in cut]))
+        with own_mesh(name, group):
+            cut = [in_blocks(leaf, lengths_of(n, group.size), None) for leaf, n in zip(leaves, counts, strict=True)]
+            mapped = jax.jit(spmd(group, body, layouts("rows", len(cut)), outs))
+            return list(run_inlined(group, mapped, [place_traced(group, block, "rows") for block in cut]))
 
     def compile() -> Executable:
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
@@ -134,5 +136,11 @@ def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> 
         arrays = [resident(leaf, group) for leaf in leaves]
         key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts)
         program: Executable = group._cached(run_skeleton, key, compile)
-        found = program.launch([arrays])
+        try:
+            found = program.launch([arrays])
+        except Exception as error:
+            found_error = explained(error, name, 'Let results stay where they are made ("scatter").')
+            if found_error is error:
+                raise
+            raise found_error from error
     return [data_of_replicas(group, each, rows, None, f"a result of {name}") for each in found] if stays else found

@@ -157,12 +157,8 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
             reduced = reduced._replace(wire=wires.get(path), is_own=own.get(path, False))
         leaf = OutputLeaf(path, reduction.name, reduced, key_of(array))
         _check(leaf, array, rules)
-        if (
-            rules.per_part
-            and not is_of_monoid
-            and reduction is not WEIGHT
-            and (rules.per_part == "all" or reduction in SUMS)
-        ):
+        is_kept = rules.per_part == "all" or (rules.per_part and reduction in SUMS)
+        if is_kept and not is_of_monoid and reduction is not WEIGHT:
             leaf = leaf._replace(reduced=Reduced(PER_PART, leaf.reduced.dtype))
         leaves.append(leaf)
         arrays.append(as_data(array))
@@ -179,7 +175,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
 
     for path, reduction, value in _match_ops(rules, out):
         if isinstance(value, Monoid):
-            _check_monoid(f"output{path}", reduction, rules.name)
+            _check_monoid(f"output{path}", reduction, value, rules.name)
             add_monoid(path, value)
             continue
         if reduction is MERGE:
@@ -289,14 +285,21 @@ def _as_sequence_of(out: PyTree, prefix: PyTree) -> PyTree:
 def _check_weighted(where: str, reduction: Reduction, value: Weighted, name: str) -> None:
     if reduction.name != "mean":
         raise ValueError(f'{name}: {where} is Weighted, which goes with "mean", but its op is {reduction.name!r}.')
+    _refuse_nested(where, value.value, name)
     if jnp.ndim(value.weight):
+        shape = jnp.shape(value.weight)
         raise ValueError(
-            f"{name}: the weight of {where} has shape {jnp.shape(value.weight)}; a part has one scalar weight for all "
-            f"of its value."
+            f"{name}: the weight of {where} has shape {shape}; a part has one scalar weight for its value."
         )
 
 
-def _check_monoid(where: str, reduction: Reduction, name: str) -> None:
+def _refuse_nested(where: str, inside: PyTree, name: str) -> None:
+    if any(map(is_whole, jax.tree.leaves(inside, is_leaf=is_whole))):
+        raise ValueError(f"{name}: {where} holds a Weighted or Monoid inside another one. Return them side by side.")
+
+
+def _check_monoid(where: str, reduction: Reduction, value: Monoid, name: str) -> None:
+    _refuse_nested(where, value.state, name)
     if reduction.name not in ("merge", "sum"):  # the second is what is meant where none is named
         raise ValueError(f'{name}: {where} is a Monoid, which goes with "merge", but its op is {reduction.name!r}.')
 

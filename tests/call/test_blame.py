@@ -491,3 +491,28 @@ def test_wrong_nan():
     """Refused when the function is built."""
     with pytest.raises(ValueError, match='use "raise", or None'):
         synk.function(jnp.sum, nan="warn")
+
+
+def test_infinity_that_is_meant(group):
+    """What some rows are before a maximum or a log-sum-exp is to blame for nothing while the answer is finite, and not
+    where it is NaN by another row."""
+    x, mask = np.arange(1, 34, dtype=np.float32), np.ones(33, bool)
+    mask[4:8] = False
+    bad = x.copy()
+    bad[20] = -1
+    masked = [
+        synk.function(lambda x, m: jnp.max(jnp.where(m, jnp.log(x), -jnp.inf)), reduce="max", nan="raise"),
+        synk.function(lambda x, m: jnp.min(jnp.where(m, jnp.log(x), jnp.inf)), reduce="min", nan="raise"),
+        synk.function(lambda x, m: synk.stats.logsumexp(jnp.where(m, jnp.log(x), -jnp.inf)), nan="raise"),
+    ]
+    for f in masked:
+        for slices in (1, 2):
+            assert np.isfinite(f(x, mask, num_slices=slices)) and f.blame(x, mask, num_slices=slices) is None
+            with pytest.raises(FloatingPointError, match="row 20 makes it not finite"):
+                f(bad, mask, num_slices=slices)
+            assert f.blame(bad, mask, num_slices=slices).row == 20
+    plain = synk.function(lambda x: jnp.log(x).sum())
+    assert plain.blame(bad, batch=[20, 20]).row == 20
+    assert plain.blame(np.where(x == 9, 0, x)).row == 8  # -inf, of which the answer is made
+    both = np.where(x == 9, np.inf, np.where(x == 14, -np.inf, x)).astype(np.float32)
+    assert synk.function(jnp.sum).blame(both).row == 8
