@@ -190,7 +190,8 @@ def _equality_dependencies(finisher: Finisher) -> dict[Shared, tuple[Shared, ...
     elif finisher.then is not None and sums is not None:  # whatever it communicates, it leaves them equal
         then, _ = finisher.then
         equal = tuple(v for v in then.variables if v not in sums.own and not v._spec.is_cut)
-        depends_on |= {variable: None if variable in sums.own else equal for variable, _ in then.writes}
+        own = sums.own if finisher.builder.group.size > 1 else frozenset[Shared]()
+        depends_on |= {variable: None if variable in own else equal for variable, _ in then.writes}
     return depends_on
 
 

@@ -288,9 +288,7 @@ def _check_weighted(where: str, reduction: Reduction, value: Weighted, name: str
     _refuse_nested(where, value.value, name)
     if jnp.ndim(value.weight):
         shape = jnp.shape(value.weight)
-        raise ValueError(
-            f"{name}: the weight of {where} has shape {shape}; a part has one scalar weight for its value."
-        )
+        raise ValueError(f"{name}: the weight of {where} has shape {shape}; a part has one scalar weight.")
 
 
 def _refuse_nested(where: str, inside: PyTree, name: str) -> None:

@@ -16,7 +16,8 @@ def by_block(reduction: Reduction, dtype: np.dtype) -> Reduction:
     matter, as for integers and extremes."""
     if reduction.collective == "merge":
         return MERGE_IN_ORDER  # whose answer merges entries by a tree
-    is_exact = reduction.collective == "sum" and reduction.name != "mean" and not jnp.issubdtype(dtype, jnp.inexact)
+    is_integer = reduction.name not in ("mean", "weight") and not jnp.issubdtype(dtype, jnp.inexact)
+    is_exact = reduction.collective == "sum" and is_integer  # weights are added up as floats
     return reduction if is_exact or reduction.collective not in ("sum", "prod") else _entries_of(reduction)
 
 

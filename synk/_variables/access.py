@@ -90,8 +90,9 @@ def map_value(variable: Variable, fn: Callable[[PyTree], PyTree]) -> PyTree:
         with eager():
             value = common_value(variable)
         return fn(value)
-    value = variable._spec.tree(variable._state.leaves) if not is_made_of_shapes(variable) else None
-    return fn(value) if value is not None else jax.eval_shape(fn, abstract_value(variable))
+    if is_made_of_shapes(variable):
+        return jax.eval_shape(fn, abstract_value(variable))
+    return fn(variable._spec.tree(variable._state.leaves))
 
 
 def abstract_value(variable: Variable) -> PyTree:

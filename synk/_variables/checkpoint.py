@@ -241,6 +241,11 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
         there, size = kept[name], group_of(variable).size
         for what, was, has in _differences(there, variable):
             raise ValueError(f"{where}: {name}{what} was {was}, but {variable.name} has {has}.")
+        if not there["is_equal"] and variable._spec.is_cut is not None:
+            raise ValueError(
+                f"{where}: {name} differed on its replicas, but {variable.name} lies in pieces, which make one value. "
+                f"Make it equal before it is saved."
+            )
         if is_of_others(there, variable) and not variable._is_own:
             raise ValueError(
                 f"{where}: {name} differed on {there['replicas']} replicas, but there are {size} now. "

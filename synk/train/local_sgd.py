@@ -15,14 +15,13 @@ from .._call import decorator
 from .._call.decorator import Inputs
 from .._call.function import Function
 from .._call.inputs import check_slices
-from .._data.overlap import halo_of
 from .._data.prefetch import Prefetch
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import Weighted
 from .._runtime.dispatch import drain, retire_finished, settle
 from .._runtime.layout import Layout
 from .._variables.variable import Shared, shared
-from .model import LeafKind, TrainingModel, kinds_of
+from .model import LeafKind, TrainingModel, kinds_of, rows_of
 
 
 class LocalSteps:
@@ -227,13 +226,20 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         found = model.value_and_grad(params.value, state, args, kwargs)
-        weight = jnp.asarray(_rows(function, args, kwargs) if found.weight is None else found.weight, jnp.float32)
+        weight = found.weight if found.weight is not None else rows_of(function, args, kwargs)
+        if weight is None:
+            raise ValueError(
+                f"{function.name}: averages are weighted by rows, but none of its arguments is scattered. Give it "
+                f"rows, or return synk.Weighted(mean, rows)."
+            )
+        weight = jnp.asarray(weight, jnp.float32)
         before = params.value, opt_state.value
         after = model.apply_updates(*before, found.grads, found.value)
         # A part of weight 0 counts for nothing, whatever its loss is.
         params.value, opt_state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), after, before)
         if state is not None:
-            state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), found.state, state.value)
+            old, state.value = state.value, found.state  # which compares their shapes
+            state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), found.state, old)
         loss = jnp.where(weight > 0, found.value.astype(jnp.float32) * weight, jnp.float32(0))
         trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + loss}
         return {"loss": Weighted(found.value, weight), "aux": found.aux}
@@ -244,17 +250,6 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
 
     function = model.function(on_part, {"loss": "mean"}, then)
     return function
-
-
-def _rows(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many rows this part has."""
-    bound = function._binder.bind(args, kwargs)
-    if not bound.spec.scattered:
-        raise ValueError(
-            f"{function.name}: averages are weighted by rows, but none of its arguments is scattered. Give it rows, or "
-            f"return synk.Weighted(mean, rows)."
-        )
-    return bound.leaves[bound.spec.scattered[0]].shape[0] - halo_of(bound.spec.overlaps[0])
 
 
 def _average_function(name: str, kept: list[Shared], trained: Shared, counts: Shared, donate: bool) -> Function:

@@ -15,12 +15,15 @@ from .._base.pytree import PyTree
 from .._call.decorator import Inputs, function
 from .._call.function import Function
 from .._call.spec import ThenSums
+from .._data.overlap import halo_of
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._reductions.wire import check_wire
+from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .._variables.access import map_value
 from .._variables.variable import Shared, shared
+from .optimizer import update_of
 from .power_sgd import LowRankSum, PowerSGD
 from .sharded import ShardedOptimizer
 
@@ -78,10 +81,13 @@ class TrainingModel:
             raise TypeError(f"{call}: loss is {shown(loss)}; give a function of the parameters and rows.")
         if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
             raise TypeError(f"{call}: optimizer is {shown(optimizer)}; give one of optax's, e.g. optax.sgd(0.1).")
-        if clip is not None and not clip > 0:
-            raise ValueError(
-                f"{call}: clip is {shown(clip)}; give the largest global norm of a gradient, a number > 0."
-            )
+        if clip is not None:
+            wanted = f"{call}: clip is {shown(clip)}; give the largest global norm of a gradient, a number > 0."
+            if isinstance(clip, str | bool) or np.ndim(clip):
+                raise TypeError(wanted)
+            clip = float(clip)
+            if not clip > 0:
+                raise ValueError(wanted)
         if blocks is not None and (shard_optimizer or isinstance(wire, PowerSGD)):
             option = f"wire={wire!r}" if isinstance(wire, PowerSGD) else "shard_optimizer=True"
             raise ValueError(f"{call}: {option} adds up each replica's sums, so it does not go with blocks={blocks}.")
@@ -92,7 +98,8 @@ class TrainingModel:
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
-        self._optax, self._clip, self._optimizer = optax, clip, optax.with_extra_args_support(optimizer)
+        self._optax, self._clip, self._optimizer = optax, clip, optimizer
+        self._update = update_of(optimizer)
         self._sharded = ShardedOptimizer(call, optax, self._optimizer, self.params) if shard_optimizer else None
         self._low_rank = LowRankSum(wire, self.params) if isinstance(wire, PowerSGD) else None
         self.opt_state = (
@@ -153,15 +160,22 @@ class TrainingModel:
 
     def value_and_grad(self, params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]) -> LossAndGrad:
         """The loss of these rows, and its gradient."""
-        before = () if state is None else (state.value,)
+        # A tree of the loss's own, which it may change in place.
+        before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
 
         def value(params: PyTree) -> tuple[Any, Any]:
             value, *rest = self._unpack(self.loss(params, *before, *args, **kwargs))
             value, weight = (value.value, value.weight) if isinstance(value, Weighted) else (value, None)
-            if jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
+            form = f"{jnp.result_type(value).name}{list(jnp.shape(value))}" if is_array else type(value).__name__
+            if not is_array or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
                 raise TypeError(
-                    f"{self.name}: it returned a loss of {jnp.result_type(value).name}{list(jnp.shape(value))}; "
-                    f"return the mean over the rows, one floating number, or synk.Weighted(mean, weight)."
+                    f"{self.name}: it returned a loss of {form}; return the mean over the rows, one floating number, "
+                    f"or synk.Weighted(mean, weight)."
+                )
+            if weight is not None and jnp.ndim(weight):
+                raise ValueError(
+                    f"{self.name}: the weight of its loss has shape {jnp.shape(weight)}; a part has one scalar weight."
                 )
             return value, (weight, rest)
 
@@ -191,6 +205,8 @@ class TrainingModel:
         are_parts, params = context.has_own_sums, held.value
         if self._low_rank is not None and are_parts:
             grads, are_parts = self._low_rank.sum(grads), False
+        elif self._low_rank is not None and current_group().size == 1:  # and no serial step of several
+            grads = self._low_rank.owed(grads)
         if self.adds_up and not are_parts:  # which come as wide as they are added up
             grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
         if self._sharded is None:
@@ -206,7 +222,7 @@ class TrainingModel:
         """Parameters and optimizer state after a step."""
         if self._clip is not None:
             grads, _ = self._optax.clip_by_global_norm(self._clip).update(grads, self._optax.EmptyState())
-        updates, opt_state = self._optimizer.update(grads, opt_state, params, value=loss)
+        updates, opt_state = self._update(grads, opt_state, params, loss)
         return self._optax.apply_updates(params, updates), opt_state
 
 
@@ -235,3 +251,33 @@ def kinds_of(variable: Shared) -> list[LeafKind]:
 def state_ops(state: Shared | None) -> PyTree:
     """How each leaf of a model's state combines over the parts."""
     return () if state is None else state._spec.treedef.unflatten([_STATE_OPS[kind] for kind in kinds_of(state)])
+
+
+def rows_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """How many rows this part has; None where no argument is scattered."""
+    bound = function._binder.bind(args, kwargs)
+    if not bound.spec.scattered:
+        return None
+    return bound.leaves[bound.spec.scattered[0]].shape[0] - halo_of(bound.spec.overlaps[0])
+
+
+def state_of_part(state: Shared, new: PyTree, has_weight: jax.Array, rows: int) -> PyTree:
+    """What a part of so many rows gives whose loss has a weight: one of weight 0 has no say in numbers and counts,
+    whatever the loss has made of them."""
+    if jax.tree.structure(new) != state._spec.treedef:  # which the assignment finds
+        return new
+
+    def of_leaf(kind: LeafKind, new: Any, old: Any) -> Any:
+        if kind == "number":
+            return Weighted(new, jnp.where(has_weight, jnp.float32(rows), 0))
+        return jnp.where(has_weight, new, old) if kind == "count" and jnp.shape(new) == old.shape else new
+
+    leaves = jax.tree.leaves(new), jax.tree.leaves(state.value)
+    return state._spec.treedef.unflatten(map(of_leaf, kinds_of(state), *leaves))
+
+
+def state_of_parts(state: Shared, combined: PyTree, counted: tuple[()] | jax.Array) -> PyTree:
+    """The new state of all parts; `counted` tells whether any had a say, where the loss has a weight."""
+    if isinstance(counted, tuple):
+        return combined
+    return jax.tree.map(lambda new, old: jnp.where(counted, new, old), combined, state.value)

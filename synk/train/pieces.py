@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from .._base.pytree import PyTree
 from .._reductions.pieces import piece_of
 from .._tracing.elementwise import asks_for_shapes, mixing
+from .optimizer import update_of
 
 _LOSS = jax.ShapeDtypeStruct((), jnp.float32)
 _SHAPES = "what it does depends on the shapes of parameters"
@@ -18,11 +19,12 @@ class Elementwise:
 
     Attributes:
       is_cut: which leaves of its state have a number for each of a parameter's.
+      update: updates and the new state, from gradients, state, parameters and the loss; of pieces, those of pieces.
     """
 
     def __init__(self, call: str, optimizer: Any, params: PyTree) -> None:
         """`params` is a tree of shapes. ValueError where pieces of them would not do."""
-        self._call, self._init, self._optimizer, self._params = call, optimizer.init, optimizer, params
+        self._call, self._init, self._params, self.update = call, optimizer.init, params, update_of(optimizer)
         self._state = jax.eval_shape(optimizer.init, params)
         jax.eval_shape(self.update, params, self._state, params, _LOSS)  # whose errors are the optimizer's own
         self.is_cut = self._numbers_of_params()
@@ -30,10 +32,6 @@ class Elementwise:
         self._checked: set[int] = set()
         for replicas in (2, max([leaf.size for leaf in jax.tree.leaves(params)], default=2)):
             self.check_pieces(max(replicas, 2))
-
-    def update(self, grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
-        """Updates and the new state; of pieces, those of pieces."""
-        return self._optimizer.update(grads, state, params, value=loss)
 
     def _refuse(self, why: str) -> ValueError:
         return ValueError(

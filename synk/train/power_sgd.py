@@ -68,6 +68,17 @@ class LowRankSum:
         self.basis, self.feedback = shared(basis, "basis"), shared(left_out, "feedback")
         self.feedback._is_own = True
 
+    def owed(self, grads: PyTree) -> PyTree:
+        """On one replica, whose gradients travel nowhere: with what was left out before, on several."""
+        leaves, treedef = jax.tree.flatten(grads)
+        kept, left = self.feedback.value, list[jax.Array]()
+        for (i, matrix), before in zip(self.matrices.items(), kept, strict=True):
+            both = leaves[i].reshape(matrix).astype(jnp.float32) + before
+            left.append(jnp.where(_is_finite(both), 0, before))
+            leaves[i] = both.reshape(leaves[i].shape).astype(leaves[i].dtype)
+        self.feedback.value = left
+        return treedef.unflatten(leaves)
+
     def sum(self, parts: PyTree) -> PyTree:
         """Add up every replica's parts; inside `then`, whose updates of the variables it makes."""
         leaves, treedef = jax.tree.flatten(parts)

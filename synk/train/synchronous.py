@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
@@ -16,7 +17,7 @@ from .._call.spec import Stats
 from .._data.prefetch import Prefetch
 from .._reductions.reduction import Weighted
 from .._variables.variable import Shared
-from .model import TrainingModel, state_ops
+from .model import TrainingModel, rows_of, state_of_part, state_of_parts, state_ops
 from .power_sgd import PowerSGD
 
 
@@ -149,9 +150,9 @@ def step(
         `loss(params, state, *rows)`. With a state or aux outputs it returns `(loss, new_state)`, `(loss, aux)` or
         `(loss, new_state, aux)`.
       params: a pytree of floating arrays, or a shared variable that holds one.
-      optimizer: one of optax's; it sees the combined gradient, and the loss as `value`.
+      optimizer: one of optax's; it sees the combined gradient, and the loss as `value` if it takes that.
       state: what the model keeps beside its parameters, such as BatchNorm's running averages: a pytree, or a shared
-        variable. Floats are averaged weighted by rows. PRNG keys, typed or raw (unsigned integers), advance alike on
+        variable. Floats are averaged weighted by rows, those of parts of weight 0 left out. PRNG keys, typed or raw (unsigned integers), advance alike on
         every replica: those of the first part that has rows are kept. Of other integers the largest is kept.
       inputs: how the parameters of `loss` after those are dealt out, as for `synk.function`; scattered if left out.
       aux: the op, or tree of ops, by which aux outputs combine; None where the loss has none.
@@ -202,20 +203,25 @@ def step(
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         found = model.value_and_grad(held.value, running, args, kwargs)
         both: Any = (found.value, found.grads)
+        state = found.state
+        counted: Any = ()
+        if found.weight is not None and running is not None:
+            counted = jnp.asarray(found.weight) != 0
+            state = state_of_part(running, found.state, counted, rows_of(function, args, kwargs) or 1)
         if found.weight is not None and model.adds_up:
             both = tuple(Weighted(each, found.weight) for each in both)
         elif found.weight is not None:
             both = Weighted(both, found.weight)
-        return {"loss": both, "state": found.state, "aux": found.aux}
+        return {"loss": both, "state": state, "counted": counted, "aux": found.aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
         new = model.step(held, opt_state, grads, value)
         if running is not None:
-            running.value = combined["state"]
+            running.value = state_of_parts(running, combined["state"], combined["counted"])
         if average is not None:
             average.value = model.moved_average(average.value, new)
         return (value, combined["aux"]) if model.has_aux else value
 
-    function = model.function(on_part, {"loss": "mean", "state": state_ops(running)}, then)
+    function = model.function(on_part, {"loss": "mean", "state": state_ops(running), "counted": "any"}, then)
     return Step(function, held, opt_state, running, average, model.feedback)
