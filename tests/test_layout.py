@@ -41,7 +41,7 @@ ROOMS = {
         "over function decorator skeletons scan pairs",
     ),
     "pytensor": (["_base", "_call"], "held convert walk seen_ops cuts build"),
-    "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "power_sgd pieces sharded model synchronous local_sgd"),
+    "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "optimizer power_sgd pieces sharded model synchronous local_sgd"),
 }  # fmt: skip
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): ast.parse(path.read_text())
