@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import suppress
+from inspect import isgenerator
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -147,7 +148,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._steps: tuple[Iterator[Any], Callable[[Any], R]] | None = _prepare(source, ahead), arrive
         self._worker: _Worker | None = None
         self._first = threading.Lock()  # for the making of it
-        self._source = weakref.ref(source) if isinstance(source, Generator) else None
+        self._source = weakref.ref(source) if isgenerator(source) else None
         self._length = None
         if isinstance(source, Sized):
             with suppress(TypeError, NotImplementedError):  # a loader may have a len() that says it has none

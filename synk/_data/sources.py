@@ -89,6 +89,7 @@ def copied(value: Any) -> Any:
 
 def own_array(value: jax.Array) -> jax.Array:
     """A copy where it lies; awaited, so that it need not be counted among the programs in flight."""
+    jax.block_until_ready(value)  # while calls go on
     with LOCK:
         return jax.block_until_ready(jnp.copy(value))
 
