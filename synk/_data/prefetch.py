@@ -81,7 +81,7 @@ class _Worker:
             self._wait_outside()
 
     def take(self) -> Any:
-        """Wait for the next item, and ask for one more; StopIteration after the last one, and once stopped."""
+        """Wait for the next item, and ask for one more; StopIteration after the last one, and where it is stopped."""
         self._waiting.put(None)
         item, error = self._ready.get()
         try:
@@ -89,8 +89,6 @@ class _Worker:
                 raise error
         finally:
             del error  # or it, its traceback and this frame would keep one another, and what the caller holds
-        if self.is_stopped:
-            raise StopIteration
         self._asked.put(None)
         return item
 
