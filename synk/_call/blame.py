@@ -181,12 +181,11 @@ def blame(
     """Find what makes a call's numbers not finite; `plans` are those of the function and of its probes."""
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):  # which would raise in a probe
         settle()
-        own = prepare(function, plans[0], bound, request, None, Where(group))
-        prober = Prober(flagging(function), plans[1], bound, own)
         whole = prepare(function, plans[0], bound, request, None, Where(group, may_donate=False))
+        prober = Prober(flagging(function), plans[1], bound, whole)
         outcome = evaluate(whole, None)
         bad = list(_of_whole(whole, outcome))
-        states = [*_of_state(own)]
+        states = [*_of_state(whole)]
         nans = [(variable, found) for variable, is_nan, found in states if is_nan]
         infinite = next((found for _, is_nan, found in states if not is_nan), None)  # which may be meant so
         if not (outcome.is_refused or (not function.refuses_nan and (bad or whole.plan.own))):
@@ -196,7 +195,7 @@ def blame(
                 return found
         count = sum(prober.lengths or ())
         prober.rows = HostRows(bound, function.name, request, group) if count else None
-        is_seen = bad and infinite is None and not own.plan.own
+        is_seen = bad and infinite is None and not whole.plan.own
         rows = prober.find(np.any([kinds for _, kinds in bad], axis=0) if is_seen else prober.kinds)
         for variable, found in nans:  # what parts read comes before their rows, what then alone reads after these
             if variable in prober.reads or rows is None:

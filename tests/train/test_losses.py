@@ -16,13 +16,6 @@ X = numbers(11, 3)
 W = np.ones(3, np.float32)
 
 
-@pytest.fixture(autouse=True)
-def promotion():
-    """Optimizers of optax's multiply floats with integers."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture
 def two():
     """Two devices."""

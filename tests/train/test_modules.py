@@ -13,13 +13,6 @@ import synk
 from ..helpers import assert_close, numbers, parts_of
 
 
-@pytest.fixture(autouse=True)
-def dtypes_promote():
-    """Optax mixes dtypes."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("rows", [8, 17, 3])
 def test_batch_norm_sees_real_rows_alone(four, rows, slices):

@@ -22,13 +22,6 @@ START = {"w": np.array([0.5, -1.0], np.float32), "b": np.float32(0.25)}
 W, B = np.array([1.0, 0.5], np.float32), 0.1
 
 
-@pytest.fixture(autouse=True)
-def promotion():
-    """Adam of optax multiplies floats with integers."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 @pytest.fixture
 def devices():
     """Four replicas on four devices."""
