@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from ._base.units import number_text
-from ._call.picture import STYLE
+from ._call.picture import Mark, html, svg_of
 
 _WIDTH, _HEIGHT, _LEFT, _BASE = 640, 260, 90, 30
 
@@ -45,13 +45,12 @@ def page(options: argparse.Namespace, found: list[dict[str, Any]]) -> str:
         else ""
     )
     last = found[-1]
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body><h1>{title}</h1>'
+    return html(
+        title,
         f"<p>Medians of {options.rounds} rounds of {options.steps} steps in a row, {kind}.</p>{cpus}"
         f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>{rows}</table>"
         f"{_chart(found, options.unit)}<h2>One step on {last['replicas']} replicas</h2>{last['svg']}"
-        f"<pre>{escape(last['explained'])}</pre><h2>On</h2><pre>{escape(last['info'])}</pre></body></html>\n"
+        f"<pre>{escape(last['explained'])}</pre><h2>On</h2><pre>{escape(last['info'])}</pre>",
     )
 
 
@@ -61,25 +60,12 @@ def _chart(found: list[dict[str, Any]], unit: str) -> str:
     top = max([one["rate"] for one in found] + ideal)
     step = (_WIDTH - _LEFT) / len(found)
 
-    def height(rate: float) -> float:
-        return (_HEIGHT - _BASE - 30) * rate / top
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" '
-        f'style="max-width:{_WIDTH}px;background:#ffffff" font-family="sans-serif" font-size="12" '
-        f'aria-label="{escape(unit, quote=True)} a second by replicas">'
-        f'<text x="0" y="14">{escape(unit)}/s; grey: ideal</text>'
-    ]
+    marks, base = [Mark(0, 14, text=f"{unit}/s; grey: ideal")], _HEIGHT - _BASE
     for i, (one, best) in enumerate(zip(found, ideal, strict=True)):
-        x, base = _LEFT + i * step, _HEIGHT - _BASE
+        x = _LEFT + i * step
         for rate, color, at, width in ((best, "#d0d0d0", 0.1, 0.7), (one["rate"], "#4c78a8", 0.2, 0.5)):
-            parts.append(
-                f'<rect x="{x + at * step:.1f}" y="{base - height(rate):.1f}" width="{width * step:.1f}" '
-                f'height="{height(rate):.1f}" fill="{color}"/>'
-            )
-        parts.append(
-            f'<text x="{x + 0.45 * step:.1f}" y="{base - height(one["rate"]) - 4:.1f}" text-anchor="middle">'
-            f"{number_text(one['rate'])}</text>"
-            f'<text x="{x + 0.45 * step:.1f}" y="{base + 18}" text-anchor="middle">{one["replicas"]}</text>'
-        )
-    return "".join([*parts, "</svg>"])
+            height = (base - 30) * rate / top
+            marks.append(Mark(x + at * step, base - height, width * step, height, color))
+        marks.append(Mark(x + 0.2 * step, base - height - 4, text=number_text(one["rate"])))
+        marks.append(Mark(x + 0.42 * step, base + 18, text=str(one["replicas"])))
+    return svg_of(marks, _HEIGHT, _WIDTH, f"{unit} a second by replicas")

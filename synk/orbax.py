@@ -153,7 +153,7 @@ def _restored_state(variable: Shared, kept: Any, leaves: list[jax.Array]) -> Var
         return state_of_copies(variable, [mean_of([*np.asarray(leaf)]) for leaf in leaves])
     if not kept["is_equal"]:
         stacked = relayout(group, leaves, "stacked", "stacked")
-        return state_of_leaves(variable, stacked, "stacked", kept["lengths"], diverged_by="what was saved")
+        return state_of_leaves(stacked, "stacked", kept["lengths"], diverged_by="what was saved")
     if variable._spec.buffers is not None:
         leaves = [put(group, leaf, "replicated") for leaf in variable._spec.pack(leaves)]
     return state_of_copies(variable, leaves)

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ._base.errors import shown
+from ._base.errors import checked_integer, shown
 from ._base.pytree import narrow
 from ._reductions import statistics
 from ._reductions.monoid import Gathered, Monoid, MonoidSpec, known
@@ -38,9 +38,7 @@ def mean(x: Any) -> Monoid:
       >>> float(synk.function(synk.stats.mean)(np.arange(5.0)))
       2.0
     """
-    return _statistic(
-        statistics.spread(x), statistics.merge_spreads, partial(statistics.mean, dtype=statistics.real_like(x))
-    )
+    return _of_spread(x, statistics.mean)
 
 
 def var(x: Any, ddof: int = 0) -> Monoid:
@@ -59,11 +57,7 @@ def var(x: Any, ddof: int = 0) -> Monoid:
       >>> float(synk.function(synk.stats.var)(x))
       1.25
     """
-    return _statistic(
-        statistics.spread(x),
-        statistics.merge_spreads,
-        partial(statistics.var, ddof=ddof, dtype=statistics.real_like(x)),
-    )
+    return _of_spread(x, statistics.var, ddof=ddof)
 
 
 def std(x: Any, ddof: int = 0) -> Monoid:
@@ -81,11 +75,7 @@ def std(x: Any, ddof: int = 0) -> Monoid:
       >>> float(synk.function(synk.stats.std)(np.array([1.0, 3.0, 1.0, 3.0])))
       1.0
     """
-    return _statistic(
-        statistics.spread(x),
-        statistics.merge_spreads,
-        partial(statistics.std, ddof=ddof, dtype=statistics.real_like(x)),
-    )
+    return _of_spread(x, statistics.std, ddof=ddof)
 
 
 def moments(x: Any) -> Monoid:
@@ -102,9 +92,7 @@ def moments(x: Any) -> Monoid:
       >>> [float(m) for m in synk.function(synk.stats.moments)(np.arange(3.0))]
       [1.0, 0.6666666865348816]
     """
-    return _statistic(
-        statistics.spread(x), statistics.merge_spreads, partial(statistics.moments, dtype=statistics.real_like(x))
-    )
+    return _of_spread(x, statistics.moments)
 
 
 def cov(x: Any, ddof: int = 1) -> Monoid:
@@ -208,9 +196,7 @@ def top_k(x: Any, k: int) -> Monoid:
     x = statistics.rows_of(x, "top_k")
     if x.ndim != 1:
         raise ValueError(f"synk.stats.top_k: x has shape {x.shape}; give one number a row.")
-    if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-        raise ValueError(f"synk.stats.top_k: k is {k!r}; give an integer >= 1.")
-    k = int(k)
+    k = checked_integer(k, "synk.stats.top_k: k", 1)
     values, rows = jnp.pad(x, (0, k)), jnp.pad(row_numbers(), (0, k), constant_values=-1)
     merge = statistics.merge_largest(k)
     return _statistic(statistics.largest(values, rows, k), merge, statistics.pair, least_rows=k)
@@ -319,6 +305,12 @@ def quantile(x: Any, q: Any) -> Monoid:
 def _statistic(state: Any, merge: Any, finish: Any = None, least_rows: int = 1) -> Monoid:
     """Parts merge to the same answer in any order."""
     return known(Monoid(state, merge, finish), MonoidSpec(least_rows, has_order=False))
+
+
+def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
+    """What is made of count, mean and squares, named as it is."""
+    finish_it = partial(finish, dtype=statistics.real_like(x), **options)
+    return _statistic(statistics.spread(x, finish.__name__), statistics.merge_spreads, finish_it)
 
 
 def _extreme(x: Any, name: str, is_min: bool) -> Monoid:

@@ -156,8 +156,8 @@ def collective_inside():
 ERRORS = {
     # Groups.
     "too many devices": (lambda: synk.init(9), ValueError, r"9 replicas .* 8 CPU device.*JAX_NUM_CPU_DEVICES=9"),
-    "no replicas": (lambda: synk.init(0), ValueError, r"synk.init: 0 replicas .* >= 1"),
-    "no simulated replicas": (lambda: synk.simulate(0), ValueError, r"synk.simulate: 0 replicas .* >= 1"),
+    "no replicas": (lambda: synk.init(0), ValueError, r"synk.init: the number of replicas is 0; .* >= 1"),
+    "no simulated replicas": (lambda: synk.simulate(0), ValueError, r"synk.simulate: the number of replicas is 0; .* >= 1"),
     "half a replica": (lambda: synk.simulate(1.5), TypeError, r"synk.simulate: .* is 1.5; give an integer"),
     "true replicas": (lambda: synk.init(True), TypeError, r"synk.init: .*True"),
     "devices by name": (lambda: synk.init("cpu"), TypeError, r"devices is 'cpu'"),
@@ -299,7 +299,7 @@ ERRORS = {
         lambda: synk.data(X, name="x").set_value(X[:, :1]), ValueError, r"x.set_value: the new rows have shape \(1,\), .* \(2,\)",
     ),
     "length too long": (lambda: synk.data(X, name="x").set_length(10), ValueError, "x.set_length: .* of 9 rows, .* not 10"),
-    "length negative": (lambda: synk.data(X, name="x").set_length(-1), ValueError, "x.set_length: .* not -1"),
+    "length negative": (lambda: synk.data(X, name="x").set_length(-1), ValueError, "x.set_length: rows is -1; give an integer >= 0"),
     "half a length": (lambda: synk.data(X, name="x").set_length(1.5), TypeError, "x.set_length: rows is 1.5; give an integer"),
     "length of freed data": (lambda: freed().set_length(1), synk.SynkError, "x: it was freed.* x.set_value"),
     "freed data read": (lambda: freed()[0], synk.SynkError, "x: it was freed.* x.set_value"),
@@ -462,7 +462,7 @@ ERRORS = {
     "a traced mask": (
         lambda: jax.jit(lambda mask: mean()(X, batch=mask))(np.ones(9, bool)), TypeError, "loss: a traced batch is a 1-d",
     ),
-    "row keys of no rows": (lambda: synk.row_keys(jax.random.key(0), 0), ValueError, "row_keys: 0 rows"),
+    "row keys of no rows": (lambda: synk.row_keys(jax.random.key(0), 0), ValueError, "row_keys: rows is 0; .* at least 1"),
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ ROOMS = {
     ),
     "_call": (
         [*CORE, "_reductions", "_tracing", "_data", "_variables"],
-        "binding spec row_input inputs feeding parts blocks traces program finish compiler causes plan execute memory look slices prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate stream "
+        "binding spec row_input inputs feeding parts blocks traces program finish compiler causes plan execute memory look slices prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate "
         "over function decorator skeletons scan pairs",
     ),
     "pytensor": (["_base", "_call"], "held convert walk seen_ops cuts build"),

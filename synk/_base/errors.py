@@ -40,6 +40,16 @@ def in_a_line(error: Exception) -> str:
     return lines[-1 if "Traceback" in lines[0] else 0].strip()[:200]
 
 
+def checked_integer(value: Any, what: str, least: int = 0, wanted: str = "") -> int:
+    """An integer of the user's as Python's; TypeError where it is none, ValueError where it is too small."""
+    wanted = wanted or f"give an integer >= {least}"
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{what} is {shown(value)}; {wanted}.")
+    if value < least:
+        raise ValueError(f"{what} is {value}; {wanted}.")
+    return int(value)
+
+
 class SynkError(Exception):
     """Base of the errors that synk alone raises.
 

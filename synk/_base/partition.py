@@ -1,6 +1,6 @@
-"""Partition: cut rows into parts for replicas, and a replica's rows into slices. Pure arithmetic."""
+"""Partition: cut rows into parts: for replicas, and into slices of one. Pure arithmetic."""
 
-from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,14 +24,10 @@ def split_rows(rows: int, parts: int) -> list[RowRange]:
     return [RowRange(start, size) for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
 
 
-def microbatches(lengths: Sequence[int], slices: int) -> list[list[RowRange]]:
-    """Cut each replica's rows into slices and line them up: launch j runs slice j of every replica.
-
-    A replica with fewer rows than slices has none (a part of 0 rows) in the last launches.
-
-    Example:
-      >>> [[part.rows for part in launch] for launch in microbatches([3, 2], 2)]
-      [[2, 1], [1, 1]]
-    """
-    cuts = [split_rows(length, slices) for length in lengths]
-    return [[parts[j] for parts in cuts] for j in range(min(slices, max(lengths)))]
+@lru_cache(maxsize=1024)
+def lengths_of(rows: int, replicas: int, block: int | None = None) -> tuple[int, ...]:
+    """How many rows each replica gets of so many; of blocks whole ones, but for the last."""
+    if block is None:
+        return tuple([part.rows for part in split_rows(rows, replicas)])
+    several = split_rows(-(-rows // block), replicas)
+    return tuple([max(0, min(part.rows * block, rows - part.start * block)) for part in several])

@@ -104,6 +104,18 @@ def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
+def first_change(before: PyTree, after: PyTree, what: str) -> tuple[str, str, str] | None:
+    """Where two trees of arrays differ first, by which shape and dtype, or what trees: (where, was, is)."""
+    trees = jax.tree.structure(before), jax.tree.structure(after)
+    if trees[0] != trees[1]:
+        return f"the tree of {what}", str(trees[0]), str(trees[1])
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        was, now = (f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in (old, new))
+        if was != now:
+            return what + jax.tree_util.keystr(path), was, now
+    return None
+
+
 def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
     """A number of the user's as one of this dtype; ValueError where it would become another."""
     refuse_tracer(value, what)

@@ -171,10 +171,8 @@ def _of_variable(variable: Shared, old: tuple[AbstractState, ...], new: tuple[Ab
     elif was.shapes != now.shapes:
         yield f"{variable.name}: {_shapes(now)}, was {_shapes(was)}"
     else:
-        differ = "differs between replicas" if now.layout == "stacked" else "is one value on all replicas"
-        yield (
-            f"{variable.name} {differ}, and did not before" if now.layout == "stacked" else f"{variable.name} {differ}"
-        )
+        differ = "differs between replicas, and did not before"
+        yield f"{variable.name} {differ if now.layout == 'stacked' else 'is one value on all replicas'}"
 
 
 def _held(state: AbstractState) -> str:

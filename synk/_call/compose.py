@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract
 
 from .._base.errors import SynkError
 from .._base.jax_context import named_axes, trace_options, trace_surroundings, transfers_on_purpose
-from .._base.partition import split_rows
+from .._base.partition import lengths_of
 from .._base.pytree import PyTree, to_jax
 from .._data.dataset import Data
 from .._data.feed import SENT
@@ -79,7 +79,7 @@ def _compose(
     rows = len(sources[0]) if sources else None
     if rows is None and request.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
-    lengths = None if rows is None else tuple(part.rows for part in split_rows(rows, group.size))
+    lengths = None if rows is None else lengths_of(rows, group.size)
     # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
     slices = 1 if lengths is None else min(request.num_slices, max(lengths))
     call = CallSpec(

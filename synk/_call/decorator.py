@@ -1,12 +1,11 @@
 """Decorator: `synk.function`, which checks what its user has given."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
-import numpy as np
 
-from .._base.errors import public_api, shown
+from .._base.errors import checked_integer, public_api, shown
 from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._reductions.outputs import check_ops
@@ -20,37 +19,26 @@ from .spec import FunctionSpec, Stats, with_then
 Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
 
 
+class Options(TypedDict, total=False):
+    """Those of `synk.function` that are given by name."""
+
+    then: Callable[..., PyTree] | None
+    engine: Literal["shard_map", "pmap"]
+    donate: bool
+    nan: Literal["raise"] | None
+    wire: PyTree
+    blocks: int | None
+    compiler_options: Mapping[str, Any] | None
+    name: str | None
+
+
 @overload
 def function(
-    fn: Callable[..., PyTree],
-    inputs: Inputs = ...,
-    outputs: PyTree = ...,
-    reduce: Op = ...,
-    *,
-    then: Callable[..., PyTree] | None = ...,
-    engine: Literal["shard_map", "pmap"] = ...,
-    donate: bool = ...,
-    nan: Literal["raise"] | None = ...,
-    wire: PyTree = ...,
-    blocks: int | None = ...,
-    compiler_options: Mapping[str, Any] | None = ...,
-    name: str | None = ...,
+    fn: Callable[..., PyTree], inputs: Inputs = ..., outputs: PyTree = ..., reduce: Op = ..., **options: Unpack[Options]
 ) -> Function: ...
 @overload
 def function(
-    fn: None = ...,
-    inputs: Inputs = ...,
-    outputs: PyTree = ...,
-    reduce: Op = ...,
-    *,
-    then: Callable[..., PyTree] | None = ...,
-    engine: Literal["shard_map", "pmap"] = ...,
-    donate: bool = ...,
-    nan: Literal["raise"] | None = ...,
-    wire: PyTree = ...,
-    blocks: int | None = ...,
-    compiler_options: Mapping[str, Any] | None = ...,
-    name: str | None = ...,
+    fn: None = ..., inputs: Inputs = ..., outputs: PyTree = ..., reduce: Op = ..., **options: Unpack[Options]
 ) -> Callable[[Callable[..., PyTree]], Function]: ...
 @public_api
 def function(
@@ -152,13 +140,10 @@ def function(
 def _checked_blocks(blocks: Any, wire: PyTree, name: str) -> int | None:
     if blocks is None:
         return None
-    if isinstance(blocks, bool) or not isinstance(blocks, int | np.integer):
-        raise TypeError(f"{name}: blocks is {shown(blocks)}; give how many rows a block has, an integer >= 1.")
-    if blocks < 1:
-        raise ValueError(f"{name}: blocks is {blocks}; give how many rows a block has, an integer >= 1.")
+    blocks = checked_integer(blocks, f"{name}: blocks", 1, "give how many rows a block has, an integer >= 1")
     if jax.tree.leaves(wire):
         raise ValueError(f"{name}: wire={wire!r} rounds each replica's sum, so it does not go with blocks={blocks}.")
-    return int(blocks)
+    return blocks
 
 
 def _checked_options(options: Any, name: str) -> tuple[tuple[str, Any], ...]:

@@ -159,11 +159,11 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
         return [*[leaves[v] for v in plan.reads[1]], [], values]  # no carry
     assert lengths is not None
     assert plan.start is not None
-    carry = run(ready, plan.start, [])
+    carry = run(ready.function.name, plan.start, [])
     slot = 0
     for j, parts in enumerate(launches(lengths, ready.num_slices)):
         values = [*values_of(ready, rows, parts), place_table(ready, parts, slot, j)]
-        carry = run(ready, plan.program_of(parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
+        carry = run(ready.function.name, plan.program_of(parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
         slot += parts.tall
     whole = launches(lengths, 1)[0]
     return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, place_table(ready, whole)]]
@@ -212,7 +212,7 @@ def _launch(
 ) -> list[jax.Array]:
     """Start the program that ends the call; the first replica's own outputs lie on its device alone."""
     plan = ready.plan
-    values = run(ready, plan.last, arguments, on_failure)
+    values = run(ready.function.name, plan.last, arguments, on_failure)
     if plan.own:
         lengths = ready.rows.lengths
         rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
@@ -221,23 +221,24 @@ def _launch(
     return values
 
 
+_FEWER = "Run it with num_slices=2 or more, which needs the memory of one slice."
+
+
 def run(
-    ready: ReadyCall,
+    name: str,
     program: Executable,
     arguments: list[Sequence[Any]],
     on_failure: Callable[[Exception], None] = ignore_failure,
+    advice: str = _FEWER,
 ) -> list[jax.Array]:
-    """Start a program of the call; what JAX says of a failure is said in words that name the function."""
+    """Start a program; what JAX says of a failure is said in words that name the function."""
     try:
         return program.launch(arguments, on_failure)
     except Exception as error:
-        found = explained(error, ready.function.name)
+        found = explained(error, name, advice)
         if found is error:
             raise
         raise found from error
-
-
-_FEWER = "Run it with num_slices=2 or more, which needs the memory of one slice."
 
 
 def explained(error: Exception, name: str, advice: str = _FEWER) -> Exception:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .._base.partition import microbatches
+from .._base.partition import split_rows
 from .._data.exchange import exchange
 from .._data.overlap import widened
 from .._data.selection import IndexKind, ReplicaSelection
@@ -18,12 +18,16 @@ from .row_input import RowInput
 
 @lru_cache(maxsize=1024)
 def launches(lengths: tuple[int, ...], num_slices: int) -> list[PartRows]:
-    """Which rows each replica runs in each launch."""
-    before = np.cumsum([0, *lengths]).tolist()
+    """Which rows each replica runs in each launch: of each its slice with that number, of few rows none in the last.
+
+    Example:
+      >>> [parts.counts for parts in launches((3, 2), 2)]
+      [(2, 1), (1, 1)]
+    """
+    before, cuts = np.cumsum([0, *lengths]).tolist(), [split_rows(length, num_slices) for length in lengths]
     found: list[PartRows] = []
-    for parts in microbatches(lengths, num_slices):
-        counts = tuple(part.rows for part in parts)
-        offsets = tuple(part.start for part in parts)
+    for parts in [*zip(*cuts, strict=True)][: max(lengths)]:
+        offsets, counts = zip(*parts, strict=True)
         starts = tuple(b + o for b, o in zip(before, offsets, strict=False))
         found.append(PartRows(max(counts), counts, starts, offsets))
     return found

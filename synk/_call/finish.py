@@ -46,9 +46,10 @@ class Finisher:
         lengths = self.call.lengths
         if lengths is None or (self.call.is_even and not self.call.is_sliced):
             return [None for _ in self.reduced]
-        if self.call.block is not None:
-            index = Blocks(self.call).valid
-            return [index[leaf.reduction.has_row_entries] for leaf in self.reduced]
+        index = self._index_of_slices(lengths) if self.call.block is None else Blocks(self.call).valid
+        return [index[leaf.reduction.has_row_entries] for leaf in self.reduced]
+
+    def _index_of_slices(self, lengths: tuple[int, ...]) -> dict[bool, np.ndarray]:
         rows: list[np.ndarray] = []
         parts: list[int] = []
         for rank in range(self.group.size):
@@ -57,8 +58,7 @@ class Finisher:
                 rows.append(rank * self.builder.slots[True] + slot + np.arange(launch.counts[rank]))
                 parts += [rank * self.builder.slots[False] + j] * bool(launch.counts[rank])
                 slot += launch.tall
-        index = {True: np.concatenate(rows), False: np.array(parts, np.int64)}
-        return [index[leaf.reduction.has_row_entries] for leaf in self.reduced]
+        return {True: np.concatenate(rows), False: np.array(parts, np.int64)}
 
     def combine(self, states: Sequence[jax.Array], present: Any = None) -> list[jax.Array]:
         """Whole outputs from the states of all replicas; `present` says which have rows, None for all."""

@@ -22,14 +22,13 @@ from .compose import compose
 from .execute import NotFinite
 from .inputs import check_slices
 from .inspection import Inspection
-from .iterate import Batches, iterate
+from .iterate import Batches, iterate, stream
 from .look import Where
 from .over import Accumulation
 from .prepare import prepare, start
 from .row_input import RowRequest
 from .slices import execute_fitting
 from .spec import FunctionSpec, with_then
-from .stream import stream
 
 
 class Function(Inspection):

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
-_BITS = {"pred": 8, "token": 0, "s4": 4, "u4": 4}  # of others the digits after the letters
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d\w*)?)\[([\d,<= ]*)\]")
@@ -80,7 +79,7 @@ def size_in_bytes(shape: str) -> int:
     for dtype, dims in _ARRAY.findall(shape):
         count = prod(int(re.sub(r"\D", "", dim)) for dim in dims.split(",") if dim.strip())
         digits = re.search(r"\d+", dtype)
-        bits += count * (_BITS[dtype] if dtype in _BITS else int(digits.group()) if digits else 0)
+        bits += count * (8 if dtype == "pred" else int(digits.group()) if digits else 0)
     return -(-bits // 8)
 
 

@@ -1,14 +1,13 @@
 """Inputs: the arguments of a call, checked, and which rows of the scattered ones it takes."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .._base.errors import shown
-from .._base.partition import split_rows
+from .._base.errors import checked_integer
+from .._base.partition import lengths_of
 from .._base.pytree import SCALARS, as_data, check_fits, is_number, key_of, narrow
 from .._data.dataset import Data, is_result, source_of
 from .._data.overlap import halo_of
@@ -98,12 +97,8 @@ def _as_array(leaf: Any, what: str) -> Source:
 
 def check_slices(num_slices: Any, name: str) -> None:
     """`num_slices` is an integer >= 1, or "auto"."""
-    if isinstance(num_slices, str) and num_slices == AUTO:
-        return
-    if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer):
-        raise TypeError(f'{name}: num_slices is {shown(num_slices)}; give an integer >= 1, or "auto".')
-    if num_slices < 1:
-        raise ValueError(f'{name}: num_slices is {num_slices}; give an integer >= 1, or "auto".')
+    if not (isinstance(num_slices, str) and num_slices == AUTO):
+        checked_integer(num_slices, f"{name}: num_slices", 1, 'give an integer >= 1, or "auto"')
 
 
 def select_rows(call: RowCall) -> RowInputs:
@@ -161,15 +156,6 @@ def select_rows(call: RowCall) -> RowInputs:
     return RowInputs(tuple(each), None if count is None else lengths_of(count, group.size, call.block))
 
 
-@lru_cache(maxsize=1024)
-def lengths_of(rows: int, replicas: int, block: int | None = None) -> tuple[int, ...]:
-    """How many rows each replica gets of so many; of blocks whole ones, but for the last."""
-    if block is None:
-        return tuple([part.rows for part in split_rows(rows, replicas)])
-    several = split_rows(-(-rows // block), replicas)
-    return tuple([max(0, min(part.rows * block, rows - part.start * block)) for part in several])
-
-
 def _select_process_rows(call: RowCall) -> RowInputs:
     """Rows of this process: over several they meet those of the others where the call runs."""
     name, names, group, data_group = call.name, call.names, call.group, call.data_group
@@ -196,20 +182,19 @@ def _select_process_rows(call: RowCall) -> RowInputs:
         if is_multi_process:
             refuse_together(home, name)
         raise
-    if not is_multi_process:
-        each = [row_input(call, source, Picks(selection, None, False)) for source in sources]
-        return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
-    lengths = rows_of_replicas(home, selection.rows, name, _described(call))
-    if not any(lengths):
-        raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
-    if data_group is not None:  # which takes all rows from here
-        sources = [rows_of_processes(home, gather_rows(source, selection, source.dtype)) for source in sources]
-        selection = Selection(None, 0, len(sources[0]))
-        each = [row_input(call, source, Picks(selection, None, False)) for source in sources]
+    lengths: tuple[int, ...] | None = None
+    if is_multi_process:
+        lengths = rows_of_replicas(home, selection.rows, name, _described(call))
+        if not any(lengths):
+            raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
+        if data_group is not None:  # which takes all rows from here
+            sources = [rows_of_processes(home, gather_rows(source, selection, source.dtype)) for source in sources]
+            selection, lengths = Selection(None, 0, len(sources[0])), None
+    each = [row_input(call, source, Picks(selection, None, False)) for source in sources]
+    if lengths is None:
         return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
     before = sum(lengths[: group._local_ranks.start])
-    each = [row_input(call, source, Picks(selection, None, False))._replace(rows_before=before) for source in sources]
-    return RowInputs(tuple(each), lengths, None, True)
+    return RowInputs(tuple(one._replace(rows_before=before) for one in each), lengths, None, True)
 
 
 def _described(call: RowCall) -> str:

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
-from .._base.errors import SynkError, public_api, shown
+from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced
 from .._base.pytree import PyTree
 from .._base.turns import in_turn
@@ -193,10 +192,7 @@ class Inspection:
           ((4, 4), 96, 128)
         """
         bound = self._bind(args, kwargs, num_slices, "explain")
-        if isinstance(run, bool) or not isinstance(run, int | np.integer):
-            raise TypeError(f"{self.name}.explain: run is {shown(run)}; give a number of calls, 0 for none.")
-        if run < 0:
-            raise ValueError(f"{self.name}.explain: run is {run}; give a number of calls, 0 for none.")
+        checked_integer(run, f"{self.name}.explain: run", wanted="give a number of calls, 0 for none")
         request, group = RowRequest(batch, batch_s, num_slices), current_group()
         if run:
             group._refuse_if_absent(f"{self.name}.explain(run={run})")

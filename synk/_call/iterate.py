@@ -1,6 +1,6 @@
-"""Iterate: a function over many batches, the next ones picked and sent while the current one runs."""
+"""Iterate: a function over many batches, or what a loader gives; the next ones are sent while the current one runs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from itertools import count
@@ -18,7 +18,7 @@ from .._data.selection import Selection, select
 from .._data.sources import copied
 from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
-from .binding import BoundArguments
+from .binding import ArgumentBinder, BoundArguments
 from .inputs import check_leaves, common_rows, refuse_together
 from .row_input import RowRequest
 from .spec import FunctionSpec
@@ -209,10 +209,51 @@ def iterate(
     if not isinstance(batches, Iterable):
         raise TypeError(f"{name}: batches is {shown(batches)}; give an iterable of batches, e.g. synk.minibatches.")
 
-    return Prefetch(batches, size, rows.ahead, partial(arrive, call, count()), f"{name}: prefetch", refuse)
+    return Prefetch(batches, size, rows.ahead, partial(_arrive, call, count()), f"{name}: prefetch", refuse)
 
 
-def arrive(call: Callable[[BoundArguments, RowRequest], PyTree], turns: Iterator[int], item: Ahead) -> PyTree:
+def stream(
+    function: FunctionSpec,
+    binder: ArgumentBinder,
+    source: Iterable[Any],
+    request: RowRequest,
+    group: Group,
+    *,
+    size: int,
+    call: Callable[[BoundArguments, RowRequest], PyTree],
+    refuse: Callable[[], None],
+) -> Prefetch[Any, PyTree]:
+    """Call a function for each item; `refuse` raises where nothing may be launched."""
+    name = f"{function.name}.stream"
+    if not isinstance(source, Iterable):
+        raise TypeError(f"{name}: its source is {shown(source)}; give an iterable of arguments, e.g. a data loader.")
+
+    def ahead(item: Any) -> Ahead:
+        args, kwargs = _arguments(item)
+        bound = binder.bind(args, kwargs)
+        for leaf, argument in zip(bound.leaves, bound.spec.names, strict=True):
+            if isinstance(leaf, Each):
+                raise ValueError(
+                    f"{name}: argument {argument} is synk.each, which gives a value for each batch of iterate or over. "
+                    f"Put the value itself into each item."
+                )
+        # Whoever made them may use their memory again for the next item. Rows are copied as they are picked.
+        leaves = list(bound.leaves)
+        for i in bound.spec.broadcast:
+            leaves[i] = copied(leaves[i])
+        return Batches(function, bound._replace(leaves=leaves), request, group, "stream").ahead(None)
+
+    return Prefetch(source, size, ahead, partial(_arrive, call, count()), f"{name}: prefetch", refuse)
+
+
+def _arguments(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """By position: a tuple, or a list, as torch collates them; by name: a mapping; anything else alone."""
+    if isinstance(item, Mapping):
+        return (), dict(item)
+    return (tuple(item), {}) if isinstance(item, tuple | list) else ((item,), {})
+
+
+def _arrive(call: Callable[[BoundArguments, RowRequest], PyTree], turns: Iterator[int], item: Ahead) -> PyTree:
     """Call a function with what was made ready."""
     rows, seconds = item.rows, item.seconds
     if item.versions != rows.versions():  # written since: pick again

@@ -78,7 +78,6 @@ def look(
     """Check a call's arguments and rows, and bring the broadcast ones to the replicas."""
     if function.blocks is not None:
         check_blocks(function, bound, request)
-        request = request._replace(num_slices=1)  # one block at a time runs anyway
     name, group, slices = function.name, where.group, request.num_slices
     looked = check_leaves(bound, name, where.data_group or group, where.is_abstract)
     spec = bound.spec

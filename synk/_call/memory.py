@@ -40,7 +40,7 @@ def memory_of(program: Executable, plan: CallPlan) -> ProgramMemory:
     return ProgramMemory(arguments, temporary, results, aliased, resident)
 
 
-def memory_needed(plan: CallPlan, group: Group) -> int | None:
+def memory_needed(plan: CallPlan) -> int | None:
     """What the largest of a plan's programs needs. None: the backend does not tell."""
     totals = [memory_of(program, plan).total for program in _programs(plan)]
     return None if None in totals else max(total or 0 for total in totals)

@@ -79,7 +79,7 @@ class Accumulation:
         check_held_rows(ready, states)
         self._check(ready, states, sum(lengths))
         if self._first is None:
-            self._carry = run(ready, plan.start, [])
+            self._carry = run(self._function.name, plan.start, [])
             self._first = ready._replace(rows=RowInputs((), None), broadcast=[])  # which need not be kept
         leaves, rows = leaves_taken(ready, states), rows_taken(ready)
         of_variables = [leaves[variable] for variable in plan.reads[0]]
@@ -90,7 +90,7 @@ class Accumulation:
         for j, parts in enumerate(several, 1):
             table = place_table(ready, parts, ended=sum(lengths) if j == len(several) else 0)
             values = [*values_of(ready, rows, parts), table]
-            found = run(ready, plan.program_of(parts), [*of_variables, self._carry, values])
+            found = run(self._function.name, plan.program_of(parts), [*of_variables, self._carry, values])
             self._carry = found[:count]
             self._seen |= np.array(parts.counts) > 0
             if compiler.kept_kinds:
@@ -142,7 +142,7 @@ class Accumulation:
             placed = [put(ready.group, each, "replicated") for each in index.values()]
             placed.append(constant(ready.group, "replicated", rows, jnp.result_type(float).name))
             placed.append(constant(ready.group, "replicated", tuple(self._seen.tolist()), "bool"))
-            values = run(ready, program, [[*self._carry[:-1], *kept], placed])  # not where they end
+            values = run(name, program, [[*self._carry[:-1], *kept], placed])  # not where they end
             self._function.stats.calls += 1
         if self._function.refuses_nan and not all(map(is_finite, values)):
             raise FloatingPointError(f"{name}.over: its outputs are not finite.")

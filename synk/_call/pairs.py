@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._base.errors import public_api
+from .._base.partition import lengths_of
 from .._base.pytree import PyTree
 from .._reductions.monoid import Monoid
 from .._reductions.outputs import is_whole
@@ -24,7 +25,6 @@ from .._reductions.reduction import (
     result_dtype,
 )
 from .._runtime.group import AXIS, current_group
-from .inputs import lengths_of
 from .skeletons import Leaves, Results, Skeleton, row_tree, run_skeleton, without_state
 
 

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
+from .._base.partition import lengths_of
 from .._runtime.dispatch import retire_finished
 from .binding import BoundArguments
 from .execute import ReadyCall
-from .inputs import AUTO, lengths_of
+from .inputs import AUTO
 from .look import Where, look
 from .plan import PlanCache
 from .row_input import RowRequest
@@ -21,7 +22,7 @@ def prepare(
     """Check a call's arguments and rows, and find or make its plan."""
     choice, name = None, function.name
     if function.blocks is not None:
-        request = request._replace(num_slices=1)
+        request = request._replace(num_slices=1)  # one block at a time runs anyway
     if request.num_slices == AUTO:
         choice = choose_slices(function, plans, bound, request, subset, where)
         request = request._replace(num_slices=choice.slices)

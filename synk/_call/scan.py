@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._base.errors import public_api
-from .._base.pytree import PyTree, exactly
+from .._base.partition import lengths_of
+from .._base.pytree import PyTree, exactly, first_change
 from .._reductions.collectives import all_gather
 from .._runtime.group import AXIS, current_group
-from .inputs import lengths_of
 from .skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
 
 
@@ -64,7 +63,12 @@ def scan(
     if exclusive and first is None:
         raise ValueError(f"{name}: exclusive leaves the first row with nothing but the identity; give identity=...")
     like = given.tree.unflatten(given.structs(2))
-    _check_op(like, jax.eval_shape(op_alone, like, like), name)
+    change = first_change(like, jax.eval_shape(op_alone, like, like), "x")
+    if change is not None:
+        raise ValueError(
+            f"{name}: op changes {change[0]} from {change[1]} to {change[2]}. It combines rows with as many rows, of "
+            f"the same tree, shapes and dtypes."
+        )
 
     def combine(a: Leaves, b: Leaves) -> list[jax.Array]:
         return jax.tree.leaves(op_alone(given.tree.unflatten(a), given.tree.unflatten(b)))
@@ -83,22 +87,6 @@ def _identity(identity: PyTree, given: RowTree, name: str) -> list[np.ndarray]:
         raise ValueError(f"{name}: identity has the tree {tree}, but x has {given.tree}. Give one row's.")
     pairs, what = zip(leaves, given.structs(), strict=True), f"{name}: identity"
     return [np.broadcast_to(exactly(leaf, like.dtype, what), like.shape) for leaf, like in pairs]
-
-
-def _check_op(one: PyTree, both: PyTree, name: str) -> None:
-    """What is combined must be as what it was combined of."""
-    if jax.tree.structure(one) != jax.tree.structure(both):
-        raise ValueError(
-            f"{name}: op changes the tree from {jax.tree.structure(one)} to {jax.tree.structure(both)}. It makes one "
-            f"of two of a kind."
-        )
-    for (path, before), after in zip(tree_flatten_with_path(one)[0], jax.tree.leaves(both), strict=True):
-        was, now = (f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in (before, after))
-        if was != now:
-            raise ValueError(
-                f"{name}: op changes x{keystr(path)} from {was} to {now}. It combines rows with as many rows, of the "
-                f"same shapes and dtypes."
-            )
 
 
 def _scan(

@@ -10,6 +10,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._base.errors import SynkError, shown
 from .._base.jax_context import is_traced, trace_options
+from .._base.partition import lengths_of
 from .._base.pytree import SCALARS, PyTree, key_of, narrow, to_jax
 from .._base.turns import in_turn
 from .._data.dataset import Data, data_of_replicas, resident, source_of
@@ -23,8 +24,7 @@ from .._tracing.context import current_trace, stateless
 from .._variables.access import rows_held
 from .._variables.variable import Shared
 from .compose import in_blocks, own_mesh, place_traced, run_inlined
-from .execute import explained
-from .inputs import lengths_of
+from .execute import run
 
 Leaves: TypeAlias = Sequence[jax.Array]
 Results: TypeAlias = Literal["concat", "scatter"]
@@ -136,11 +136,5 @@ def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> 
         arrays = [resident(leaf, group) for leaf in leaves]
         key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts)
         program: Executable = group._cached(run_skeleton, key, compile)
-        try:
-            found = program.launch([arrays])
-        except Exception as error:
-            found_error = explained(error, name, 'Let results stay where they are made ("scatter").')
-            if found_error is error:
-                raise
-            raise found_error from error
+        found = run(name, program, [arrays], advice='Let results stay where they are made ("scatter").')
     return [data_of_replicas(group, each, rows, None, f"a result of {name}") for each in found] if stays else found

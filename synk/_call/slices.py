@@ -114,7 +114,7 @@ def _limit(group: Group, name: str) -> int:
 
 
 def _bytes(plan: CallPlan, group: Group, name: str) -> int:
-    found = memory_needed(plan, group)
+    found = memory_needed(plan)
     if found is None:
         raise ValueError(
             f'{name}: num_slices="auto" needs to know what programs need, which JAX does not tell for a '
@@ -133,15 +133,15 @@ def rows_that_fit(ready: ReadyCall, plans: PlanCache, where: Where) -> int | Non
         or any(feed.layout != "rows" for feed in ready.call.feeds)
     ):
         return None  # programs take all the rows that lie on the devices, however many of these run
-    if group.memory is None or memory_needed(ready.plan, group) is None:
+    if group.memory is None or memory_needed(ready.plan) is None:
         return None
 
     def need(tall: int) -> int:
         if tall == max(lengths):
-            return memory_needed(ready.plan, group) or 0
+            return memory_needed(ready.plan) or 0
         looked = Looked(ready.rows._replace(lengths=(tall,) * group.size), [], ready.call[:FORM_FIELDS])
         plan = find_plan(function, plans, looked, ready.num_slices, where, is_probe=True)[1]
-        return memory_needed(plan, group) or 0
+        return memory_needed(plan) or 0
 
     tall = most_rows(need, group.memory, max(lengths), variable_bytes(ready.plan, group))
     return min(tall * group.size, sum(lengths))

@@ -11,6 +11,7 @@ import numpy as np
 from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
+from .._tracing.context import TraceContext
 from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, refuse_narrow
@@ -77,15 +78,17 @@ class CallTraces:
             arguments=call.arguments.treedef.unflatten(leaves),
             keys=call.keys,
             pack=partial(pack_outputs, rules),
-            name=function.name,
-            size=self.group.size,
-            shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
+            sees=TraceContext(
+                name=function.name,
+                size=self.group.size,
+                shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
+                rows_held=self._rows_held,
+                rows=rows,
+                is_sliced=call.is_sliced and not call.is_over,
+                has_axis=has_axis,
+                block=call.block,
+            ),
             variables=self._expected(function.fn),
-            rows=rows,
-            rows_held=self._rows_held,
-            is_sliced=call.is_sliced and not call.is_over,
-            has_axis=has_axis,
-            block=call.block,
             merges_equal=call.block is not None,
             keeps_lines=keeps_lines,
         )
@@ -156,11 +159,13 @@ class CallTraces:
             ),
             keys=[*(leaf.key for leaf in outputs.results), *(call.keys[place] for place in places)],
             pack=pack_result,
-            name=f"{function.name}.then",
-            size=self.group.size,
-            shapes_of=self._whole_shapes,
+            sees=TraceContext(
+                f"{function.name}.then",
+                self.group.size,
+                self._whole_shapes,
+                has_own_sums=function.own_sums is not False and self.group.size > 1,
+            ),
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
-            has_own_sums=function.own_sums is not False and self.group.size > 1,
             merges_equal=call.block is not None,
         )
         return self._trace(request), [arguments.broadcast.index(place) for place in places]

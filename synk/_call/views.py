@@ -1,6 +1,6 @@
 """Views: shared variables as one device, or simulated replicas, see them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._base.errors import DivergedError
-from .._base.partition import split_rows
+from .._base.partition import lengths_of
 from .._data.selection import merge_replicas, select_on_replicas
 from .._runtime.executable import copy_to_replicas
 from .._runtime.group import Group
@@ -30,18 +30,25 @@ def view_of_one(group: Group, batch_s: Any) -> View:
     """Variables for one replica: the value that all share, or the rows picked of all, in rank order."""
     one, rank = one_device(group), group._local_ranks.start
 
-    @cache
-    def look(variable: Shared) -> VariableState:
-        state = bind(variable, group)
-        if state.rows_per_replica is not None:
-            return _of_rows(one, variable, state, batch_s)
+    def look(variable: Shared, state: VariableState) -> VariableState:
         if not state.is_equal:
             raise DivergedError(divergence(variable))
-        if variable._spec.is_cut is not None:
-            return _of_pieces(one, variable)
         return replace(state, leaves=[_of_rank(group, one, leaf, state, rank) for leaf in state.leaves])
 
-    return look
+    return _view(group, one, batch_s, look)
+
+
+def _view(group: Group, target: Group, batch_s: Any, look: Callable[[Shared, VariableState], VariableState]) -> View:
+    """Variables of a group as another one sees them; `look` is for those that neither hold rows nor lie in pieces."""
+
+    @cache
+    def view(variable: Shared) -> VariableState:
+        state = bind(variable, group)
+        if state.rows_per_replica is not None:
+            return _of_rows(target, variable, state, batch_s)
+        return look(variable, state) if variable._spec.is_cut is None else _of_pieces(target, variable)
+
+    return view
 
 
 def _of_rank(group: Group, one: Group, leaf: jax.Array, state: VariableState, rank: int) -> jax.Array:
@@ -64,7 +71,7 @@ def view_of_absent(group: Group) -> View:
             return replace(state, abstract=abstract_pieces(variable._spec, group.size))
         if state.rows_per_replica is None:
             return state
-        lengths = tuple(part.rows for part in split_rows(sum(state.rows_per_replica), group.size))
+        lengths = lengths_of(sum(state.rows_per_replica), group.size)
         shapes = tuple(jax.ShapeDtypeStruct((max(lengths), *s.shape[1:]), s.dtype) for s in state.abstract.shapes)
         return replace(state, abstract=replace(state.abstract, shapes=shapes, rows_per_replica=lengths))
 
@@ -74,21 +81,12 @@ def view_of_absent(group: Group) -> View:
 def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
     """Variables of a group of one replica, for several simulated ones."""
 
-    @cache
-    def look(variable: Shared) -> VariableState:
-        state = bind(variable, group)
-        if state.rows_per_replica is not None:
-            return _of_rows(parallel, variable, state, batch_s)
-        if variable._spec.is_cut is not None:
-            return _of_pieces(parallel, variable)
+    def look(variable: Shared, state: VariableState) -> VariableState:
         first = [leaf[0] for leaf in stacked_leaves(variable, group)]
-        return replace(
-            state,
-            leaves=copy_to_replicas(parallel, first, "stacked"),
-            abstract=replace(state.abstract, layout="stacked"),
-        )
+        leaves, abstract = copy_to_replicas(parallel, first, "stacked"), replace(state.abstract, layout="stacked")
+        return replace(state, leaves=leaves, abstract=abstract)
 
-    return look
+    return _view(group, parallel, batch_s, look)
 
 
 def _of_pieces(group: Group, variable: Shared) -> VariableState:
@@ -107,7 +105,7 @@ def _of_rows(group: Group, variable: Shared, state: VariableState, batch_s: Any)
         together = merge_replicas(chosen)
         index = together.positions(0, together.rows)
         rows, lengths = [leaf[index] for leaf in rows], chosen.lengths
-    lengths = tuple(part.rows for part in split_rows(sum(lengths), group.size))
+    lengths = lengths_of(sum(lengths), group.size)
     parts = split_at(rows, lengths)
     leaves = [stack_parts(group, [part[i] for part in parts], max(lengths)) for i in range(len(rows))]
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves)

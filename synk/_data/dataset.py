@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import numpy as np
 
-from .._base.errors import SynkError, public_api, shown
+from .._base.errors import SynkError, checked_integer, public_api
 from .._base.pytree import narrow
 from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK
@@ -150,17 +150,15 @@ class Data:
           >>> x.shape
           (4, 2)
         """
-        if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-            raise TypeError(f"{self.name}.set_length: rows is {shown(rows)}; give an integer.")
-        held = len(source_of(self))
-        if not 0 <= rows <= held:
+        rows, held = checked_integer(rows, f"{self.name}.set_length: rows"), len(source_of(self))
+        if rows > held:
             raise ValueError(
                 f"{self.name}.set_length: it holds an array of {held} rows, so there are not {rows}. "
                 f"set_value gives it another array."
             )
         in_turn()
         if rows != self._length:
-            self._length = int(rows)
+            self._length = rows
             self._drop()
 
     @public_api

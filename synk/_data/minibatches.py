@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._base.errors import public_api, shown
+from .._base.errors import checked_integer, public_api
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,7 @@ def minibatches(
     """
     given = {"rows": rows, "batch_size": batch_size, "seed": seed, "epochs": epochs, "start": start}
     for name, value in given.items():
-        least = 0 if name in ("seed", "start") else 1
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            raise TypeError(f"synk.minibatches: {name} is {shown(value)}; give an integer >= {least}.")
-        if value < least:
-            raise ValueError(f"synk.minibatches: {name} is {value}; give an integer >= {least}.")
+        checked_integer(value, f"synk.minibatches: {name}", 0 if name in ("seed", "start") else 1)
     if seed >= 2**32:
         raise ValueError(f"synk.minibatches: seed is {seed}; give one below 2**32.")
     batches = Minibatches(int(rows), int(batch_size), shuffle, int(seed), drop_last, int(epochs), int(start))

@@ -1,7 +1,7 @@
 """Overlap: rows with their neighbours: which rows a part sees, and how replicas exchange those at their edges."""
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base.errors import public_api, shown
+from .._base.errors import checked_integer, public_api
 from .._base.partition import split_rows
 from .._base.pytree import exactly
 from .._runtime.group import AXIS
@@ -59,29 +59,21 @@ class Overlap:
     @public_api
     def __init__(self, before: int, after: int | None = None, *, edge: Edge = "nearest", fill: Any = 0) -> None:
         after = before if after is None else after
-        for name, width in (("before", before), ("after", after)):
-            if isinstance(width, bool) or not isinstance(width, int | np.integer):
-                raise TypeError(f"synk.Overlap: {name} is {shown(width)}; give an integer >= 0.")
-            if width < 0:
-                raise ValueError(f"synk.Overlap: {name} is {width}; give an integer >= 0.")
+        before, after = checked_integer(before, "synk.Overlap: before"), checked_integer(after, "synk.Overlap: after")
         if edge not in get_args(Edge):
             other = _OTHERS.get(edge.lower()) if isinstance(edge, str) else None
             hint = f'it is "{other}" here.' if other else f"use {', '.join(map(repr, get_args(Edge)))}."
             raise ValueError(f"synk.Overlap: edge is {edge!r}; {hint}")
         if np.ndim(fill) or np.asarray(fill).dtype.kind not in "biufc":
             raise ValueError(f"synk.Overlap: fill is {fill!r}; give one number.")
-        values = {"before": int(before), "after": int(after), "edge": edge, "fill": np.asarray(fill).item()}
+        values = {"before": before, "after": after, "edge": edge, "fill": np.asarray(fill).item()}
         for name, value in values.items():
             object.__setattr__(self, name, value)
-
-    @cached_property
-    def _halo(self) -> int:
-        return self.before + self.after
 
 
 def halo_of(overlap: Overlap | None) -> int:
     """How many rows more than its own a part sees."""
-    return 0 if overlap is None else overlap._halo
+    return 0 if overlap is None else overlap.before + overlap.after
 
 
 @lru_cache(maxsize=16)

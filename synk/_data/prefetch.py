@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
-from .._base.errors import SynkError, public_api, shown
+from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced, options_of_thread, transfers_on_purpose, with_options
 from .._base.pytree import SCALARS, PyTree, narrow
 from .._base.turns import take_turns, turns_of_thread
@@ -138,11 +138,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self, source: Iterable[T], size: int, ahead: Callable[[T], Any], arrive: Callable[[Any], R], name: str,
         refuse: Callable[[], None],
     ) -> None:  # fmt: skip
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise TypeError(f"{name} is {shown(size)}; give an integer >= 0.")
-        if size < 0:
-            raise ValueError(f"{name} is {size}; give an integer >= 0, where 0 works ahead of nothing.")
-        self._size, self._refuse = int(size), refuse
+        wanted = "give an integer >= 0, where 0 works ahead of nothing"
+        self._size, self._refuse = checked_integer(size, name, wanted=wanted), refuse
         self._steps: tuple[Iterator[Any], Callable[[Any], R]] | None = _prepare(source, ahead), arrive
         self._worker: _Worker | None = None
         self._first = threading.Lock()  # for the making of it

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import public_api, shown
+from .._base.errors import checked_integer, public_api
 from .._base.jax_context import config
 from .._tracing.context import current_trace, row_numbers
 
@@ -59,11 +59,7 @@ def _checked(rows: Any) -> int:
             f"{trace.name}: synk.row_keys(key, {rows}) gives the rows of every replica the same keys. Leave the number "
             f"out here: synk.row_keys(key) gives each row its own."
         )
-    if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-        raise TypeError(f"synk.row_keys: rows is {shown(rows)}; give how many, such as len(x).")
-    if rows < 1:
-        raise ValueError(f"synk.row_keys: {rows} rows were asked for; give at least 1.")
-    return int(rows)
+    return checked_integer(rows, "synk.row_keys: rows", 1, "give how many, at least 1, such as len(x)")
 
 
 def _refuse_generator(key: Any) -> None:

@@ -73,11 +73,9 @@ def select(batch: Any, rows: int, function: str, name: str, option: str = "batch
 
 def _index_array(batch: Any, what: str) -> np.ndarray:
     wanted = "give a number of rows, a slice, a boolean mask or integer indexes"
-    if isinstance(batch, bool | np.bool_):
-        raise TypeError(f"{what} is {batch}; {wanted}.")
     index = np.asarray(batch)
     if index.dtype == bool and index.ndim == 0:
-        raise TypeError(f"{what} is a single boolean; {wanted}.")
+        raise TypeError(f"{what} is {index}, a single boolean; {wanted}.")
     if index.size == 0 and not hasattr(batch, "dtype"):
         index = index.astype(np.int64)  # the dtype of [] says nothing
     if index.dtype.kind not in "iub":

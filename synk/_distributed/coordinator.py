@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from .._base.errors import SynkError, shown
+from .._base.errors import SynkError, checked_integer
 from .._runtime.dispatch import JAXLIB
 from . import kv_store
 
@@ -175,9 +175,7 @@ def _compare_counts(num_processes: int, process_id: int) -> None:
 def _number(name: str, value: Any) -> int | None:
     """An argument, or what the environment says of it."""
     if value is not None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"synk.init: {name} is {shown(value)}; give an integer.")
-        return value
+        return checked_integer(value, f"synk.init: {name}")
     variable = f"SYNK_{name.upper()}"
     text = os.environ.get(variable)
     if text is not None and not text.isdigit():

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._base.errors import public_api, shown
+from .._base.errors import checked_integer, public_api, shown
 from .._base.units import parse_memory
 from .._runtime.dispatch import drain
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
@@ -109,9 +109,8 @@ def simulate(n: int, *, memory: int | float | str | None = None) -> Group:
       ...     float(synk.function(jnp.mean, reduce="mean")(np.arange(11.0)))
       5.0
     """
-    _check_count("synk.simulate", n)
-    most = parse_memory(memory, "synk.simulate")
-    return _use((jax.local_devices()[0],) * int(n), True, most)
+    n, most = checked_integer(n, "synk.simulate: the number of replicas", 1), parse_memory(memory, "synk.simulate")
+    return _use((jax.local_devices()[0],) * n, True, most)
 
 
 @public_api
@@ -182,7 +181,7 @@ def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
 
 def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
     """The first n devices; made, where they are virtual CPU devices whose number neither user nor backend has fixed."""
-    _check_count("synk.init", n)
+    checked_integer(n, "synk.init: the number of replicas", 1)
     chosen = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are not typed
     if not is_distributed and chosen == -1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):  # the backend has started: its devices are what there is
@@ -200,10 +199,3 @@ def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
         f"synk.init: {n} replicas were asked for, but there are {len(have)} {have[0].platform} device(s). "
         f"Ask for at most {len(have)}, or use synk.simulate({n})."
     )
-
-
-def _check_count(call: str, n: int) -> None:
-    if isinstance(n, bool) or not isinstance(n, int | np.integer):
-        raise TypeError(f"{call}: the number of replicas is {shown(n)}; give an integer >= 1.")
-    if n < 1:
-        raise ValueError(f"{call}: {n} replicas were asked for; give an integer >= 1.")

@@ -19,7 +19,7 @@ PACK_BYTES = 64 * 1024
 
 def all_sum(values: Arrays) -> list[jax.Array]:
     """Sum each array over the replicas."""
-    return list(values) if _is_alone() else _packed(values, PACK_BYTES, partial(lax.psum, axis_name=AXIS))
+    return list(values) if _is_alone() else packed(values, PACK_BYTES, partial(lax.psum, axis_name=AXIS))
 
 
 def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
@@ -31,7 +31,7 @@ def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
     if _is_alone():
         return list(values)
     keys = [_sortable(array, low) for array, low in zip(values, is_min, strict=True)]
-    found = _packed(keys, PACK_BYTES, partial(lax.pmax, axis_name=AXIS))
+    found = packed(keys, PACK_BYTES, partial(lax.pmax, axis_name=AXIS))
     return [_unsortable(k, a.dtype, low) for k, a, low in zip(found, values, is_min, strict=True)]
 
 
@@ -39,14 +39,14 @@ def all_gather(values: Arrays, limit: float = np.inf) -> list[jax.Array]:
     """Gather each array from all replicas: (replicas, *shape); those of at most `limit` bytes in one buffer."""
     if _is_alone():
         return [value[None] for value in values]
-    return _packed(values, limit, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
+    return packed(values, limit, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
 
 
 def sum_scatter(values: Arrays) -> list[jax.Array]:
     """Sum arrays that have an entry for each replica on axis 0; each replica gets its entry."""
     if _is_alone():
         return [value[0] for value in values]
-    return _packed(values, PACK_BYTES, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
+    return packed(values, PACK_BYTES, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
 
 
 def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -94,7 +94,7 @@ def _ordered(bits: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
-def _packed(
+def packed(
     values: Arrays, limit: float, communicate: Callable[[list[jax.Array]], Arrays], front: int = 0
 ) -> list[jax.Array]:
     """Communicate arrays of one dtype together; those of at most `limit` bytes in one buffer, but for `front` axes."""
@@ -105,14 +105,14 @@ def _packed(
         alone = [i for i in same if values[i].nbytes > limit]
         if len(small) == 1:
             alone, small = same, []
-        packed = (
+        together = (
             [jnp.concatenate([values[i].reshape(*values[i].shape[:front], -1) for i in small], -1)] if small else []
         )
-        received = communicate([*packed, *(values[i] for i in alone)])
+        received = communicate([*together, *(values[i] for i in alone)])
         if small:
             like = [jax.ShapeDtypeStruct(values[i].shape[front:], dtype) for i in small]
             results |= zip(small, _unpack(received[0], like), strict=True)
-        results |= zip(alone, received[len(packed) :], strict=True)
+        results |= zip(alone, received[len(together) :], strict=True)
     return [results[i] for i in range(len(values))]
 
 

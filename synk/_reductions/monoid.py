@@ -7,9 +7,8 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_leaves_with_path
 
-from .._base.pytree import PyTree
+from .._base.pytree import PyTree, first_change
 
 
 @jax.tree_util.register_pytree_node_class
@@ -103,7 +102,12 @@ class Merge:
         state = jax.tree.map(jnp.asarray, monoid.state)
         self.answer = _shapes_of(lambda state: Monoid(state, *self.functions).value, (state,), f"{where}: finish")
         if not isinstance(monoid, Gathered):
-            _check_merge(state, _shapes_of(monoid.merge, (state, state), f"{where}: merge"), where)
+            change = first_change(state, _shapes_of(monoid.merge, (state, state), f"{where}: merge"), "state")
+            if change is not None:
+                raise ValueError(
+                    f"{where}: merge changes {change[0]} from {change[1]} to {change[2]}. It merges two states into "
+                    f"one of the same kind."
+                )
 
     def merge(self, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves of both."""
@@ -156,19 +160,3 @@ def _shapes_of(fn: Callable[..., PyTree], args: tuple[PyTree, ...], where: str) 
             f"parts meet, which have states alone. Keep it in the state, pass it as static, or finish in then."
         )
     return shapes
-
-
-def _check_merge(state: PyTree, merged: PyTree, where: str) -> None:
-    """A merged state must be one."""
-    if jax.tree.structure(state) != jax.tree.structure(merged):
-        raise ValueError(
-            f"{where}: merge changes the tree of the state from {jax.tree.structure(state)} to "
-            f"{jax.tree.structure(merged)}. It merges two states into one of the same kind."
-        )
-    for (path, before), after in zip(tree_leaves_with_path(state), jax.tree.leaves(merged), strict=True):
-        was, now = (f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in (before, after))
-        if was != now:
-            raise ValueError(
-                f"{where}: merge changes state{keystr(path)} from {was} to {now}. It merges two states into one of the "
-                f"same shapes and dtypes."
-            )

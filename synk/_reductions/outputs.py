@@ -145,8 +145,8 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     arrays: list[jax.Array] = []
     items: list[int | Merged] = []
     plain = jax.tree.map(_whole, out, is_leaf=is_whole)
-    wires = _match_prefix(rules.wires, plain, rules.name, "wire")
-    own = _match_prefix(rules.own, plain, rules.name, "own")
+    wires = {path: said for path, said, _ in _match(rules.wires, plain, rules.name, "wire", rules.wires) if said}
+    own = {path: said for path, said, _ in _match(rules.own, plain, rules.name, "own", rules.own) if said}
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         reduction = MEAN_OF_ROWS if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
@@ -173,7 +173,8 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
         results = [OutputLeaf(path + keystr(sub), "merge", Reduced(MERGE, leaf.dtype), None) for sub, leaf in answer]
         items.append(Merged(first, len(leaves) - first, merge, tuple(results)))
 
-    for path, reduction, value in _match_ops(rules, out):
+    names = jax.tree.map(lambda reduction: reduction.name, rules.ops)
+    for path, reduction, value in _match(rules.ops, out, rules.name, "outputs", names):
         if isinstance(value, Monoid):
             _check_monoid(f"output{path}", reduction, value, rules.name)
             add_monoid(path, value)
@@ -240,39 +241,20 @@ def _whole(value: Any) -> Any:
     return value.value if isinstance(value, Weighted) else value
 
 
-def _match_ops(rules: OutputRules, out: PyTree) -> list[tuple[str, Reduction, Any]]:
-    """The leaves of what was returned in tree order, each with its path and its op."""
-    found: list[tuple[str, Reduction, Any]] = []
-
-    def match(prefix: Any, reduction: Reduction, subtree: Any) -> None:
-        for path, value in tree_leaves_with_path(subtree, is_leaf=is_whole):
-            found.append((keystr((*prefix, *path)), reduction, value))
-
-    try:
-        tree_map_with_path(match, _as_sequence_of(out, rules.ops), out)
-    except ValueError as error:
-        names = jax.tree.map(lambda reduction: reduction.name, rules.ops)
-        raise ValueError(
-            f"{rules.name}: outputs={names!r} is no prefix of what it returned, whose tree is "
-            f"{jax.tree.structure(out)}. Name one op for each output, or one for all."
-        ) from error
-    return found
-
-
-def _match_prefix(prefix: PyTree, plain: PyTree, name: str, what: str) -> dict[str, Any]:
-    """What a prefix of the outputs says of each, by their paths; those of which it says nothing are left out."""
-    found: dict[str, Any] = {}
+def _match(prefix: PyTree, out: PyTree, name: str, what: str, given: PyTree) -> list[tuple[str, Any, Any]]:
+    """The leaves of what was returned in tree order, each with its path and what a prefix, as it was `given`, says."""
+    found: list[tuple[str, Any, Any]] = []
 
     def match(start: Any, said: Any, subtree: Any) -> None:
-        if said:
-            found.update({keystr((*start, *path)): said for path, _ in tree_leaves_with_path(subtree)})
+        for path, value in tree_leaves_with_path(subtree, is_leaf=is_whole):
+            found.append((keystr((*start, *path)), said, value))
 
     try:
-        tree_map_with_path(match, _as_sequence_of(plain, prefix), plain, is_leaf=lambda said: said is None)
+        tree_map_with_path(match, _as_sequence_of(out, prefix), out, is_leaf=lambda said: said is None)
     except ValueError as error:
         raise ValueError(
-            f"{name}: {what}={prefix!r} is no prefix of what it returned, whose tree is {jax.tree.structure(plain)}. "
-            f"Name one {what} for each output, or one for all."
+            f"{name}: {what}={given!r} is no prefix of what it returned, whose tree is {jax.tree.structure(out)}. "
+            f"Name one {'op' if what == 'outputs' else what} for each output, or one for all."
         ) from error
     return found
 

@@ -65,8 +65,8 @@ def _shifted(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array | None
     return (high - about) * 2**half + low, about * 2**half
 
 
-def spread(x: Any) -> State:
-    means, off = centered(rows_of(x, "var"))
+def spread(x: Any, name: str) -> State:
+    means, off = centered(rows_of(x, name))
     return means | {"squares": (jnp.abs(off) ** 2).sum(0)}
 
 

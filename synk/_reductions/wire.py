@@ -10,7 +10,7 @@ from jax import lax
 
 from .._base.pytree import PyTree
 from .._runtime.group import AXIS
-from .collectives import PACK_BYTES
+from .collectives import PACK_BYTES, packed
 
 BLOCK = 256  # numbers that share a scale; leaves with fewer travel as they are
 _LARGEST = 127  # of int8, with either sign
@@ -64,10 +64,9 @@ WIRES = {
 def check_wire(wire: PyTree, name: str) -> PyTree:
     """Check a tree of wires, None where sums travel as they are."""
     for each in jax.tree.leaves(wire):
-        if not isinstance(each, str):
-            raise TypeError(f'{name}: wire {each!r} is none of synk\'s; use "bf16", "int8" or None.')
-        if each not in WIRES:
-            raise ValueError(f'{name}: wire {each!r} is none of synk\'s; use "bf16", "int8" or None.')
+        if not isinstance(each, str) or each not in WIRES:
+            error = ValueError if isinstance(each, str) else TypeError
+            raise error(f'{name}: wire {each!r} is none of synk\'s; use "bf16", "int8" or None.')
     return wire
 
 
@@ -101,22 +100,18 @@ def all_sum_narrowly(values: Sequence[jax.Array], wire: str, per_process: int = 
     """
     if lax.psum(1, AXIS) == 1:
         return list(values)
-    small = [i for i, value in enumerate(values) if value.nbytes <= PACK_BYTES]
-    together = [small] if small else []
-    found: dict[int, jax.Array] = {}
-    for chosen in (*together, *([i] for i in range(len(values)) if i not in small)):
-        found |= zip(chosen, _sum(wire, [values[i] for i in chosen], per_process), strict=True)
-    return [found[i] for i in range(len(values))]
+    flat = [_padded(value.ravel(), BLOCK) for value in values]  # no block of two leaves
+    found = packed(flat, PACK_BYTES, lambda arrays: [_sum(wire, array, per_process) for array in arrays])
+    return [whole[: value.size].reshape(value.shape) for whole, value in zip(found, values, strict=True)]
 
 
-def _sum(wire: str, values: list[jax.Array], per_process: int) -> list[jax.Array]:
+def _sum(wire: str, flat: jax.Array, per_process: int) -> jax.Array:
     """Reduce-scatter by an all-to-all of what is encoded, so that nothing encoded is ever added, and all-gather.
 
     Each replica decodes what all have gathered, its own part included: else they would drift apart.
     """
     replicas, (encode, decode, *_) = lax.psum(1, AXIS), WIRES[wire]
-    flat = [_padded(value.ravel().astype(jnp.float32), BLOCK) for value in values]  # no block of two leaves
-    together = _padded(jnp.concatenate(flat), replicas * BLOCK)
+    together = _padded(flat, replicas * BLOCK)
     processes, inside, across = replicas // per_process, None, None
     if 1 < per_process < replicas:
         ranks = np.arange(replicas).reshape(processes, per_process)
@@ -125,12 +120,8 @@ def _sum(wire: str, values: list[jax.Array], per_process: int) -> list[jax.Array
     blocks = together.reshape(replicas if inside is None else processes, -1, BLOCK)
     mine = decode(lax.all_to_all(encode(blocks), AXIS, 0, 0, axis_index_groups=across)).sum(0)
     bits = lax.all_gather(encode(mine), AXIS, axis_index_groups=across)
-    whole = decode(bits if inside is None else lax.all_gather(bits, AXIS, axis_index_groups=inside)).ravel()
-    found, start = [], 0
-    for value, padded in zip(values, flat, strict=True):
-        found.append(whole[start : start + value.size].reshape(value.shape).astype(value.dtype))
-        start += padded.size
-    return found
+    whole = decode(bits if inside is None else lax.all_gather(bits, AXIS, axis_index_groups=inside))
+    return whole.ravel()[: flat.size]
 
 
 def _padded(flat: jax.Array, multiple: int) -> jax.Array:

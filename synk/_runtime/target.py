@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
-from .._base.errors import SynkError, public_api, shown
+from .._base.errors import SynkError, checked_integer, public_api
 from .._base.units import parse_memory
 from .group import CURRENT, Accelerator, Device, Group, make_group
 
@@ -102,19 +101,17 @@ def target(device: str, replicas: int, hosts: int = 1, *, memory: int | float | 
       ...     print(error)
       synk.target: there is no 'h1000'; known are a100, h100, h200, b200, v5e, v6e.
     """
-    for what, count in (("replicas", replicas), ("hosts", hosts)):
-        if isinstance(count, bool) or not isinstance(count, int | np.integer):
-            raise TypeError(f"synk.target: {what} is {shown(count)}; give an integer >= 1.")
+    replicas = checked_integer(replicas, "synk.target: replicas", 1, f"give 1 to {MOST}")
+    hosts = checked_integer(hosts, "synk.target: hosts", 1)
     if device not in _GPUS and device not in _TPUS:
         known = ", ".join([*_GPUS, *_TPUS])
         raise ValueError(f"synk.target: there is no {device!r}; known are {known}.")
-    if not 1 <= replicas <= MOST:
+    if replicas > MOST:
         raise ValueError(f"synk.target: {replicas} replicas were asked for; give 1 to {MOST}.")
-    if hosts < 1 or replicas % hosts:
+    if replicas % hosts:
         raise ValueError(f"synk.target: {replicas} replicas do not divide over {hosts} hosts. Give each as many.")
     most = parse_memory(memory, "synk.target")
-    devices = _gpus(device, replicas, hosts) if device in _GPUS else _tpus(device, replicas, hosts)
-    return CURRENT.use(make_group(devices, False, None, _accelerator(device), most))
+    return CURRENT.use(make_group(_devices(device, replicas, hosts), False, None, _accelerator(device), most))
 
 
 def _accelerator(device: str) -> Accelerator:
@@ -133,19 +130,15 @@ def known_accelerator(device: Device) -> Accelerator | None:
     return None if name is None else _accelerator(name)
 
 
-def _gpus(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
-    with _environment(**_PLUGINS):
-        try:
-            found: Any = topologies.get_topology_desc(
-                platform="cuda", target_config=_GPUS[device].config, topology=f"1x{hosts}x{replicas // hosts}"
-            )
-        except (NotImplementedError, RuntimeError) as error:
-            raise _missing(device, error, "JAX's CUDA plugin", "target", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1") from error
-    return tuple(found.devices)
-
-
-def _tpus(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
-    if replicas not in _TPU_SHAPES or hosts != 1:
+def _devices(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
+    if device in _GPUS:
+        needs, extra, setting = "JAX's CUDA plugin", "target", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"
+        shape = f"1x{hosts}x{replicas // hosts}"
+        options = {"platform": "cuda", "target_config": _GPUS[device].config, "topology": shape}
+    elif replicas in _TPU_SHAPES and hosts == 1:
+        needs, extra, setting = "libtpu", "target-tpu", "JAX_PLATFORMS=cpu"
+        options = {"platform": "tpu", "topology_name": f"{device}:{_TPU_SHAPES[replicas]}"}
+    else:
         counts = ", ".join(map(str, _TPU_SHAPES))
         raise ValueError(
             f"synk.target: {replicas} {device} in {hosts} hosts were asked for; give {counts} "
@@ -153,19 +146,15 @@ def _tpus(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
         )
     with _environment(**_PLUGINS):
         try:
-            found: Any = topologies.get_topology_desc(platform="tpu", topology_name=f"{device}:{_TPU_SHAPES[replicas]}")
+            found: Any = topologies.get_topology_desc(**options)
         except (NotImplementedError, RuntimeError) as error:
-            raise _missing(device, error, "libtpu", "target-tpu", "JAX_PLATFORMS=cpu") from error
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise SynkError(
+                f"synk.target: {device!r} needs {needs}, which JAX {jax.__version__} has not found ({said}).\n"
+                f"Install it, pip install 'synk-jax[{extra}]', and if JAX is used before synk.target, set {setting} "
+                f"before Python starts."
+            ) from error
     return tuple(found.devices)
-
-
-def _missing(device: str, error: Exception, what: str, extra: str, setting: str) -> SynkError:
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return SynkError(
-        f"synk.target: {device!r} needs {what}, which JAX {jax.__version__} has not found ({said}).\n"
-        f"Install it, pip install 'synk-jax[{extra}]', and if JAX is used before synk.target, set {setting} before "
-        f"Python starts."
-    )
 
 
 @contextmanager

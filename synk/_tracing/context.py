@@ -41,22 +41,25 @@ class TraceContext:
     """What one function may see while it is traced, and what it did."""
 
     name: str  # what messages call the function
-    rank: jax.Array  # of the replica, int32
-    first_row: jax.Array  # the number of the part's first row among all rows of the call, int32
     size: int  # how many replicas there are
-    rows: int | None  # of the part; None where there are none
-    is_sliced: bool  # whether updates must say how slices combine
-    has_axis: bool  # whether the replicas' axis is there, to communicate over
-    block: int | None  # of how many rows are the blocks that it runs on, of which no answer may tell the replica
-    has_own_sums: bool  # whether what it is given are each replica's parts of sums, which it adds up itself
-    values: Mapping[Any, Sequence[jax.Array]]  # stored leaves of the variables it is known to read
     shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
     rows_held: Callable[[Any], int | None] = lambda variable: None  # how many rows a variable brings a replica
-    state: Any = field(default_factory=trace_state)
-    reads: dict[Any, None] = field(default_factory=dict)
-    writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict)
-    uses_rank: bool = False
-    handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list)
+    rows: int | None = None  # of the part; None where there are none
+    is_sliced: bool = False  # whether updates must say how slices combine
+    has_axis: bool = True  # whether the replicas' axis is there, to communicate over
+    block: int | None = None  # of how many rows are the blocks that it runs on, of which no answer may tell the replica
+    has_own_sums: bool = False  # whether what it is given are each replica's parts of sums, which it adds up itself
+    # Of one trace:
+    rank: Any = None  # of the replica, int32
+    first_row: Any = None  # the number of the part's first row among all rows of the call, int32
+    values: Mapping[Any, Sequence[jax.Array]] = field(
+        default_factory=dict
+    )  # stored leaves of those it is known to read
+    state: Any = field(default_factory=trace_state, init=False)
+    reads: dict[Any, None] = field(default_factory=dict, init=False)
+    writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict, init=False)
+    uses_rank: bool = field(default=False, init=False)
+    handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list, init=False)
 
     def read(self, variable: TracedState) -> PyTree:
         """The variable's value as the call found it; of an unknown one a stand-in, and the trace is made again."""
@@ -129,8 +132,7 @@ def stateless(name: str, advice: str) -> AbstractContextManager[None]:
     def refuse(variable: Any) -> Any:
         raise SynkError(f"{name} uses the shared variable {variable.name}. {advice}")
 
-    nothing: Any = None
-    return tracing(TraceContext(name, nothing, nothing, 0, None, False, False, None, False, {}, refuse))
+    return tracing(TraceContext(name, 0, refuse))
 
 
 @contextmanager

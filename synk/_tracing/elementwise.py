@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .._base.pytree import PyTree
-from .equations import equations
+from .equations import called_by, equations
 
 _NUMBERWISE = frozenset(
     "abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy copy_p "
@@ -17,9 +17,6 @@ _NUMBERWISE = frozenset(
     "log1p logistic lt max min mul ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt "
     "select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan "
     "tanh xor broadcast_in_dim".split()
-)
-_CALLS = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr remat checkpoint cond".split()
 )
 
 
@@ -69,7 +66,7 @@ def asks_for_shapes(fn: Callable[..., PyTree], whole: Sequence[PyTree], pieces: 
         name = one.primitive.name
         pairs = zip(one.invars, other.invars, strict=True)
         differs = any(a.aval.shape != b.aval.shape for a, b in pairs)
-        if differs and name not in _NUMBERWISE and name not in _CALLS and name != "reshape":
+        if differs and name not in _NUMBERWISE and name not in ("cond", "reshape") and called_by(one) is None:
             return True
     return False
 
@@ -110,8 +107,7 @@ def _of_equation(equation: Any, kinds: list[_Kind]) -> list[_Kind]:
     if name == "cond":
         each = [_run_closed(branch, kinds[1:]) for branch in params["branches"]]
         return [_joined(name, of_branches) for of_branches in zip(*each, strict=True)]
-    inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
-    if name in _CALLS and inner is not None:
+    if (inner := called_by(equation)) is not None:
         return _run_closed(inner, kinds)
     if _Kind.PIECE not in kinds:
         is_uniform = max(kinds, default=_Kind.OTHER) == _Kind.UNIFORM and name in _NUMBERWISE

@@ -7,6 +7,15 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+# Those that call a function with their very arguments.
+_CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
+
+
+def called_by(equation: Any) -> Any:
+    """The function that an equation calls with its very arguments; None where it does something else."""
+    params = equation.params
+    return params.get("jaxpr", params.get("call_jaxpr")) if equation.primitive.name in _CALLS else None
+
 
 def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations, those of inner functions too."""

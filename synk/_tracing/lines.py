@@ -7,8 +7,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from .equations import called_by
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_INLINED = ("pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def is_finite(value: Any) -> bool:
@@ -49,13 +50,10 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def _results_of(equation: Any, given: Sequence[Any]) -> list[Any]:
-    params = equation.params
-    inner = params.get("jaxpr", params.get("call_jaxpr", params.get("fun_jaxpr")))
-    if equation.primitive.name in _INLINED and inner is not None:
-        consts = getattr(inner, "consts", ())
-        return _run(getattr(inner, "jaxpr", inner), consts, given)
+    if (inner := called_by(equation)) is not None:
+        return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given)
     bind: Callable[..., Any] = equation.primitive.bind
-    found = equation.primitive.get_bind_params(params)  # JAX below 0.10 gives functions apart
+    found = equation.primitive.get_bind_params(equation.params)  # JAX below 0.10 gives functions apart
     functions, rest = found if isinstance(found, tuple) else ((), found)
     results = bind(*functions, *given, **rest)
     return list(results) if equation.primitive.multiple_results else [results]

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,16 +32,8 @@ class TraceRequest:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]  # trees of shapes; of typed PRNG keys those of their raw data
     keys: Sequence[Any]  # the PRNG implementation of each argument leaf, None for plain arrays
     pack: Callable[[PyTree], tuple[list[jax.Array], Any]]  # flattens what it returned; what it says of that is kept
-    name: str  # what messages call the function
-    size: int  # how many replicas there are
-    shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
-    rows_held: Callable[[Any], int | None] = lambda variable: None  # how many rows a variable brings a replica
+    sees: TraceContext  # what it may see; rank, rows and values of variables come with each trace
     variables: Sequence[Any] = ()  # those that it is expected to read, so that one trace is enough
-    rows: int | None = None  # of the part; None where there are none
-    is_sliced: bool = False  # whether updates must say how slices combine
-    has_axis: bool = True  # whether replicas may communicate inside
-    block: int | None = None  # of how many rows are the blocks that it runs on, if on such
-    has_own_sums: bool = False  # whether what it is given are each replica's parts of sums
     merges_equal: bool = False  # whether what it computes twice shall be computed once
     keeps_lines: bool = False  # whether equations shall tell the user's line that each comes from
 
@@ -70,9 +62,9 @@ def trace(request: TraceRequest) -> TracedFunction:
     variables = tuple(dict.fromkeys(request.variables))
     flat_arguments, treedef = jax.tree.flatten(request.arguments)
     number = jax.ShapeDtypeStruct((), np.int32)
-    axes = [(AXIS, request.size)] if request.has_axis else None
+    axes = [(AXIS, request.sees.size)] if request.sees.has_axis else None
     while True:
-        shapes = [shape for variable in variables for shape in request.shapes_of(variable)]
+        shapes = [shape for variable in variables for shape in request.sees.shapes_of(variable)]
         flat = functools.partial(_run_traced, request, found, variables, treedef)
         closed = jax.make_jaxpr(flat, axis_env=axes)(*shapes, *flat_arguments, number, number)
         if set(found["reads"]) <= set(variables):
@@ -80,10 +72,10 @@ def trace(request: TraceRequest) -> TracedFunction:
         variables = tuple(dict.fromkeys((*variables, *found["reads"])))
     closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
-    is_used = [variable in found["reads"] for variable in variables for _ in request.shapes_of(variable)]
+    is_used = [variable in found["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
     found_equations = list(equations(closed.jaxpr))
     found["uses_rank"] |= any(map(_tells_ranks_apart, found_equations))
-    consts = _constants(closed, request.name)
+    consts = _constants(closed, request.sees.name)
     return TracedFunction(
         run=_runner(closed, consts, is_used),
         consts=consts,
@@ -101,25 +93,12 @@ def _run_traced(
     request: TraceRequest, found: dict[str, Any], variables: Sequence[Any], treedef: Any, *leaves: Any
 ) -> list[Any]:
     *rest, rank, first_row = leaves
-    values = {variable: [rest.pop(0) for _ in request.shapes_of(variable)] for variable in variables}
+    values = {variable: [rest.pop(0) for _ in request.sees.shapes_of(variable)] for variable in variables}
     args, kwargs = treedef.unflatten(map(as_keys, rest, request.keys))
 
     @functools.wraps(request.fn)
     def named(*args: Any, **kwargs: Any) -> list[Any]:
-        context = TraceContext(
-            request.name,
-            rank,
-            first_row,
-            request.size,
-            request.rows,
-            request.is_sliced,
-            request.has_axis,
-            request.block,
-            request.has_own_sums,
-            values,
-            request.shapes_of,
-            request.rows_held,
-        )
+        context = replace(request.sees, rank=rank, first_row=first_row, values=values)
         with tracing(context), _context(object()):
             out, found["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()

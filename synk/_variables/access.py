@@ -11,7 +11,7 @@ import numpy as np
 
 from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, shown
 from .._base.jax_context import is_traced
-from .._base.partition import split_rows
+from .._base.partition import lengths_of
 from .._base.pytree import PyTree, as_keys
 from .._data.dataset import Data, data_of_replicas
 from .._runtime.dispatch import drain, uninterrupted
@@ -109,7 +109,7 @@ def rows_held(variable: Variable, group: Group, what: str) -> Data:
     lengths = state.rows_per_replica
     if len(spec.shapes) != 1 or spec.buffers is not None:
         raise TypeError(f"{what} is the shared variable {variable.name}, a tree; only one array can be passed.")
-    if lengths is None or list(lengths) != [part.rows for part in split_rows(sum(lengths), group.size)]:
+    if lengths is None or lengths != lengths_of(sum(lengths), group.size):
         held = "no rows" if lengths is None else f"{list(lengths)} rows"
         raise ValueError(
             f"{what} is the shared variable {variable.name}, which holds {held}, and not as synk.scatter deals them "
@@ -146,7 +146,7 @@ def stacked_leaves(variable: Variable, group: Group) -> list[jax.Array]:
 
 
 def state_of_leaves(
-    variable: Variable, leaves: list[Any], layout: Layout, rows: Sequence[int] | None = None, diverged_by: str = ""
+    leaves: list[Any], layout: Layout, rows: Sequence[int] | None = None, diverged_by: str = ""
 ) -> VariableState:
     """A state of new leaves with this layout; replicas are equal unless something is named that made them differ."""
     shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[layout == "stacked" :], leaf.dtype) for leaf in leaves)
@@ -158,7 +158,7 @@ def state_of_copies(variable: Variable, leaves: list[Any]) -> VariableState:
     """What it holds once every replica has a copy of these leaves, or its pieces of them."""
     group = group_of(variable)
     layout: Layout = variable._state.layout if variable._spec.is_cut is None else "stacked"
-    return state_of_leaves(variable, _copies(variable, group, leaves), layout)
+    return state_of_leaves(_copies(variable, group, leaves), layout)
 
 
 def commit_all(states: Sequence[tuple[Variable, VariableState]]) -> None:
@@ -232,12 +232,14 @@ def logical_shapes(variable: Variable, rows: int | None = None) -> Sequence[jax.
     return spec.shapes if spec.is_rearranged else variable._state.abstract.part_shapes(rows)
 
 
-def new_leaves(variable: Variable, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
+def new_leaves(
+    variable: Variable, new: PyTree, call: str, borrow: bool, any_rows: bool = True, is_first: bool = False
+) -> list[Any]:
     """Stored leaves of a new value, checked, synk's own unless borrowed; its number of rows may differ."""
     spec = variable._spec
     leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and not spec.is_rearranged)
     stored = spec.pack([as_owned_array(leaf, variable.name, borrow) for leaf in leaves])
-    _compare(variable, group_of(variable), stored, always=False)
+    _compare(variable, group_of(variable), stored, is_first)
     return stored
 
 
@@ -245,9 +247,7 @@ def copied_state(
     variable: Variable, new: PyTree, call: str = "set_value", *, borrow: bool = False, any_rows: bool = True
 ) -> VariableState:
     """What it holds once every replica has a copy of `new`."""
-    leaves = new_leaves(variable, new, call, borrow, any_rows)
-    _compare(variable, group_of(variable), leaves, always=variable._group is None)
-    return state_of_copies(variable, leaves)
+    return state_of_copies(variable, new_leaves(variable, new, call, borrow, any_rows, variable._group is None))
 
 
 def state_with_rank(variable: Variable, rank: int, new: PyTree) -> VariableState:
@@ -260,7 +260,7 @@ def state_with_rank(variable: Variable, rank: int, new: PyTree) -> VariableState
         held = zip(stacked_leaves(variable, group), leaves, strict=True)
         stacked = [set_replica(group, old, leaf, rank) for old, leaf in held]
         by = f"set_value(rank={rank})" if group.size > 1 else ""
-        return state_of_leaves(variable, stacked, "stacked", diverged_by=by)
+        return state_of_leaves(stacked, "stacked", diverged_by=by)
     if shared_rows(leaves) is None or None in [rows_of_rank(variable, other) for other in range(group.size)]:
         raise ValueError(f"set_value: {variable.name} changes its number of rows, so all leaves need as many.")
     parts = [leaves if other == rank else host_leaves(variable, other) for other in range(group.size)]
@@ -272,7 +272,7 @@ def state_of_rows(variable: Variable, parts: Sequence[Sequence[Any]]) -> Variabl
     group = group_of(variable)
     rows = tuple(int(leaves[0].shape[0]) for leaves in parts)
     stacked = [stack_parts(group, leaves, max(rows)) for leaves in zip(*parts, strict=True)]
-    return state_of_leaves(variable, stacked, "stacked", rows)
+    return state_of_leaves(stacked, "stacked", rows)
 
 
 def refuse_inside(variable: Variable, call: str) -> None:

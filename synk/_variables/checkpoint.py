@@ -68,7 +68,7 @@ def save(
     """
     check_variables(variables, "save")
     number = checked_step(step, "save")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1):
         raise ValueError(f"synk.save: keep is {shown(keep)}; give an integer >= 1, or None for all.")
     extra, place = checked_extra(extra, "save"), Path(folder)
     with eager():
@@ -148,16 +148,6 @@ def check_variables(variables: Any, call: str) -> None:
     each_of(list(variables.values()), call)
 
 
-def plain_numbers(extra: Any) -> Any:
-    """Single numbers of NumPy and JAX as Python's, in lists and dictionaries too."""
-    if isinstance(extra, dict):
-        return {key: plain_numbers(value) for key, value in extra.items()}
-    if isinstance(extra, list):
-        return [plain_numbers(value) for value in extra]
-    is_number = isinstance(extra, np.generic | np.ndarray | jax.Array) and extra.ndim == 0
-    return np.asarray(extra).tolist() if is_number and isinstance(extra.dtype, np.dtype) else extra
-
-
 def checked_step(step: Any, call: str) -> int:
     """The number of a checkpoint to be made."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
@@ -168,15 +158,21 @@ def checked_step(step: Any, call: str) -> int:
 def checked_extra(extra: Any, call: str) -> Any:
     """What comes back as it is given, and numbers of NumPy's and JAX's as Python's."""
     try:
-        extra = plain_numbers(extra)
-        back = json.loads(json.dumps(extra))
+        back = json.loads(json.dumps(extra, default=_as_python))
     except (TypeError, ValueError) as error:
         raise TypeError(f"synk.{call}: extra is no JSON ({error}). Keep arrays in shared variables.") from None
     if back == extra:
-        return extra
+        return back
     raise TypeError(
         f"synk.{call}: extra does not come back from JSON as it was; use lists for tuples, strings as keys."
     )
+
+
+def _as_python(number: Any) -> Any:
+    is_number = isinstance(number, np.generic | np.ndarray | jax.Array) and number.ndim == 0
+    if is_number and isinstance(number.dtype, np.dtype):
+        return np.asarray(number).tolist()
+    raise TypeError(f"{type(number).__name__} is none of its kinds")
 
 
 def described(variable: Shared) -> dict[str, Any]:
@@ -296,4 +292,4 @@ def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str,
     if lengths is not None:
         return access.state_of_rows(variable, parts)
     stacked = [stack_parts(group, leaves, None) for leaves in zip(*parts, strict=True)]
-    return access.state_of_leaves(variable, stacked, "stacked", diverged_by="what was saved")
+    return access.state_of_leaves(stacked, "stacked", diverged_by="what was saved")

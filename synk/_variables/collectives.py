@@ -124,7 +124,7 @@ def all_gather(variables: Any) -> Any:
     each = each_of(variables, "all_gather", with_rows=True)
     with eager():
         gathered = [(v, combine.gather_leaves(v, "all_gather", 0, v._state.layout)) for v in each]
-        commit_all([(v, state_of_leaves(v, leaves, v._state.layout)) for v, leaves in gathered])
+        commit_all([(v, state_of_leaves(leaves, v._state.layout)) for v, leaves in gathered])
 
 
 @public_api
@@ -182,7 +182,7 @@ def all_reduce(variables: Any, op: ElementwiseOp = "mean", weights: Sequence[flo
     each = each_of(variables, "all_reduce")
     with eager():
         combined = [(v, combine.reduce_leaves(v, "all_reduce", op, weights, "all")) for v in each]
-        commit_all([(v, state_of_leaves(v, leaves, v._state.layout)) for v, leaves in combined])
+        commit_all([(v, state_of_leaves(leaves, v._state.layout)) for v, leaves in combined])
 
 
 @public_api

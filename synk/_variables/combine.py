@@ -104,7 +104,7 @@ def state_of_first(variable: Shared) -> VariableState:
     leaves = broadcast_from(group, own, 0, state.layout)
     if state.rows_per_replica is not None:
         leaves = [put(group, leaf[:, : state.rows_per_replica[0]], "stacked") for leaf in leaves]
-    return state_of_leaves(variable, leaves, state.layout)
+    return state_of_leaves(leaves, state.layout)
 
 
 def gather_leaves(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax.Array]:
@@ -158,7 +158,7 @@ def state_of_reduced(variable: Shared, op: ElementwiseOp) -> VariableState:
     """What it holds once the first replica has the combination of all; the others keep theirs."""
     leaves = reduce_leaves(variable, "reduce", op, None, "first")
     by = "synk.reduce" if group_of(variable).size > 1 else ""
-    return state_of_leaves(variable, leaves, "stacked", variable._state.rows_per_replica, by)
+    return state_of_leaves(leaves, "stacked", variable._state.rows_per_replica, by)
 
 
 def _run(variable: Shared, body: Body, layout: Layout) -> list[jax.Array]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import public_api, shown
+from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
 from .._call import decorator
 from .._call.decorator import Inputs
@@ -207,11 +207,7 @@ def _of_one_replica(leaf: Any, layout: Layout) -> Any:
 
 
 def _checked_every(every: Any, what: str) -> int:
-    if isinstance(every, bool) or not isinstance(every, int | np.integer):
-        raise TypeError(f"{what}: every is {shown(every)}; give an integer >= 1, or a function of the steps so far.")
-    if every < 1:
-        raise ValueError(f"{what}: every is {every}; average after so many steps, >= 1.")
-    return int(every)
+    return checked_integer(every, f"{what}: every", 1, "give an integer >= 1, or a function of the steps so far")
 
 
 def _refuse_slices(num_slices: int, name: str) -> None:

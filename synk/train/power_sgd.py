@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._base.errors import checked_integer
 from .._base.pytree import PyTree
 from .._reductions.collectives import all_sum
 from .._runtime.group import AXIS
@@ -46,8 +47,7 @@ class PowerSGD:
     rank: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int | np.integer) or self.rank < 1:
-            raise ValueError(f"synk.train.PowerSGD: rank is {self.rank!r}; give an integer >= 1.")
+        checked_integer(self.rank, "synk.train.PowerSGD: rank", 1)
 
 
 class LowRankSum:

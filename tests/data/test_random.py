@@ -51,7 +51,7 @@ def test_keys_of_so_many_rows_are_made_outside():
         synk.row_keys(jax.random.key(0))
     with pytest.raises(synk.SynkError, match="it has no scattered input, so no rows"):
         synk.function(lambda key: synk.row_keys(key), ["broadcast"], "first")(jax.random.key(0))
-    with pytest.raises(TypeError, match="give how many, such as len"):
+    with pytest.raises(TypeError, match="give how many, at least 1, such as len"):
         synk.row_keys(jax.random.key(0), np.ones(3))
     last = synk.function(
         lambda x, key: x.sum(), ["scatter", "broadcast"], then=lambda total, key: synk.row_keys(key, 2)

@@ -292,7 +292,7 @@ def test_row_numbers(few_replicas):
 
 
 REFUSED = [
-    (lambda x: synk.Monoid({"a": x.sum()}, lambda a, b: [a["a"]]), ValueError, "merge changes the tree of the state"),
+    (lambda x: synk.Monoid({"a": x.sum()}, lambda a, b: [a["a"]]), ValueError, "merge changes the tree of state"),
     (lambda x: synk.Monoid(x.sum(0), lambda a, b: jnp.stack([a, b])), ValueError, r"from float32\[3\] to float32\[2, 3\]"),
     (lambda x: synk.Monoid({"n": jnp.int32(3)}, lambda a, b: {"n": a["n"].astype(np.float32)}), ValueError, r"state\['n'\] from int32"),
     (lambda x: stats.top_k(x[:, 0], 10), ValueError, "needs 10 rows, as top_k does, but this call has 7 in all"),
