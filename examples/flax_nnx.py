@@ -3,12 +3,14 @@
     python examples/flax_nnx.py    # needs the extra `examples`
 
 An NNX model is an object; synk wants trees of arrays. So it is split once: parameters, which are trained, and all else
-that it keeps (running averages, the keys of dropout), which is the `state` of `synk.train.step`. The loss merges them,
-calls the model, and gives back its new state. On scikit-learn's 1,797 digits, four replicas, then three.
+that it keeps (running averages), which is the `state` of `synk.train.step`. The loss merges them, calls the model, and
+gives back its new state. Dropout's key is an argument, of which each part of a batch makes its own: a key in the state
+is the same for all parts, and so would be their masks. On scikit-learn's 1,797 digits, four replicas, then three.
 """
 
 import tempfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -27,24 +29,25 @@ class Net(nnx.Module):
     def __init__(self, rngs):
         self.first = nnx.Linear(64, 128, rngs=rngs)
         self.norm = nnx.BatchNorm(128, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2)
         self.last = nnx.Linear(128, 10, rngs=rngs)
 
-    def __call__(self, x):
-        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+    def __call__(self, x, rngs=None):
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x))), rngs=rngs))
 
 
 def make_step(model):
     """A training step; its parameters and state are plain dictionaries of arrays."""
     graph, params, state = nnx.split(model, nnx.Param, ...)
 
-    def loss(params, state, x, y):
+    def loss(params, state, x, y, key):
         model = nnx.merge(graph, params, state, copy=True)  # of this trace
         model.train()
-        value = optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+        scores = model(x, nnx.Rngs(dropout=synk.part_key(key)))
+        value = optax.softmax_cross_entropy_with_integer_labels(scores, y).mean()
         return value, nnx.state(model, nnx.Not(nnx.Param))
 
-    step = synk.train.step(loss, params, optax.adamw(2e-3), state=state)
+    step = synk.train.step(loss, params, optax.adamw(2e-3), state=state, inputs=["x", "y"])
 
     @synk.function(reduce="mean")
     def accuracy(x, y):
@@ -64,7 +67,9 @@ synk.init(4)
 step, accuracy = make_step(Net(nnx.Rngs(SEED)))
 folder = tempfile.mkdtemp()
 batches = synk.minibatches(1500, BATCH, seed=SEED, epochs=EPOCHS)
-for number, _ in enumerate(step.iterate(x[train], y[train], batches=batches), 1):
+keys = jax.random.split(jax.random.key(SEED), len(batches))
+steps = step.iterate(x[train], y[train], synk.each(keys), batches=batches)
+for number, _ in enumerate(steps, 1):
     if number == len(batches) // 2:
         synk.save(folder, step.variables, step=number)
 print(f"On four replicas: {100 * float(accuracy(x[test], y[test])):.1f} % of {len(x[test])}")
@@ -73,7 +78,7 @@ with synk.simulate(3):  # another number of replicas, from the checkpoint on
     resumed, its_accuracy = make_step(Net(nnx.Rngs(SEED + 1)))
     start, _ = synk.load(folder, resumed.variables)
     rest = synk.minibatches(1500, BATCH, seed=SEED, epochs=EPOCHS, start=start)
-    for _ in resumed.iterate(x[train], y[train], batches=rest):
+    for _ in resumed.iterate(x[train], y[train], synk.each(keys[start:]), batches=rest):
         pass
     found = 100 * float(its_accuracy(x[test], y[test]))
 

@@ -47,6 +47,8 @@ others = [v.value for v in model.non_trainable_variables]
 
 
 def loss(trainable, others, x, y):
+    # Each part of a batch makes the seed its own, or all would drop out the same units.
+    others = [synk.part_key(each) if each.dtype == "uint32" else each for each in others]
     scores, others, *_ = model.stateless_call(trainable, others, x, training=True)
     return optax.softmax_cross_entropy_with_integer_labels(scores, y).mean(), others
 

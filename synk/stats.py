@@ -206,7 +206,8 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
     """How many numbers fall into each bin, and the edges of the bins, as `np.histogram(x, bins, range)`.
 
     Args:
-      x: of any shape (rows, ...), real.
+      x: of any shape (rows, ...), real. For numbers under a mask put the others outside the range:
+        `jnp.where(mask, x, -jnp.inf)`.
       bins: how many of equal width, with `range`; or their edges, increasing.
       range: the outer edges; what lies outside is not counted. Needed with a number of bins: the data's own are not
         known before all rows are.

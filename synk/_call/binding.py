@@ -118,6 +118,11 @@ class ArgumentBinder:
             return {p: self._checked(mode, p) for p, mode in inputs.items()}
         if not isinstance(inputs, Sequence):
             raise TypeError(f"{self.name}: inputs is {shown(inputs)}; give a sequence of modes or names, or a mapping.")
+        if not inputs and self.parameters:
+            raise ValueError(
+                f"{self.name}: inputs={inputs!r} names none of its parameters, and gives none a mode. To scatter none, "
+                f'say so of each: inputs={{"{next(iter(self.parameters))}": "broadcast"}}; leave it out to scatter all.'
+            )
         if inputs and all(isinstance(i, str) and i in self.parameters and i not in MODES for i in inputs):
             return {p: "scatter" if p in inputs else "broadcast" for p in self.parameters}
         wrong = [i for i in inputs if isinstance(i, str) and i not in MODES]

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -11,6 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import LawError
 from .._base.pytree import PyTree
 from .._data.process_rows import ProcessLocalRows
+from .._reductions.reduction import REDUCTIONS
 from .._reductions.wire import largest_error, may_be_nan
 from .._runtime.dispatch import LOCK, settle
 from .._runtime.executable import replica_to_host
@@ -107,18 +110,17 @@ def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
         found = list(_differing_outputs(runner, mapping, one, many, tolerance))
         if function.then is not None:
             one, many = runner.run(serial, function), runner.run(parallel, function)
-            treedef = one.plan.result.treedef
-            paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
-            for (path, _), a, b in zip(paths, one.leaves, many.leaves, strict=True):
-                if not tolerance.admits(a, b):
-                    found.append(f"result{keystr(path)} of then: {difference(a, b)}.")
-        if function.then is not None or not found:
+            after = list(_differing_results(runner, one, many, tolerance))
+            if after and not found:
+                after = list(_differing_results(runner, *_of_the_same_outputs(runner, one), tolerance))
+            found += after
+        elif not found:
             found += _differing_updates(one, many, tolerance, serial.group, parallel.group)
     if found:
         lines = "\n  ".join(dict.fromkeys(found))
         raise LawError(
             f"{function.name}: on {parallel.group.size} replicas the answer is not the serial one.\n  {lines}\n"
-            f"  Name ops with outputs= or reduce=, and update shared variables in then."
+            f"  {function.advice}"
         )
 
 
@@ -181,6 +183,42 @@ def _differing_outputs(
         fits += "" if cause is None else f". Likely cause: {cause}"
         op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
         yield f"output{leaf.path} combined by {op}: {difference(a, b)}; {fits}."
+
+
+def _differing_results(runner: Runner, one: Outcome, many: Outcome, tolerance: Tolerance) -> Iterator[str]:
+    """What differs of a function with then: what that returns, and updates."""
+    treedef = one.plan.result.treedef
+    paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
+    for (path, _), a, b in zip(paths, one.leaves, many.leaves, strict=True):
+        if not tolerance.admits(a, b):
+            yield f"result{keystr(path)} of then: {difference(a, b)}."
+    yield from _differing_updates(one, many, tolerance, runner.serial.group, runner.parallel.group)
+
+
+def _of_the_same_outputs(runner: Runner, before: Outcome) -> tuple[Outcome, Outcome]:
+    """Both ways again, then on one device after the very outputs of the replicas: of what differed by rounding alone, as
+    gradients that should be 0 do, some optimizers make whole steps. The outcomes are of the plan that was before."""
+    function, then = runner.function, runner.function.then
+    assert then is not None
+
+    def beside(*outputs: Any, **others: Any) -> tuple[Any, Any]:
+        outputs = jax.lax.optimization_barrier(outputs)
+        return outputs, then(*outputs, **others)
+
+    again = replace(runner, function=replace(function, then=beside), plans=PlanCache())
+    many = again.run(again.parallel, again.function)
+    outputs, _ = many.plan.result.tree([jnp.asarray(np.asarray(leaf)) for leaf in many.leaves])
+
+    def given(*args: Any, **kwargs: Any) -> Any:
+        function.fn(*args, **kwargs)  # for what it updates
+        return outputs
+
+    same = replace(again.function, fn=given, ops=REDUCTIONS["first"])
+    again = replace(again, function=same, plans=PlanCache())
+    count = len(jax.tree.leaves(outputs))
+    one = again.run(again.serial, same)
+    one, many = [each._replace(leaves=each.leaves[count:], plan=before.plan) for each in (one, many)]
+    return one, many
 
 
 def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolerance) -> str | None:

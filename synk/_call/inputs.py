@@ -58,6 +58,8 @@ def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, i
         if isinstance(leaf, jax.Array):
             if not isinstance(leaf.dtype, np.dtype):
                 keys[i], values[i] = key_of(leaf), as_data(leaf)
+                if leaf.ndim == 0 and i in spec.scattered:
+                    raise _no_rows(name, spec.names[i])
         elif (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and is_number(leaf.dtype):
             pass
         elif isinstance(leaf, Data):
@@ -250,10 +252,7 @@ def common_rows(
         if isinstance(leaf, Data):
             source_of(leaf)  # SynkError where it was freed
         if isinstance(leaf, SCALARS) or leaf.ndim == 0:
-            raise ValueError(
-                f'{name}: argument {names[i]} is a scalar and has no rows to scatter. Pass it as "broadcast": '
-                f'inputs={{"{names[i].split("[")[0].split(".")[0]}": "broadcast"}}.'
-            )
+            raise _no_rows(name, names[i])
         count = leaf.shape[0]
         if rows is None:
             rows = count
@@ -265,6 +264,14 @@ def common_rows(
     if rows == 0 and not may_be_empty:
         raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows; a call needs at least one.")
     return rows
+
+
+def _no_rows(name: str, argument: str) -> ValueError:
+    parameter = argument.split("[")[0].split(".")[0]
+    return ValueError(
+        f'{name}: argument {argument} is a scalar and has no rows to scatter. Pass it as "broadcast": '
+        f'inputs={{"{parameter}": "broadcast"}}.'
+    )
 
 
 def values_given(given: Arguments, rows: RowInputs) -> list[Any]:

@@ -5,7 +5,7 @@ from copy import deepcopy
 from functools import partial
 from itertools import count
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 
@@ -37,6 +37,9 @@ class Each:
 
     def __hash__(self) -> int:
         raise TypeError("values of batches have no hash")  # so they are no static argument, which all would share
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("synk.each gives a value to each batch of iterate or over; give a call one value.")
 
 
 @public_api

@@ -77,6 +77,7 @@ class FunctionSpec:
     per_part: PerPart = ""  # of which outputs the parts are kept as they come, for `f.check`
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`
     gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array
+    advice: str = "Name ops with outputs= or reduce=, and update shared variables in then."  # where it breaks the law
 
     def gathering(self) -> "FunctionSpec":
         """The same for where rows cannot stay on replicas: under a trace, in the serial run, and to compare."""

@@ -182,7 +182,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
         if reduction is MERGE:
             raise TypeError(
                 f'{rules.name}: output{path} is combined by "merge", so it must be a synk.Monoid, as synk.stats makes '
-                f"them; this one is a {type(value).__name__}."
+                f"them; this one is {_kind(value)}."
             )
         if not isinstance(value, Weighted):
             items.append(len(leaves))
@@ -232,6 +232,11 @@ def _pick(tree: PyTree, subset: Sequence[Any], name: str) -> tuple[Any, ...]:
 def is_whole(value: Any) -> bool:
     """Is it one of synk's own, which has its own way to combine?"""
     return isinstance(value, Weighted | Monoid)
+
+
+def _kind(value: Any) -> str:
+    """What a user would call it: a tracer is an array."""
+    return "an array" if isinstance(value, jax.Array) else f"a {type(value).__name__}"
 
 
 def _whole(value: Any) -> Any:

@@ -32,6 +32,7 @@ class Variable(Protocol):
     _spec: ValueSpec
     _group: Group | None  # None: its leaves have not been placed yet
     _state: VariableState
+    _cure: str
     # States whose program has died, by id: the state itself, so that its id stays its own, and what came before.
     _superseded: dict[int, tuple[VariableState, VariableState]]
 
@@ -97,10 +98,8 @@ def map_value(variable: Variable, fn: Callable[[PyTree], PyTree]) -> PyTree:
 
 def abstract_value(variable: Variable) -> PyTree:
     """The tree of a variable, with shapes for arrays and typed keys."""
-    spec = variable._spec
-    return jax.eval_shape(
-        lambda *leaves: spec.treedef.unflatten(map(as_keys, leaves, spec.keys)), *logical_shapes(variable)
-    )
+    spec, shapes = variable._spec, logical_shapes(variable)
+    return jax.eval_shape(lambda *leaves: spec.treedef.unflatten(map(as_keys, leaves, spec.keys)), *shapes)
 
 
 def rows_held(variable: Variable, group: Group, what: str) -> Data:
@@ -211,10 +210,10 @@ def divergence(variable: Variable) -> str:
             f"{name}: its replicas hold different rows, {list(state.rows_per_replica)} of them. Read them all with "
             f"synk.gather({name}, nd_up=0), one replica's with {name}.get_value(rank)."
         )
+    cure = variable._cure or f"Update it in then, from combined outputs; or combine it with synk.all_reduce({name})"
     return (
-        f"{name}: its replicas hold different values, since {state.diverged_by} updated it on each from its own "
-        f"rows. Update it in then, from combined outputs; or combine it with synk.all_reduce({name}); "
-        f"{name}.get_value(rank) reads one replica's."
+        f"{name}: its replicas hold different values, since {state.diverged_by} updated it on each from its own rows. "
+        f"{cure}; {name}.get_value(rank) reads one replica's."
     )
 
 

@@ -245,7 +245,7 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
         if is_of_others(there, variable) and not variable._is_own:
             raise ValueError(
                 f"{where}: {name} differed on {there['replicas']} replicas, but there are {size} now. "
-                f"Load into as many, or make it equal before it is saved."
+                f"Load into as many, or make it equal before it is saved (local steps: with finish())."
             )
 
 

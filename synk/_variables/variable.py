@@ -50,6 +50,7 @@ class Shared:
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
         # Whether each replica has its own by design: no replicas are compared, and others load the average of all.
         self._is_own = False
+        self._cure = ""  # what makes replicas equal again that differ; "" where that is the user's to say
         self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
 
     def __reduce__(self) -> NoReturn:

@@ -49,6 +49,9 @@ class LossAndGrad(NamedTuple):
     aux: PyTree
 
 
+_ADVICE = "A loss is that of its rows: return the mean over them, or synk.Weighted(mean, weight)."
+
+
 class TrainingModel:
     """A loss, the variables that it trains, and the step that they take."""
 
@@ -152,6 +155,7 @@ class TrainingModel:
         wire = None if self.wire is None else {**dict.fromkeys(ops), "loss": (None, self.wire)}
         options: dict[str, Any] = {"donate": self.donate, "nan": self.nan, "wire": wire, "blocks": self.blocks}
         made = function(fn, self.inputs, ops, then=then, name=self.name, **options)
+        made._spec = replace(made._spec, advice=_ADVICE)
         if self._low_rank is not None or self._sharded is not None:
             sums = False if not self.adds_up else {**dict.fromkeys(ops, False), "loss": (False, True)}
             own = [] if self._low_rank is None else [self._low_rank.feedback]

@@ -153,8 +153,8 @@ def step(
       optimizer: one of optax's; it sees the combined gradient, and the loss as `value` if it takes that.
       state: what the model keeps beside its parameters, such as BatchNorm's running averages: a pytree, or a shared
         variable. Floats are averaged weighted by rows, without those of parts of weight 0. PRNG keys, typed or raw
-        (unsigned integers), advance alike on every replica: those of the first part that has rows are kept. Of other
-        integers the largest is kept.
+        (unsigned integers), advance alike on every replica, so that all parts draw the same (`synk.part_key` makes
+        them each part's own): those of the first part that has rows are kept. Of other integers the largest is kept.
       inputs: how the parameters of `loss` after those are dealt out, as for `synk.function`; scattered if left out.
       aux: the op, or tree of ops, by which aux outputs combine; None where the loss has none.
       clip: the largest global norm of the combined gradient; a larger one is scaled down to it before the update.

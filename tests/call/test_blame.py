@@ -487,6 +487,19 @@ def test_the_line_under_debug_nans(two):
     assert found == f.blame(x) and found.row == 5 and found.line
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, jax.remat])
+def test_the_line_in_a_function_inside(two, wrap):
+    """Where the number is made, and not where the function around it is called."""
+
+    def inner(x):
+        return jnp.log(x).sum()  # this one
+
+    x = np.ones(9, np.float32)
+    x[5] = -1
+    assert "jnp.log(x).sum()  # this one" in str(synk.function(lambda x: wrap(inner)(x)).blame(x).line)
+
+
 def test_wrong_nan():
     """Refused when the function is built."""
     with pytest.raises(ValueError, match='use "raise", or None'):

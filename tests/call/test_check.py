@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import synk
+import synk.train
 
 from ..helpers import assert_close, group_of, numbers
 
@@ -239,3 +241,40 @@ def test_calls_after_serial_see_the_state_of_now():
             2,
             3,
         ]  # then reads what the call found
+
+
+@pytest.mark.smoke
+def test_optimizers_that_make_steps_of_rounding(four):
+    """A gradient that should be 0 is a whole step of Adam's, up or down by how rows are cut: that breaks no law. Typed
+    keys go through then, fresh and warm; what breaks it is still found."""
+    y = np.tile(np.array([0, 1], np.float32), 17)
+    b, key = synk.shared(np.float32(0), name="b"), synk.shared(jax.random.key(0), name="key")
+
+    def made(is_wrong):
+        @synk.function(inputs=["y"], outputs=("mean", "first"))
+        def step(y, noise):
+            return jax.grad(lambda b: optax.sigmoid_binary_cross_entropy(b + 0 * y, y).mean())(b.value), noise
+
+        @step.then
+        def step(gradient, noise):
+            move = 0.05 * gradient / (jnp.abs(gradient) + 1e-12)  # the first step of Adam's
+            b.value = b.value - move + (0.3 * synk.rank() if is_wrong else 0)
+            key.value = jax.random.fold_in(key.value, jax.random.bits(noise))
+            return move
+
+        return step
+
+    step = made(False)
+    for batch in (None, 20, slice(3, 33)):
+        step.check(y, jax.random.key(1), batch=batch)
+    step(y, jax.random.key(1))
+    b.value = np.float32(0)
+    step.check(y, jax.random.key(2))
+    assert b.value == 0
+    assert "b updated on replica 1: it is" in fails(made(True), y, jax.random.key(3))
+
+
+def test_steps_are_told_of_their_loss(four):
+    """They have no ops to name, and no then."""
+    step = synk.train.step(lambda w, x: jnp.sum((w - x) ** 2), np.float32(0), optax.sgd(0.1))
+    assert "return the mean over them, or synk.Weighted" in fails(step, X)

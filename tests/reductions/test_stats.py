@@ -303,7 +303,7 @@ REFUSED = [
     (lambda x: stats.bincount(x, 5), TypeError, "it counts integers, but this array has dtype float32"),
     (lambda x: stats.cov(x[:, 0]), ValueError, "give rows of columns"),
     (lambda x: stats.quantile(x, 1.5), ValueError, "give numbers from 0 to 1"),
-    (lambda x: stats.var(x.sum()), ValueError, "a scalar has no rows"),
+    (lambda x: stats.std(x.sum()), ValueError, "stats.std: a scalar has no rows"),
     (lambda x: stats.confusion(x[:, 0].astype(int), jnp.zeros(99, int), 3), ValueError, "labels have shape"),
 ]  # fmt: skip
 

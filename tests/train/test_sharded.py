@@ -217,6 +217,19 @@ def test_optimizers_that_do_not(four, optimizer):
     assert_like(sharded, plain, atol=1e-5)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit])
+def test_an_optimizer_that_calls_functions(devices, wrap):
+    """It treats each number alone if what it calls does."""
+    scaled = wrap(lambda grads: jax.tree.map(lambda g: -0.1 * jnp.tanh(g), grads))
+    optimizer = optax.GradientTransformation(
+        lambda params: (), lambda grads, state, params=None: (scaled(grads), state)
+    )
+    plain, sharded = [synk.train.step(mean_loss, START, optimizer, shard_optimizer=s) for s in (False, True)]
+    plain(X, Y), sharded(X, Y)
+    assert_like(sharded, plain)
+
+
 @pytest.mark.parametrize("group", [slow(GROUPS[0]), *GROUPS[1:]])
 def test_the_variable(group):
     """Read and assigned as a whole; no replica has a value of its own."""

@@ -439,7 +439,7 @@ def test_optimizer_state_may_stay_each_replicas_own(devices):
     assert_close(step.params.value, want[0][0])
     for rank in range(4):
         assert_close(step.opt_state.get_value(rank), want[rank][1])
-    with pytest.raises(synk.DivergedError, match="opt_state"):
+    with pytest.raises(synk.DivergedError, match=r"opt_state.*, unless optimizer_state=True"):
         step.opt_state.value
 
 
@@ -460,7 +460,7 @@ def test_before_the_average_replicas_differ(devices):
     with pytest.raises(KeyError), step:
         step(*rows_of(7))
         raise KeyError
-    with pytest.raises(synk.DivergedError, match="params: its replicas hold different values, since mean_loss"):
+    with pytest.raises(synk.DivergedError, match=r"params: its .* since mean_loss .* finish\(\)"):
         step.params.value
     step.finish()
     before = step.params.value
@@ -712,7 +712,7 @@ WRONG = {
     "state's tree": (
         stepping(lambda p, s, x, y: (x.mean(), {"a": s}), state=1.0, name="f"), ValueError, "new value of state",
     ),
-    "every 0": (local(every=0), ValueError, "every is 0; average after so many steps, >= 1"),
+    "every 0": (local(every=0), ValueError, "every is 0; give an integer >= 1, or a function"),
     "every none": (local(every=lambda steps: 0), ValueError, r"mean_loss: every\(0\): every is 0"),
     "no decay": (stepping(mean_loss, ema=1.0), ValueError, r"ema is 1\.0; give its decay, at least 0 and below 1"),
     "a decay": (stepping(mean_loss, ema="0.9"), TypeError, "ema is '0.9'; give its decay, a number such as 0.999"),

@@ -224,7 +224,7 @@ def test_keep(tmp_path):
     (tmp_path / "step-of-mine").mkdir()
     for step in range(6):
         w.value = np.full(2, step, np.int32)
-        synk.save(tmp_path, {"w": w}, step=step, keep=None if step < 4 else 2)
+        synk.save(tmp_path, {"w": w}, step=step, keep=None if step < 4 else np.int64(2))
         if step == 3:
             assert len(list(tmp_path.glob("step-0*"))) == 4
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000005", "step-of-mine"]
