@@ -196,7 +196,7 @@ def _differing_results(runner: Runner, one: Outcome, many: Outcome, tolerance: T
 
 
 def _of_the_same_outputs(runner: Runner, before: Outcome) -> tuple[Outcome, Outcome]:
-    """Both ways again, then on one device after the very outputs of the replicas: of what differed by rounding alone, as
+    """Both ways again, then on one device after the very outputs of the replicas: of what rounding alone makes, as
     gradients that should be 0 do, some optimizers make whole steps. The outcomes are of the plan that was before."""
     function, then = runner.function, runner.function.then
     assert then is not None

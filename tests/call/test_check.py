@@ -258,7 +258,7 @@ def test_optimizers_that_make_steps_of_rounding(four):
         @step.then
         def step(gradient, noise):
             move = 0.05 * gradient / (jnp.abs(gradient) + 1e-12)  # the first step of Adam's
-            b.value = b.value - move + (0.3 * synk.rank() if is_wrong else 0)
+            b.value = b.value - move + (0.3 * synk.rank().astype(np.float32) if is_wrong else 0)
             key.value = jax.random.fold_in(key.value, jax.random.bits(noise))
             return move
 
