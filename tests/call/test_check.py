@@ -247,13 +247,14 @@ def test_calls_after_serial_see_the_state_of_now():
 def test_optimizers_that_make_steps_of_rounding(four):
     """A gradient that should be 0 is a whole step of Adam's, up or down by how rows are cut: that breaks no law. Typed
     keys go through then, fresh and warm; what breaks it is still found."""
-    y = np.tile(np.array([0, 1], np.float32), 17)
+    half = np.random.default_rng(0).normal(size=17).astype(np.float32)
+    x = np.random.default_rng(1).permutation([*half, *-half])  # their mean is 0, but for rounding
     b, key = synk.shared(np.float32(0), name="b"), synk.shared(jax.random.key(0), name="key")
 
     def made(is_wrong):
-        @synk.function(inputs=["y"], outputs=("mean", "first"))
-        def step(y, noise):
-            return jax.grad(lambda b: optax.sigmoid_binary_cross_entropy(b + 0 * y, y).mean())(b.value), noise
+        @synk.function(inputs=["x"], outputs=("mean", "first"))
+        def step(x, noise):
+            return jax.grad(lambda b: (b * x).mean())(b.value), noise
 
         @step.then
         def step(gradient, noise):
@@ -265,13 +266,13 @@ def test_optimizers_that_make_steps_of_rounding(four):
         return step
 
     step = made(False)
-    for batch in (None, 20, slice(3, 33)):
-        step.check(y, jax.random.key(1), batch=batch)
-    step(y, jax.random.key(1))
+    for batch in (None, 20):
+        step.check(x, jax.random.key(1), batch=batch)
+    step(x, jax.random.key(1))
     b.value = np.float32(0)
-    step.check(y, jax.random.key(2))
+    step.check(x, jax.random.key(2))
     assert b.value == 0
-    assert "b updated on replica 1: it is" in fails(made(True), y, jax.random.key(3))
+    assert "b updated on replica 1: it is" in fails(made(True), x, jax.random.key(3))
 
 
 def test_steps_are_told_of_their_loss(four):
