@@ -173,6 +173,8 @@ ERRORS = {
     "unknown engine": (lambda: synk.function(loss, engine="xmap"), ValueError, "loss: engine='xmap'; use 'shard_map' or"),
     "inputs of nothing": (lambda: synk.function(loss, []), ValueError, r'loss: inputs=\[\] names none .*"x": "broadcast"'),
     "a scattered key": (lambda: mean()(jax.random.key(0)), ValueError, 'x is a scalar and has no rows .*"x": "broadcast"'),
+    "scan of local rows": (lambda: synk.scan(jnp.add, synk.local(X)), TypeError, "synk.local rows are for the arguments of synk functions"),
+    "prefetch of local rows": (lambda: next(synk.prefetch([synk.local(X)])), TypeError, "synk.local rows are for the arguments of synk functions"),
     "each in a call": (lambda: mean()(synk.each([X])), TypeError, "synk.each gives a value to each batch of iterate or over"),
     "inputs is one string": (lambda: synk.function(loss, "x"), TypeError, "loss: inputs='x' is one string"),
     "inputs names nothing": (lambda: synk.function(loss, ["y"]), ValueError, "inputs holds 'y', .* parameters are x"),

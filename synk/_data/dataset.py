@@ -89,6 +89,7 @@ class Data:
 
     @public_api
     def __getitem__(self, index: Any) -> Any:
+        in_turn()
         source = source_of(self)
         host = source if isinstance(source, Reader) else np.asarray(source)
         rows = (host if self._length == len(host) else host[0 : self._length])[index]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
@@ -85,6 +86,8 @@ class _Worker:
         self._waiting.put(None)
         item, error = self._ready.get()
         try:
+            if isinstance(error, SystemExit):
+                sys.exit(error.code)  # by the main thread, if that is the loop's: with this code the program ends
             if error is not None:
                 raise error
         finally:

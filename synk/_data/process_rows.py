@@ -1,7 +1,7 @@
 """Process rows: rows that one process alone holds."""
 
 import zlib
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -26,6 +26,12 @@ class ProcessLocalRows:
     def __init__(self, source: HostSource) -> None:
         self.source = source
         self.shape, self.ndim, self.dtype = source.shape, source.ndim, source.dtype
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "synk.local rows are for the arguments of synk functions: a call, iterate, stream or over. All else takes "
+            "rows that every process has, or a result that stays on the replicas (the op scatter)."
+        )
 
 
 @public_api

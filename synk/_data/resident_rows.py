@@ -6,6 +6,8 @@ import jax
 import numpy as np
 
 from .._base.partition import RowRange, split_rows
+from .._base.turns import in_turn
+from .._runtime.dispatch import LOCK
 from .._runtime.executable import replica_to_host, run_collective
 from .._runtime.group import Group
 from .._runtime.layout import put, shards
@@ -25,15 +27,22 @@ class ReplicaRows:
         self._host: np.ndarray | None = None
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        if self._at is not None:
-            group, stacked = self._at
-            group._peers.agree(f"a read of rows on the replicas, {self.dtype}{list(self.shape)}", "")
-            parts = enumerate(split_rows(self.shape[0], group.size))
-            self._host = np.concatenate([replica_to_host(group, stacked, "stacked", r, part.rows) for r, part in parts])
-            self._host.flags.writeable = False
-            self._at = None  # the data may have moved from the devices
+        if self._host is None:
+            in_turn()
+            with LOCK:
+                self._bring()
         assert self._host is not None
         return self._host[index]
+
+    def _bring(self) -> None:
+        if self._at is None:
+            return
+        group, stacked = self._at
+        group._peers.agree(f"a read of rows on the replicas, {self.dtype}{list(self.shape)}", "")
+        parts = enumerate(split_rows(self.shape[0], group.size))
+        self._host = np.concatenate([replica_to_host(group, stacked, "stacked", r, part.rows) for r, part in parts])
+        self._host.flags.writeable = False
+        self._at = None  # the data may have moved from the devices
 
 
 def replicate_rows(

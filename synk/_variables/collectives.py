@@ -239,7 +239,8 @@ def get_lengths(variables: Variables) -> Any:
       ...     synk.get_lengths(synk.shared(np.zeros((3, 4))))
       [3, 3]
     """
-    return _like(variables, [_lengths(variable) for variable in each_of(variables, "get_lengths")])
+    with eager():
+        return _like(variables, [_lengths(variable) for variable in each_of(variables, "get_lengths")])
 
 
 def _lengths(variable: Shared) -> list[Any]:
@@ -259,7 +260,8 @@ def get_shapes(variables: Variables) -> Any:
       ...     synk.get_shapes(synk.shared(np.zeros((3, 4))))
       [(3, 4), (3, 4)]
     """
-    return _like(variables, [_shapes(variable) for variable in each_of(variables, "get_shapes")])
+    with eager():
+        return _like(variables, [_shapes(variable) for variable in each_of(variables, "get_shapes")])
 
 
 def _shapes(variable: Shared) -> list[Any]:

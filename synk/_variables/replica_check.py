@@ -36,12 +36,12 @@ def check_replicas(*variables: Shared) -> None:
       ...     synk.check_replicas(synk.shared(np.zeros(3)), synk.shared(np.ones(2)))
     """
     each = [variable for variable in each_of(list(variables), "check_replicas") if not variable._is_own]
-    for variable in each:
-        if variable._state.rows_per_replica is not None:
-            raise DivergedError(divergence(variable))
     if not each:
         return
     with eager():
+        for variable in each:
+            if variable._state.rows_per_replica is not None:
+                raise DivergedError(divergence(variable))
         group = group_of(each[0])
         states = [bind(variable, group) for variable in each]
         body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpacker, v._spec.is_cut) for v in each))

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
+from .._base.turns import in_turn
 from .._call import decorator
 from .._call.decorator import Inputs
 from .._call.function import Function
@@ -71,6 +72,7 @@ class LocalSteps:
     @property
     def steps(self) -> int:
         """How many steps were taken so far, those before a checkpoint that was loaded included."""
+        in_turn()
         self._recount()
         return self._steps
 
@@ -120,6 +122,7 @@ class LocalSteps:
     @public_api
     def finish(self) -> None:
         """Average what was trained since the last average; do nothing where that is nothing."""
+        in_turn()
         settle()
         self._recount()
         if self._steps > self._averaged:

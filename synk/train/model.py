@@ -91,9 +91,9 @@ class TrainingModel:
             clip = float(clip)
             if not clip > 0:
                 raise ValueError(wanted)
-        if blocks is not None and (shard_optimizer or isinstance(wire, PowerSGD)):
-            option = f"wire={wire!r}" if isinstance(wire, PowerSGD) else "shard_optimizer=True"
-            raise ValueError(f"{call}: {option} adds up each replica's sums, so it does not go with blocks={blocks}.")
+        if blocks is not None and (shard_optimizer or wire is not None):
+            option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
+            raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
         self.loss, self.donate, self.inputs = loss, donate, inputs
         self.nan: Literal["raise"] | None = nan

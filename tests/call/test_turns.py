@@ -10,9 +10,11 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import synk
+import synk.train
 
 pytestmark = pytest.mark.smoke
 PLACES = ["host", "scatter", "broadcast"]
@@ -219,3 +221,107 @@ def test_one_loop_of_several_threads():
             for thread in threads:
                 thread.join(60)
             assert sorted(got) == [0, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_loader_that_reads_what_the_loop_writes(group):
+    """A replay buffer, and how many rows a variable holds."""
+    data, held = synk.data(np.zeros(4, np.float32), name="data"), synk.shared(np.zeros(2, np.float32))
+
+    def batches():
+        for _ in range(5):
+            yield np.concatenate([data[:2], np.asarray(data)[2:], [len(synk.get_lengths(held))]]).astype(np.float32)
+
+    def lengths():
+        for _ in range(5):
+            yield np.array(synk.get_lengths(held), np.float32)
+            yield np.array(synk.get_shapes(held), np.float32)
+
+    def seen(source, size, then):
+        found = []
+        for value in total.stream(source, prefetch=size):
+            time.sleep(0.005)
+            found.append(float(value))
+            then(len(found))
+        return found
+
+    for size in (0, 3):
+        data[:] = 0
+        wrote = seen(batches(), size, lambda number: data.__setitem__(slice(None), number))
+        assert wrote == [group.size + 4 * number for number in range(5)]
+        synk.scatter(held, np.zeros(group.size, np.float32))
+        scattered = seen(lengths(), size, lambda n: synk.scatter(held, np.zeros(group.size * (n + 1), np.float32)))
+        assert scattered == [group.size * number for number in range(1, 11)]
+
+
+def test_a_loader_that_enters_another_group(group):
+    """The loop's own calls stay in its own."""
+    with synk.simulate(5) as other:
+        pass
+    state = synk.shared(np.float32(0), name="state")
+
+    @synk.function
+    def count(x):
+        return jnp.sum(x) + state.value
+
+    @count.then
+    def count(value):
+        state.value = state.value + 1
+        return value + synk.size()
+
+    def loader():
+        for number in range(5):
+            with other:
+                size = float(synk.function(lambda x: jnp.sum(x))(np.ones(synk.size(), np.float32)))
+            time.sleep(0.002)
+            yield np.full(2, number + size, np.float32)
+
+    def counted(size):
+        state.value = np.float32(0)
+        return slowly(count.stream)(loader(), prefetch=size)
+
+    assert counted(3) == counted(0)
+    assert synk.size() == group.size
+
+
+def test_a_loader_that_asks_local_steps(four):
+    """How many there were, and for an average."""
+    x = np.arange(48, dtype=np.float32).reshape(24, 2) / 48
+
+    def trained(size):
+        steps = synk.train.local_steps(
+            lambda p, x, rate: rate * jnp.mean((x @ p - 1) ** 2), np.zeros(2, np.float32), optax.sgd(0.5), every=3,
+            inputs=["x"],
+        )  # fmt: skip
+        seen = []
+
+        def loader():
+            for number in range(9):
+                seen.append(steps.steps)
+                if number == 4:
+                    steps.finish()
+                yield x, np.float32(1 / (1 + steps.steps))
+
+        losses = slowly(steps.stream)(loader(), prefetch=size)
+        return seen, losses, np.asarray(steps.params.value).tolist()
+
+    assert trained(0)[0] == list(range(9))
+    assert trained(3) == trained(0)
+
+
+def test_a_loader_that_ends_the_program(four):
+    """By sys.exit, which the main thread's own hook hears of."""
+    codes = []
+
+    def noted(status=None, exit_=sys.exit):
+        codes.append((status, threading.current_thread() is threading.main_thread()))
+        exit_(status)
+
+    def loader():
+        yield np.ones(3, np.float32)
+        raise SystemExit(3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "exit", noted)
+        with pytest.raises(SystemExit) as caught:
+            list(total.stream(loader()))
+    assert caught.value.code == 3 and codes == [(3, True)]

@@ -252,6 +252,8 @@ def test_bad_ranks():
         synk.function(lambda x: x.sum(), wire=synk.train.PowerSGD())
     with pytest.raises(ValueError, match=r"PowerSGD.*blocks=4"):
         made(blocks=4)
+    with pytest.raises(ValueError, match=r"wire='int8' works on each replica's sums.*blocks=4"):
+        synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), wire="int8", blocks=4)
 
 
 @pytest.mark.parametrize("value", [np.inf, np.nan])
