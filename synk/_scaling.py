@@ -70,7 +70,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("scaling.html"))
     for name, kind in (("--only", int), ("--of", int), ("--json", Path)):  # of the process of one number
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 < options.per_row < float("inf"):
+        parser.error(f"--per-row is {options.per_row}; give a number > 0.")
+    if not options.out.parent.is_dir():
+        parser.error(f"--out is {options.out}, but there is no folder {options.out.parent}.")
+    return options
 
 
 def _target(text: str) -> tuple[Path, str]:

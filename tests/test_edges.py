@@ -1,8 +1,10 @@
 """Cases at the edges of JAX and NumPy that have gone wrong once."""
 
+import dataclasses
 import functools
 import json
 import warnings
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +165,8 @@ def test_serial_asks_only_for_what_it_reads(four):
 
 
 @pytest.mark.slow  # it waits three times
-def test_a_callback_that_waits_for_its_own_call_is_told():
+@pytest.mark.parametrize("read", [lambda v: v.get_value(0, borrow=True), lambda v: v.get_value(0), lambda v: v.value])
+def test_a_callback_that_waits_for_its_own_call_is_told(read):
     """A host callback that asks for a variable gets its value or an error, never a deadlock.
 
     Nothing is combined here: where one device fails, XLA's CPU collectives end the process that waits on the others.
@@ -173,7 +176,7 @@ def test_a_callback_that_waits_for_its_own_call_is_told():
         _ = v.value
 
         def look(x):
-            return np.float32(v.get_value(0, borrow=True))
+            return np.float32(read(v))
 
         f = synk.function(lambda x: jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x.sum()), reduce=None)
         try:
@@ -397,3 +400,100 @@ def test_skeletons_meet_the_users_options_and_dtypes(four):
             total(jnp.asarray(X))
     with jax.set_mesh(synk.group().mesh):
         assert float(total(jnp.asarray(X))) == X.sum()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("read", [lambda v: v.value, lambda v: v.get_value(1), lambda v: v.get_value(1, borrow=True)])
+def test_a_callback_reads_what_is_there(read):
+    """By the thread of a device, which waits for it: no device is asked, and no program waited for."""
+    with synk.init(2):
+        callbacks_around(read)
+
+
+def callbacks_around(read):
+    v = synk.shared(np.float32(2), name="v")
+    watch = synk.function(
+        lambda x: jax.pure_callback(lambda s: np.float32(read(v) * s), jax.ShapeDtypeStruct((), np.float32), x.sum())
+    )
+    step = synk.function(jnp.sum, then=lambda s: setattr(v, "value", v.value + s))
+    x = np.ones(8, np.float32)
+    for seen in (2, 10):
+        assert v.value == seen
+        assert float(watch(x)) == seen * 8
+        step(x)
+    told = []
+
+    def write(s):
+        try:
+            v.value = np.float32(0)
+        except synk.SynkError as error:
+            told.append(str(error))
+        return s
+
+    jax.block_until_ready(
+        synk.function(lambda x: jax.pure_callback(write, jax.ShapeDtypeStruct((), np.float32), x.sum()))(x)
+    )
+    assert told and all("pass its value to the callback" in each for each in told)
+
+
+class Power(NamedTuple):
+    """A setting."""
+
+    of: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Another."""
+
+    of: float
+    notes: list = dataclasses.field(default_factory=list, compare=False)
+
+
+@pytest.mark.parametrize("kind", [Power, Frozen, lambda of: (of,), lambda of: Power(Frozen(of))])
+def test_static_values_that_are_equal(four, kind):
+    """2 and 2.0 are, in a named tuple or a dataclass too, and compile to other programs."""
+
+    def power(x, setting):
+        while not isinstance(setting, int | float):
+            setting = setting[0] if isinstance(setting, tuple) else setting.of
+        return jnp.sum(jnp.asarray(x, jnp.asarray(setting).dtype))
+
+    f, x = synk.function(power, inputs=["scatter", "static"]), np.arange(6, dtype=np.int32)
+    for of, dtype in ((2, np.int32), (2.0, np.float32), (2, np.int32)):
+        assert f(x, kind(of)).dtype == dtype
+    before = f.stats.compilations
+    f(x, kind(2.0))
+    assert f.stats.compilations == before
+
+
+@pytest.mark.parametrize("w", [[1.0, 2.0, 3.0, 4.0], {"w": np.arange(4.0, dtype=np.float32)}, np.ones(4, np.float32)])
+def test_defaults_are_dealt_out_as_arguments_are(four, w):
+    """Left out or given, it is the same call."""
+    f, x = synk.function(lambda x, w=w: sum(jnp.sum(leaf) for leaf in jax.tree.leaves((x, w)))), np.ones(4, np.float32)
+    assert f(x) == f(x, w) == f.serial(x)
+    f.check(x)
+    scaled = synk.function(
+        lambda x, w=w: jnp.sum(x) * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(w)), inputs={"w": "broadcast"}
+    )
+    if not isinstance(w, list):
+        assert scaled(x) == scaled(x, w)
+
+
+def test_many_more_slices_than_rows(four):
+    """Each has a row; the others are none."""
+    f = synk.function(jnp.sum)
+    for slices in (10**6, 10**12):
+        assert f(np.arange(5.0, dtype=np.float32), num_slices=slices) == 10
+
+
+def test_what_differs_is_shown_where_it_does(four):
+    """And not where numbers are large."""
+    f = synk.function(
+        lambda x: (
+            jnp.array([4000001.0, 0.1], np.float32) + (jnp.array([1.0, 0.1], np.float32) if synk.size() > 1 else 0)
+        ),
+        reduce="max",
+    )
+    with pytest.raises(synk.LawError, match=r"it is 0\.2, serially 0\.1"):
+        f.check(np.ones(4, np.float32))

@@ -175,6 +175,11 @@ ERRORS = {
     "a scattered key": (lambda: mean()(jax.random.key(0)), ValueError, 'x is a scalar and has no rows .*"x": "broadcast"'),
     "scan of local rows": (lambda: synk.scan(jnp.add, synk.local(X)), TypeError, "synk.local rows are for the arguments of synk functions"),
     "prefetch of local rows": (lambda: next(synk.prefetch([synk.local(X)])), TypeError, "synk.local rows are for the arguments of synk functions"),
+    "a scalar in a tree": (lambda: mean()({"a": X, "s": 1.0}), ValueError, r"argument x\['s'\] is a scalar .* a parameter of its own, or give x a tree of modes"),
+    "a variable set under jit": (lambda: jax.jit(lambda x: synk.shared(X, "w").set_value(X) or x)(X), synk.SynkError, "set_value: .* w is used inside jit"),
+    "a variable is no number": (lambda: synk.shared(X, "w") == 3, TypeError, "its value is w.value"),
+    "a variable is other than one": (lambda: np.float32(1) != synk.shared(X, "w"), TypeError, "its value is w.value"),
+    "a variable as a condition": (lambda: 1 if synk.shared(X, "w") else 2, TypeError, "its value is w.value"),
     "each in a call": (lambda: mean()(synk.each([X])), TypeError, "synk.each gives a value to each batch of iterate or over"),
     "inputs is one string": (lambda: synk.function(loss, "x"), TypeError, "loss: inputs='x' is one string"),
     "inputs names nothing": (lambda: synk.function(loss, ["y"]), ValueError, "inputs holds 'y', .* parameters are x"),
@@ -413,7 +418,7 @@ ERRORS = {
         lambda: setattr(synk.shared(np.zeros(2), "w"), "value", np.zeros(3)), ValueError, r"w has shape \(3,\), .* \(2,\)",
     ),
     "a key for a number": (
-        lambda: setattr(synk.shared(np.zeros(2), "w"), "value", jax.random.key(0)), TypeError, "w is a typed PRNG key, but",
+        lambda: setattr(synk.shared(np.zeros(2), "w"), "value", jax.random.key(0)), TypeError, "w is a PRNG key of .*, but",
     ),
     "update outside": (
         lambda: synk.shared(np.zeros(2), "w").update(np.ones(2)), synk.SynkError, "w.update: .* inside a function",
@@ -422,7 +427,7 @@ ERRORS = {
     "no such rank to set": (lambda: synk.shared(1.0, "w").set_value(1.0, rank=-1), IndexError, "w: there is no rank -1"),
     "rank of a wrong kind": (lambda: synk.shared(1.0, "w").get_value("0"), TypeError, "w: rank is '0'"),
     "set_value inside": (set_value_inside, synk.SynkError, "step: set_value of w is for the serial program"),
-    "a traced value kept": (traced_into_shared, synk.SynkError, "new value of w is a traced one"),
+    "a traced value kept": (traced_into_shared, synk.SynkError, "assigning w.value: .* used inside jit"),
     "rows differ from those held": (
         rows_read_by(lambda w: synk.function(lambda x: (x * w.value).sum(), name="f")(X[:8])),
         ValueError, r"f: held holds \[3, 2, 2, 2\] rows .* gives them \[2, 2, 2, 2\]",

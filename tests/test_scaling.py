@@ -102,3 +102,13 @@ def test_wrong_numbers(folder, capsys, option, given):
     with pytest.raises(SystemExit):
         scaling([f"{folder / 'train.py'}:bench", option, given])
     assert f"argument {option}: " in (said := capsys.readouterr().err) and "is no number of at least 1" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "given"), [("--per-row", "-1"), ("--per-row", "nan"), ("--out", "nowhere/scaling.html")]
+)
+def test_options_that_would_lose_it(folder, capsys, option, given):
+    """They are named before anything is measured."""
+    with pytest.raises(SystemExit):
+        scaling([f"{folder / 'train.py'}:bench", option, given])
+    assert f"{option} is {given}" in capsys.readouterr().err

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import chain, repeat
 from typing import Any, NamedTuple
@@ -89,11 +89,12 @@ class ArgumentBinder:
         self.positions = [
             p for p, q in self.parameters.items() if q.kind in (q.POSITIONAL_ONLY, q.POSITIONAL_OR_KEYWORD)
         ]
-        # A default that is an array is dealt out like any other value; what a partial has bound is a constant.
+        # A default that has arrays is dealt out like any other value; what a partial has bound is a constant.
         self._arrays = {
             p: q.default
             for p, q in self.parameters.items()
-            if isinstance(q.default, np.ndarray | jax.Array)
+            if _is_dealt_out(q.default)
+            and p not in self.static_names
             and q.kind != q.POSITIONAL_ONLY
             and p not in (fn.keywords if isinstance(fn, functools.partial) else ())
         }
@@ -245,10 +246,22 @@ def _signature(fn: Callable[..., PyTree]) -> inspect.Signature:
     return inspect.signature(fn)
 
 
+def _is_dealt_out(default: Any) -> bool:
+    """Has a default arrays, or is it a list of numbers? Given, it would be dealt out."""
+    if type(default) is list and default and _is_numbers(default):
+        return True
+    return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(default))
+
+
 def _told_apart(value: Any) -> Any:
     """A key of a static value: 1, 1.0 and True are equal, as are 0.0 and -0.0, and compile to other programs."""
-    if type(value) in (tuple, frozenset):
-        return type(value), type(value)(map(_told_apart, value))
+    if isinstance(value, tuple | frozenset):
+        return type(value), value, (frozenset if isinstance(value, frozenset) else tuple)(map(_told_apart, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = tuple([_told_apart(getattr(value, field.name)) for field in fields(value) if field.compare])
+        with suppress(TypeError):  # of what has no hash its own goes without
+            hash(parts)
+            return type(value), value, parts
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
     if isinstance(value, float):

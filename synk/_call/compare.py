@@ -15,6 +15,11 @@ class Tolerance(NamedTuple):
     rtol: float | None
     atol: float | None
 
+    def of(self, dtype: Any) -> tuple[float, float]:
+        """Relative and absolute, of numbers of a dtype."""
+        rtol, atol = TOLERANCES[jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.inexact) else 64]
+        return rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
+
     def admits(self, one: Any, other: Any, dtype: Any = None) -> bool:
         """Are these equal, to rounding?"""
         one, other = np.asarray(one), np.asarray(other)
@@ -25,21 +30,20 @@ class Tolerance(NamedTuple):
             jnp.issubdtype(each, jnp.inexact) for each in (dtype, one.dtype, other.dtype)
         ):
             return np.array_equal(one, other)
-        rtol, atol = TOLERANCES[jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.inexact) else 64]
-        rtol = rtol if self.rtol is None else self.rtol
-        atol = atol if self.atol is None else self.atol
+        rtol, atol = self.of(dtype)
         wide = np.complex128 if np.iscomplexobj(one) or np.iscomplexobj(other) else np.float64
         return np.allclose(one.astype(wide), other.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
 
 
 def difference(one: Any, other: Any) -> str:
-    """Where a value is off the serial one most."""
+    """Where a value is off the serial one most, by what is tolerated of such a number."""
     one, other = np.asarray(one), np.asarray(other)
     if one.shape != other.shape:
         return f"its shape is {other.shape}, serially {one.shape}"
     wide = np.complex128 if np.iscomplexobj(one) else np.float64
     with np.errstate(all="ignore"):
-        off = np.abs(one.astype(wide) - other.astype(wide))
+        rtol, atol = Tolerance(None, None).of(one.dtype)
+        off = np.abs(one.astype(wide) - other.astype(wide)) / (atol + rtol * np.abs(one.astype(wide)))
     off = np.where(one == other, -1, np.nan_to_num(off, nan=np.inf))
     at = np.unravel_index(int(np.argmax(off)), off.shape)
     forms = (".6g", "") if one.dtype.kind in "iub" else (".6g", ".9g", ".17g")

@@ -24,9 +24,10 @@ def launches(lengths: tuple[int, ...], num_slices: int) -> list[PartRows]:
       >>> [parts.counts for parts in launches((3, 2), 2)]
       [(2, 1), (1, 1)]
     """
-    before, cuts = np.cumsum([0, *lengths]).tolist(), [split_rows(length, num_slices) for length in lengths]
+    slices = min(num_slices, max(lengths))  # further ones would have no row
+    before, cuts = np.cumsum([0, *lengths]).tolist(), [split_rows(length, slices) for length in lengths]
     found: list[PartRows] = []
-    for parts in [*zip(*cuts, strict=True)][: max(lengths)]:
+    for parts in zip(*cuts, strict=True):
         offsets, counts = zip(*parts, strict=True)
         starts = tuple(b + o for b, o in zip(before, offsets, strict=False))
         found.append(PartRows(max(counts), counts, starts, offsets))

@@ -1,5 +1,6 @@
 """Inputs: the arguments of a call, checked, and which rows of the scattered ones it takes."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from .._data.selection import (
 from .._data.sources import Source, as_source
 from .._data.transfer import gather_rows
 from .._runtime.group import Group
-from .._variables.access import rows_held
+from .._variables.combine import rows_held
 from .._variables.variable import Shared
 from .binding import BoundArguments
 from .row_input import Picks, RowCall, RowInput, row_input
@@ -267,11 +268,13 @@ def common_rows(
 
 
 def _no_rows(name: str, argument: str) -> ValueError:
-    parameter = argument.split("[")[0].split(".")[0]
-    return ValueError(
-        f'{name}: argument {argument} is a scalar and has no rows to scatter. Pass it as "broadcast": '
-        f'inputs={{"{parameter}": "broadcast"}}.'
+    said, parameter = (
+        f"{name}: argument {argument} is a scalar and has no rows to scatter.",
+        re.split(r"[.\[]", argument)[0],
     )
+    if parameter == argument:
+        return ValueError(f'{said} Pass it as "broadcast": inputs={{"{parameter}": "broadcast"}}.')
+    return ValueError(f'{said} Make it a parameter of its own, or give {parameter} a tree of modes, "broadcast" there.')
 
 
 def values_given(given: Arguments, rows: RowInputs) -> list[Any]:

@@ -21,7 +21,7 @@ from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import Group
 from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
-from .._variables.access import rows_held
+from .._variables.combine import rows_held
 from .._variables.variable import Shared
 from .compose import in_blocks, own_mesh, place_traced, run_inlined
 from .execute import run

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 OnFailure: TypeAlias = Callable[[Exception], None]
 
-# signal.signal also looks names up for what it takes and gives, by exceptions: ten of the microseconds of a call.
+# signal.signal also looks names up for what it takes and gives, by exceptions: some microseconds of each call.
 _set_handler: Callable[[int, Any], Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 
 LOCK = threading.RLock()

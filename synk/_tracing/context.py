@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -135,18 +135,27 @@ def stateless(name: str, advice: str) -> AbstractContextManager[None]:
     return tracing(TraceContext(name, 0, refuse))
 
 
+def in_callback() -> bool:
+    """Is this a callback of a running program, in a thread that Python has not started? It must wait for nothing that
+    waits for its program: not for the call, and for no device."""
+    return threading.current_thread().name.startswith("Dummy-")
+
+
+def refuse_callback() -> NoReturn:
+    """Of what it would have to wait for."""
+    raise SynkError(
+        "A host callback inside a running program asks for a shared variable while a call is under way. "
+        "Read the variable in the function, and pass its value to the callback."
+    )
+
+
 @contextmanager
-def eager() -> Generator[None]:
+def eager(is_read: bool = False) -> Generator[None]:
     """Hold the lock, and step out of any transformation around this line: what is read are values of now."""
-    # A callback of a running program, in a thread that Python has not started, must not wait for the call that waits
-    # for the program.
-    is_callback = threading.current_thread().name.startswith("Dummy-")
+    is_callback = in_callback()
     in_turn()
-    if not LOCK.acquire(timeout=_PATIENCE if is_callback else -1):
-        raise SynkError(
-            "A host callback inside a running program asks for a shared variable while a call is under way. "
-            "Read the variable in the function, and pass its value to the callback."
-        )
+    if (is_callback and not is_read) or not LOCK.acquire(timeout=_PATIENCE if is_callback else -1):
+        refuse_callback()
     try:
         if not is_callback:  # whose own program is under way
             settle()

@@ -11,14 +11,12 @@ import numpy as np
 
 from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, shown
 from .._base.jax_context import is_traced
-from .._base.partition import lengths_of
 from .._base.pytree import PyTree, as_keys
-from .._data.dataset import Data, data_of_replicas
 from .._runtime.dispatch import drain, uninterrupted
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout, set_replica, stack_parts
-from .._tracing.context import current_trace, eager
+from .._tracing.context import eager, in_callback, refuse_callback
 from .pieces import abstract_pieces, refuse_pieces, stored_pieces, whole_leaves, whole_on_host
 from .state import AbstractState, VariableState, refuse_narrow
 from .value import ValueSpec, as_owned_array, conform, shared_rows
@@ -47,6 +45,8 @@ def bind(variable: Variable, group: Group) -> VariableState:
     if variable._group is not group:
         group._refuse_if_absent(variable.name)
     if variable._group is None:
+        if in_callback():
+            refuse_callback()
         if is_made_of_shapes(variable):
             raise SynkError(
                 f"{variable.name}: it was made of shapes alone, for compile and explain. Give it a value first: "
@@ -100,21 +100,6 @@ def abstract_value(variable: Variable) -> PyTree:
     """The tree of a variable, with shapes for arrays and typed keys."""
     spec, shapes = variable._spec, logical_shapes(variable)
     return jax.eval_shape(lambda *leaves: spec.treedef.unflatten(map(as_keys, leaves, spec.keys)), *shapes)
-
-
-def rows_held(variable: Variable, group: Group, what: str) -> Data:
-    """The rows that a variable of one array holds now, as data that lies on the replicas."""
-    state, spec = bind(variable, group), variable._spec
-    lengths = state.rows_per_replica
-    if len(spec.shapes) != 1 or spec.buffers is not None:
-        raise TypeError(f"{what} is the shared variable {variable.name}, a tree; only one array can be passed.")
-    if lengths is None or lengths != lengths_of(sum(lengths), group.size):
-        held = "no rows" if lengths is None else f"{list(lengths)} rows"
-        raise ValueError(
-            f"{what} is the shared variable {variable.name}, which holds {held}, and not as synk.scatter deals them "
-            f"out. Scatter them: synk.scatter({variable.name}, value)."
-        )
-    return data_of_replicas(group, state.leaves[0], sum(lengths), spec.keys[0], variable.name)
 
 
 def place(variable: Variable, group: Group, leaves: list[Any]) -> list[jax.Array]:
@@ -188,6 +173,9 @@ def read(variable: Variable, copy: Callable[[list[jax.Array]], list[Any]]) -> li
     while True:
         group = group_of(variable)
         state = bind(variable, group)
+        if in_callback():  # the leaves may be those of its own program
+            leaves: list[Any] = state.leaves  # is_ready is not typed
+            return copy(leaves) if all([leaf.is_ready() for leaf in leaves]) else refuse_callback()
         try:
             jax.block_until_ready(state.leaves)
         except Exception as error:
@@ -274,23 +262,22 @@ def state_of_rows(variable: Variable, parts: Sequence[Sequence[Any]]) -> Variabl
     return state_of_leaves(stacked, "stacked", rows)
 
 
-def refuse_inside(variable: Variable, call: str) -> None:
-    """Refuse to run inside a function, where a replica sees its own value only."""
-    context = current_trace()
-    if context is not None:
-        raise SynkError(
-            f"{context.name}: {call} of {variable.name} is for the serial program, not inside a function. "
-            f"There, read and assign {variable.name}.value."
-        )
-
-
 def common_value(variable: Variable) -> PyTree:
     group = group_of(variable)
     if not bind(variable, group).is_equal:
         raise DivergedError(divergence(variable))
+    if in_callback():
+        return _in_host_memory(variable, group._local_ranks.start)
     if variable._spec.is_cut is not None:
         _read_together(variable, group)
     return variable._spec.tree(read(variable, partial(_common_leaves, variable, group)))
+
+
+def _in_host_memory(variable: Variable, rank: int) -> PyTree:
+    """A value as NumPy's arrays; no device is asked to make them."""
+    if any(variable._spec.keys):
+        refuse_callback()
+    return variable._spec.tree([np.array(leaf) for leaf in host_leaves(variable, rank)])
 
 
 def _read_together(variable: Variable, group: Group) -> None:
@@ -317,6 +304,8 @@ def host_leaves(variable: Variable, rank: int) -> list[Any]:
 def value_of_rank(variable: Variable, rank: int, borrow: bool) -> PyTree:
     group, state = _bind_rank(variable, rank)
     rows = state.rows_per_replica
+    if in_callback():
+        return _in_host_memory(variable, rank)
     if state.layout == "stacked":
         _read_together(variable, group)
 

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._base.errors import SynkError, shown
-from .._base.jax_context import is_traced
-from .._base.partition import split_rows
+from .._base.errors import shown
+from .._base.partition import lengths_of, split_rows
 from .._base.pytree import PyTree, as_data, as_keys, key_of
+from .._data.dataset import Data, data_of_replicas
 from .._data.selection import select
 from .._data.transfer import gather_rows
 from .._reductions import collectives, reduction
 from .._reductions.reduction import ElementwiseOp
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
-from .._runtime.group import AXIS
+from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
 from .._tracing.context import TraceContext, current_trace
 from .access import (
@@ -27,16 +27,30 @@ from .access import (
     group_of,
     host_leaves,
     new_leaves,
-    refuse_inside,
     stacked_leaves,
     state_of_copies,
     state_of_leaves,
 )
 from .pieces import refuse_pieces
-from .state import VariableState, refuse_narrow
+from .state import VariableState, refuse_inside, refuse_narrow, refuse_traced
 from .variable import Shared
 
 Variables: TypeAlias = Shared | Sequence[Shared]
+
+
+def rows_held(variable: Shared, group: Group, what: str) -> Data:
+    """The rows that a variable of one array holds now, as data that lies on the replicas."""
+    state, spec = bind(variable, group), variable._spec
+    lengths = state.rows_per_replica
+    if len(spec.shapes) != 1 or spec.buffers is not None:
+        raise TypeError(f"{what} is the shared variable {variable.name}, a tree; only one array can be passed.")
+    if lengths is None or lengths != lengths_of(sum(lengths), group.size):
+        held = "no rows" if lengths is None else f"{list(lengths)} rows"
+        raise ValueError(
+            f"{what} is the shared variable {variable.name}, which holds {held}, and not as synk.scatter deals them "
+            f"out. Scatter them: synk.scatter({variable.name}, value)."
+        )
+    return data_of_replicas(group, state.leaves[0], sum(lengths), spec.keys[0], variable.name)
 
 
 def each_of(variables: Any, call: str, with_rows: bool = False) -> list[Shared]:
@@ -47,12 +61,8 @@ def each_of(variables: Any, call: str, with_rows: bool = False) -> list[Shared]:
             f"synk.{call}: {shown(variables)} is no shared variable (or list of them); make one by synk.shared."
         )
     for variable in several:
-        refuse_inside(variable, call)
-        if is_traced():
-            raise SynkError(
-                f"synk.{call}: it runs when called, but {variable.name} is used inside jit, grad, vmap or the like, "
-                f"which would run it once and never again. Call it outside."
-            )
+        refuse_inside(variable.name, call)
+        refuse_traced(variable.name, f"synk.{call}")
         if call not in ("get_value", "get_lengths", "get_shapes", "save"):  # which read what is there
             refuse_narrow(variable._state.abstract, f"synk.{call}: {variable.name}")
         if call in ("scatter", "gather", "all_gather", "reduce", "all_reduce", "set_value"):

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from .._base.errors import SynkError
-from .._base.jax_context import config
+from .._base.jax_context import config, is_traced
 from .._runtime.layout import Layout
+from .._tracing.context import current_trace
 
 _WIDE = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
@@ -70,4 +71,23 @@ def refuse_narrow(state: AbstractState, name: str) -> None:
         raise SynkError(
             f"{name}: it holds {dtypes}, made while jax_enable_x64 was on, which is off here. Turn it on, or make a "
             f"variable of 32 bits."
+        )
+
+
+def refuse_inside(name: str, call: str) -> None:
+    """Refuse to run inside a function, where a replica sees its own value only."""
+    context = current_trace()
+    if context is not None:
+        raise SynkError(
+            f"{context.name}: {call} of {name} is for the serial program, not inside a function. "
+            f"There, read and assign {name}.value."
+        )
+
+
+def refuse_traced(name: str, call: str) -> None:
+    """Refuse what a transformation would do once, when it is traced, and never again."""
+    if is_traced():
+        raise SynkError(
+            f"{call}: it runs when called, but {name} is used inside jit, grad, vmap or the like, "
+            f"which would run it once and never again. Call it outside."
         )

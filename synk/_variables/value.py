@@ -143,8 +143,8 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
     if not isinstance(leaf, jax.Array):
         leaf = as_owned_array(leaf, name, borrow=True)
     if key_of(leaf) != key:
-        is_key = "is no PRNG key" if key_of(leaf) is None else "is a typed PRNG key"
-        was_key = "is none" if key is None else "is a typed PRNG key"
+        is_key = "is no PRNG key" if key_of(leaf) is None else f"is a PRNG key of {key_of(leaf)}"
+        was_key = "is none" if key is None else f"one of {key}"
         raise TypeError(f"{call}: the new value of {name} {is_key}, but its old one {was_key}.")
     leaf = as_data(leaf)
     if leaf.shape[any_rows:] != like.shape[any_rows:] or leaf.ndim != len(like.shape):

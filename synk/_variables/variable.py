@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from .._base.errors import SynkError, public_api
 from .._base.pytree import PyTree, abstract_array
@@ -15,15 +16,19 @@ from .._runtime.group import Group
 from .._tracing.context import current_trace, eager
 from . import access
 from .pieces import refuse_pieces
-from .state import AbstractState, VariableState
+from .state import AbstractState, VariableState, refuse_inside, refuse_traced
 from .value import conform, spec_of_value
 
 _numbers = count()
 
 
+def _refused(variable: Shared, how: str) -> TypeError:
+    return TypeError(f"{variable.name} is a shared variable, {how}: its value is {variable.name}.value.")
+
+
 def _refusal(how: str) -> Any:
     def refuse(self: Shared, *others: Any, **options: Any) -> Any:
-        raise TypeError(f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
+        raise _refused(self, how)
 
     return refuse
 
@@ -80,7 +85,7 @@ class Shared:
         if context is not None:
             refuse_pieces(self, context.name)
             return context.read(self)
-        with eager():
+        with eager(is_read=True):
             return access.common_value(self)
 
     @value.setter
@@ -91,6 +96,7 @@ class Shared:
             refuse_pieces(self, context.name)
             context.write(self, new, None)
             return
+        refuse_traced(self.name, f"assigning {self.name}.value")
         with eager():
             any_rows = self._state.rows_per_replica is not None
             access.commit_all([(self, access.copied_state(self, new, f"{self.name}.value", any_rows=any_rows))])
@@ -147,8 +153,8 @@ class Shared:
           ...     synk.shared(np.arange(3)).get_value(1).tolist()
           [0, 1, 2]
         """
-        access.refuse_inside(self, "get_value")
-        with eager():
+        refuse_inside(self.name, "get_value")
+        with eager(is_read=True):
             return access.value_of_rank(self, rank, borrow)
 
     @public_api
@@ -172,7 +178,8 @@ class Shared:
           ...     w.value.tolist()
           [1.0, 1.0]
         """
-        access.refuse_inside(self, "set_value")
+        refuse_inside(self.name, "set_value")
+        refuse_traced(self.name, "set_value")
         with eager():
             if rank is None:
                 state = access.copied_state(self, new, borrow=borrow)
@@ -197,8 +204,16 @@ class Shared:
     __jax_array__ = _refusal("used as an array")
 
 
+def _equal(self: Shared, other: Any) -> bool:
+    """The same variable; its value is compared with nothing."""
+    if isinstance(other, bool | int | float | complex | np.generic | np.ndarray | jax.Array):
+        raise _refused(self, "compared with a number")
+    return self is other
+
+
+Shared.__eq__, Shared.__hash__ = _equal, object.__hash__
 _BINARY = "add sub mul truediv floordiv mod pow matmul".split()
-for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *"neg pos abs lt le gt ge getitem float".split()]:
+for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *"neg pos abs lt le gt ge getitem float bool".split()]:
     setattr(Shared, f"__{_name}__", _refusal("used as a number"))
 
 

@@ -107,7 +107,7 @@ REFUSED = {
     "a half": (lambda: synk.function(jnp.sum, blocks=0.5), TypeError, "blocks is 0.5; give how many rows"),
     "wire": (lambda: synk.function(jnp.sum, blocks=4, wire="int8"), ValueError, "wire='int8' rounds each replica's sum"),
     "a step": (
-        lambda: synk.train.step(cross_entropy, W, optax.sgd(0.1), blocks=4, wire="bf16"), ValueError, "rounds each replica's sum",
+        lambda: synk.train.step(cross_entropy, W, optax.sgd(0.1), blocks=4, wire="bf16"), ValueError, "works on each replica's sums",
     ),
 }  # fmt: skip
 
