@@ -1,8 +1,10 @@
 """Cases at the edges of JAX and NumPy that have gone wrong once."""
 
+import ctypes
 import dataclasses
 import functools
 import json
+import threading
 import warnings
 from typing import NamedTuple
 
@@ -497,3 +499,37 @@ def test_what_differs_is_shown_where_it_does(four):
     )
     with pytest.raises(synk.LawError, match=r"it is 0\.2, serially 0\.1"):
         f.check(np.ones(4, np.float32))
+
+
+@pytest.mark.smoke
+def test_a_thread_that_python_has_not_started():
+    """As those of a window toolkit: it is no callback, and calls, reads and sets as any other does."""
+    with synk.init(2):
+        w, u = synk.shared(np.float32(1), name="w"), synk.shared(np.float32(5), name="u")
+        f = synk.function(lambda x: jnp.sin(x @ x.T).sum(), then=lambda s: setattr(w, "value", w.value + 0 * s + 1))
+        told = []
+
+        def body(_):
+            try:
+                told.append(threading.current_thread().name[:5])
+                told.append(float(u.value))
+                u.value = np.float32(7)
+                for _ in range(3):
+                    f(np.ones((200, 200), np.float32))
+                    told.append(float(w.value))
+                w.value = np.float32(0)
+                told.append(float(w.value))
+            except BaseException as error:
+                told.append(error)
+
+        start = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(body)
+        library, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        assert library.pthread_create(ctypes.byref(thread), None, start, None) == 0
+        library.pthread_join(thread, None)
+        assert told == ["Dummy", 5, 2, 3, 4, 0]
+
+
+def test_functions_of_rows_do_not_communicate(four):
+    """Those of `synk.scan` and `synk.pairs` see rows alone."""
+    with pytest.raises(ValueError, match="synk.all_reduce communicates inside"):
+        synk.scan(lambda a, b: synk.all_reduce(a, "sum") + b, np.ones(8, np.float32))

@@ -33,6 +33,24 @@ class InFlight(NamedTuple):
 
 
 IN_FLIGHT: deque[InFlight] = deque()
+_thread = threading.local()
+
+
+def note_launch(one: InFlight) -> None:
+    """A program is under way; the thread that has started it is no callback of one."""
+    IN_FLIGHT.append(one)
+    _thread.has_launched = True
+
+
+def in_callback() -> bool:
+    """Is this a callback of a running program, in a thread that Python has not started? It must wait for nothing that
+    waits for its program: not for the call, and for no device."""
+    return threading.current_thread().name.startswith("Dummy-") and not hasattr(_thread, "has_launched")
+
+
+def is_under_way() -> bool:
+    """Has some program not ended yet?"""
+    return any(not one.token.is_ready() for one in tuple(IN_FLIGHT))
 
 
 def wait_for_capacity(is_limited: bool) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .dispatch import IN_FLIGHT, LOCK, InFlight, OnFailure, drain, ignore_failure, retire_finished, wait_for_capacity
+from .dispatch import LOCK, InFlight, OnFailure, drain, ignore_failure, note_launch, retire_finished, wait_for_capacity
 from .engine import Body, spmd
 from .group import AXIS, Group
 from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
@@ -104,7 +104,7 @@ def _launch(
         if gone is None or gone is error:
             raise
         raise gone from error
-    IN_FLIGHT.append(InFlight(results.pop(), on_failure, group._peers, name))
+    note_launch(InFlight(results.pop(), on_failure, group._peers, name))
     return results
 
 

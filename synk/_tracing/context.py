@@ -15,7 +15,7 @@ from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
 from .._base.pytree import PyTree
 from .._base.turns import in_turn
-from .._runtime.dispatch import LOCK, settle
+from .._runtime.dispatch import LOCK, in_callback, is_under_way, settle
 from .._runtime.group import current_group
 
 _local = threading.local()
@@ -52,9 +52,7 @@ class TraceContext:
     # Of one trace:
     rank: Any = None  # of the replica, int32
     first_row: Any = None  # the number of the part's first row among all rows of the call, int32
-    values: Mapping[Any, Sequence[jax.Array]] = field(
-        default_factory=dict
-    )  # stored leaves of those it is known to read
+    values: Mapping[Any, Sequence[jax.Array]] = field(default_factory=dict)  # leaves of the variables known to be read
     state: Any = field(default_factory=trace_state, init=False)
     reads: dict[Any, None] = field(default_factory=dict, init=False)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict, init=False)
@@ -132,13 +130,7 @@ def stateless(name: str, advice: str) -> AbstractContextManager[None]:
     def refuse(variable: Any) -> Any:
         raise SynkError(f"{name} uses the shared variable {variable.name}. {advice}")
 
-    return tracing(TraceContext(name, 0, refuse))
-
-
-def in_callback() -> bool:
-    """Is this a callback of a running program, in a thread that Python has not started? It must wait for nothing that
-    waits for its program: not for the call, and for no device."""
-    return threading.current_thread().name.startswith("Dummy-")
+    return tracing(TraceContext(name, 0, refuse, has_axis=False))
 
 
 def refuse_callback() -> NoReturn:
@@ -154,9 +146,11 @@ def eager(is_read: bool = False) -> Generator[None]:
     """Hold the lock, and step out of any transformation around this line: what is read are values of now."""
     is_callback = in_callback()
     in_turn()
-    if (is_callback and not is_read) or not LOCK.acquire(timeout=_PATIENCE if is_callback else -1):
+    if not LOCK.acquire(timeout=_PATIENCE if is_callback else -1):
         refuse_callback()
     try:
+        if is_callback and not is_read and is_under_way():
+            refuse_callback()
         if not is_callback:  # whose own program is under way
             settle()
         with jax.ensure_compile_time_eval() if is_traced() else nullcontext():

@@ -12,11 +12,11 @@ import numpy as np
 from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import PyTree, as_keys
-from .._runtime.dispatch import drain, uninterrupted
+from .._runtime.dispatch import drain, in_callback, is_under_way, uninterrupted
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout, set_replica, stack_parts
-from .._tracing.context import eager, in_callback, refuse_callback
+from .._tracing.context import eager, refuse_callback
 from .pieces import abstract_pieces, refuse_pieces, stored_pieces, whole_leaves, whole_on_host
 from .state import AbstractState, VariableState, refuse_narrow
 from .value import ValueSpec, as_owned_array, conform, shared_rows
@@ -45,7 +45,7 @@ def bind(variable: Variable, group: Group) -> VariableState:
     if variable._group is not group:
         group._refuse_if_absent(variable.name)
     if variable._group is None:
-        if in_callback():
+        if in_callback() and is_under_way():
             refuse_callback()
         if is_made_of_shapes(variable):
             raise SynkError(
