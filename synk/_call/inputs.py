@@ -268,10 +268,8 @@ def common_rows(
 
 
 def _no_rows(name: str, argument: str) -> ValueError:
-    said, parameter = (
-        f"{name}: argument {argument} is a scalar and has no rows to scatter.",
-        re.split(r"[.\[]", argument)[0],
-    )
+    said = f"{name}: argument {argument} is a scalar and has no rows to scatter."
+    parameter = re.split(r"[.\[]", argument)[0]
     if parameter == argument:
         return ValueError(f'{said} Pass it as "broadcast": inputs={{"{parameter}": "broadcast"}}.')
     return ValueError(f'{said} Make it a parameter of its own, or give {parameter} a tree of modes, "broadcast" there.')
