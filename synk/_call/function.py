@@ -223,7 +223,7 @@ class Function(Inspection):
     ) -> Prefetch[Any, PyTree]:
         """Call the function for each item of a loader; the next ones are taken and sent while the current one runs.
 
-        What the loader calls of synk, and what it reads or sets of shared variables or writes to `synk.data`, waits
+        What the loader calls of synk, and what it reads or sets of shared variables and `synk.data`, waits
         until the loop comes to that item, so that results are those of `prefetch=0`.
 
         Args:

@@ -127,7 +127,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     An error comes up where its item would have come. Leaving the loop, `close()` or the end of a `with` block stops
     the thread, and drops what it has taken ahead. A source that calls functions of synk, that reads or sets shared
-    variables or writes to `synk.data`, waits with that until the loop comes to its item. `len` says how many items
+    variables or `synk.data`, waits with that until the loop comes to its item. `len` says how many items
     there are, where the source says so.
 
     Example:

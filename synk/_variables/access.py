@@ -30,7 +30,7 @@ class Variable(Protocol):
     _spec: ValueSpec
     _group: Group | None  # None: its leaves have not been placed yet
     _state: VariableState
-    _cure: str
+    _cures: dict[str, str]
     # States whose program has died, by id: the state itself, so that its id stays its own, and what came before.
     _superseded: dict[int, tuple[VariableState, VariableState]]
 
@@ -198,7 +198,8 @@ def divergence(variable: Variable) -> str:
             f"{name}: its replicas hold different rows, {list(state.rows_per_replica)} of them. Read them all with "
             f"synk.gather({name}, nd_up=0), one replica's with {name}.get_value(rank)."
         )
-    cure = variable._cure or f"Update it in then, from combined outputs; or combine it with synk.all_reduce({name})"
+    cure = f"Update it in then, from combined outputs; or combine it with synk.all_reduce({name})"
+    cure = variable._cures.get(state.diverged_by, cure)
     return (
         f"{name}: its replicas hold different values, since {state.diverged_by} updated it on each from its own rows. "
         f"{cure}; {name}.get_value(rank) reads one replica's."

@@ -55,7 +55,7 @@ class Shared:
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
         # Whether each replica has its own by design: no replicas are compared, and others load the average of all.
         self._is_own = False
-        self._cure = ""  # what makes replicas equal again that differ; "" where that is the user's to say
+        self._cures: dict[str, str] = {}  # by the name of what made replicas differ: how they become equal again
         self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
 
     def __reduce__(self) -> NoReturn:
@@ -80,6 +80,8 @@ class Shared:
         Raises:
           DivergedError: read outside while replicas hold different values.
           SharedLostError: its value was donated to a program that died.
+          SynkError: assigned under a transformation of JAX's outside any function, which would do it once; or read by
+            a host callback that would have to wait for its own program (else that gets NumPy arrays).
         """
         context = current_trace()
         if context is not None:

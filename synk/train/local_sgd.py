@@ -63,10 +63,10 @@ class LocalSteps:
         self._next = self._steps_to_take()  # before the next average
         self._read = self.counts._state  # which the numbers above are of
         kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
-        self.opt_state._cure = "Each replica keeps an optimizer state of its own, unless optimizer_state=True"
+        self.function, name = _local_function(model, self.trained, self.counts), model.name
+        self.opt_state._cures[name] = "Each replica keeps an optimizer state of its own, unless optimizer_state=True"
         for variable in kept:
-            variable._cure = "Call finish() of the local steps, which averages them by their rows"
-        self.function = _local_function(model, self.trained, self.counts)
+            variable._cures[name] = "Call finish() of the local steps, which averages them by their rows"
         self._average = _average_function(f"{model.name}.average", kept, self.trained, self.counts, model.donate)
 
     @property

@@ -463,6 +463,13 @@ def test_before_the_average_replicas_differ(devices):
     with pytest.raises(synk.DivergedError, match=r"params: its .* since mean_loss .* finish\(\)"):
         step.params.value
     step.finish()
+    own = synk.function(
+        lambda x: setattr(step.params, "value", jax.tree.map(lambda p: p + x.sum(), step.params.value)), name="own"
+    )
+    own(np.arange(7, dtype=np.float32))
+    with pytest.raises(synk.DivergedError, match=r"since own .* synk.all_reduce"):
+        step.params.value
+    synk.broadcast(step.params)
     before = step.params.value
     step.finish()
     assert_close(step.params.value, before)
