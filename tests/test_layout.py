@@ -40,7 +40,7 @@ ROOMS = {
         "binding spec row_input inputs feeding parts blocks traces program finish compiler causes plan execute memory look slices prepare compose compare diagnosis views host_rows check hlo picture report explain measure search blame inspection iterate "
         "over function decorator skeletons scan pairs",
     ),
-    "pytensor": (["_base", "_call"], "held convert walk seen_ops cuts build"),
+    "pytensor": (["_base", "_call"], "held convert walk facts row_rules index_rules seen_ops cuts build"),
     "train": ([*CORE, "_reductions", "_tracing", "_data", "_variables", "_call"], "optimizer power_sgd pieces sharded model synchronous local_sgd"),
 }  # fmt: skip
 MODULES = {

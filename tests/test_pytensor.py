@@ -15,6 +15,7 @@ pytensor = pytest.importorskip("pytensor", reason='install the extra "pytensor"'
 pytensor.config.floatX = "float32"
 
 import pytensor.tensor as pt  # noqa: E402
+from pytensor.compile.builders import OpFromGraph  # noqa: E402
 
 import synk  # noqa: E402
 import synk.pytensor  # noqa: E402
@@ -133,7 +134,11 @@ def expressions():
             lambda c, h: h + c[:, None] * pt.ones((2,)), sequences=[x.T],
             outputs_info=[pt.zeros((x.shape[0], 2), dtype="float32")], return_updates=False,
         ).sum(0).mean(),
+        "of products": x.T @ x / x.shape[0],
+        "several": pt.stack([pt.mean(x), pt.mean(x**2), w.sum()]),
+        "in an order of columns": x[:, [1, 0]].mean(),
     }  # fmt: skip
+    table, count = variable("table", 101, 6), pt.cast(x.shape[0], "float32")
     rows = {
         "softmax": scores,
         "columns": x[:, ::-1] * x.sum(1)[:, None],
@@ -144,7 +149,18 @@ def expressions():
         "along columns": pt.concatenate([pt.cumsum(x, axis=1), pt.sort(x, axis=-1)], axis=1),
         "a column set": pt.set_subtensor(x[:, 0], 1.0),
         "as matrices": x.reshape((x.shape[0], 2, 3)).max(1) / x.shape[1],
-    }
+        "columns by numbers": x[:, [1, 0]],
+        "by a graph within": OpFromGraph([x], [pt.tanh(x).sum(1) * 2])(x),
+        "with ones beside": pt.concatenate([x, pt.ones((i.shape[0], 1))], axis=1),
+        "along columns, in a loop": pytensor.scan(
+            lambda s: pt.special.softmax(s, axis=0), sequences=[x.reshape((x.shape[0], 2, 3)).dimshuffle(1, 2, 0)],
+            return_updates=False,
+        ).dimshuffle(2, 0, 1),
+        "two steps before": pytensor.scan(
+            lambda s, a, b: s + 0.5 * a - b, sequences=[x.T],
+            outputs_info=[{"initial": x.T[:2], "taps": [-2, -1]}], return_updates=False,
+        )[-1],
+    }  # fmt: skip
     neither = {
         "sum": x.sum(),
         "max": x.max(0),
@@ -199,7 +215,35 @@ def expressions():
             return_updates=False,
         )[-1].mean(),
         "gradients of a mean": pt.grad(pt.mean(x**2), x),
-    }
+        "labels of a table": -pt.mean(pt.log(pt.special.softmax(table, axis=1))[pt.arange(i.shape[0]), i]),
+        "the first of a table": table[pt.arange(x.shape[0])],
+        "so many of a table": table[: x.shape[0]],
+        "beside a table": x + table,
+        "rows by labels": x.T[i, i],
+        "a column by labels": x.T[1, i],
+        "columns by labels": x.T[:, i].mean(),
+        "rows by rows, in a loop": pytensor.scan(
+            lambda h, x: pt.tanh(x @ (x.T @ h) / 100), outputs_info=[x[:, 0]], non_sequences=[x], n_steps=3,
+            return_updates=False,
+        )[-1],
+        "softmax over rows, in a loop": pytensor.scan(
+            lambda s: pt.special.softmax(s, axis=1), sequences=[x.reshape((x.shape[0], 2, 3)).dimshuffle(1, 2, 0)],
+            return_updates=False,
+        ).dimshuffle(2, 0, 1),
+        "in another shape, in a loop": pytensor.scan(
+            lambda s: s.reshape((3, -1)).T, sequences=[x.reshape((x.shape[0], 2, 3)).dimshuffle(1, 0, 2)],
+            return_updates=False,
+        ).dimshuffle(1, 0, 2),
+        "a row before": pt.concatenate([pt.zeros((1, 6)), x]).mean(),
+        "rows between": pt.concatenate([table.T, x.T], axis=1).mean(),
+        "ones by how many": pt.ones_like(x[:, 0]) / count,
+        "how many, beside": pt.concatenate([x, (pt.ones_like(x[:, 0]) / count)[:, None]], axis=1),
+        "how many, set": pt.set_subtensor(x[:, 0], count),
+        "a column of how many": x[:, x.shape[0] % 4],
+        "ones by rows": pt.ones((x.shape[0], x.shape[0])) @ x,
+        "an eye": pt.eye(x.shape[0], 3),
+        "how many, everywhere": pt.full((x.shape[0],), count),
+    }  # fmt: skip
     return (x, i), means, rows, neither
 
 
@@ -223,6 +267,8 @@ def test_ops_that_graphs_show(name):
                 pytensor.function(inputs, expression, mode=MODE)(*given),
                 atol=1e-5,
             )
+        few = [each[:4] for each in given]  # one replica has two rows, and the others one
+        np.testing.assert_allclose(f(*few), pytensor.function(inputs, expression, mode=MODE)(*few), atol=1e-5)
 
 
 def test_what_may_not_follow():

@@ -59,7 +59,7 @@ class Converted:
 
     def _convert(self, shapes: tuple[tuple[int, ...], ...], has_64_bits: bool) -> Callable[..., Any]:
         of_shape: dict[Variable, Variable] = {
-            variable: pt.tensor(name=variable.name, dtype=variable.type.dtype, shape=shape)
+            variable: pt.tensor(name=variable.name, dtype=variable.type.dtype, shape=_static(shape, variable))
             for variable, shape in zip(self._inputs, shapes, strict=True)
         }
         outputs = clone_replace(list(self._outputs), replace=of_shape, rebuild_strict=False)
@@ -68,6 +68,12 @@ class Converted:
             mode: Any = get_mode("JAX")
             mode.optimizer.rewrite(graph)
             return jax_funcify(graph)
+
+
+def _static(shape: Sequence[int], variable: Any) -> tuple[Any, ...]:
+    """What PyTensor may know of a shape: an axis that happens to have one entry is none that it may broadcast."""
+    known = variable.type.shape  # which is shorter where an op has stacked what replicas have
+    return tuple(None if n == 1 and known[i : i + 1] != (1,) else n for i, n in enumerate(shape))
 
 
 def as_typed(value: Any, variable: Variable) -> jax.Array:

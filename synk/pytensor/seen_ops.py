@@ -1,232 +1,86 @@
-"""Seen ops: how an output that says no op combines, where its graph shows that."""
+"""Seen ops: how an output that says no op combines, where rules show that, node by node and in inner graphs."""
 
-from collections.abc import Iterator, Sequence, Set
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
 
-from pytensor.graph.basic import Apply, Constant, Variable, equal_computations
+from pytensor.compile.builders import OpFromGraph
+from pytensor.graph.basic import Apply, Variable
 from pytensor.link.jax.ops import JAXOp
-from pytensor.raise_op import CheckAndRaise
-from pytensor.scalar.basic import Add, Cast, Mul, Neg, Sub, TrueDiv
 from pytensor.scan.op import Scan
-from pytensor.tensor import subtensor
-from pytensor.tensor.basic import Alloc, AllocEmpty, ARange, Join, MakeVector, ScalarFromTensor, TensorFromScalar
-from pytensor.tensor.blockwise import Blockwise
-from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
-from pytensor.tensor.extra_ops import CumOp
-from pytensor.tensor.math import Argmax, Dot, Prod, Sum
-from pytensor.tensor.shape import Reshape, Shape_i, SpecifyShape
-from pytensor.tensor.sort import ArgSortOp, SortOp
-from pytensor.tensor.special import LogSoftmax, Softmax
-from pytensor.tensor.subtensor import IncSubtensor, Subtensor
-from pytensor.tensor.type import TensorType
 
-from .walk import ancestors, is_known, is_of_rows, lengths_of, reached, simplified, value_inputs
-
-# What picks entries by arrays of indexes: one class, or in earlier versions a second one of one index.
-PICKS = tuple(
-    getattr(subtensor, name) for name in ("AdvancedSubtensor", "AdvancedSubtensor1") if hasattr(subtensor, name)
-)
+from . import index_rules as index_rules  # which adds its rules
+from .facts import FREE, MEAN, MIXED, Fact, Rows
+from .row_rules import Facts, rule
 
 
 def seen_op(expression: Variable, rows: Set[Variable]) -> str | None:
-    """Of an entry a row "concat", of a mean over rows "mean"; None of what is seen to be neither."""
-    by_rows = [is_of_rows(length, rows) for length in lengths_of([expression])[0]]
-    if by_rows and by_rows[0] and not any(by_rows[1:]) and _keeps_rows(expression, rows):
-        return "concat"
-    return "mean" if not any(by_rows) and _is_mean(expression, rows) else None
+    """Of an entry a row "concat", of a mean over rows "mean"; None of what is not seen to be either."""
+    (fact,) = facts_of([expression], dict.fromkeys(rows, Rows(0, True)))
+    if isinstance(fact, Rows):
+        return "concat" if fact.axis == 0 else None
+    is_number = expression.type.dtype.startswith(("float", "complex"))  # of integers means are none
+    return "mean" if is_number and fact in (FREE, MEAN) else None
 
 
-def _is_mean(expression: Variable, rows: Set[Variable]) -> bool:
-    """Is it a sum of means over rows, scaled by what no row changes, and of terms that no row changes?"""
-    if not reached(expression) & rows:
-        return True
-    node = expression.owner
-    if node is None or not expression.type.dtype.startswith(("float", "complex")):
-        return False
-    if isinstance(node.op, DimShuffle | Sum):  # of a part's mean, over other axes
-        return _is_mean(node.inputs[0], rows)
-    op = node.op.scalar_op if isinstance(node.op, Elemwise) else None
-    if isinstance(op, Add | Sub | Neg | Cast):
-        return all(_is_mean(each, rows) for each in node.inputs)
-    if isinstance(op, Mul):
-        changed = [each for each in node.inputs if reached(each) & rows]
-        return len(changed) == 1 and _is_mean(changed[0], rows)
-    return isinstance(op, TrueDiv) and _is_quotient(expression, rows)
-
-
-def _is_quotient(expression: Variable, rows: Set[Variable]) -> bool:
-    """Is it a sum over rows divided by how many there are, or a mean by what no row changes?"""
-    divisors: list[Variable] = []
-    total = expression
-    while (node := total.owner) is not None:
-        if isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, TrueDiv):
-            divisors.append(node.inputs[1])
-        elif not isinstance(node.op, DimShuffle):
-            break
-        total = node.inputs[0]
-    if any(reached(divisor, by_value=True) & rows for divisor in divisors):
-        return False
-    counts = [divisor for divisor in simplified(divisors) if is_of_rows(divisor, rows)]
-    if not counts:
-        return _is_mean(total, rows)
-    if len(counts) > 1 or node is None or not isinstance(node.op, Sum):
-        return False
-    lengths = [length for length in lengths_of(node.inputs)[0] if is_of_rows(length, rows)]
-    return len(lengths) == 1 and _is_multiple(counts[0], lengths[0], rows) and _keeps_rows(node.inputs[0], rows)
-
-
-def _is_multiple(count: Variable, length: Variable, rows: Set[Variable]) -> bool:
-    """Is it how many rows there are, which this length says, times what no row changes?"""
-    node = count.owner
-    if node is None or equal_computations([count], [length]):
-        return node is not None
-    if isinstance(node.op, Shape_i):
-        return node.op.i == 0 and node.inputs[0] in rows
-    is_below = isinstance(getattr(node.op, "scalar_op", None), TrueDiv) and is_of_rows(node.inputs[1], rows)
-    changed = [factor for factor in map(_entry, _factors(node)) if is_of_rows(factor, rows)]
-    return len(changed) == 1 and not is_below and _is_multiple(changed[0], length, rows)
-
-
-def _factors(node: Apply) -> Sequence[Variable]:
-    """Of which numbers it is the product, or the quotient; none of what is neither."""
-    op: Any = node.op
-    if isinstance(op, Elemwise):
-        return node.inputs if isinstance(op.scalar_op, Cast | Mul | TrueDiv) else []
-    if isinstance(op, Prod):
-        return _made_of(node.inputs[0])
-    is_same = isinstance(op, DimShuffle | TensorFromScalar | ScalarFromTensor)
-    return node.inputs if is_same or (isinstance(op, MakeVector) and len(node.inputs) == 1) else []
-
-
-def _entry(variable: Variable) -> Variable:
-    """Where it is the length of one axis, picked from those of all: that length."""
-    node = variable.owner
-    if node is None or not isinstance(node.op, Subtensor) or len(node.inputs) != 2:
-        return variable
-    lengths, index = _made_of(node.inputs[0]), node.inputs[1]
-    return lengths[index.data] if lengths and isinstance(index, Constant) else variable
-
-
-def _made_of(vector: Variable) -> Sequence[Variable]:
-    """The numbers that it holds, where it is made of some."""
-    node = vector.owner
-    if node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Cast):
-        node = node.inputs[0].owner
-    return node.inputs if node is not None and isinstance(node.op, MakeVector) else []
-
-
-def _keeps_rows(expression: Variable, rows: Set[Variable]) -> bool:
-    """Does all of rows that it is made of have an axis of them, in their order, and is nothing made of how many there
-    are?"""
-    made = [v for v in ancestors(expression, _but_picked) if v.owner and reached(v) & rows]
-    if any(isinstance(v.owner.op, ARange) for v in made):
-        return False
-    made = [v for v in made if isinstance(v.type, TensorType) and reached(v, by_value=True) & rows]
-    axes = [_axes_of_rows(lengths, rows) for lengths in lengths_of(made)]
-    if any(not each or sum(each.values()) > 1 for each in axes):  # none, or rows beside rows
-        return False
-    before = lengths_of([_first_array(v.owner) for v in made])
-    pairs = zip(made, before, axes, strict=True)
-    if not all(_keeps_order(v.owner, _axes_of_rows(lengths, rows), after) for v, lengths, after in pairs):
-        return False
-    loops = [v.owner.inputs[0] for v in made if isinstance(v.owner.op, Scan)]  # how many steps each takes
-    if any(_may_mix_inside(v.owner.op) for v in made if isinstance(v.owner.op, Scan)):
-        return False
-    numbers = [number for v in made for number in _counts(v.owner, rows)]
-    return not any(is_of_rows(number, rows) for number in simplified([*loops, *numbers]))
-
-
-def _axes_of_rows(lengths: Sequence[Variable], rows: Set[Variable]) -> dict[int, bool]:
-    """The axes that are as long as there are rows, or may be; and which of these are known to be."""
-    return {i: is_known(length) for i, length in enumerate(lengths) if is_of_rows(length, rows)}
-
-
-def _keeps_order(node: Apply, before: dict[int, bool], after: dict[int, bool]) -> bool:
-    """Do rows stay in order, and apart? `before` and `after` are the axes of them of its first array and its result.
-
-    Ops that are not listed may do anything, but for those of JAX's functions, which their user has made for rows.
-    """
-    op = node.op
-    axes = {i for i, is_sure in before.items() if i == 0 or is_sure}
-    if isinstance(
-        op, Elemwise | DimShuffle | CAReduce | Dot | Argmax | Alloc | SpecifyShape | CheckAndRaise | Scan | JAXOp
-    ):
-        return True
-    if isinstance(op, Blockwise):
-        inner = len(op.inputs_sig[0])
-        return isinstance(op.core_op, Dot) or max(axes, default=0) < node.inputs[0].type.ndim - inner
-    if isinstance(op, PICKS):
-        return 0 not in axes or _is_count_up(node.inputs[1].owner)
-    if isinstance(op, Subtensor | IncSubtensor):
-        return not any(entry != slice(None) for i, entry in enumerate(op.idx_list) if i in axes)
-    if isinstance(op, Reshape):
-        return 0 in before and 0 in after
-    mixed = _mixed_axes(node)
-    return mixed is not None and not axes & mixed
-
-
-def _mixed_axes(node: Apply) -> set[int] | None:
-    """Along which axes of its first array it mixes entries; None where that is not known, or all."""
-    op: Any = node.op
-    if isinstance(op, Softmax | LogSoftmax):
-        return None if op.axis is None else set(op.axis)
-    if isinstance(op, CumOp):
-        return None if op.axis is None else {op.axis}
-    if not isinstance(op, Join | SortOp | ArgSortOp):
-        return None
-    axis: Any = getattr(op, "axis", node.inputs[0 if isinstance(op, Join) else -1])  # where earlier versions have it
-    if isinstance(axis, Variable) and not isinstance(axis, Constant):
-        return None
-    return {int(axis.data if isinstance(axis, Constant) else axis) % _first_array(node).type.ndim}
-
-
-def _first_array(node: Apply) -> Any:
-    """The first of its inputs that is no axis: earlier versions of `join` have that before the arrays."""
-    return node.inputs[isinstance(node.op, Join) and not hasattr(node.op, "axis")]
-
-
-def _is_count_up(node: Apply | None) -> bool:
-    """Is it `arange` from 0, one by one?"""
-    if node is None or not isinstance(node.op, ARange):
-        return False
-    start, _, step = node.inputs
-    return all(isinstance(v, Constant) and v.data == value for v, value in ((start, 0), (step, 1)))
-
-
-def _counts(node: Apply, rows: Set[Variable]) -> Iterator[Variable]:
-    """Numbers among the values that go into it that are made of shapes alone; they may be how many rows there are."""
-    if not isinstance(node.op, Elemwise | Dot | Blockwise | Scan):
-        return
-    left: list[Any] = [v for v in value_inputs(node) if not reached(v, by_value=True) & rows]
+def facts_of(expressions: Sequence[Variable], known: Mapping[Variable, Fact]) -> list[Fact]:
+    """What is known of each expression; of inputs that are not in `known`, that they are free."""
+    facts, left = dict(known), list(expressions)
     while left:
-        variable = left.pop()
-        if not reached(variable) & rows:
-            continue
-        owner, op = variable.owner, variable.owner.op  # it is no input, which it would depend on by value
-        if variable.type.ndim == 0:
-            yield variable
-        elif isinstance(op, Alloc | DimShuffle):
-            left.append(owner.inputs[0])
-        elif isinstance(op, Elemwise):
-            left += value_inputs(owner)
-        elif isinstance(op, IncSubtensor):
-            left += owner.inputs[:2]
-        elif not isinstance(op, AllocEmpty):
-            yield variable.sum()
+        variable = left[-1]
+        node = variable.owner
+        if variable in facts or node is None:
+            facts.setdefault(variable, FREE)
+            left.pop()
+        elif missing := [each for each in node.inputs if each not in facts]:
+            left += missing
+        else:
+            facts.update(zip(node.outputs, _of_node(node, [facts[each] for each in node.inputs]), strict=True))
+    return [facts[expression] for expression in expressions]
 
 
-def _may_mix_inside(op: Scan) -> bool:
-    """May a step of it, which sees rows on axis 0?"""
-    at_rows = {0: True}
-    for node in op.fgraph.apply_nodes:
-        if isinstance(node.op, CAReduce) and (node.op.axis is None or 0 in node.op.axis):
-            return True
-        if not _keeps_order(node, at_rows, at_rows):
-            return True
-    return False
+def _of_node(node: Apply, given: Facts) -> Facts:
+    if all(fact == FREE for fact in given):
+        return [FREE] * len(node.outputs)
+    found = rule(node.op, node, given)
+    return found if isinstance(found, list) else [found] * len(node.outputs)
 
 
-def _but_picked(node: Apply) -> list[Variable]:
-    """The inputs of a node by value; `arange` as an index of rows does not count."""
-    is_pick = isinstance(node.op, PICKS)
-    return [v for v in value_inputs(node) if not (is_pick and v.owner and isinstance(v.owner.op, ARange))]
+@rule.register
+def _inner(op: OpFromGraph, node: Apply, given: Facts) -> list[Fact]:
+    return facts_of(op.inner_outputs, dict(zip(op.inner_inputs, given, strict=True)))
+
+
+@rule.register
+def _scanned(op: Scan, node: Apply, given: Facts) -> Fact | list[Fact]:
+    """Rows lie on an axis behind that of the steps; a step leaves those of its state as it finds them."""
+    info, inputs, outputs = op.info, op.inner_inputs, op.inner_outputs
+    steps = [given[0], *op.outer_nitsot(given)]
+    if info.as_while or info.mit_mot_in_slices or info.n_untraced_sit_sot or any(fact != FREE for fact in steps):
+        return MIXED
+    states = [_inside(fact) for fact in (*op.outer_mitsot(given), *op.outer_sitsot(given))]
+    seen = [*op.inner_mitsot_grouped(inputs), *([each] for each in op.inner_sitsot(inputs))]
+    known = dict(zip(op.inner_seqs(inputs), map(_inside, op.outer_seqs(given)), strict=True))
+    known |= dict(zip(op.inner_non_seqs(inputs), op.outer_non_seqs(given), strict=True))
+    known |= {each: fact for group, fact in zip(seen, states, strict=True) for each in group}
+    after = facts_of([*op.inner_mitsot_outs(outputs), *op.inner_sitsot_outs(outputs)], known)
+    if any(_outside(new) != _outside(old) or old == MIXED for new, old in zip(after, states, strict=True)):
+        return MIXED
+    return [_outside(fact) for fact in (*states, *facts_of(op.inner_nitsot_outs(outputs), known))]
+
+
+def _inside(fact: Fact) -> Fact:
+    """Of what a step has, by what is known of that for all steps."""
+    if isinstance(fact, Rows) and fact.axis > 0:
+        return Rows(fact.axis - 1, fact.is_one_each)
+    return fact if fact == FREE else MIXED
+
+
+def _outside(fact: Fact) -> Fact:
+    """Of what all steps have."""
+    return Rows(fact.axis + 1) if isinstance(fact, Rows) else fact if fact == FREE else MIXED
+
+
+@rule.register
+def _by_jax(op: JAXOp, node: Apply, given: Facts) -> list[Fact]:
+    """Functions of JAX are made for rows, on the first axis of what they take and of what they give."""
+    is_of_rows = all(fact == FREE or (isinstance(fact, Rows) and fact.axis == 0) for fact in given)
+    return [Rows(0, True) if is_of_rows and each.type.ndim else MIXED for each in node.outputs]

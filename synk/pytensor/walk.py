@@ -1,10 +1,8 @@
-"""Walk: what expressions of PyTensor are made of, and how long they are."""
+"""Walk: what expressions of PyTensor are made of."""
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any
 
 from pytensor.graph.basic import Apply, Constant, Variable
-from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.scalar.basic import Second
 from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.shape import Shape, Shape_i
@@ -59,40 +57,6 @@ def nodes(expressions: Sequence[Variable]) -> Iterator[Apply]:
             yield node
             left += node.inputs
             left += getattr(getattr(node.op, "fgraph", None), "outputs", [])
-
-
-def lengths_of(expressions: Sequence[Any]) -> list[list[Variable]]:
-    """The shape of each, by the shapes of inputs as far as that goes."""
-    in_order = iter(simplified([each.shape[i] for each in expressions for i in range(each.type.ndim)]))
-    return [[next(in_order) for _ in range(each.type.ndim)] for each in expressions]
-
-
-def simplified(scalars: list[Any]) -> list[Variable]:
-    """The same, without what only asks for shapes."""
-    found: Any = rewrite_graph(scalars, include=("ShapeOpt", "canonicalize")) if scalars else []
-    return found
-
-
-def is_of_rows(length: Variable, rows: Set[Variable]) -> bool:
-    """Does the length depend on how many rows there are?"""
-    left = [length]
-    seen: set[Variable] = set()
-    while left:
-        variable = left.pop()
-        if variable in rows:
-            return True
-        node = variable.owner
-        is_seen = variable in seen
-        seen.add(variable)
-        if is_seen or node is None or (isinstance(node.op, Shape_i) and node.inputs[0] in rows and node.op.i > 0):
-            continue
-        left += node.inputs
-    return False
-
-
-def is_known(length: Variable) -> bool:
-    """Is it said by lengths of inputs alone? Ops that do not tell their shapes leave others."""
-    return not any(isinstance(node.op, Shape | Shape_i) and node.inputs[0].owner for node in nodes([length]))
 
 
 def called(expression: Variable) -> str:
