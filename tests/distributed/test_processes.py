@@ -334,7 +334,21 @@ def test_preemption():
         three.signal(1, signal.SIGTERM)
         ends = three.wait(30)
     assert [end.code for end in ends] == [0, 0, 0]
-    assert len({line["step"] for end in ends for line in said(end.output) if line["what"] == "stops"}) == 1
+    stops = [line for end in ends for line in said(end.output) if line["what"] == "stops"]
+    assert len(stops) == 3 and len({line["step"] for line in stops}) == 1
+    assert all(line["stays"] == [True] * 3 for line in stops)
+
+
+def test_preemption_asked_now_and_then(monkeypatch):
+    """JAX says yes to one number alone: it is asked about questions, of which none is left out, and of a step once."""
+    asked = []
+    monkeypatch.setattr(preemption, "_answer", (None, False))
+    monkeypatch.setattr(preemption, "_questions", 0)
+    monkeypatch.setattr(preemption.kv_store, "is_running", lambda: True)
+    reached = "jax.experimental.multihost_utils.reached_preemption_sync_point"
+    monkeypatch.setattr(reached, lambda number: asked.append(number) or number == 3)
+    assert [synk.preempted(step) for step in (1000, 1010, 1010, 1020, 1020, 1030)] == [False] * 3 + [True] * 3
+    assert asked == [1, 2, 3]
 
 
 def test_the_end_comes_after_its_own_thread():
@@ -565,12 +579,14 @@ def test_a_proxy_is_not_asked():
 
 
 def test_preempted_in_one_process(monkeypatch):
-    """Without other processes SIGTERM is noted just so."""
+    """Without other processes SIGTERM is noted just so; of one step the answer stays what it was."""
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(preemption, "_terminated", None)
+    monkeypatch.setattr(preemption, "_answer", (None, False))
     try:
         assert not synk.preempted(1)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert synk.preempted(2) and synk.preempted(3)
+        assert not synk.preempted(1)  # what was not saved for it is not left for it
+        assert synk.preempted(2) and synk.preempted(2) and synk.preempted(3)
     finally:
         signal.signal(signal.SIGTERM, before)
