@@ -9,7 +9,6 @@ import numpy as np
 
 from ._base.errors import public_api
 from ._runtime.executable import relayout, run_collective
-from ._runtime.group import current_group
 from ._runtime.layout import layouts, put
 from ._tracing.context import eager
 from ._variables.access import commit_all, group_of, read, state_of_copies, state_of_leaves
@@ -17,6 +16,7 @@ from ._variables.checkpoint import (
     check_variables,
     checked_extra,
     checked_step,
+    common_group,
     compare,
     described,
     is_of_others,
@@ -65,7 +65,7 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
         if variable._spec.buffers is not None and not variable._state.is_equal:
             raise ValueError(f"synk.orbax.save: {name} is flat and differs on the replicas. Use synk.save.")
     with eager():
-        current_group()._peers.agree(f"synk.orbax.save(step={number})", "")
+        common_group(variables, "orbax.save")._peers.agree(f"synk.orbax.save(step={number})", "")
         # Orbax refuses what has no size, whose shape is known.
         state = {name: [leaf for leaf in _copy(variable) if leaf.size] for name, variable in variables.items()}
         about = {"extra": extra, "variables": {name: described(v) for name, v in variables.items()}}
@@ -92,7 +92,7 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
     ocp = _orbax()
     check_variables(variables, "orbax.load")
     with eager():
-        current_group()._peers.agree(f"synk.orbax.load(step={step})", "")
+        common_group(variables, "orbax.load")._peers.agree(f"synk.orbax.load(step={step})", "")
         step = manager.latest_step() if step is None else step
         if step is None:
             raise FileNotFoundError(f"synk.orbax.load: {manager.directory} has none; synk.orbax.save makes one.")

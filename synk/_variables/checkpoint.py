@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._base.errors import public_api, shown
+from .._base.errors import SynkError, public_api, shown
 from .._runtime.executable import from_process_0
-from .._runtime.group import current_group
+from .._runtime.group import Group, current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
 from . import access
@@ -41,7 +41,8 @@ def save(
     """Save shared variables, so that `synk.load` finds all of them or, if anything dies before the end, none.
 
     What replicas share is written once; what differs, for each replica. The folder `step-<step>` holds `arrays.npz` and
-    `about.json`, bound to each other by checksums. In a group over processes all of them call it; process 0 writes.
+    `about.json`, bound to each other by checksums. All processes of the group in which the variables live call it, whatever
+    group is the current one; process 0 writes. Those that live in a group of one process are that process's alone.
 
     Args:
       folder: where checkpoints of one run lie; made where it does not exist.
@@ -56,6 +57,7 @@ def save(
     Raises:
       TypeError: `extra` holds what JSON does not give back as it was.
       SharedLostError: a variable's value is gone.
+      SynkError: some variables live in a group over processes, and others in one of this process.
 
     Example:
       >>> import numpy as np, synk, tempfile
@@ -72,16 +74,16 @@ def save(
         raise ValueError(f"synk.save: keep is {shown(keep)}; give an integer >= 1, or None for all.")
     extra, place = checked_extra(extra, "save"), Path(folder)
     with eager():
-        peers, call = current_group()._peers, f"synk.save(step={number}, variables={[*variables]})"
-        peers.from_process_0(call, WRITER.wait)
-        is_writer = jax.process_index() == 0 or not current_group()._is_multi_process
+        group, call = common_group(variables, "save"), f"synk.save(step={number}, variables={[*variables]})"
+        group._peers.from_process_0(call, WRITER.wait)
+        is_writer = jax.process_index() == 0 or not group._is_multi_process
         arrays = dict(_arrays(variables, is_writer, is_copy=background))
         about = {"extra": extra, "variables": [[name, described(v)] for name, v in variables.items()]}
 
         def act() -> str:
             return WRITER.run(lambda: write(place, number, about, arrays, keep), f"step {number}", background)
 
-        peers.from_process_0(call, act)
+        group._peers.from_process_0(call, act)
 
 
 @public_api
@@ -90,8 +92,8 @@ def load(
 ) -> tuple[int, Any]:
     """Set shared variables to what `synk.save` wrote: all of them, or on any error none.
 
-    What replicas shared loads into any number of replicas and processes; what differed, into as many as there were. In
-    a group over processes all of them call it; process 0 reads for all.
+    What replicas shared loads into any number of replicas and processes; what differed, into as many as there were. All
+    processes of the group in which the variables live, or will, call it; process 0 reads for all.
 
     Args:
       folder: as it was given to `synk.save`.
@@ -125,9 +127,8 @@ def load(
             opened.enter_context(found[0].file)
             return json.dumps([str(found[0].path), found[0].about, found[0].damaged])
 
-        peers = current_group()._peers
         call = f"synk.load(step={step}, variables={[*variables]})"
-        path, about, damaged = json.loads(peers.from_process_0(call, find))
+        path, about, damaged = json.loads(common_group(variables, "load")._peers.from_process_0(call, find))
         for each in damaged:
             warnings.warn(f"synk.load: {each} Step {about['step']} is loaded in its place.", stacklevel=3)
         kept = dict(about["variables"])
@@ -146,6 +147,20 @@ def check_variables(variables: Any, call: str) -> None:
             f'synk.{call}: variables is {shown(variables)}; give a mapping from name to variable: {{"w": w}}.'
         )
     each_of(list(variables.values()), call)
+
+
+def common_group(variables: Mapping[str, Shared], call: str) -> Group:
+    """A group whose processes save and load these together: that in which they live; of those not placed the current one."""
+    groups = {name: group_of(variable) for name, variable in variables.items()}
+    together = [name for name, group in groups.items() if group._is_multi_process]
+    alone = [name for name in groups if name not in together]
+    if together and alone:
+        raise SynkError(
+            f"synk.{call}: {together[0]} lives in {groups[together[0]]}, but {alone[0]} in {groups[alone[0]]}, which is "
+            f"this process's alone. Give those of each in a call of their own, with a folder of their own; what has not "
+            f"been used yet goes where the current group is."
+        )
+    return next(iter(groups.values()), None) or current_group()
 
 
 def checked_step(step: Any, call: str) -> int:

@@ -660,6 +660,31 @@ def checkpoint(group, noted):
 
 
 @case
+def checkpoints_of_groups(group, noted):
+    """Who saves is who has the variables, whatever group is the current one: all together, or each process its own."""
+    me = jax.process_index()
+    w, fresh = synk.shared(np.float32(3), name="w"), synk.shared(np.float32(0), name="fresh")
+    w.set_value(np.float32(4))
+    with synk.init(jax.local_devices()) as alone:
+        own = synk.shared(np.float32(10 + me), name="own")
+        own.set_value(np.float32(me))
+        for step in (1, 2, 3):
+            synk.save(noted.folder / "together", {"w": w}, step=step, keep=1, background=True)
+        mixed = {"w": w, "fresh": fresh}
+        raises(synk.SynkError, "w lives in Group(", lambda: synk.save(noted.folder / "mixed", mixed, step=1))
+    raises(synk.SynkError, "own in Group(", lambda: synk.load(noted.folder / "together", {"w": w, "own": own}))
+    synk.save(noted.folder / f"own {me}", {"own": own}, step=5 + me)
+    own.set_value(np.float32(-1))
+    assert synk.load(noted.folder / f"own {me}", {"own": own}) == (5 + me, None) and own._group is alone
+    assert float(own.get_value(0)) == me
+    with synk.simulate(2):
+        assert synk.load(noted.folder / "together", {"w": w}) == (3, None) and float(w.value) == 4
+    assert not (noted.folder / "mixed").exists()
+    synk.load(noted.folder / "together", {"w": fresh})
+    assert fresh._group is group
+
+
+@case
 def known(group, noted):
     """Statistics and merges of all rows, uneven and in slices."""
 
