@@ -88,9 +88,12 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
     Raises:
       FileNotFoundError: there is no checkpoint.
       ValueError: names, trees, shapes, dtypes or the number of replicas differ; the message names the first difference.
+        Or `step` is no integer >= 0.
     """
     ocp = _orbax()
     check_variables(variables, "orbax.load")
+    if step is not None:
+        step = checked_step(step, "orbax.load", ", or None for the newest")
     with eager():
         common_group(variables, "orbax.load")._peers.agree(f"synk.orbax.load(step={step})", "")
         step = manager.latest_step() if step is None else step

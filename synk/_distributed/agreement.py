@@ -26,6 +26,9 @@ _BLOCK = 1 << 16  # bytes
 _GONE = re.compile(
     r"gloo|nccl|closed by peer|connection (reset|refused|closed)|heartbeat|coordination serv|unavailable", re.IGNORECASE
 )
+# What process 0 meets at the files, and all raise.
+_OF_FILES = (OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_KNOWN: dict[str, type[Exception]] = {e.__name__: e for e in (*_OF_FILES, CheckpointError, TypeError, ValueError)}
 _SAME_CALLS = "Every process must make the same calls, of equal shapes, in the same order."
 _START_AGAIN = "This group cannot go on: start all its processes again, from the last checkpoint."
 
@@ -85,8 +88,7 @@ class JaxPeers(Peers):
         kind, result = json.loads(told)
         if kind is None:
             return result
-        known = {each.__name__: each for each in (FileNotFoundError, CheckpointError, TypeError, ValueError, OSError)}
-        raise known[kind](result) if kind in known else OSError(f"{what}: process 0 failed: {kind}: {result}")
+        raise _KNOWN[kind](result) if kind in _KNOWN else OSError(f"{what}: process 0 failed: {kind}: {result}")
 
     def after_failure(self, what: str, error: Exception) -> Exception:
         gone = self.explain(error)

@@ -48,8 +48,8 @@ def save(
       folder: where checkpoints of one run lie; made where it does not exist.
       variables: from name to shared variable.
       step: the number of the checkpoint, >= 0; saving one again replaces it.
-      extra: what else to keep, e.g. the position in the data: numbers, strings, lists and dictionaries, as JSON has;
-        single numbers of NumPy and JAX come back as Python's.
+      extra: what else to keep, e.g. the position in the data: numbers, strings, lists and dictionaries, as JSON has, and
+        NaN; single numbers of NumPy and JAX come back as Python's.
       keep: how many checkpoints to leave in the folder, the newest; None for all.
       background: whether to return once the values of now are copied to host memory, and write them on a thread. The
         next `save` or `load`, and the end of the program, wait for it; if it fails, the next `save` raises that.
@@ -109,6 +109,7 @@ def load(
       FileNotFoundError: there is no checkpoint, or none of this step.
       CheckpointError: there are, but none that was asked for is whole.
       ValueError: names, trees, shapes, dtypes or the number of replicas differ; the message names the first difference.
+        Or the folder is a checkpoint itself, or a file; or `step` is no integer >= 0.
 
     Example:
       >>> import synk, tempfile
@@ -118,6 +119,8 @@ def load(
       (7, None)
     """
     check_variables(variables, "load")
+    if step is not None:
+        step = checked_step(step, "load", ", or None for the newest")
     place, found = Path(folder), list[Checkpoint]()
     with eager(), contextlib.ExitStack() as opened:
         WRITER.wait_quietly()
@@ -163,10 +166,10 @@ def common_group(variables: Mapping[str, Shared], call: str) -> Group:
     return next(iter(groups.values()), None) or current_group()
 
 
-def checked_step(step: Any, call: str) -> int:
-    """The number of a checkpoint to be made."""
+def checked_step(step: Any, call: str, otherwise: str = "") -> int:
+    """The number of a checkpoint."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-        raise ValueError(f"synk.{call}: step is {shown(step)}; give an integer >= 0.")
+        raise ValueError(f"synk.{call}: step is {shown(step)}; give an integer >= 0{otherwise}.")
     return int(step)
 
 
@@ -176,11 +179,20 @@ def checked_extra(extra: Any, call: str) -> Any:
         back = json.loads(json.dumps(extra, default=_as_python))
     except (TypeError, ValueError) as error:
         raise TypeError(f"synk.{call}: extra is no JSON ({error}). Keep arrays in shared variables.") from None
-    if back == extra:
+    if _is_same(back, extra):
         return back
     raise TypeError(
         f"synk.{call}: extra does not come back from JSON as it was; use lists for tuples, strings as keys."
     )
+
+
+def _is_same(back: Any, given: Any) -> bool:
+    """Are these equal, NaN at the same places?"""
+    if isinstance(back, dict):
+        return isinstance(given, dict) and back.keys() == given.keys() and all(_is_same(back[k], given[k]) for k in back)
+    if isinstance(back, list):
+        return isinstance(given, list) and len(back) == len(given) and all(map(_is_same, back, given))
+    return bool(back == given) or bool(back != back and given != given)
 
 
 def _as_python(number: Any) -> Any:

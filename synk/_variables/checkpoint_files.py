@@ -73,10 +73,15 @@ def write(
 def read(folder: Path, step: int | None) -> Checkpoint:
     """The one of a step, or the newest that is whole.
 
-    FileNotFoundError where there is none; CheckpointError where there are, but none is whole.
+    FileNotFoundError where there is none; CheckpointError where there are, but none is whole; ValueError where the
+    folder is a checkpoint itself, or a file.
     """
     found = sorted(_found(folder), key=lambda each: (-each[0], each[1].name))  # without ~ comes first
     if not found:
+        is_checkpoint = (folder / _ABOUT).exists() or (folder / _ARRAYS).exists()
+        if is_checkpoint or folder.is_file():  # which is not taken for a run that has yet to begin
+            what = "is a checkpoint itself" if is_checkpoint else "is a file"
+            raise ValueError(f"synk.load: {folder} {what}. Give the folder in which checkpoints lie, as to synk.save.")
         raise FileNotFoundError(f"synk.load: {folder} has no checkpoint; synk.save makes one.")
     wanted = [path for number, path in found if step in (None, number)]
     if not wanted:

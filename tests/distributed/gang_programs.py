@@ -655,7 +655,7 @@ def checkpoint(group, noted):
     )
     if jax.process_index() == 0:
         (noted.folder / "a file").write_text("")
-    raises(OSError, "a file", lambda: synk.save(noted.folder / "a file", {"w": w}, step=1))
+    raises(FileExistsError, "a file", lambda: synk.save(noted.folder / "a file", {"w": w}, step=1))
     synk.check_replicas(w, k)
 
 

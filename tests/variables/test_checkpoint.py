@@ -294,9 +294,10 @@ def test_extra(tmp_path, extra):
 def test_numbers_of_numpy_and_jax_come_back_as_pythons(tmp_path):
     """Also in lists and dictionaries."""
     extra = {"loss": np.float32(1), "at": [np.int64(3), np.array(True)], "jax": jnp.bfloat16(2.5), "none": None}
-    synk.save(tmp_path, {}, step=0, extra=extra)
+    nans = {"nan": [float("nan"), np.float32("nan"), jnp.bfloat16(np.nan)]}
+    synk.save(tmp_path, {}, step=0, extra=extra | nans)
     _, loaded = synk.load(tmp_path, {})
-    assert repr(loaded) == "{'loss': 1.0, 'at': [3, True], 'jax': 2.5, 'none': None}"
+    assert repr(loaded) == "{'loss': 1.0, 'at': [3, True], 'jax': 2.5, 'none': None, 'nan': [nan, nan, nan]}"
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ def test_numbers_of_numpy_and_jax_come_back_as_pythons(tmp_path):
         object(),
         {1},
         b"x",
-        float("nan"),
+        {"loss": [float("nan"), (1,)]},
     ],
 )
 def test_extra_refused(tmp_path, extra):
@@ -349,6 +350,28 @@ def test_nothing_to_load(tmp_path):
             synk.load(folder, {})
     synk.save(str(tmp_path), {}, step=2)
     assert os.listdir(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("step", ["3", 3.0, True, -1])
+def test_no_number_of_a_step(tmp_path, step):
+    """It is no missing checkpoint, which a loop that restarts takes for a new run."""
+    synk.save(tmp_path, {}, step=3)
+    with pytest.raises(ValueError, match=f"synk.load: step is {step!r}; give an integer >= 0, or None for the newest"):
+        synk.load(tmp_path, {}, step=step)
+    assert synk.load(tmp_path, {}, step=np.int64(3)) == (3, None)
+
+
+def test_no_folder_of_checkpoints(tmp_path):
+    """One checkpoint, a damaged one too, or a file: what was meant lies beside, and is no new run."""
+    synk.save(tmp_path, {}, step=3)
+    for damaged in (False, True):
+        with pytest.raises(ValueError, match=r"step-00000003 is a checkpoint itself\. Give the folder in which"):
+            synk.load(tmp_path / "step-00000003", {})
+        if not damaged:
+            (tmp_path / "step-00000003" / "about.json").unlink()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file is a file\. Give the folder"):
+        synk.load(tmp_path / "file", {})
 
 
 def flips(path, moments):
