@@ -69,7 +69,7 @@ def test_messages(manager):
             synk.orbax.load(manager, {"w": w})
         synk.orbax.save(manager, {"w": w}, step=1)
         manager.wait_until_finished()
-        with pytest.raises(ValueError, match="synk.orbax.load: step is '1'; give an integer >= 0, or None"):
+        with pytest.raises(ValueError, match=r"synk.orbax.load: step is '1'; give an integer >= 0, or None"):
             synk.orbax.load(manager, {"w": w}, step="1")
         with pytest.raises(ValueError, match=r"shape was \[3\]"):
             synk.orbax.load(manager, {"w": synk.shared(np.zeros(4, np.float32))})

@@ -41,16 +41,17 @@ def save(
     """Save shared variables, so that `synk.load` finds all of them or, if anything dies before the end, none.
 
     What replicas share is written once; what differs, for each replica. The folder `step-<step>` holds `arrays.npz` and
-    `about.json`, bound to each other by checksums. All processes of the group in which the variables live call it, whatever
-    group is the current one; process 0 writes. Those that live in a group of one process are that process's alone.
+    `about.json`, bound to each other by checksums. All processes of the group in which the variables live call it,
+    whatever group is the current one; process 0 writes. Those in a group of one process are that process's alone.
 
     Args:
       folder: where checkpoints of one run lie; made where it does not exist.
       variables: from name to shared variable.
       step: the number of the checkpoint, >= 0; saving one again replaces it.
-      extra: what else to keep, e.g. the position in the data: numbers, strings, lists and dictionaries, as JSON has, and
-        NaN; single numbers of NumPy and JAX come back as Python's.
-      keep: how many checkpoints to leave in the folder, the newest; None for all.
+      extra: what else to keep, e.g. the position in the data: numbers, strings, lists and dictionaries, as JSON has;
+        NaN too, and single numbers of NumPy and JAX come back as Python's.
+      keep: how many checkpoints to leave in the folder, the newest; None for all. Those of later steps, which a run
+        that has gone back leaves behind, are not counted, and stay; `load` takes them where `step` says so.
       background: whether to return once the values of now are copied to host memory, and write them on a thread. The
         next `save` or `load`, and the end of the program, wait for it; if it fails, the next `save` raises that.
 
@@ -99,7 +100,7 @@ def load(
       folder: as it was given to `synk.save`.
       variables: from name to shared variable, the same names as were saved.
       step: which checkpoint; None for the newest that is whole: of newer ones that are not a warning says what is
-        wrong.
+        wrong. What is loaded rules from its next `save` on: later steps are left behind then.
       partial: whether to leave out what was saved under other names, as for inference or fine-tuning.
 
     Returns:
@@ -153,15 +154,15 @@ def check_variables(variables: Any, call: str) -> None:
 
 
 def common_group(variables: Mapping[str, Shared], call: str) -> Group:
-    """A group whose processes save and load these together: that in which they live; of those not placed the current one."""
+    """A group whose processes save and load these together: where they live, or else the current one."""
     groups = {name: group_of(variable) for name, variable in variables.items()}
     together = [name for name, group in groups.items() if group._is_multi_process]
     alone = [name for name in groups if name not in together]
     if together and alone:
         raise SynkError(
-            f"synk.{call}: {together[0]} lives in {groups[together[0]]}, but {alone[0]} in {groups[alone[0]]}, which is "
-            f"this process's alone. Give those of each in a call of their own, with a folder of their own; what has not "
-            f"been used yet goes where the current group is."
+            f"synk.{call}: {together[0]} lives in {groups[together[0]]}, but {alone[0]} in {groups[alone[0]]}, of this "
+            f"process alone. Give those of each kind in a call and a folder of their own; what has not been used yet "
+            f"goes to the current group."
         )
     return next(iter(groups.values()), None) or current_group()
 
@@ -189,7 +190,8 @@ def checked_extra(extra: Any, call: str) -> Any:
 def _is_same(back: Any, given: Any) -> bool:
     """Are these equal, NaN at the same places?"""
     if isinstance(back, dict):
-        return isinstance(given, dict) and back.keys() == given.keys() and all(_is_same(back[k], given[k]) for k in back)
+        is_alike = isinstance(given, dict) and back.keys() == given.keys()
+        return is_alike and all(_is_same(back[key], given[key]) for key in back)
     if isinstance(back, list):
         return isinstance(given, list) and len(back) == len(given) and all(map(_is_same, back, given))
     return bool(back == given) or bool(back != back and given != given)

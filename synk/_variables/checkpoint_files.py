@@ -18,7 +18,8 @@ from .._base.errors import CheckpointError
 from .._runtime.dispatch import uninterrupted
 
 FORMAT = 2
-_ABOUT, _ARRAYS = "about.json", "arrays.npz"
+LOOKS = 10  # at a folder in which another program saves
+_ABOUT, _ARRAYS, _LEFT = "about.json", "arrays.npz", "left-behind"  # the last is in those that a run has left behind
 _STEP = re.compile(r"step-(\d{8,})(~?)")
 
 
@@ -38,7 +39,10 @@ class Checkpoint(NamedTuple):
 def write(
     folder: Path, step: int, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray], keep: int | None
 ) -> None:
-    """Into a folder of another name, which takes its own in one rename; then delete all but the newest `keep`."""
+    """Into a folder of another name, which takes its own in one rename; then delete all but the newest `keep`.
+
+    Those of later steps are left behind by a run that has gone back: marked, they are neither counted nor deleted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
         _delete(left)
@@ -56,6 +60,10 @@ def write(
     except BaseException:
         _delete(new)
         raise
+    for number, path in _found(folder):
+        if number > step and not (path / _LEFT).exists():
+            (path / _LEFT).touch()
+            _to_disk(path)
     if final.exists():  # saved again: until the new one is there, the old one counts
         if old.exists():
             _remove(old)
@@ -63,20 +71,20 @@ def write(
     os.rename(new, final)
     _to_disk(folder)
     found = _found(folder)
-    steps = sorted({number for number, _ in found})
-    gone = set(steps[:-keep]) - {step} if keep is not None else set[int]()
+    steps = sorted({number for number, path in found if not (path / _LEFT).exists()})
+    gone = set(steps[:-keep]) if keep is not None else set[int]()
     for number, path in found:
         if number in gone or path == old:
             _remove(path)
 
 
-def read(folder: Path, step: int | None) -> Checkpoint:
-    """The one of a step, or the newest that is whole.
+def read(folder: Path, step: int | None, looks: int = LOOKS) -> Checkpoint:
+    """The one of a step, or the newest that is whole: of those that a run has left behind, if there are no others.
 
     FileNotFoundError where there is none; CheckpointError where there are, but none is whole; ValueError where the
     folder is a checkpoint itself, or a file.
     """
-    found = sorted(_found(folder), key=lambda each: (-each[0], each[1].name))  # without ~ comes first
+    found = sorted(_found(folder), key=lambda each: ((each[1] / _LEFT).exists(), -each[0], each[1].name))  # ~ is last
     if not found:
         is_checkpoint = (folder / _ABOUT).exists() or (folder / _ARRAYS).exists()
         if is_checkpoint or folder.is_file():  # which is not taken for a run that has yet to begin
@@ -89,14 +97,27 @@ def read(folder: Path, step: int | None) -> Checkpoint:
         raise FileNotFoundError(f"synk.load: {folder} has no step {step}; it has {steps}.")
     damaged: list[str] = []
     for path in wanted:
+        before = _identity(path)
         try:
             about, file = _read_whole(path)
         except CheckpointError as error:
+            now = _identity(path)
+            if looks > 1 and (now is None or now != before):  # another program has removed or replaced it meanwhile
+                return read(folder, step, looks - 1)
             damaged.append(f"{path}: {error}")
         else:
             return Checkpoint(path, about, file, damaged)
     which = "no checkpoint that was asked for is whole" if len(damaged) > 1 else "the checkpoint is not whole"
     raise CheckpointError(f"synk.load: {which}. {' '.join(damaged)} Load another step, or start anew elsewhere.")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a checkpoint from one that has taken its place; None where there is none any more."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _read_whole(path: Path) -> tuple[dict[str, Any], BinaryIO]:

@@ -243,6 +243,41 @@ def test_an_earlier_step_is_not_removed_by_its_own_save(tmp_path):
     assert synk.load(tmp_path, {"w": w})[0] == 123456789
 
 
+def test_a_run_that_goes_back(tmp_path):
+    """What it saves from then on is the newest, and what it has left behind stays, for who asks for it by its step."""
+    w = numbered()
+    for step in (50, 80, 90, 100):
+        synk.save(tmp_path, {"w": w}, step=step, keep=None)
+    assert synk.load(tmp_path, {"w": w}, step=50)[0] == 50
+    for step in (60, 70, 80):
+        w.value = np.full(2, -step, np.int32)
+        synk.save(tmp_path, {"w": w}, step=step, keep=2)
+        w.value = np.zeros(2, np.int32)
+        assert synk.load(tmp_path, {"w": w})[0] == step and w.value[0] == -step
+    assert sorted(os.listdir(tmp_path)) == [f"step-000000{step}" for step in (70, 80, 90)] + ["step-00000100"]
+    assert synk.load(tmp_path, {"w": w}, step=90)[0] == 90 and w.value[0] == 0
+    for step in (70, 80):
+        shutil.rmtree(tmp_path / f"step-000000{step}")
+    assert synk.load(tmp_path, {"w": w})[0] == 100
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_another_program_saves_while_it_is_read(tmp_path, monkeypatch, step):
+    """As an evaluator reads, its checkpoint goes for a newer one, or is replaced: that is no damage."""
+    w, late = numbered(), synk.shared(np.full(2, 9, np.int32), name="late")
+    synk.save(tmp_path, {"w": w}, step=6)
+    digest, reads = checkpoint_files._digest, []
+
+    def save_and_digest(about):
+        reads.append(about)
+        if len(reads) == 1:  # of what lay in the first about.json
+            synk.save(tmp_path, {"w": late}, step=step, keep=1)
+        return digest(about)
+
+    monkeypatch.setattr(checkpoint_files, "_digest", save_and_digest)
+    assert synk.load(tmp_path, {"w": w}) == (step, None) and w.value[0] == 9
+
+
 def test_a_step_saved_again(tmp_path):
     """The second save is what counts, and nothing else is left."""
     w = numbered()
