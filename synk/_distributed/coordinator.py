@@ -67,6 +67,8 @@ def initialize(
                 heartbeat_timeout_seconds=-(-heartbeat // 2) if halved else heartbeat,
                 shutdown_timeout_seconds=shutdown,
                 coordinator_bind_address=bind_address,
+                # Who says who is who is the launcher: one found besides, as inside SLURM's allocation, would name GPUs.
+                cluster_detection_method=None if coordinator is None else "deactivate",
             )
     except ValueError as error:
         if coordinator is not None:

@@ -39,10 +39,10 @@ def init(
     option `jax_num_cpu_devices`).
 
     With `distributed=True` the group spans all processes of the program, each of which makes this call, first of all:
-    it is `jax.distributed.initialize` with shorter time-outs. A launcher is found by JAX (SLURM, Open MPI, MPICH,
-    Kubernetes), else the next three arguments, or `SYNK_COORDINATOR`, `SYNK_NUM_PROCESSES` and `SYNK_PROCESS_ID` in the
-    environment (which `python -m synk launch` sets), say who is who. Where the runtime has been started already, as
-    Ray does, it is used as it is.
+    it is `jax.distributed.initialize` with shorter time-outs. The next three arguments, or `SYNK_COORDINATOR`,
+    `SYNK_NUM_PROCESSES` and `SYNK_PROCESS_ID` in the environment (which `python -m synk launch` sets), say who is who,
+    and `JAX_LOCAL_DEVICE_IDS` which GPUs this one takes; without them JAX finds a launcher (SLURM, Open MPI, MPICH,
+    Kubernetes). Where the runtime has been started already, as Ray does, it is used as it is.
 
     Args:
       devices: None for all of `jax.devices()`; an int n for the first n; or a sequence of distinct devices.

@@ -55,7 +55,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands.add_parser("bench", help="measure how a step scales over the devices that are here, as one page")
     launch = commands.add_parser("launch", help="start a program in n processes on this machine")
     launch.add_argument("-n", "--processes", type=int, default=2, help="how many processes (2)")
-    launch.add_argument("--devices-per-process", type=int, metavar="K", help="CPU devices of each")
+    launch.add_argument("--devices-per-process", type=int, metavar="K", help="devices of each (one GPU; all with -n 1)")
     launch.add_argument("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
     launch.add_argument("--logs", type=Path, metavar="FOLDER", help="keep each rank's output there")
     launch.add_argument("--nodes", type=int, default=1, metavar="M", help="machines, on each of which this runs (1)")
@@ -113,15 +113,19 @@ class _Launcher:
         return [sys.executable, *program, *self.options.arguments]
 
     def _environment(self, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
+        processes, devices = self.options.processes, self.options.devices_per_process
         environment = os.environ | {
             "SYNK_COORDINATOR": coordinator,
-            "SYNK_NUM_PROCESSES": str(self.options.nodes * self.options.processes),
+            "SYNK_NUM_PROCESSES": str(self.options.nodes * processes),
             "SYNK_PROCESS_ID": str(rank),
             "SYNK_ATTEMPT": str(attempt),
             "PYTHONUNBUFFERED": "1",
         }
-        if self.options.devices_per_process:
-            environment["JAX_NUM_CPU_DEVICES"] = str(self.options.devices_per_process)
+        if devices:
+            environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+        if devices or processes > 1:  # of the GPUs, each of which one process can have; CPUs ignore it
+            count, first = devices or 1, rank % processes * (devices or 1)
+            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + count)))
         return environment
 
     def _blame(self, failed: Sequence[Ended], stuck: Sequence[int], ended_by_runtime: set[int]) -> int:

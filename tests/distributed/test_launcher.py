@@ -34,15 +34,32 @@ def test_launch_tells_each_process_who_it_is(tmp_path):
     """Ranks, arguments, devices, the attempt; a prefix on the console, and one log a rank."""
     script = """
         import os, sys
-        names = ("SYNK_PROCESS_ID", "SYNK_NUM_PROCESSES", "SYNK_ATTEMPT", "JAX_NUM_CPU_DEVICES")
+        names = ("SYNK_PROCESS_ID", "SYNK_NUM_PROCESSES", "SYNK_ATTEMPT", "JAX_NUM_CPU_DEVICES", "JAX_LOCAL_DEVICE_IDS")
         print(*(os.environ[name] for name in names), *sys.argv[1:])
         assert os.environ["SYNK_COORDINATOR"].startswith("127.0.0.1:")
     """
     options = ["-n", 3, "--devices-per-process", 2, "--logs", tmp_path / "logs"]
     code, output = launch(tmp_path, script, *options, arguments=["-n", "x y"])
     assert code == 0, output
-    assert sorted(output.splitlines()[1:]) == [f"[{rank}] {rank} 3 0 2 -n x y" for rank in range(3)]
-    assert (tmp_path / "logs" / "rank-2.0.log").read_text() == "2 3 0 2 -n x y\n"
+    assert sorted(output.splitlines()[1:]) == [
+        f"[{rank}] {rank} 3 0 2 {2 * rank},{2 * rank + 1} -n x y" for rank in range(3)
+    ]
+    assert (tmp_path / "logs" / "rank-2.0.log").read_text() == "2 3 0 2 4,5 -n x y\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus"),
+    [
+        (["-n", 1], ["None"]),
+        (["-n", 2], ["0", "1"]),
+        (["-n", 1, "--devices-per-process", 2], ["0,1"]),
+        (["-n", 2, "--nodes", 2, "--node-rank", 1, "--coordinator", "127.0.0.1:1"], ["0", "1"]),
+    ],
+)
+def test_launch_deals_out_the_gpus_of_a_machine(tmp_path, options, gpus):
+    """One each, so many, or all to one that is alone there."""
+    code, output = launch(tmp_path, "import os; print('has', os.environ.get('JAX_LOCAL_DEVICE_IDS'))", *options)
+    assert code == 0 and sorted(line.split("has ")[1] for line in output.splitlines()[1:]) == gpus, output
 
 
 def test_launch_fails_as_the_first_failure(tmp_path):

@@ -578,6 +578,17 @@ def test_a_proxy_is_not_asked():
     assert [end.code for end in ends] == [0, 0] and '"n": 2' in ends[0].output
 
 
+SLURM = {f"SLURM_{name}": "0" for name in ("JOB_ID", "NTASKS", "STEP_NUM_TASKS", "STEP_NUM_NODES", "PROCID", "LOCALID")}
+
+
+def test_no_other_launcher_is_asked():
+    """Inside an allocation SLURM has one task, whose local number would be the GPU of each of synk's processes."""
+    nodes = {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
+    code = "from jax._src import xla_bridge; join(); say('sees', gpus=xla_bridge.CUDA_VISIBLE_DEVICES.value)"
+    ends = gang.run("execute", code, **SLURM, **nodes)
+    assert [(end.code, line["gpus"]) for end in ends for line in said(end.output)] == [(0, "all")] * 2
+
+
 def test_preempted_in_one_process(monkeypatch):
     """Without other processes SIGTERM is noted just so; of one step the answer stays what it was."""
     before = signal.getsignal(signal.SIGTERM)
