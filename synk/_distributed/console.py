@@ -1,6 +1,7 @@
 """Console: what the processes of a gang print, read at all times, whatever becomes of what is written."""
 
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -11,7 +12,10 @@ from time import monotonic
 
 MAX_WAITING = 1 << 23  # bytes
 LONGEST_LINE = 1 << 16  # bytes; longer ones are cut
+REDRAWN = 1.0  # seconds between lines of a progress bar, which are written one over the other
 STALLED = 2.0  # seconds without progress after which the end does not wait any longer
+
+_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines; one with \r is gone as soon as the next is there
 
 
 class Console:
@@ -83,7 +87,7 @@ class Reader:
 
     def __init__(self, pipe: int, rank: int, console: Console, log: Path | None, on_line: Callable[[bytes], None]):
         self._pipe, self._prefix, self._console, self._on_line = pipe, f"[{rank}] ".encode(), console, on_line
-        self._path, self._log = log, None
+        self._path, self._log, self._redrawn = log, None, 0.0
         try:
             self._log = None if log is None else open(log, "wb")  # the thread closes it
         except OSError as error:
@@ -99,18 +103,21 @@ class Reader:
     def _read(self) -> None:
         rest = b""
         while chunk := os.read(self._pipe, 1 << 16):
-            *lines, rest = (rest + chunk).split(b"\n")
+            *lines, rest = _ENDS.split(rest + chunk)
             if len(rest) > LONGEST_LINE:
-                lines, rest = [*lines, rest], b""
+                lines, rest = [*lines, rest + b"\n"], b""
             for line in lines:
-                self._pass_on(line + b"\n")
+                self._pass_on(line)
         if rest:
             self._pass_on(rest + b"\n")
         self._close_log()
 
     def _pass_on(self, line: bytes) -> None:
         self._on_line(line)
-        self._console.write(self._prefix + line)
+        text, is_redrawn = line.rstrip(b"\r\n"), line.endswith(b"\r")
+        if not is_redrawn or (text and monotonic() > self._redrawn + REDRAWN):
+            self._console.write(self._prefix + text + b"\n")
+            self._redrawn = monotonic() if is_redrawn else self._redrawn
         if self._log is None:
             return
         try:

@@ -1,12 +1,14 @@
 """Liveness: how processes follow each other, and leave without hanging."""
 
 import atexit
+import builtins
 import contextlib
 import faulthandler
 import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from functools import partial
 from time import monotonic, sleep
 from typing import Any, NoReturn
@@ -24,6 +26,7 @@ EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another on
 _LEAVING = threading.RLock()  # held to the end by the thread that ends this process: its code and words are the first
 _is_attending = False
 _exit_code = 0  # with which the program has called sys.exit
+_EXITS = (sys, "exit"), (builtins, "exit"), (builtins, "quit")  # Python without its site has the first alone
 
 
 def attend(exit_hook: bool, shutdown: int) -> None:
@@ -37,16 +40,20 @@ def attend(exit_hook: bool, shutdown: int) -> None:
     heartbeat.start()
     # Before the runtime's own, which waits for all others.
     atexit.register(_at_exit, stop, heartbeat, exit_hook, shutdown)
-    os.register_at_fork(after_in_child=partial(_leave_alone, sys.excepthook, sys.exit))
+    exits = {(place, name): getattr(place, name) for place, name in _EXITS if hasattr(place, name)}
+    os.register_at_fork(after_in_child=partial(_leave_alone, sys.excepthook, exits))
     if exit_hook:
         sys.excepthook = partial(_at_error, sys.excepthook)
-        sys.exit = partial(_noted_exit, sys.exit)
+        for (place, name), exit_ in exits.items():
+            setattr(place, name, partial(_noted_exit, exit_))
 
 
-def _leave_alone(excepthook: Any, exit_: Any) -> None:
+def _leave_alone(excepthook: Any, exits: Mapping[tuple[Any, str], Any]) -> None:
     """A helper that is forked is no process of the group, and has none of its threads: it ends as any program does."""
     atexit.unregister(_at_exit)
-    sys.excepthook, sys.exit = excepthook, exit_
+    sys.excepthook = excepthook
+    for (place, name), exit_ in exits.items():
+        setattr(place, name, exit_)
     if not callable(signal.getsignal(signal.SIGTERM)):  # the runtime's, which waits to be asked
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -53,7 +53,8 @@ def save(
       keep: how many checkpoints to leave in the folder, the newest; None for all. Those of later steps, which a run
         that has gone back leaves behind, are not counted, and stay; `load` takes them where `step` says so.
       background: whether to return once the values of now are copied to host memory, and write them on a thread. The
-        next `save` or `load`, and the end of the program, wait for it; if it fails, the next `save` raises that.
+        next `save` or `load`, and the end of the program, wait for it; if it fails, the next `save` raises that. The
+        end of the program only prints it: let the last one be no background save where the exit code is to tell.
 
     Raises:
       TypeError: `extra` holds what JSON does not give back as it was.

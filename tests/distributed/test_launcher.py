@@ -204,6 +204,24 @@ def test_lines_are_whole(tmp_path):
     assert len(lines) == 1 + 3 * 301
 
 
+def test_a_progress_bar_is_seen(tmp_path):
+    """While it goes on, though not each time that it is drawn; the log has all."""
+    script = """
+        import sys, time
+        for i in range(24):
+            sys.stdout.write(f"\\rstep {i}")
+            time.sleep(0.1)
+        print("\\nthe end\\r")
+    """
+    code, output = launch(tmp_path, script, "-n", 1, "--logs", tmp_path / "logs")
+    assert code == 0
+    seen = [line for line in output.splitlines() if line.startswith("[0] step")]
+    assert seen[0] == "[0] step 0" and seen[-1] == "[0] step 23" and 3 <= len(seen) < 12, output
+    assert "[0] the end" in output.splitlines()
+    all_drawn = b"".join(b"\rstep %d" % i for i in range(24))
+    assert (tmp_path / "logs" / "rank-0.0.log").read_bytes() == all_drawn + b"\nthe end\r\n"
+
+
 def write(tmp_path, script):
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))

@@ -228,7 +228,7 @@ def test_checkpoints_of_gangs(was):
 
 FAILURES = [  # those that wait for the heartbeat go first
     ("stop", 1), ("stop", 0), ("raise without hook", 1), ("hang", 1), ("kill", 2), ("kill", 0), ("raise", 2),
-    ("raise", 0), ("exit", 1), ("exit", 0), ("leave", 1), ("leave", 0), ("interrupt", 1),
+    ("raise", 0), ("exit", 1), ("exit", 0), ("site's exit", 1), ("leave", 1), ("leave", 0), ("interrupt", 1),
 ]  # fmt: skip
 
 
@@ -254,10 +254,10 @@ def test_failure(mode, who):
     for rank, (end, seconds) in failed(mode, who).items():
         assert seconds < LATE
         assert end.code != 0, f"process {rank}:\n{end.output}"
-        if rank != who and mode in ("raise", "exit", "leave"):
+        if rank != who and mode in ("raise", "exit", "site's exit", "leave"):
             assert end.code == EXIT_PEER_FAILED
         if rank == who and mode != "raise without hook":
-            assert end.code == {"exit": 3, "interrupt": 130, "kill": -9}.get(mode, 1)
+            assert end.code == {"exit": 3, "site's exit": 3, "interrupt": 130, "kill": -9}.get(mode, 1)
 
 
 @pytest.mark.parametrize(
