@@ -320,6 +320,31 @@ def test_a_function_is_forgotten(few_replicas):
     assert [ref() for ref in gone] == [None, None]
 
 
+def test_a_model_is_forgotten(few_replicas):
+    """Whose methods are its functions, in whatever way they were called."""
+
+    class Model:
+        def __init__(self):
+            self.table = jnp.ones(3)
+            self.total = synk.function(self._total)
+
+        def _total(self, x):
+            return (x * self.table.sum()).sum()
+
+    def used():
+        model = Model()
+        model.total(X, num_slices=2)
+        model.total.over(X, batches=[slice(0, 3), slice(3, 8)])
+        jax.grad(model.total)(X)
+        jax.jit(lambda x: model.total(x))(X)
+        return weakref.ref(model)
+
+    gone = [used(), used()]
+    jax.clear_caches()
+    gc.collect()
+    assert [model() for model in gone] == [None, None]
+
+
 # 7. Bits.
 
 

@@ -9,12 +9,13 @@ MAX_KEPT = 1024
 
 
 class BoundedCache:
-    """At most `MAX_KEPT` values, none of them None; the one not asked for the longest goes first.
+    """At most so many values, none of them None; the one not asked for the longest goes first.
 
     A failure is not kept. Threads may share it: keys are compared by users' code, which may let another thread in.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_KEPT) -> None:
+        self._most = most
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = threading.RLock()
 
@@ -28,6 +29,6 @@ class BoundedCache:
         made = make()
         with self._lock:
             value = self._kept.setdefault(key, made)
-            if len(self._kept) > MAX_KEPT:
+            if len(self._kept) > self._most:
                 self._kept.popitem(last=False)
             return value

@@ -178,7 +178,7 @@ class ArgumentBinder:
             kwargs = {name: _array_of_numbers(argument, what) for name, argument in kwargs.items()}
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # A treedef could hold static values too, but its hash leaves them out, so that all would meet in one place.
-        key = (treedef, *[(name, _told_apart(value)) for name, value in statics.items()])
+        key = (treedef, *[(name, told_apart(value)) for name, value in statics.items()])
         return BoundArguments(self._specs.get(key, lambda: self._spec(treedef, statics)), leaves)
 
     def _hashable(self, parameter: str, argument: Any) -> Any:
@@ -253,12 +253,12 @@ def _is_dealt_out(default: Any) -> bool:
     return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(default))
 
 
-def _told_apart(value: Any) -> Any:
+def told_apart(value: Any) -> Any:
     """A key of a static value: 1, 1.0 and True are equal, as are 0.0 and -0.0, and compile to other programs."""
     if isinstance(value, tuple | frozenset):
-        return type(value), value, (frozenset if isinstance(value, frozenset) else tuple)(map(_told_apart, value))
+        return type(value), value, (frozenset if isinstance(value, frozenset) else tuple)(map(told_apart, value))
     if is_dataclass(value) and not isinstance(value, type):
-        parts = tuple([_told_apart(getattr(value, field.name)) for field in fields(value) if field.compare])
+        parts = tuple([told_apart(getattr(value, field.name)) for field in fields(value) if field.compare])
         with suppress(TypeError):  # of what has no hash its own goes without
             hash(parts)
             return type(value), value, parts

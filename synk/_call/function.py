@@ -131,7 +131,7 @@ class Function(Inspection):
             for each.
           num_slices: run each replica's rows in so many parts, one at a time, for the memory of one; "auto": in the
             fewest whose compiled programs fit into a device's memory (`synk.init(memory=)`), found by at most four more
-            compilations and remembered; should memory not do in spite of it, in twice as many, and nothing is lost.
+            compilations and remembered; should memory not do when they first run, in twice as many, with nothing lost.
           output_subset: which entries of the top level of the outputs to return, as a tuple in that order.
           **kwargs: as `fn` takes them.
 

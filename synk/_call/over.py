@@ -137,7 +137,7 @@ class Accumulation:
         totals = {is_row: len(numbers) for is_row, numbers in index.items()}
         key = ("over", plan, *places.values(), *totals.values())
         with LOCK:
-            program = ready.group._cached(self._plans, key, lambda: compiler.compile_over(places, totals))
+            program = self._plans.kept(ready.group, key, lambda: compiler.compile_over(places, totals))
             kept = _joined(ready, [piece.leaves for piece in self._pieces])
             placed = [put(ready.group, each, "replicated") for each in index.values()]
             placed.append(constant(ready.group, "replicated", rows, jnp.result_type(float).name))

@@ -77,8 +77,8 @@ def pairs(
         return [jnp.asarray(leaf) for leaf in jax.tree.leaves(alone(one.tree.unflatten(a), two.tree.unflatten(b)))]
 
     ring = _Ring(each, len(one.leaves), lengths_of(two.rows, group.size), reduction)
-    key = pairs, fn, one.tree, two.tree, reduction.name, two.rows
-    return tree.unflatten(run_skeleton(group, Skeleton(name, key, ring.run, tree.num_leaves, outputs), [one, two]))
+    key = pairs, one.tree, two.tree, reduction.name, two.rows
+    return tree.unflatten(run_skeleton(group, Skeleton(name, fn, key, ring.run, tree.num_leaves, outputs), [one, two]))
 
 
 # Pairs that are made at a time, so that a replica needs the memory of its rows, those that visit, and these.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
 
+from .._base.bounded_cache import BoundedCache
 from .._data.transfer import PartRows
 from .._reductions.outputs import OutputSpec, ResultSpec
 from .._runtime.executable import Executable
@@ -19,6 +20,8 @@ from .finish import Finisher
 from .program import ProgramBuilder
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, View, rows_not_in_blocks
+
+MAX_GROUPS = 4  # for which a function keeps plans that hold on to it
 
 
 class UpdateSlice(NamedTuple):
@@ -72,20 +75,28 @@ class CallPlan:
 class PlanCache:
     """Plans of one function: for each kind of call those made for different states of the variables they touch.
 
-    They live in their group, and go with it or with the function.
+    They live in their group, and go with it or with the function; those that hold on to the function go with it alone.
     """
 
     def __init__(self) -> None:
         self._touched: dict[Shared, None] = {}
+        self._holding = BoundedCache(MAX_GROUPS)  # for a group
         self.compiled: deque[Compiled] = deque(maxlen=64)  # the newest plans, to tell why one had to be made
 
     def variables(self) -> tuple[Shared, ...]:
         """All that plans have touched so far."""
         return tuple(self._touched)
 
-    def find(self, group: Group, key: Any, abstract: Callable[[Shared], AbstractState], make: Callable[[], Any]) -> Any:
+    def find(
+        self,
+        group: Group,
+        key: Any,
+        abstract: Callable[[Shared], AbstractState],
+        make: Callable[[], Any],
+        holds_function: bool = False,
+    ) -> Any:
         """The plan for a key; made where there is none."""
-        plans: list[Any] = group._cached(self, key, list)
+        plans: list[Any] = self.kept(group, key, list, holds_function)
         for plan in plans:
             if all([abstract(variable) in states for variable, states in plan.accepts.items()]):
                 return plan
@@ -96,6 +107,13 @@ class PlanCache:
         plans.insert(0, plan)
         del plans[64:]
         return plan
+
+    def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
+        """What `make` gives, a pure function of `key`. What holds on to the function would not go before the group, if
+        that kept it: so the function does, for a few groups, which live as long then."""
+        if not holds_function:
+            return group._cached(self, key, make)
+        return self._holding.get(group, BoundedCache).get(key, make)
 
 
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:

@@ -75,8 +75,8 @@ def scan(
 
     body = partial(_scan, combine, lengths_of(given.rows, group.size), None if first is None else list(first), reverse)
     constants = None if first is None else tuple((leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in first)
-    key = scan, op, given.tree, constants, reverse, exclusive
-    program = Skeleton(name, key, partial(body, exclusive), len(given.leaves), reduce)
+    key = scan, given.tree, constants, reverse, exclusive
+    program = Skeleton(name, op, key, partial(body, exclusive), len(given.leaves), reduce)
     return given.tree.unflatten(run_skeleton(group, program, [given]))
 
 

@@ -1,6 +1,7 @@
 """Skeletons: programs over rows that lie on all replicas and communicate while they run, for any number of rows."""
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -23,6 +24,7 @@ from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
 from .._variables.combine import rows_held
 from .._variables.variable import Shared
+from .binding import told_apart
 from .compose import in_blocks, own_mesh, place_traced, run_inlined
 from .execute import run
 
@@ -99,7 +101,8 @@ class Skeleton(NamedTuple):
     """A program over rows that lie on all replicas."""
 
     name: str
-    key: Any  # all that `body` depends on, beside the shapes of its arguments
+    fn: Callable[..., Any]  # the user's
+    key: Any  # all that `body` depends on, beside it and the shapes of its arguments
     body: Callable[[Leaves], list[jax.Array]]  # of one replica's rows, filled up behind its own
     num_results: int
     results: str  # whether these stay where they are, or are gathered
@@ -135,6 +138,9 @@ def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> 
     with LOCK:
         arrays = [resident(leaf, group) for leaf in leaves]
         key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts)
-        program: Executable = group._cached(run_skeleton, key, compile)
+        fn: Any = skeleton.fn
+        # A plain function equals itself alone, and its programs go with it.
+        owner, which = (fn, None) if isinstance(fn, FunctionType) else (run_skeleton, told_apart(fn))
+        program: Executable = group._cached(owner, (which, *key), compile)
         found = run(name, program, [arrays], advice='Let results stay where they are made ("scatter").')
     return [data_of_replicas(group, each, rows, None, f"a result of {name}") for each in found] if stays else found

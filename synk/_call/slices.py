@@ -53,7 +53,7 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
         function.stats.dispatching += perf_counter() - start
         return plan
 
-    return plans.find(where.group, plan_key(function, call), where.abstract, make)
+    return plans.find(where.group, plan_key(function, call), where.abstract, make, call.is_over)
 
 
 def choose_slices(

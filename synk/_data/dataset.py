@@ -11,7 +11,7 @@ import numpy as np
 from .._base.errors import SynkError, checked_integer, public_api
 from .._base.pytree import narrow
 from .._base.turns import in_turn
-from .._runtime.dispatch import LOCK
+from .._runtime.dispatch import LOCK, uninterrupted
 from .._runtime.group import Group
 from .resident_rows import ReplicaRows, index_within, replicate_rows, scatter_rows, touched_rows
 from .sources import Reader, Source, as_number_dtype, as_rows
@@ -104,14 +104,15 @@ class Data:
             raise ValueError(
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
+        touched = touched_rows(index, self._length)
+        self._mark(touched)  # beforehand, since Ctrl-C comes as soon as NumPy is done
         try:
             if isinstance(source, Reader):
                 source[index_within(index, self._length)] = rows
             else:
                 source[: self._length][index] = rows
-        finally:  # what fails midway may have written some
-            self._version += 1
-            self._mark(touched_rows(index, self._length))
+        finally:  # what fails midway may have written some, and another thread may have sent what was
+            self._mark(touched)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype) if copy else np.asarray(self[:], dtype)
@@ -137,8 +138,7 @@ class Data:
                 f"{self._row_shape}. Only their number may change."
             )
         in_turn()
-        self._source, self._length = source, len(source)
-        self._drop()
+        self._become(_source=source, _length=len(source))
 
     @public_api
     def set_length(self, rows: int) -> None:
@@ -159,8 +159,7 @@ class Data:
             )
         in_turn()
         if rows != self._length:
-            self._length = rows
-            self._drop()
+            self._become(_length=rows)
 
     @public_api
     def to(self, place: Place) -> Data:
@@ -177,8 +176,7 @@ class Data:
         _check_place(place, f"{self.name}.to")
         in_turn()
         if place != self._place:
-            self._place = place
-            self._drop()
+            self._become(_place=place)
         return self
 
     @public_api
@@ -193,19 +191,22 @@ class Data:
           Data(x: float64[0], place="host")
         """
         in_turn()
-        self._source, self._length = None, 0
-        self._drop()
+        self._become(_source=None, _length=0)
 
     def _mark(self, written: range | None) -> None:
         """Note rows that devices do not have yet."""
+        self._version += 1
         if written:
             old = self._stale or written
             self._stale = range(min(old.start, written.start), max(old.stop, written.stop))
 
-    def _drop(self) -> None:
-        with LOCK:
+    def _become(self, **changes: Any) -> None:
+        """Change, whole or not at all, and let go of copies on devices, which are of what it was."""
+        with LOCK, uninterrupted():
             self._copy = self._group = self._stale = None
             self._version += 1
+            for name, value in changes.items():
+                setattr(self, name, value)
 
 
 def _check_place(place: str, name: str) -> None:

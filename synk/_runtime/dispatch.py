@@ -120,3 +120,5 @@ class uninterrupted:
             _set_handler(signal.SIGINT, self.before)
         if self.noted and callable(self.before):
             self.before(*self.noted[-1])
+        elif self.noted and self.before == signal.SIG_DFL:
+            signal.raise_signal(signal.SIGINT)

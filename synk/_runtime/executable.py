@@ -128,16 +128,21 @@ def run_collective(
     group: Group, body: Body, ins: Layouts, outs: Layouts, args: Sequence[Any], is_local: bool = False
 ) -> list[jax.Array]:
     """Run a small program of synk's own; it is kept by `body`, so give one that lasts. A local one is not agreed on."""
-    args = list(args)
+    args, key = list(args), (body, tuple(ins), tuple(outs))
     with LOCK:
-        jitted = group._cached(body, (tuple(ins), tuple(outs)), lambda: _jit(group, body, ins, outs, "shard_map", ()))
+        jitted = group._cached(run_collective, key, lambda: _jit(group, body, ins, outs, "shard_map", ()))
         name = ""
         if group._is_multi_process:
             module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
             name = f"{module.strip('_')}.{function.strip('_')}({describe_shapes(args)})"
             if not is_local:
-                key = ("agreed", tuple(ins), tuple(outs), tuple((a.shape, a.dtype) for a in args))
-                group._cached(body, key, lambda: group._peers.agree(name, jitted.lower(args).as_text()) or "agreed")
+                key = ("agreed", *key, tuple((a.shape, a.dtype) for a in args))
+
+                def agree() -> str:
+                    group._peers.agree(name, jitted.lower(args).as_text())
+                    return "agreed"
+
+                group._cached(run_collective, key, agree)
         return _launch(group, name, jitted, [args], ignore_failure, is_local)
 
 

@@ -146,15 +146,22 @@ def eager(is_read: bool = False) -> Generator[None]:
     """Hold the lock, and step out of any transformation around this line: what is read are values of now."""
     is_callback = in_callback()
     in_turn()
-    if not LOCK.acquire(timeout=_PATIENCE if is_callback else -1):
-        refuse_callback()
-    try:
+    with _patiently() if is_callback else LOCK:  # which Ctrl-C, that no callback sees, leaves held or released
         if is_callback and not is_read and is_under_way():
             refuse_callback()
         if not is_callback:  # whose own program is under way
             settle()
         with jax.ensure_compile_time_eval() if is_traced() else nullcontext():
             yield
+
+
+@contextmanager
+def _patiently() -> Generator[None]:
+    """Hold the lock in a callback, for which a call may wait that holds it."""
+    if not LOCK.acquire(timeout=_PATIENCE):
+        refuse_callback()
+    try:
+        yield
     finally:
         LOCK.release()
 

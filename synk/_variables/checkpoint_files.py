@@ -222,12 +222,13 @@ class Writer:
             finally:
                 self._is_idle.set()
 
-        self._is_idle.clear()
-        try:
-            threading.Thread(target=try_to, name="synk-save").start()
-        except RuntimeError:  # there are too many
-            self._is_idle.set()
-            raise
+        with uninterrupted():  # so that there is a thread, or none is waited for
+            self._is_idle.clear()
+            try:
+                threading.Thread(target=try_to, name="synk-save").start()
+            except RuntimeError:  # there are too many
+                self._is_idle.set()
+                raise
         return ""
 
     def report(self) -> None:

@@ -20,7 +20,7 @@ from .._reductions.reduction import ElementwiseOp
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
 from .._runtime.group import AXIS, Group
-from .._runtime.layout import Layout, layouts, put
+from .._runtime.layout import Layout, constant, layouts, put
 from .._tracing.context import TraceContext, current_trace
 from .access import (
     bind,
@@ -160,8 +160,12 @@ def reduce_leaves(
                 f'synk.{call}: {variable.name}{path} holds {what}, which "{name}" does not keep. '
                 f"Use {advice}reduce(in_place=False)."
             )
-    body = _reduce_body(name, _shares(weights, name, group_of(variable).size, call), takers == "first")
-    return _run(variable, body, state.layout if takers == "all" else "stacked" if takers == "first" else "replicated")
+    group, dtype = group_of(variable), jnp.result_type(float).name
+    # Given as an argument, so that other weights take no other program.
+    shares = constant(group, "replicated", _shares(weights, name, group.size, call), dtype)
+    ins, n = ["replicated", *layouts(state.layout, len(state.leaves))], len(state.leaves)
+    outs = layouts(state.layout if takers == "all" else "stacked" if takers == "first" else "replicated", n)
+    return run_collective(group, _reduce_body(name, takers == "first"), ins, outs, [shares, *state.leaves])
 
 
 def state_of_reduced(variable: Shared, op: ElementwiseOp) -> VariableState:
@@ -178,11 +182,11 @@ def _run(variable: Shared, body: Body, layout: Layout) -> list[jax.Array]:
 
 
 @lru_cache(maxsize=256)
-def _reduce_body(op: str, shares: tuple[float, ...], is_for_first: bool) -> Body:
-    def body(*arrays: jax.Array) -> list[jax.Array]:
+def _reduce_body(op: str, is_for_first: bool) -> Body:
+    def body(shares: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         context = current_trace()  # whose own rank does not make what is combined depend on it
         rank = lax.axis_index(AXIS) if context is None else context.rank
-        weight = jnp.asarray(np.array(shares, np.dtype(jnp.result_type(float))))[rank]
+        weight = shares[rank]
         leaves = [reduction.Reduced(reduction.REDUCTIONS[op], array.dtype) for array in arrays]
         states = reduction.prepare_parts(arrays, leaves, reduction.PartInfo(weight, rank == 0))
         whole = reduction.combine_replicas(states, leaves, [None] * len(leaves), has_gradients=context is not None)
@@ -226,8 +230,8 @@ def reduce_traced(context: TraceContext, tree: PyTree, op: ElementwiseOp, weight
     _check_axis(context, "all_reduce")
     name = _elementwise(op, "all_reduce")
     arrays, treedef = jax.tree.flatten(tree)
-    body = _reduce_body(name, _shares(weights, name, context.size, "all_reduce"), False)
-    return treedef.unflatten(body(*map(jnp.asarray, arrays)))
+    shares = np.array(_shares(weights, name, context.size, "all_reduce"), jnp.result_type(float))
+    return treedef.unflatten(_reduce_body(name, False)(jnp.asarray(shares), *map(jnp.asarray, arrays)))
 
 
 def gather_traced(context: TraceContext, tree: PyTree) -> PyTree:

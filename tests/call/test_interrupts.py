@@ -1,7 +1,10 @@
 """Ctrl-C at any moment loses no shared variable and tears no update."""
 
+import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 
 import jax.numpy as jnp
@@ -84,3 +87,42 @@ def test_ctrl_c_while_trees_are_compared():
     with pytest.raises(KeyboardInterrupt):
         f(x, second)
     assert first.count + second.count and float(f(x, first)) == 4
+
+
+def test_no_thread_waits_for_ever():
+    """Ctrl-C while two threads take turns with the lock leaves it to neither."""
+    x, w = np.ones(4, np.float32), synk.shared(np.float32(1))
+    total = synk.function(jnp.sum)
+    total(x), w.value
+
+    def call():
+        for _ in range(20):
+            total(x)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    for _ in range(40):
+        thread = threading.Thread(target=call)
+        with pytest.raises(KeyboardInterrupt):
+            thread.start()
+            while True:
+                w.value
+        thread.join()
+        waiting = threading.Thread(target=lambda: total(x), daemon=True)
+        waiting.start()
+        waiting.join(60)
+        assert not waiting.is_alive()
+
+
+def test_the_default_of_the_system():
+    """A program that has asked for it ends at Ctrl-C, inside a call too."""
+    program = """
+import os, signal
+from synk._runtime.dispatch import uninterrupted
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+with uninterrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    print("held back", flush=True)
+print("not seen")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("held back\n", -signal.SIGINT)

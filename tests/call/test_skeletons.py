@@ -1,7 +1,10 @@
 """Scan and pairs: prefix combinations by any associative op, and all pairs by a ring, for any rows and replicas."""
 
+import dataclasses
+import gc
 import itertools
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -215,3 +218,35 @@ def test_gradients_of_uneven_rows():
         np.testing.assert_allclose(
             got, jax.grad(lambda x: jax.lax.associative_scan(jnp.multiply, x).sum())(x), rtol=1e-6
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    by: float
+
+    def __call__(self, a, b):
+        return (a + b) * self.by
+
+
+def test_equal_functions():
+    """Equal as Python has it, they compile to other programs."""
+    x = np.arange(4, dtype=np.int32)
+    with synk.simulate(3), jax.numpy_dtype_promotion("standard"):
+        for by in (2, 2.0, True, 2, -0.0, 0.0):
+            got = synk.pairs(Scaled(by), x, reduce="max")
+            want = ((jnp.asarray(x)[:, None] + jnp.asarray(x)[None]) * by).max(1)
+            assert_same(got, want)
+
+
+def test_functions_are_forgotten():
+    """With all that they close over."""
+    with synk.simulate(2):
+        gone = []
+        for _ in range(2):
+            table = jnp.ones(3)
+            synk.pairs(lambda a, b, table=table: a * b * table.sum(), np.ones(4, np.float32))
+            synk.scan(lambda a, b, table=table: a + b + 0 * table.sum(), np.ones(4, np.float32))
+            gone.append(weakref.ref(table))
+            del table
+        gc.collect()
+        assert [each() for each in gone] == [None, None]

@@ -1,5 +1,10 @@
 """Data: whatever its place, a call sees the rows that NumPy picks, and devices follow what is written."""
 
+import os
+import signal
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +14,7 @@ from hypothesis import strategies as st
 
 import synk
 from synk._data.dataset import resident
-from synk._runtime.dispatch import drain
+from synk._runtime.dispatch import LOCK, drain
 from synk._runtime.layout import shards
 
 from ..helpers import assert_same, calls, chosen, few, group_of, mapped, numbers, slow
@@ -416,3 +421,57 @@ def test_a_write_that_fails_midway(group, place):
     with np.errstate(all="raise"), pytest.raises(FloatingPointError):
         x[0:2] = np.array([5.0, 1e300])
     assert float(f(x)) == float(np.asarray(x).sum()) == np.inf
+
+
+@pytest.mark.parametrize("place", ["scatter", "broadcast"])
+def test_ctrl_c_while_rows_are_written(devices, place):
+    """It comes when NumPy is done: devices hear of what was written."""
+    total, ones = synk.function(jnp.sum), np.ones((40_000, 200), np.float32)
+    for _ in range(3):
+        x = synk.data(np.zeros_like(ones), place=place)
+        total(x)
+        begin = threading.Event()
+        presser = threading.Thread(target=lambda begin=begin: (begin.wait(), os.kill(os.getpid(), signal.SIGINT)))
+        presser.start()
+        with pytest.raises(KeyboardInterrupt):
+            begin.set()
+            x[:] = ones
+            presser.join()
+            time.sleep(1)
+        presser.join()
+        assert float(total(x)) == x[:].sum()
+
+
+CHANGES = {
+    "set_value": lambda x: x.set_value(np.ones(7, np.float32)),
+    "set_length": lambda x: x.set_length(4),
+    "to": lambda x: x.to("scatter" if x.place == "broadcast" else "broadcast"),
+    "free": lambda x: x.free(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", ["scatter", "broadcast"])
+def test_ctrl_c_while_another_thread_calls(devices, place, change):
+    """What waits for a call changes the data whole or not at all."""
+    total = synk.function(jnp.sum)
+    x = synk.data(np.arange(8, dtype=np.float32), place=place)
+    total(x)
+    holds, is_over = threading.Event(), threading.Event()
+
+    def call():
+        with LOCK:
+            holds.set()
+            is_over.wait()
+
+    threads = [threading.Thread(target=call)]
+    threads.append(threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)))
+    for thread in threads:
+        thread.start()
+    holds.wait()
+    with pytest.raises(KeyboardInterrupt):
+        CHANGES[change](x)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert (x.place, float(total(x)), float(total(x, batch=5))) == (place, 28, 10)

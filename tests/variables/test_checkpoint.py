@@ -786,3 +786,22 @@ def test_ctrl_c_while_training_saving_and_loading(tmp_path):
         saved, extra = synk.load(tmp_path, both)
         assert saved in (at, at + 1)
         assert int(one.value) == extra and np.all(np.asarray(two.value) == extra)
+
+
+def test_ctrl_c_before_the_background_begins(tmp_path, monkeypatch):
+    """Nobody waits for a thread that was not made."""
+    w = synk.shared(np.float32(1))
+    made = threading.Thread.__init__
+
+    def press(self, *args, **options):
+        made(self, *args, **options)
+        if options.get("name") == "synk-save":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(threading.Thread, "__init__", press)
+    with pytest.raises(KeyboardInterrupt):
+        synk.save(tmp_path, {"w": w}, step=1, background=True)
+    monkeypatch.undo()
+    assert checkpoint_files.WRITER._is_idle.wait(60)
+    synk.save(tmp_path, {"w": w}, step=2)
+    assert synk.load(tmp_path, {"w": w})[0] == 2

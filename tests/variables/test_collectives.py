@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import synk
+from synk._runtime.executable import run_collective
 
 from ..helpers import assert_close, chosen, group_of, numbers, parts_of
 
@@ -411,3 +412,16 @@ def test_replicas_of_one(four):
         w = synk.shared(VALUES)
         synk.all_reduce(w), synk.broadcast(w), synk.reduce(w, "sum"), synk.all_gather(w)
         assert_close((w.value, synk.gather(w)), (VALUES, VALUES[None]))
+
+
+def test_other_weights_take_the_same_program():
+    """They are arguments."""
+    with synk.simulate(2) as group:
+        w, kept = synk.shared(np.float32([0, 0])), set[int]()
+        for weights in ([1, 3], [2, 2], [5, 1]):
+            synk.set_value(0, w, np.float32([1, 2]))
+            synk.set_value(1, w, np.float32([3, 6]))
+            synk.all_reduce(w, "mean", weights=weights)
+            np.testing.assert_allclose(w.value, np.average([[1, 2], [3, 6]], axis=0, weights=weights), rtol=1e-6)
+            kept.add(len(group._caches[run_collective]._kept))
+        assert len(kept) == 1
