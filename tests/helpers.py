@@ -52,13 +52,13 @@ def group_of(kind, n):
         return group
 
 
-def interrupted(act, seconds):
-    """Act again and again until a SIGINT that comes after so many seconds has been raised; how often that returned."""
+def interrupted(act, seconds, number=signal.SIGINT, error=KeyboardInterrupt):
+    """Act again and again until a signal that comes after so many seconds has been raised; how often that returned."""
     is_over, returned = threading.Event(), 0
 
     def press(wait=seconds):
         while not is_over.wait(wait):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             wait = 1.0  # then once more: JAX's own callback of the garbage collector swallows one in thousands
 
     presser = threading.Thread(target=press)
@@ -67,10 +67,10 @@ def interrupted(act, seconds):
         while True:
             act()
             returned += 1
-    except KeyboardInterrupt:
+    except error:
         return returned
-    except SystemError as error:  # as Python 3.11 tells of a Ctrl-C in ast.parse (python/cpython#106905)
-        if "AST constructor" not in str(error):
+    except SystemError as other:  # as Python 3.11 tells of a Ctrl-C in ast.parse (python/cpython#106905)
+        if "AST constructor" not in str(other):
             raise
         return returned
     finally:

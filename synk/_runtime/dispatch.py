@@ -12,6 +12,9 @@ OnFailure: TypeAlias = Callable[[Exception], None]
 
 # signal.signal also looks names up for what it takes and gives, by exceptions: some microseconds of each call.
 _set_handler: Callable[[int, Any], Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
+_get_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+# Ctrl-C, the end of a job, and time limits.
+_HELD_BACK = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
 
 LOCK = threading.RLock()
 _MAIN = threading.main_thread().ident
@@ -86,7 +89,10 @@ def settle() -> None:
 
 
 def _retire() -> None:
-    one = IN_FLIGHT.popleft()
+    try:
+        one = IN_FLIGHT.popleft()
+    except IndexError:  # the handler of a signal has come first
+        return
     try:
         one.token.block_until_ready()
     except Exception as error:  # the program's own reader sees it too; here its variables learn of it
@@ -104,21 +110,33 @@ def look_for_dead() -> None:
 
 
 class uninterrupted:
-    """Hold Ctrl-C back in a `with` block: what is dispatched is committed."""
+    """Hold Ctrl-C, and signals that Python code handles, back in a `with` block: what is dispatched is committed."""
 
     __slots__ = ("before", "noted")
 
     def __enter__(self) -> None:
-        self.before: Any = None
-        self.noted: list[Any] = []
+        self.before: dict[int, Any] = {}
+        self.noted: list[tuple[int, Any]] = []
         if threading.get_ident() == _MAIN:
             noted = self.noted
-            self.before = _set_handler(signal.SIGINT, lambda *ctrl_c: noted.append(ctrl_c))
+            for number in _HELD_BACK:
+                if number == signal.SIGINT or callable(_get_handler(number)):
+                    self.before[number] = _set_handler(number, lambda *came: noted.append(came))
 
     def __exit__(self, *error: object) -> None:
-        if self.before is not None:
-            _set_handler(signal.SIGINT, self.before)
-        if self.noted and callable(self.before):
-            self.before(*self.noted[-1])
-        elif self.noted and self.before == signal.SIG_DFL:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in self.before.items():
+            if handler is not None:  # one that is none of Python's
+                _set_handler(number, handler)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """What came, to those who wait for it, each of which may raise."""
+        while self.noted:
+            number, frame = self.noted.pop(0)
+            try:
+                if callable(self.before[number]):
+                    self.before[number](number, frame)
+                elif self.before[number] == signal.SIG_DFL:
+                    signal.raise_signal(number)
+            finally:
+                self._pass_on()

@@ -163,7 +163,8 @@ def reduce_leaves(
     group, dtype = group_of(variable), jnp.result_type(float).name
     # Given as an argument, so that other weights take no other program.
     shares = constant(group, "replicated", _shares(weights, name, group.size, call), dtype)
-    ins, n = ["replicated", *layouts(state.layout, len(state.leaves))], len(state.leaves)
+    n = len(state.leaves)
+    ins: list[Layout] = ["replicated", *layouts(state.layout, n)]
     outs = layouts(state.layout if takers == "all" else "stacked" if takers == "first" else "replicated", n)
     return run_collective(group, _reduce_body(name, takers == "first"), ins, outs, [shares, *state.leaves])
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import synk
+from synk._runtime.dispatch import uninterrupted
 
 from ..helpers import interrupted
 
@@ -45,6 +46,38 @@ def test_updates_are_all_or_nothing(rows):
             assert np.all(np.asarray(two.value) == count)
             assert count in (done, done + 1)
             done = count
+
+
+class Limit(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the collector swallows one
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM])
+def test_other_handlers_that_raise(number):
+    """A time limit, or the end of a job, loses no variable either; nor do these all at once."""
+
+    def over(*signal):
+        raise Limit
+
+    moments, counter = random.Random(int(number)), synk.shared(np.zeros(1000, np.int32))
+    step = synk.function(jnp.sum, then=lambda total: setattr(counter, "value", counter.value + 1))
+    x = np.ones(7, np.float32)
+    step(x)
+    before = signal.signal(number, over)
+    try:
+        done = 1
+        for _ in range(TRIALS):
+            done += interrupted(lambda: step(x), moments.uniform(0.001, 0.02), number, Limit)
+            count = int(counter.value[0])
+            assert np.all(np.asarray(counter.value) == count)
+            assert count in (done, done + 1)
+            done = count
+        with pytest.raises(Limit), uninterrupted():
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
 
 
 def test_the_users_handler_is_back():
