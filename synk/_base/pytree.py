@@ -95,8 +95,14 @@ def is_weak(leaf: Any) -> bool:
 def to_jax(leaf: Any) -> jax.Array:
     """An array or a number as JAX's array, whatever its byte order; within a transformation, a part of it."""
     if isinstance(leaf, (jax.Array, *SCALARS)):
-        return jnp.asarray(leaf)
+        return narrowed(jnp.asarray(leaf))
     return jnp.asarray(np.asarray(leaf, narrow(leaf.dtype)))
+
+
+def narrowed(array: jax.Array) -> jax.Array:
+    """The same without 64 bits that are switched off by now."""
+    is_plain = isinstance(array.dtype, np.dtype)  # and no PRNG key
+    return array.astype(narrow(array.dtype)) if is_plain and array.dtype != narrow(array.dtype) else array
 
 
 def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:

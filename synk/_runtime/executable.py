@@ -165,7 +165,8 @@ def broadcast_from(group: Group, leaves: Sequence[jax.Array], rank: int, layout:
     """Copy one replica's entries of stacked leaves to all replicas, bit for bit."""
     root = constant(group, "replicated", (rank,), "int32")
     ins: list[Layout] = [*layouts("stacked", len(leaves)), "replicated"]
-    return run_collective(group, _broadcast, ins, layouts(layout, len(leaves)), [*leaves, root])
+    with jax.enable_x64(True):  # or there were no 64 bits to take what was made with it
+        return run_collective(group, _broadcast, ins, layouts(layout, len(leaves)), [*leaves, root])
 
 
 def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from .._base.pytree import narrow, number_dtype
+from .._base.pytree import narrow, narrowed, number_dtype
 from .dispatch import LOCK
 from .group import Group
 
@@ -64,8 +64,7 @@ def is_placed(group: Group, array: jax.Array, layout: Layout) -> bool:
 def replicate(group: Group, leaf: Any) -> jax.Array:
     """Put a value on every replica; memory of the user's NumPy arrays is not shared."""
     if isinstance(leaf, jax.Array):
-        if isinstance(leaf.dtype, np.dtype) and leaf.dtype != (dtype := narrow(leaf.dtype)):
-            leaf = leaf.astype(dtype)  # of 64 bits that are switched off by now
+        leaf = narrowed(leaf)
         return leaf if is_placed(group, leaf, "replicated") else put(group, leaf, "replicated")
     return put(group, own_copy(leaf), "replicated")
 

@@ -524,18 +524,25 @@ def test_64_bits_that_are_switched_off(four, tmp_path, dtype):
         placed.value = value
     np.testing.assert_array_equal(placed.get_value(), value)
     with jax.enable_x64(True):
+        synk.scatter(placed, value)
+    for rank, rows in enumerate(np.array_split(value, 4)):
+        for got in (placed.get_value(rank), placed.get_value(rank, borrow=True)):
+            assert got.dtype == value.dtype
+            np.testing.assert_array_equal(got, rows)
+    with jax.enable_x64(True):
         for w in (placed, new):
-            synk.broadcast(w)
+            w.set_value(value)
             np.testing.assert_array_equal(w.value, value)
         assert f(np.ones(5, np.float32)) == want
 
 
 def test_arguments_of_64_bits_that_are_switched_off(four):
-    """Broadcast ones are narrowed as scattered ones are, and as by jit."""
+    """Broadcast ones are narrowed as scattered ones are, and as by jit; in traced calls too."""
     with jax.enable_x64(True):
         rate, x = jnp.float64(1.5), jnp.arange(5.0)
     f = synk.function(lambda x, rate: (x * rate).sum(0), inputs=["x"])
+    assert [float(jax.grad(f, 1)(x, rate)), float(jax.jit(lambda x: f(x, rate))(x))] == [10, 15]
     for _ in range(2):
-        for got in (f(x, rate), f.serial(x, rate), *f.iterate(x, synk.each([rate]), batches=[None])):
+        for got in (f(x, rate), jax.jit(f)(x, rate), f.serial(x, rate), *f.iterate(x, synk.each([rate]), batches=[None])):
             assert (got.dtype, float(got)) == (jnp.float32, 15)
         f.check(x, rate)
