@@ -12,7 +12,7 @@ from jax import lax
 
 from .._data.feed import InputFeed, index_shape
 from .._data.overlap import with_halos
-from .._runtime.engine import spmd
+from .._runtime.engine import run_in_turn, spmd
 from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout, Layouts, layouts
@@ -32,7 +32,7 @@ class _Launch(NamedTuple):
     """What one program does: run parts, and combine them or add them to the states so far."""
 
     sizes: tuple[int | None, ...]  # numbers of rows of its parts, most first; none where it only combines states
-    counts: tuple[int, ...]  # rows of each replica's part, where programs depend on them
+    counts: tuple[int | None, ...]  # rows of each replica's part, where programs depend on them
     is_last: bool  # whether it ends the call
     carry: tuple[jax.ShapeDtypeStruct, ...] = ()  # shapes of a replica's states so far; none in the only launch
 
@@ -92,7 +92,7 @@ class Compiler:
         """
         builder, call = self.builder, self.call
         if not call.is_sliced:
-            counts = launches(call.lengths, 1)[0].counts if call.lengths else ()
+            counts = launches(call.lengths, 1)[0].counts if call.lengths else call.part_sizes[0] * self.group.size
             return Programs({call.part_sizes[0]: self._compile(_Launch(call.part_sizes[0], counts, True))})
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
@@ -177,14 +177,12 @@ class Compiler:
 
     def _each_rank(self, launch: _Launch, given: Sequence[Layout]) -> Body:
         """A body of all replicas' arrays: run simulated replicas one after another, and map what follows."""
-        size = self.group.size
+
+        def run(rank: int, part: list[jax.Array]) -> list[jax.Array]:
+            return self._run(launch, self._unpack(launch, part, jnp.int32(rank)), [launch.counts[rank]])
 
         def body(*values: jax.Array) -> list[jax.Array]:
-            whole = self._with_all_halos(launch, values, given)
-            parts = [[_of_rank(v, at, r, size) for v, at in zip(whole, given, strict=True)] for r in range(size)]
-            taken = [self._unpack(launch, part, jnp.int32(rank)) for rank, part in enumerate(parts)]
-            each = [self._run(launch, its, [count]) for count, its in zip(launch.counts, taken, strict=True)]
-            states = [jnp.stack(leaves) for leaves in zip(*each, strict=True)]
+            states = run_in_turn(self.group, run, self._with_all_halos(launch, values, given), given)
             ins: list[Layout] = [*layouts("stacked", len(states)), *given]
 
             def finish(*values: jax.Array) -> list[jax.Array]:
@@ -328,10 +326,3 @@ class Compiler:
         """Which are kept: entries of rows (True), of parts (False)."""
         kinds = {self.builder.reductions[i].has_row_entries for i in self.builder.kept}
         return [kind for kind in (True, False) if kind in kinds]
-
-
-def _of_rank(array: jax.Array, layout: Layout, rank: int, size: int) -> jax.Array:
-    """One replica's part of a global array."""
-    if layout == "replicated":
-        return array
-    return array[rank] if layout == "stacked" else array.reshape(size, -1, *array.shape[1:])[rank]

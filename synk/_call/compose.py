@@ -22,7 +22,7 @@ from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
 from .._reductions.outputs import ResultSpec
-from .._runtime.engine import spmd
+from .._runtime.engine import run_in_turn, spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
 from .._variables.access import state_in
@@ -190,13 +190,26 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     if call.lengths is not None and not call.is_plain:
         table = np.array(part_table(launches(call.lengths, 1)[0], call.lengths), np.int32)
 
-    def body(*values: jax.Array) -> list[jax.Array]:
-        sizes, arrays = call.part_sizes[0], arrays_of(call, values)
-        part = part_of(table, lax.axis_index(AXIS), sizes[0], group.size)
-        states = builder.states(sizes, {}, arrays, part, sizes[0])
-        results, _ = finisher.finish_values(states, {}, arrays.broadcast, part)
+    sizes, tall = call.part_sizes[0], call.part_sizes[0][0]
+
+    def run(rank: jax.Array, values: Sequence[jax.Array], sizes: Sequence[int | None]) -> list[jax.Array]:
+        return builder.states(sizes, {}, arrays_of(call, values), part_of(table, rank, tall, group.size), tall)
+
+    def finish(states: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.Array]:
+        part = part_of(table, lax.axis_index(AXIS), tall, group.size)
+        results, _ = finisher.finish_values(states, {}, arrays_of(call, values).broadcast, part)
         return [results[i] for i in result.picked]
+
+    def body(*values: jax.Array) -> list[jax.Array]:
+        return finish(run(lax.axis_index(AXIS), values, sizes), values)
+
+    def in_turn(*values: jax.Array) -> Sequence[jax.Array]:
+        counts = call.lengths or sizes * group.size
+        states = run_in_turn(group, lambda r, part: run(jnp.int32(r), part, [counts[r]]), values, ins)
+        count, given = len(states), [*layouts("stacked", len(states)), *ins]
+        return spmd(group, lambda *v: finish(v[:count], v[count:]), given, outs)(*states, *values)
 
     ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
     outs = layouts("replicated", len(result.picked))
-    return ComposedPlan(jax.jit(spmd(group, body, ins, outs)), result, {})
+    mapped = in_turn if builder.runs_each_rank else spmd(group, body, ins, outs)
+    return ComposedPlan(jax.jit(mapped), result, {})

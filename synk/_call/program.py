@@ -141,11 +141,12 @@ class ProgramBuilder:
 
     @cached_property
     def runs_each_rank(self) -> bool:
-        """Must simulated replicas run one by one? Mapped together all run every branch, also what prints."""
+        """Must simulated replicas run one by one? Mapped together all run every branch, also what prints, and JAX maps
+        no callbacks that are ordered."""
         if self.call.block is not None:  # mapped together, matrix products would add up in another order
             return self.group.is_simulated
-        runs_together = self.group.is_simulated and not self.call.is_plain and not self.call.is_composed
-        return runs_together and self._has_effects
+        refuses_map = any(each.refuses_map for each in self.traced.values())
+        return self.group.is_simulated and (refuses_map if self.call.is_plain else self._has_effects)
 
     def run_part(
         self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None, consts: Any = None

@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .group import AXIS, Group
-from .layout import Layouts, sharding_of
+from .layout import Layout, Layouts, sharding_of
 
 Body: TypeAlias = Callable[..., Sequence[jax.Array]]
 
@@ -19,6 +20,23 @@ def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "s
     elif engine == "pmap" and jax.process_count() > 1:
         engine = "shard_map"  # under jit jax.pmap knows this process's devices only, and maps over those
     return ENGINES[engine](group, body, ins, outs)
+
+
+def run_in_turn(
+    group: Group, run: Callable[[int, list[jax.Array]], Sequence[jax.Array]], values: Sequence[jax.Array], ins: Layouts
+) -> list[jax.Array]:
+    """What `run(rank, arrays)` gives on simulated replicas, one after another, stacked."""
+
+    def of_rank(array: jax.Array, layout: Layout, rank: int) -> jax.Array:
+        if layout == "replicated":
+            return array
+        return array[rank] if layout == "stacked" else array.reshape(group.size, -1, *array.shape[1:])[rank]
+
+    each = [
+        run(rank, [of_rank(value, layout, rank) for value, layout in zip(values, ins, strict=True)])
+        for rank in range(group.size)
+    ]
+    return [jnp.stack(leaves) for leaves in zip(*each, strict=True)]
 
 
 def _by_shard_map(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:

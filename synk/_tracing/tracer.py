@@ -52,6 +52,7 @@ class TracedFunction:
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the outputs, then of what is written
     uses_rank: bool  # whether its results may differ between replicas that were given equal values
     has_effects: bool  # prints or calls back to the host, so it must not run on rows that are not there
+    refuses_map: bool  # whether it calls the host as `jax.vmap` does not, and names no axis of replicas
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
     flops: int  # of matrix products and convolutions
 
@@ -82,7 +83,8 @@ def trace(request: TraceRequest) -> TracedFunction:
         blame_line=lambda *args: first_bad_line(closed.jaxpr, consts, _all_of(closed.jaxpr, is_used, args)),
         variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
-        has_effects=bool(closed.effects),
+        has_effects=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations),
+        refuses_map=any(map(_refuses_map, found_equations)) and not any(map(_is_over_axis, found_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
         flops=flops(closed.jaxpr),
         **found,
@@ -118,8 +120,17 @@ def _tells_ranks_apart(equation: Any) -> bool:
     if name == "io_callback":  # a host's answers need not be the same for each
         return True
     by_rank = name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
-    is_over_axis = AXIS in str(params.get("axis_name", params.get("axes", "")))
-    return is_over_axis and (by_rank or params.get("axis_index_groups") is not None)
+    return _is_over_axis(equation) and (by_rank or params.get("axis_index_groups") is not None)
+
+
+def _is_over_axis(equation: Any) -> bool:
+    return AXIS in str(equation.params.get("axis_name", equation.params.get("axes", "")))
+
+
+def _refuses_map(equation: Any) -> bool:
+    """Does it call the host in an order, or without saying how it is mapped?"""
+    name, params = equation.primitive.name, equation.params
+    return params.get("ordered", False) or (name == "pure_callback" and params["vmap_method"] is None)
 
 
 def _constants(closed: Any, name: str) -> list[Any]:

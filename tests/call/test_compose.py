@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import AxisType
 
 import synk
@@ -46,6 +47,41 @@ def test_slices_under_jit(group, slices):
     f = jax.jit(lambda w, x: combined(w, x, num_slices=slices))
     for rows in (3, 8, 31):
         assert_close(f(W, numbers(rows)), jax.tree.map(np.asarray, weigh(W, numbers(rows))))
+
+
+CALLBACKS = {
+    "debug": lambda see, x: jax.debug.callback(see, x),
+    "io_callback": lambda see, x: io_callback(see, ONE, x, ordered=True),
+    "pure_callback": lambda see, x: jax.pure_callback(see, ONE, x),
+}
+ONE = jax.ShapeDtypeStruct((), np.float32)
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+def test_callbacks_see_parts_alone(group, kind):
+    """A callback runs once a part, with its rows and no others: eager, sliced, under jit and grad."""
+    seen = []
+
+    def see(x):
+        seen.append(np.asarray(x).tolist())
+        return np.float32(x.sum())
+
+    def fn(x):
+        found = CALLBACKS[kind](see, lax.stop_gradient(x))
+        return x.sum() if kind == "debug" else found + 0 * x.sum()
+
+    def run(call, x):
+        seen.clear()
+        jax.block_until_ready(call(x))
+        jax.effects_barrier()
+        return sorted(row for part in seen for row in part)
+
+    f = synk.function(fn)
+    calls = [f, jax.jit(lambda x: f(x)), jax.jit(lambda x: f(x, num_slices=2))]
+    calls += [] if kind == "io_callback" else [jax.value_and_grad(lambda x: f(x))]
+    for rows in (6, 7):
+        x = np.arange(rows, dtype=np.float32)
+        assert [run(call, x) for call in calls] == [x.tolist() for _ in calls]
 
 
 def gradients(call, x):

@@ -543,6 +543,11 @@ def test_arguments_of_64_bits_that_are_switched_off(four):
     f = synk.function(lambda x, rate: (x * rate).sum(0), inputs=["x"])
     assert [float(jax.grad(f, 1)(x, rate)), float(jax.jit(lambda x: f(x, rate))(x))] == [10, 15]
     for _ in range(2):
-        for got in (f(x, rate), jax.jit(f)(x, rate), f.serial(x, rate), *f.iterate(x, synk.each([rate]), batches=[None])):
+        for got in (
+            f(x, rate),
+            jax.jit(f)(x, rate),
+            f.serial(x, rate),
+            *f.iterate(x, synk.each([rate]), batches=[None]),
+        ):
             assert (got.dtype, float(got)) == (jnp.float32, 15)
         f.check(x, rate)
