@@ -25,7 +25,7 @@ ROOMS = {
     "_base": ([], "jax_context bounded_cache errors old_names pytree partition units"),
     "_runtime": (BASE, "watchdog dispatch group layout engine executable target"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
-    "_reductions": (CORE, "collectives pieces wire reduction tree monoid statistics outputs"),
+    "_reductions": (CORE, "collectives pieces wire reduction tree monoid statistics outputs results"),
     "_tracing": (CORE, "context equations elementwise lines tracer"),
     "_data": (
         [*CORE, "_tracing"],

@@ -21,7 +21,7 @@ from .._data.feed import SENT
 from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
-from .._reductions.outputs import ResultSpec
+from .._reductions.results import ResultSpec
 from .._runtime.engine import run_in_turn, spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._reductions.outputs import ResultSpec, result_spec
 from .._reductions.reduction import UPDATES, combine_replicas
+from .._reductions.results import ResultSpec, result_spec
 from .._runtime.group import AXIS
 from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
@@ -111,7 +111,7 @@ class Finisher:
     @cached_property
     def result(self) -> ResultSpec:
         """The structure of what the call returns."""
-        treedef, keys = self.outputs.treedef, [leaf.key for leaf in self.outputs.results]
+        treedef, keys = self.outputs.treedef, self.outputs.keys
         if self.then is not None:
             treedef, keys = self.then[0].outputs
         return result_spec(treedef, keys, self.call.subset, self.function.name)

@@ -112,7 +112,8 @@ class Accumulation:
         if self._first is None:
             return
         old = _compiler(self._first.plan)
-        leaves = zip(old.builder.outputs.leaves, old.states, new.states, strict=False)
+        combined = [old.builder.outputs.leaves[i] for i in old.builder.combined]
+        leaves = zip(combined, old.states, new.states, strict=False)
         other = [(leaf.path, a, b) for leaf, a, b in leaves if a.dtype != b.dtype or _shape(leaf, a) != _shape(leaf, b)]
         for path, a, b in other[:1]:
             raise ValueError(

@@ -8,7 +8,8 @@ from weakref import ref
 
 from .._base.bounded_cache import BoundedCache
 from .._data.transfer import PartRows
-from .._reductions.outputs import OutputSpec, ResultSpec
+from .._reductions.outputs import OutputSpec
+from .._reductions.results import ResultSpec
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout

@@ -15,6 +15,7 @@ from .._data.feed import read_rows
 from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, prepare_parts
+from .._reductions.results import result_spec
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
 from .blocks import Blocks, run_blocks
@@ -30,8 +31,8 @@ class ProgramBuilder:
     Attributes:
       traced: `fn` over each number of rows that it runs over, most first.
       outputs: the structure of what `fn` returns.
-      own: which of its outputs are the first replica's own.
-      combined: which are not.
+      own: which of its outputs that somebody wants are the first replica's own.
+      combined: which of these are not.
       reduced: how these combine.
       updates: what `fn` writes, and how slices of that combine.
       reductions: how the states of slices combine, one a state.
@@ -48,9 +49,9 @@ class ProgramBuilder:
         # The first replica's own value lies on its device alone; what follows needs it on all.
         has_devices = not (self.group._is_multi_process or self.group.is_simulated or self.call.is_composed)
         is_own = has_devices and self.function.then is None
-        leaves = self.outputs.reduced
-        self.own = [i for i, leaf in enumerate(leaves) if is_own and leaf.reduction.name == "first"]
-        self.combined = [i for i in range(len(leaves)) if i not in self.own]
+        leaves, wanted = self.outputs.reduced, self._wanted()
+        self.own = [i for i in wanted if is_own and leaves[i].reduction.name == "first"]
+        self.combined = [i for i in wanted if i not in self.own]
         self.reduced = [
             leaf if leaf.weight is None else leaf._replace(weight=self.combined.index(leaf.weight))
             for leaf in (leaves[i] for i in self.combined)
@@ -78,6 +79,13 @@ class ProgramBuilder:
         if self.call.is_composed and self.call.is_sliced:
             sizes = [part.rows for size in sizes for part in self._slices(size)]
         return dict.fromkeys(sizes)
+
+    def _wanted(self) -> list[int]:
+        """Which of what `fn` returns is looked at: all, unless `output_subset` leaves some of it out."""
+        outputs, function, subset = self.outputs, self.function, self.call.subset
+        if subset is None or function.then is not None or function.refuses_nan:
+            return list(range(len(outputs.leaves)))
+        return outputs.needed_for(result_spec(outputs.treedef, outputs.keys, subset, function.name).picked)
 
     def _slices(self, rows: int | None) -> list[RowRange]:
         """Where one program runs the slices of a replica's rows."""
@@ -284,6 +292,8 @@ class ProgramBuilder:
         """The states of Monoids, of parts before, if there were any, and of one more, if it has rows."""
         found: dict[int, jax.Array] = {}
         for each in self.outputs.merged:
+            if each.first not in self.combined:
+                continue
             places = [len(self.own) + self.combined.index(each.first + i) for i in range(each.size)]
             if all(self.reductions[i].collective == "merge" for i in places):
                 pair = [before[i] for i in places], [new[i] for i in places]

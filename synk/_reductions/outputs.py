@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from .._base.pytree import PyTree, as_data, as_keys, key_of
+from .._base.pytree import PyTree, as_data, key_of
 from .monoid import Gathered, Merge, Monoid
 from .reduction import (
     MEAN_OF_ROWS,
@@ -79,6 +79,17 @@ class OutputSpec(NamedTuple):
         return [leaf for leaves in each for leaf in leaves]
 
     @property
+    def keys(self) -> list[Any]:
+        """The PRNG implementation of each leaf of the outputs."""
+        return [leaf.key for leaf in self.results]
+
+    def needed_for(self, picked: Sequence[int]) -> list[int]:
+        """Which leaves these leaves of the outputs come of, weights included."""
+        each = [leaves for leaves, count in map(_sizes, self.items) for _ in range(count)]
+        needed = {number for i in picked for number in each[i]}
+        return sorted(needed | {w for i in needed if (w := self.leaves[i].reduced.weight) is not None})
+
+    @property
     def staying(self) -> list[int]:
         """Which leaves of the outputs stay on the replicas that made them."""
         return [i for i, leaf in enumerate(self.results) if leaf.reduced.reduction.collective == "stay"]
@@ -89,11 +100,15 @@ class OutputSpec(NamedTuple):
         each = [[None] * len(item.results) if isinstance(item, Merged) else [item] for item in self.items]
         return [number for numbers in each for number in numbers]
 
-    def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[jax.Array]:
-        """The leaves of the outputs, from all that combines; `present` as in `Merge.merge_all`."""
-        found: list[jax.Array] = []
+    def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[Any]:
+        """The leaves of the outputs, from what combines, None where that is left out; `present` as in
+        `Merge.merge_all`."""
+        found: list[Any] = []
         for item in self.items:
-            if isinstance(item, Merged):
+            leaves, count = _sizes(item)
+            if any(i not in combined for i in leaves):
+                found += [None] * count
+            elif isinstance(item, Merged):
                 state = [combined[item.first + i] for i in range(item.size)]
                 reductions = {self.leaves[item.first + i].reduced.reduction for i in range(item.size)}
                 if reductions != {REDUCTIONS["concat"]}:
@@ -104,19 +119,11 @@ class OutputSpec(NamedTuple):
         return found
 
 
-class ResultSpec(NamedTuple):
-    """The structure of what a call returns: which of its leaves, of which tree."""
-
-    treedef: Any
-    keys: tuple[Any, ...]
-    picked: tuple[int, ...]
-
-    def tree(self, leaves: Sequence[Any]) -> PyTree:
-        """Leaves as the user's tree, raw key data as keys."""
-        if not any(self.keys):
-            return self.treedef.unflatten(leaves)
-        pairs = zip(leaves, self.keys, strict=True)  # data holds raw ones
-        return self.treedef.unflatten([as_keys(a, key) if isinstance(a, jax.Array) else a for a, key in pairs])
+def _sizes(item: int | Merged) -> tuple[range, int]:
+    """Which leaves it comes of, and of how many leaves of the outputs it is."""
+    if isinstance(item, Merged):
+        return range(item.first, item.first + item.size), len(item.results)
+    return range(item, item + 1), 1
 
 
 class OutputRules(NamedTuple):
@@ -203,30 +210,6 @@ def pack_result(out: PyTree) -> tuple[list[jax.Array], tuple[Any, tuple[Any, ...
     leaves, treedef = jax.tree.flatten(out)
     arrays = [_as_array(leaf, "then: a result") for leaf in leaves]
     return [as_data(array) for array in arrays], (treedef, tuple(map(key_of, arrays)))
-
-
-def result_spec(treedef: Any, keys: Sequence[Any], subset: Sequence[Any] | None, name: str) -> ResultSpec:
-    """The structure of a call's result: all leaves, or those that `output_subset` names."""
-    if subset is None:
-        return ResultSpec(treedef, tuple(keys), tuple(range(treedef.num_leaves)))
-    picked, treedef = jax.tree.flatten(_pick(treedef.unflatten(range(treedef.num_leaves)), subset, name))
-    return ResultSpec(treedef, tuple(keys[i] for i in picked), tuple(picked))
-
-
-def _pick(tree: PyTree, subset: Sequence[Any], name: str) -> tuple[Any, ...]:
-    """The entries of the top level that `output_subset` names, in its order."""
-    if not isinstance(tree, tuple | list | Mapping):
-        raise ValueError(
-            f"{name}: output_subset={list(subset)} names entries of a tuple, list or dict of outputs, but there is "
-            f"one output."
-        )
-    is_dict = isinstance(tree, Mapping)
-    names = list(tree) if is_dict else range(-len(tree), len(tree))
-    for wanted in subset:
-        if wanted not in names:
-            error, has = (KeyError, f"the keys {names}") if is_dict else (IndexError, f"{len(tree)} outputs")
-            raise error(f"{name}: output_subset names {wanted!r}, but there are {has}.")
-    return tuple(tree[wanted] for wanted in subset)
 
 
 def is_whole(value: Any) -> bool:

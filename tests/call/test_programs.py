@@ -97,6 +97,16 @@ def test_subset_spares_no_update():
     assert collectives(g, numbers(8), output_subset=[1]) == ["all-reduce", "all-reduce"]
 
 
+@pytest.mark.parametrize("rows", [8, 9])
+def test_subset_spares_what_would_travel_together(four, rows):
+    """What is not asked for is not computed either, whatever else its collective would bring."""
+    weighted = lambda x: synk.Weighted((x @ x.T).sum(), x.shape[0])  # noqa: E731
+    f = synk.function(lambda x: (x.sum(), (x @ x.T).sum(), weighted(x)), outputs=("sum", "sum", "mean"))
+    programs = [f.compile(numbers(rows), output_subset=subset).as_text() for subset in (None, [0])]
+    assert ["dot(" in text for text in programs] == [True, False]
+    assert f(numbers(rows), output_subset=[1, 2, 0]) == tuple(f(numbers(rows))[i] for i in (1, 2, 0))
+
+
 @pytest.mark.parametrize("slices", [1, slow(2)])
 def test_every_batch_length_with_few_programs(slices):
     """Lengths 1 to 64 on four replicas build at most 28 programs a slice and one more lot; a second pass none."""
