@@ -1,15 +1,18 @@
 """Feeding: which rows each launch of a call runs, and how its arrays are brought."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._base.partition import split_rows
-from .._data.exchange import exchange
+from .._data.exchange import exchange, exchange_program
 from .._data.overlap import widened
 from .._data.selection import IndexKind, ReplicaSelection
 from .._data.transfer import PartRows, send_index, send_rows
+from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import constant
 from .inputs import RowInputs
@@ -47,6 +50,15 @@ def exchanged(group: Group, rows: RowInputs) -> RowInputs:
         return one._replace(source=exchange(group, one.source, one.scattered_rows, wanted), scattered_rows=None)
 
     return rows._replace(each=tuple(map(bring, rows.each)))
+
+
+def exchange_programs(group: Group, rows: RowInputs) -> Iterator[tuple[int, Executable]]:
+    """The programs that `exchanged` runs, each with the number of the argument whose rows it brings."""
+    for i, one in enumerate(rows.each):
+        if one.scattered_rows is not None:
+            tall = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap).tall
+            data = jax.ShapeDtypeStruct(one.source.shape, one.source.dtype)
+            yield i, exchange_program(group, data, one.scattered_rows, tall)
 
 
 def feed_rows(group: Group, rows: RowInputs, part_rows: PartRows) -> list[Any]:

@@ -127,6 +127,14 @@ class Finisher:
         whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
         return self.traces.then(self.function.then, self.outputs, whole)
 
+    @property
+    def flops_of_then(self) -> int:
+        """Of matrix products and convolutions, for what the call returns and what is written."""
+        if self.then is None:
+            return 0
+        count, traced = self.then[0].outputs[0].num_leaves, self.then[0]
+        return traced.flops([*self.result.picked, *range(count, len(traced.shapes))])
+
     def finish_values(
         self, states: Sequence[jax.Array], state: State, broadcast: Sequence[jax.Array], part: Part
     ) -> tuple[list[jax.Array], State]:

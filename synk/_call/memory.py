@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._variables.variable import Shared
+from .inputs import RowInputs
 from .plan import CallPlan
 
 _TRIES = 4  # further questions after the first, each of which compiles
@@ -19,7 +20,7 @@ class ProgramMemory(NamedTuple):
     temporary: int | None
     results: int | None
     aliased: int | None  # of results that take the place of arguments
-    resident: int  # of shared variables of the call that this program does not take
+    resident: int  # of shared variables and data of the call that this program does not take
 
     @property
     def total(self) -> int | None:
@@ -31,13 +32,16 @@ class ProgramMemory(NamedTuple):
 
 def memory_of(program: Executable, plan: CallPlan) -> ProgramMemory:
     """What one of a plan's programs needs."""
-    found: Any = program.compiled.memory_analysis()
-    arguments, temporary, results, aliased = (
-        getattr(found, f"{name}_size_in_bytes", None) for name in ("argument", "temp", "output", "alias")
-    )
     taken = plan.reads[program is plan.finish or plan.start is None]
     resident = sum(_device_bytes(v, plan, program.group) for v in plan.accepts if v not in taken)
-    return ProgramMemory(arguments, temporary, results, aliased, resident)
+    return sizes_of(program)._replace(resident=resident)
+
+
+def sizes_of(program: Executable) -> ProgramMemory:
+    """What a program needs, whatever else there is."""
+    found: Any = program.compiled.memory_analysis()
+    kinds = ("argument", "temp", "output", "alias")
+    return ProgramMemory(*(getattr(found, f"{kind}_size_in_bytes", None) for kind in kinds), resident=0)
 
 
 def memory_needed(plan: CallPlan) -> int | None:
@@ -49,6 +53,16 @@ def memory_needed(plan: CallPlan) -> int | None:
 def variable_bytes(plan: CallPlan, group: Group) -> int:
     """What all its variables take of a device."""
     return sum(_device_bytes(variable, plan, group) for variable in plan.accepts)
+
+
+def data_beside(rows: RowInputs, group: Group) -> int:
+    """What a device has of the data from which rows are exchanged, which the call's programs do not take."""
+    return sum(bytes_on_device(one.source, group) for one in rows.each if one.scattered_rows is not None)
+
+
+def bytes_on_device(stacked: Any, group: Group) -> int:
+    """What a device has of a stacked array."""
+    return stacked.size * stacked.dtype.itemsize // (1 if group.is_simulated else group.size)
 
 
 def _programs(plan: CallPlan) -> Iterator[Executable]:

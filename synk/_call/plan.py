@@ -181,8 +181,8 @@ def make_plan(
         staying=tuple(j for j, i in enumerate(result.picked) if i in finisher.staying),
         outputs=builder.outputs,
         has_flag=compiler.refuses_nan,
-        flops={size: traced.flops for size, traced in builder.traced.items()},
-        flops_of_then=0 if finisher.then is None else finisher.then[0].flops,
+        flops={size: traced.flops(builder.used) for size, traced in builder.traced.items()},
+        flops_of_then=finisher.flops_of_then,
         least_rows=builder.outputs.least_rows,
         compiler=compiler if call.is_over else None,
     )

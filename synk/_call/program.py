@@ -87,6 +87,11 @@ class ProgramBuilder:
             return list(range(len(outputs.leaves)))
         return outputs.needed_for(result_spec(outputs.treedef, outputs.keys, subset, function.name).picked)
 
+    @property
+    def used(self) -> list[int]:
+        """Which results of a run of `fn` are looked at, updates among them."""
+        return [*self.own, *self.combined, *range(len(self.outputs.leaves), len(self.first.shapes))]
+
     def _slices(self, rows: int | None) -> list[RowRange]:
         """Where one program runs the slices of a replica's rows."""
         return split_rows(rows or 1, min(self.call.num_slices, rows or 1))

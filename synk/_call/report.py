@@ -16,11 +16,12 @@ class ProgramReport:
     """A program of a call, one of `Explanation.programs`; bytes are of one device. None: the backend does not tell.
 
     Attributes:
-      role: what it does: "the call", or of slices "begin", "a slice" and "combine".
+      role: what it does: "the call", or of slices "begin", "a slice" and "combine"; before these "exchange of x", which
+        brings the rows of x that a batch picks from where they lie.
       launches: how often a call runs it.
       argument_bytes, temporary_bytes, result_bytes: what it takes, needs meanwhile, and gives.
       aliased_bytes: of results that take the place of arguments.
-      resident_bytes: of shared variables of the call that it does not take.
+      resident_bytes: of shared variables and data of the call that it does not take.
       compile_seconds: how long it took to compile.
       collectives: what travels, in the order of the schedule.
       heavy: where in the schedule convolutions and matrix products run, from 0 to 1.
@@ -131,12 +132,14 @@ class Explanation:
       num_slices: in how many parts each runs them.
       programs: what is launched, one `ProgramReport` a program.
       inputs, variables: arguments and shared variables.
-      flops: multiplications and additions in matrix products and convolutions on the replica with the most rows.
+      flops: multiplications and additions in matrix products and convolutions on the replica with the most rows; of
+        branches those of the shortest, of a loop without a fixed number of rounds those of one.
       why: what made compiling necessary, one line each.
       was_compiled: whether that had been done before.
       memory_limit: bytes of a device that programs may use; None: unknown.
       rows_that_fit: where it does not fit, with about how many rows in all it would; None: it fits, or unknown.
-      lower_bound_seconds: no device of this kind can be faster; None: unknown.
+      lower_bound_seconds: no device of this kind can be faster, unless programs read or write only a part of a variable
+        or broadcast argument (a table whose rows are gathered or updated), which counts whole; None: unknown.
       measured: times of real calls, if asked for.
 
     Example:
@@ -238,7 +241,7 @@ def _lines(e: Explanation) -> Iterator[str]:
 
 def _program_lines(program: ProgramReport) -> Iterator[str]:
     times = f" x {program.launches}" if program.launches > 1 else ""
-    beside = f", beside {size_text(program.resident_bytes)} of variables" if program.resident_bytes else ""
+    beside = f", beside {size_text(program.resident_bytes)} that stay there" if program.resident_bytes else ""
     yield (
         f"  program of {program.role}{times}: arguments {size_text(program.argument_bytes)}, temporary "
         f"{size_text(program.temporary_bytes)}, results {size_text(program.result_bytes)} "
@@ -249,7 +252,9 @@ def _program_lines(program: ProgramReport) -> Iterator[str]:
     for kind in dict.fromkeys(each.kind for each in program.collectives):
         same = [each for each in program.collectives if each.kind == kind]
         total = sum(each.operand_bytes for each in same)
-        yield f"    {len(same)} {kind}, {size_text(total)} given by each replica{_behind_text(same)}"
+        inner = sum(each.in_loop for each in same)
+        loop = f" ({inner} in a loop or branch, counted once)" if inner else ""
+        yield f"    {len(same)} {kind}{loop}, {size_text(total)} given by each replica{_behind_text(same)}"
 
 
 def _behind_text(same: list[Collective]) -> str:

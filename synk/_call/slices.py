@@ -21,7 +21,7 @@ from .binding import BoundArguments
 from .execute import ReadyCall, execute, explained
 from .feeding import launches
 from .look import FORM_FIELDS, Looked, Where, look
-from .memory import memory_needed, most_rows, variable_bytes
+from .memory import data_beside, memory_needed, most_rows, variable_bytes
 from .plan import CallPlan, NeedsLengths, PlanCache, SliceChoice, make_plan, plan_key
 from .row_input import RowRequest
 from .spec import CallSpec, FunctionSpec
@@ -80,7 +80,9 @@ def _choose(
     """For replicas that have up to `tall` rows."""
     group, name = where.group, function.name
     limit = _limit(group, name)
-    whole = find_plan(function, plans, ask(1), 1, where)[1]
+    looked = ask(1)
+    limit = max(0, limit - data_beside(looked.rows, group))
+    whole = find_plan(function, plans, looked, 1, where)[1]
     needs: dict[int, int] = {}
 
     def need(rows: int) -> int:

@@ -9,9 +9,12 @@ from jax import lax
 
 from .._base.partition import split_rows
 from .._runtime.engine import Body
-from .._runtime.executable import run_collective
+from .._runtime.executable import Executable, ProgramSpec, run_collective
 from .._runtime.group import AXIS, Group
-from .._runtime.layout import put
+from .._runtime.layout import Layouts, put
+
+_INS: Layouts = ["stacked", "replicated"]  # the data, and the index
+_OUTS: Layouts = ["stacked"]
 
 
 def exchange(group: Group, data: jax.Array, rows: int, wanted: np.ndarray) -> jax.Array:
@@ -23,7 +26,15 @@ def exchange(group: Group, data: jax.Array, rows: int, wanted: np.ndarray) -> ja
     """
     index = put(group, wanted.astype(np.int32).ravel(), "replicated")
     body = _body(group.size, rows, wanted.shape[1])
-    return run_collective(group, body, ["stacked", "replicated"], ["stacked"], [data, index])[0]
+    return run_collective(group, body, _INS, _OUTS, [data, index])[0]
+
+
+def exchange_program(group: Group, data: jax.ShapeDtypeStruct, rows: int, tall: int) -> Executable:
+    """The same program, compiled for one who looks at it, where the longest part has `tall` rows."""
+    index = jax.ShapeDtypeStruct((group.size * tall,), np.int32)
+    body = _body(group.size, rows, tall)
+    spec = ProgramSpec(body, [_INS], [[data, index]], _OUTS, name="exchange")
+    return group._cached(body, ("explained", data.shape, data.dtype), lambda: Executable(group, spec))
 
 
 @lru_cache(maxsize=1024)

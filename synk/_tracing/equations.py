@@ -1,6 +1,6 @@
 """Equations: what there is in a jaxpr, inner functions included, the work it asks for, and what it does twice."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -64,10 +64,15 @@ def _is_dropped(variable: Any) -> bool:
     return type(variable).__name__ == "DropVar"
 
 
-def flops(jaxpr: Any) -> int:
-    """Multiplications and additions of its matrix products and convolutions; of branches those of the longest, of a
-    loop without a fixed number of rounds those of one."""
-    return sum(map(_flops_of, jaxpr.eqns))
+def flops(jaxpr: Any, outs: Sequence[Any]) -> int:
+    """Multiplications and additions of the matrix products and convolutions that these outputs of it need; of branches
+    those of the shortest, of a loop without a fixed number of rounds those of one."""
+    needed, found = {v for v in outs if not isinstance(v, Literal)}, 0
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            needed.update(v for v in equation.invars if not isinstance(v, Literal))
+            found += _flops_of(equation)
+    return found
 
 
 def _flops_of(equation: Any) -> int:
@@ -80,9 +85,9 @@ def _flops_of(equation: Any) -> int:
         taps = kernel.size // max(kernel.shape[features], 1)
         # Of a dilated input, as the gradient of a strided convolution has it, most entries are zeros, and cost nothing.
         return 2 * equation.outvars[0].aval.size * taps // prod(params["lhs_dilation"] or (1,))
-    each = [flops(inner) for inner in _inner(equation)]
+    each = [flops(inner, inner.outvars) for inner in _inner(equation)]
     if name == "cond":
-        return max(each, default=0)
+        return min(each, default=0)
     return sum(each) * (params["length"] if name == "scan" else 1)
 
 

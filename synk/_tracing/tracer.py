@@ -54,7 +54,7 @@ class TracedFunction:
     has_effects: bool  # prints or calls back to the host, so it must not run on rows that are not there
     refuses_map: bool  # whether it calls the host as `jax.vmap` does not, and names no axis of replicas
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
-    flops: int  # of matrix products and convolutions
+    flops: Callable[[Sequence[int]], int]  # of matrix products and convolutions, for these of its results
 
 
 def trace(request: TraceRequest) -> TracedFunction:
@@ -86,7 +86,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         has_effects=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations),
         refuses_map=any(map(_refuses_map, found_equations)) and not any(map(_is_over_axis, found_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
-        flops=flops(closed.jaxpr),
+        flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
         **found,
     )
 

@@ -12,6 +12,7 @@ import pytest
 import synk
 import synk.train
 from synk._call.hlo import read_schedule, size_in_bytes
+from synk._runtime.group import Accelerator
 
 from ..helpers import group_of
 
@@ -133,6 +134,38 @@ def test_the_bytes_of_lenet(rows, num_slices):
         dense = 2 * (784 * 120 + 120 * 10)
         first = -(-rows // 2) * (3 * (convolutions + dense) - 2 * 28 * 28 * 25 * 6)  # no gradient of the images
         assert e.flops == first
+
+
+def test_rows_that_are_exchanged():
+    """The program that brings them is told, with its collectives, and the data that stays where it lies."""
+    with synk.init(2, memory="1MB"):
+        lying = synk.function(lambda x: x, reduce="scatter")(np.ones((50_000, 10), np.float32))
+        f = synk.function(lambda x: x.sum(0))
+        e = f.explain(lying, batch=np.arange(20_000))
+        assert [program.role for program in e.programs] == ["exchange of x", "the call"]
+        assert {each.kind for each in e.programs[0].collectives} == {"all-to-all"}
+        assert "1 in a loop or branch, counted once" in str(e)
+        assert (e.programs[1].resident_bytes, e.fits) == (1_000_000, False)
+        with pytest.raises(MemoryError, match="in slices of one row it still needs"):
+            f(lying, batch=np.arange(20_000), num_slices="auto")
+
+
+def test_the_lower_bound_is_one(monkeypatch):
+    """Of rows that lie there those that are picked count, of slices what is new, of branches the shortest."""
+    monkeypatch.setattr("synk._call.explain.known_accelerator", lambda _: Accelerator("one", 0, 0, 1e30, 1.0, 1.0))
+    x = np.ones((1000, 25), np.float32)
+    f = synk.function(lambda x: (x.sum(), x @ x.T), outputs=("sum", "scatter"))
+    with group_of("devices", 2):
+        for place, options in (("broadcast", "batch"), ("scatter", "batch"), ("scatter", "batch_s")):
+            data = synk.data(x, place=place)
+            e = synk.function(lambda x: x.sum()).explain(data, **{options: np.arange(8)})
+            assert 400 <= (e.lower_bound_seconds or 0) < 1000  # the index and the sum included
+            data.free()
+        rows = synk.function(lambda x: x, reduce="scatter").explain(x, num_slices=10)
+        assert 0 < (rows.lower_bound_seconds or 0) < 5 * x.nbytes / 2
+        assert f.explain(x[:8], output_subset=[0]).flops == 0 < f.explain(x[:8]).flops
+        branches = synk.function(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: (x @ x.T).sum(), lambda: x.sum()))
+        assert branches.explain(x[:8]).flops == 0
 
 
 def causes_of(f, *calls):
