@@ -123,6 +123,11 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         )
     explained = step.explain(*args)
     rows, batch = sum(explained.lengths), {}
+    if rows < options.of:
+        raise SystemExit(
+            f"{path}:{name} returns a call of {rows} rows, for {options.of} replicas. Give scattered arguments of at "
+            f"least as many rows, or measure fewer: --replicas."
+        )
     if options.only != options.of and not options.strong:
         rows = rows * options.only // options.of
         batch = {"batch": rows}

@@ -142,6 +142,11 @@ def traced_into_shared():
     jax.jit(lambda x: setattr(w, "value", x))(np.float32(2))
 
 
+def writing_outside():
+    ref = jax.new_ref(jnp.float32(0))
+    synk.function(lambda x: ref.__setitem__(..., x.sum()), name="f")(X)
+
+
 def set_value_inside():
     w = synk.shared(np.float32(1), name="w")
     synk.function(lambda x: w.set_value(x[0]), name="step")(X)
@@ -386,6 +391,15 @@ ERRORS = {
     ),
     "keys under sum": (
         lambda: synk.function(lambda x: jax.random.key(0), name="f")(X), TypeError, "f: output holds PRNG keys, .* 'sum'",
+    ),
+    "a gradient of integers": (
+        lambda: synk.function(lambda x: {"n": jax.grad(lambda n: x.sum(), allow_int=True)(1)}, name="f")(X),
+        TypeError, r"f: output\['n'\] is float0, .* Leave it out",
+    ),
+    "a Ref from outside": (writing_outside, TypeError, "f: it uses a jax.Ref from outside, .* synk.shared variable"),
+    "row keys in then": (
+        lambda: synk.function(loss, then=lambda a: synk.row_keys(jax.random.key(0)))(X),
+        synk.SynkError, "loss.then: synk.row_keys: it has no scattered input",
     ),
     "subset of one output": (lambda: mean()(X, output_subset=[0]), ValueError, r"loss: output_subset=\[0\] .* one output"),
     "subset out of range": (

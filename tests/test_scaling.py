@@ -32,6 +32,9 @@ def own_group():
     synk.init(1)
     return bench()
 
+def few():
+    return step, np.ones((3, 4), np.float32)
+
 def fails():
     raise ZeroDivisionError("of the user's")
 """
@@ -83,13 +86,14 @@ def test_a_page_is_written(folder, more, rows):
         ("train.py:own_group", "makes a group of its own, of 1 replicas instead of 2"),
         ("train.py:step", "is no function that returns a step and its arguments"),
         ("train.py:nothing", "is no function that returns a step and its arguments"),
+        ("train.py:few", "train.py:few returns a call of 3 rows, for 4 replicas"),
         ("train.py:fails", "ZeroDivisionError: of the user's"),
         ("nowhere.py:bench", "is no FILE:NAME of a file that is there"),
     ],
 )
 def test_what_cannot_be_measured(folder, target, message):
     """It says why, and writes nothing."""
-    done = bench(folder, target, "--replicas", "2,3")
+    done = bench(folder, target, "--replicas", "2,4")
     assert done.returncode and message in done.stdout + done.stderr
     assert not (folder / "scaling.html").exists()
 

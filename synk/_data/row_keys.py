@@ -8,7 +8,7 @@ import numpy as np
 
 from .._base.errors import checked_integer, public_api
 from .._base.jax_context import config
-from .._tracing.context import current_trace, row_numbers
+from .._tracing.context import current_trace, own_row_numbers
 
 
 @public_api
@@ -47,7 +47,7 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
       True
     """
     _refuse_generator(key)
-    numbers = row_numbers() if rows is None else jnp.arange(_checked(rows))
+    numbers = own_row_numbers("row_keys") if rows is None else jnp.arange(_checked(rows))
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers.astype(jnp.uint32))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from .._base.pytree import PyTree, as_data, key_of
+from .._base.pytree import PyTree, as_data, key_of, narrowed
 from .monoid import Gathered, Merge, Monoid
 from .reduction import (
     MEAN_OF_ROWS,
@@ -273,8 +273,13 @@ def _check_monoid(where: str, reduction: Reduction, value: Monoid, name: str) ->
 
 
 def _as_array(value: Any, what: str) -> jax.Array:
+    if getattr(value, "dtype", None) == jax.dtypes.float0:
+        raise TypeError(
+            f"{what} is float0, as gradients of integers and booleans are, which holds no numbers. Leave it out, or "
+            f"return zeros in its place."
+        )
     if isinstance(value, jax.Array):
-        return value
+        return narrowed(value)
     is_number = isinstance(value, bool | int | float | complex | np.generic | np.ndarray)
     if is_number and np.asarray(value).dtype.kind in "biufcV":
         return jnp.asarray(value)

@@ -76,8 +76,9 @@ _PLUGINS = {  # what is set while JAX looks for its plugins, all of which it doe
 def target(device: str, replicas: int, hosts: int = 1, *, memory: int | float | str | None = None) -> Group:
     """Make a group of devices that are not here, and make it the current one: functions compile and explain for them.
 
-    Nothing runs there and nothing is placed: arguments, shared variables and data are described by their shapes, and
-    may be made of `jax.ShapeDtypeStruct`s alone. Calling raises. GPUs need the extra "target" (JAX's CUDA plugin; no
+    Nothing runs there and nothing is placed: arguments, shared variables and data are described by their shapes.
+    Arguments and variables may be `jax.ShapeDtypeStruct`s; for `synk.data` an array that takes no memory does as well:
+    `np.broadcast_to(np.float32(0), shape)`. Calling raises. GPUs need the extra "target" (JAX's CUDA plugin; no
     GPU, no driver), TPUs "target-tpu" (libtpu).
 
     Args:

@@ -248,10 +248,15 @@ def row_numbers() -> jax.Array:
       ...     synk.function(lambda x: synk.row_numbers() * 10, reduce="concat")(np.zeros(5)).tolist()
       [0, 10, 20, 30, 40]
     """
-    context = _own_part("row_numbers", "there are rows")
+    return own_row_numbers("row_numbers")
+
+
+def own_row_numbers(call: str) -> jax.Array:
+    """The same for this call of synk's, which messages name."""
+    context = _own_part(call, "there are rows")
     if context.rows is None:
         raise SynkError(
-            f"{context.name}: synk.row_numbers: it has no scattered input, so no rows. If a variable brings them, read "
+            f"{context.name}: synk.{call}: it has no scattered input, so no rows. If a variable brings them, read "
             f"its value first."
         )
     return context.first_row + jnp.arange(context.rows, dtype=jnp.int32)

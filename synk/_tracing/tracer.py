@@ -139,6 +139,11 @@ def _constants(closed: Any, name: str) -> list[Any]:
             f"{name}: it uses values of a transformation around the call (jit, grad, vmap, ...) that are not among its "
             f'arguments. Pass them as "broadcast" arguments.'
         )
+    if any(isinstance(const, jax.Ref) for const in closed.consts):
+        raise TypeError(
+            f"{name}: it uses a jax.Ref from outside, which lies on one device and which every replica would write. "
+            f"Keep what changes in a synk.shared variable, or return it; a jax.Ref made inside works."
+        )
     # A constant that lives on one device cannot enter a program over several; on the host it can.
     return [
         np.asarray(c) if isinstance(c, jax.Array) and key_of(c) is None and c.committed else c for c in closed.consts

@@ -22,6 +22,7 @@ from .._base.pytree import (
     is_number,
     key_of,
     narrow,
+    narrowed,
     refuse_tracer,
 )
 from .._tracing.context import current_trace
@@ -146,13 +147,13 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
         is_key = "is no PRNG key" if key_of(leaf) is None else f"is a PRNG key of {key_of(leaf)}"
         was_key = "is none" if key is None else f"one of {key}"
         raise TypeError(f"{call}: the new value of {name} {is_key}, but its old one {was_key}.")
-    leaf = as_data(leaf)
+    leaf = narrowed(as_data(leaf))
     if leaf.shape[any_rows:] != like.shape[any_rows:] or leaf.ndim != len(like.shape):
         raise ValueError(
             f"{call}: the new value of {name} has shape {leaf.shape}, but its old one has {like.shape}. "
             f"A new value keeps tree, shapes and dtypes."
         )
-    have, is_weak = jax.dtypes.canonicalize_dtype(leaf.dtype), getattr(leaf, "weak_type", False)
+    have, is_weak = leaf.dtype, getattr(leaf, "weak_type", False)
     if have != like.dtype and not (is_weak and _kind(have) <= _kind(like.dtype)):
         is_there = narrow(like.dtype) == like.dtype
         remedy = f"Convert it, e.g. with new.astype({like.dtype.name!r})" if is_there else "Turn jax_enable_x64 on"
@@ -165,6 +166,7 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
 def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
     """A leaf as an array of synk's own; TypeError where it is none."""
     if isinstance(leaf, jax.Array):
+        leaf = narrowed(leaf)
         return leaf if borrow else as_keys(jnp.array(as_data(leaf), copy=True), key_of(leaf))
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{name}: this leaf is a masked array, whose mask would be lost; give .filled(...).")

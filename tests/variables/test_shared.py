@@ -536,6 +536,20 @@ def test_64_bits_that_are_switched_off(four, tmp_path, dtype):
         assert f(np.ones(5, np.float32)) == want
 
 
+def test_values_of_64_bits_that_are_switched_off(four):
+    """First and new values, and outputs, are narrowed as arguments are."""
+    with jax.enable_x64(True):
+        wide = jnp.arange(3.0) / 3
+    w = synk.shared(wide, name="w")
+    assert synk.function(lambda x: w.value * x.sum(), reduce="sum")(np.ones(5, np.float32)).dtype == jnp.float32
+    w.value = wide
+    synk.function(lambda x: setattr(w, "value", wide) or x.sum())(np.ones(5, np.float32))
+    assert w.get_value(1).dtype == jnp.float32
+    for op in ("sum", "max", "stack", "mean"):
+        f = synk.function(lambda x: wide, reduce=op)
+        assert {f(np.ones(5, np.float32)).dtype, jax.jit(f)(np.ones(5, np.float32)).dtype} == {jnp.dtype("float32")}
+
+
 def test_arguments_of_64_bits_that_are_switched_off(four):
     """Broadcast ones are narrowed as scattered ones are, and as by jit; in traced calls too."""
     with jax.enable_x64(True):
