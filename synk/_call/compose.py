@@ -206,7 +206,8 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     def in_turn(*values: jax.Array) -> Sequence[jax.Array]:
         counts = call.lengths or sizes * group.size
         states = run_in_turn(group, lambda r, part: run(jnp.int32(r), part, [counts[r]]), values, ins)
-        count, given = len(states), [*layouts("stacked", len(states)), *ins]
+        count = len(states)
+        given: list[Layout] = [*layouts("stacked", count), *ins]
         return spmd(group, lambda *v: finish(v[:count], v[count:]), given, outs)(*states, *values)
 
     ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
