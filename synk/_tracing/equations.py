@@ -67,12 +67,26 @@ def _is_dropped(variable: Any) -> bool:
 def flops(jaxpr: Any, outs: Sequence[Any]) -> int:
     """Multiplications and additions of the matrix products and convolutions that these outputs of it need; of branches
     those of the shortest, of a loop without a fixed number of rounds those of one."""
+    return _work_for(jaxpr, outs)[0]
+
+
+def _work_for(jaxpr: Any, outs: Sequence[Any]) -> tuple[int, set[Any]]:
+    """That, and which variables they need."""
     needed, found = {v for v in outs if not isinstance(v, Literal)}, 0
     for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed.update(v for v in equation.invars if not isinstance(v, Literal))
+        if needed.isdisjoint(equation.outvars):
+            continue
+        used, inner = equation.invars, called_by(equation)
+        if inner is None:
             found += _flops_of(equation)
-    return found
+        else:
+            inner = getattr(inner, "jaxpr", inner)
+            pairs = zip(inner.outvars, equation.outvars, strict=True)
+            work, inside = _work_for(inner, [out for out, outer in pairs if outer in needed])
+            found += work
+            used = [outer for outer, own in zip(equation.invars, inner.invars, strict=True) if own in inside]
+        needed.update(v for v in used if not isinstance(v, Literal))
+    return found, needed
 
 
 def _flops_of(equation: Any) -> int:
