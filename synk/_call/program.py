@@ -139,11 +139,11 @@ class ProgramBuilder:
         (jax-ml/jax#12868, open; jaxlib 0.12 still does).
         """
         has_convolution = any(each.has_convolution for each in self.traced.values())
-        return self.group.platform == "cpu" and has_convolution and not self._has_effects
+        return self.group.platform == "cpu" and has_convolution and not self._has_callbacks
 
     @cached_property
-    def _has_effects(self) -> bool:
-        return any(each.has_effects for each in self.traced.values())
+    def _has_callbacks(self) -> bool:
+        return any(each.has_callbacks for each in self.traced.values())
 
     @property
     def gathers_rows(self) -> bool:
@@ -159,7 +159,7 @@ class ProgramBuilder:
         if self.call.block is not None:  # mapped together, matrix products would add up in another order
             return self.group.is_simulated
         refuses_map = any(each.refuses_map for each in self.traced.values())
-        return self.group.is_simulated and (refuses_map if self.call.is_plain else self._has_effects)
+        return self.group.is_simulated and (refuses_map if self.call.is_plain else self._has_callbacks)
 
     def run_part(
         self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None, consts: Any = None
@@ -201,8 +201,9 @@ class ProgramBuilder:
         as well, which makes NaN of a gradient of 0. Of the first run the weights alone are left once it is compiled."""
         results = run(leaves)
         weights = [leaf.reduced.weight for leaf in self.outputs.leaves]
+        has_effects = any(each.has_effects for each in self.traced.values())
         for weight in dict.fromkeys(weights):
-            if weight is None or self._has_effects:
+            if weight is None or has_effects:
                 continue
             counts = results[weight] != 0
             again = run([jnp.where(counts, leaf, lax.stop_gradient(leaf)) for leaf in leaves])

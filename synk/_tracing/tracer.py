@@ -51,7 +51,8 @@ class TracedFunction:
     outputs: Any  # what `pack` said of the return value
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the outputs, then of what is written
     uses_rank: bool  # whether its results may differ between replicas that were given equal values
-    has_effects: bool  # prints or calls back to the host, so it must not run on rows that are not there
+    has_effects: bool  # prints or the like, so that a part must run once
+    has_callbacks: bool  # these, and pure calls of the host: it must not run on rows that are not there
     refuses_map: bool  # whether it calls the host as `jax.vmap` does not, and names no axis of replicas
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
     flops: Callable[[Sequence[int]], int]  # of matrix products and convolutions, for these of its results
@@ -83,7 +84,8 @@ def trace(request: TraceRequest) -> TracedFunction:
         blame_line=lambda *args: first_bad_line(closed.jaxpr, consts, _all_of(closed.jaxpr, is_used, args)),
         variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
-        has_effects=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations),
+        has_effects=bool(closed.effects),
+        has_callbacks=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations),
         refuses_map=any(map(_refuses_map, found_equations)) and not any(map(_is_over_axis, found_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
         flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
