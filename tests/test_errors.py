@@ -244,6 +244,15 @@ ERRORS = {
         lambda: synk.function(lambda w: w, ["broadcast"], name="step")(1.0, batch=3), ValueError, "step: batch picks rows .* none",
     ),
     "batch_s without rows": (lambda: mean()(X, batch_s=3), ValueError, "loss: batch_s picks rows .* none of its inputs"),
+    "rows of the batch, without minibatch": (
+        lambda: synk.function(act)(X, X[:3], batch=[1, 5, 8]),
+        ValueError, r"w has 3 rows, but x has 9, of which batch picks 3. If w has one .* synk.data\(w, minibatch=True\); .* \"broadcast\"",
+    ),
+    "rows of the batch first": (
+        lambda: synk.function(act)(X[:3], X, batch=slice(6, 9)),
+        ValueError, r"w has 9 rows, but x has 3, .* If x has one .* synk.data\(x, minibatch=True\)",
+    ),
+    "rows of no batch": (lambda: synk.function(act)(X, X[:3], batch=4), ValueError, "w has 3 rows, but x has 9. Scattered ones"),
     "minibatch of other rows": (
         lambda: synk.function(act)(X, synk.data(X[:5], minibatch=True), batch=4),
         ValueError, "act: w is minibatch data of 5 rows, but the call picks 4",

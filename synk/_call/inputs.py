@@ -1,5 +1,6 @@
 """Inputs: the arguments of a call, checked, and which rows of the scattered ones it takes."""
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -129,7 +130,7 @@ def select_rows(call: RowCall) -> RowInputs:
         common_rows(name, names, leaves, resident_ones)
         lengths = lengths_of(len(leaves[resident_ones[0]]), (data_group or group).size)
         on_replicas = select_on_replicas(batch_s, lengths, name, names[resident_ones[0]])
-    rows = common_rows(name, names, leaves, picked)
+    rows = common_rows(name, names, leaves, picked, batch=batch)
     if rows is None and batch is not None:
         raise ValueError(
             f"{name}: batch picks rows of scattered inputs, but {_nothing_to_pick(on_replicas, bool(minibatch))}"
@@ -244,9 +245,14 @@ def _agree_on_count(
 
 
 def common_rows(
-    name: str, names: Sequence[str], leaves: Sequence[Any], which: Sequence[int], may_be_empty: bool = False
+    name: str,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    which: Sequence[int],
+    may_be_empty: bool = False,
+    batch: Any = None,
 ) -> int | None:
-    """How many rows these arguments have, all the same; None where there are none."""
+    """How many rows these arguments have, all the same; None where there are none. `batch` is what will pick of them."""
     rows: int | None = None
     for i in which:
         leaf = leaves[i]
@@ -258,13 +264,29 @@ def common_rows(
         if rows is None:
             rows = count
         elif count != rows:
+            both = {names[i]: count, names[which[0]]: rows}
             raise ValueError(
-                f"{name}: argument {names[i]} has {count} rows, but {names[which[0]]} has {rows}. Scattered ones "
-                f'share their rows; pass this one as "broadcast" if it has none to share.'
+                f"{name}: argument {names[i]} has {count} rows, but {names[which[0]]} has {rows}"
+                f"{_cure_of_unequal(both, batch)}"
             )
     if rows == 0 and not may_be_empty:
         raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows; a call needs at least one.")
     return rows
+
+
+def _cure_of_unequal(rows: dict[str, int], batch: Any) -> str:
+    """What to do with two arguments of other numbers of rows; of both, where `batch` picks as many as one has."""
+    for (name, count), (_, held) in itertools.permutations(rows.items()):
+        try:
+            is_one_each = batch is not None and select(batch, held, "", "").rows == count
+        except (IndexError, TypeError, ValueError):  # it picks of the other one
+            continue
+        if is_one_each:
+            return (
+                f", of which batch picks {count}. If {name} has one for each of these, pass "
+                f'synk.data({name}, minibatch=True); if it has no rows, pass it as "broadcast".'
+            )
+    return '. Scattered ones share their rows; pass this one as "broadcast" if it has none to share.'
 
 
 def _no_rows(name: str, argument: str) -> ValueError:
