@@ -44,7 +44,8 @@ def difference(one: Any, other: Any) -> str:
     with np.errstate(all="ignore"):
         rtol, atol = Tolerance(None, None).of(one.dtype)
         off = np.abs(one.astype(wide) - other.astype(wide)) / (atol + rtol * np.abs(one.astype(wide)))
-    off = np.where(one == other, -1, np.nan_to_num(off, nan=np.inf))
+    is_same = (one == other) | ((one != one) & (other != other))  # NaN in both is no difference
+    off = np.where(is_same, -1, np.nan_to_num(off, nan=np.inf))
     at = np.unravel_index(int(np.argmax(off)), off.shape)
     forms = (".6g", "") if one.dtype.kind in "iub" else (".6g", ".9g", ".17g")
     shown = [(f"{other[at].item():{form}}", f"{one[at].item():{form}}") for form in forms]

@@ -168,6 +168,12 @@ def test_ops_without_law_are_not_compared(four):
     synk.function(lambda x: (x.sum(),) * 3, outputs=("first", "stack", lambda parts: parts.max())).check(X)
 
 
+def test_nan_on_both_sides_is_no_difference(four):
+    """Where they differ most is another entry."""
+    f = synk.function(lambda x: jnp.stack([jnp.nan * x.sum(), x[:, 0].sum()]), reduce="mean", name="f")
+    assert f"serially {X[:, 0].sum():.6g} where they differ most" in fails(f, X)
+
+
 def test_an_update_in_fn_is_named(four):
     """`p.value -= rate * gradient` in fn is each replica's own."""
     p = synk.shared(np.zeros(2, np.float32), name="p")
