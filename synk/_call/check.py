@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -24,8 +24,8 @@ from .._variables.pieces import whole_on_host
 from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .binding import BoundArguments
-from .compare import Tolerance, difference, matching_ops
-from .diagnosis import likely_cause
+from .compare import Tolerance, difference
+from .diagnosis import Finding, UnequalOutput, finding, likely_cause
 from .execute import Outcome, ReadyCall, evaluate
 from .feeding import launches
 from .host_rows import HostRows
@@ -107,14 +107,15 @@ def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
     with LOCK:
         function, serial, parallel = runner.function, runner.serial, runner.parallel
         many, one = runner.run(parallel, mapping), runner.run(serial, mapping)
-        found = list(_differing_outputs(runner, mapping, one, many, tolerance))
+        outputs = list(_differing_outputs(runner, mapping, one, many, tolerance))
+        found = [each.words for each in outputs]
         if function.then is not None:
             one, many = runner.run(serial, function), runner.run(parallel, function)
             after = list(_differing_results(runner, one, many, tolerance))
-            if after and not found:
+            if after and all(each.is_rounding for each in outputs):
                 after = list(_differing_results(runner, *_of_the_same_outputs(runner, one), tolerance))
             found += after
-        elif not found:
+        elif not outputs:
             found += _differing_updates(one, many, tolerance, serial.group, parallel.group)
     if found:
         lines = "\n  ".join(dict.fromkeys(found))
@@ -161,7 +162,7 @@ def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> 
 
 def _differing_outputs(
     runner: Runner, mapping: FunctionSpec, one: Outcome, many: Outcome, tolerance: Tolerance
-) -> Iterator[str]:
+) -> Iterator[Finding]:
     """Combined outputs, before any then; each that differs, with the ops that would have matched."""
     leaves = many.plan.outputs.results
     differing = [
@@ -171,18 +172,10 @@ def _differing_outputs(
     ]
     parts = _parts(runner, replace(mapping, per_part="all")) if differing else None
     for i in differing:
-        leaf, a, b = leaves[i], one.leaves[i], many.leaves[i]
-        if leaf.op == "merge":
-            yield f"output{leaf.path}: {difference(a, b)}; is merge associative, and the state that of all rows?"
-            continue
-        hint = ['"concat"'] * (leaf.op != "concat")
-        if parts:
-            hint = [] if leaf.reduced.weight is not None else matching_ops(parts[0][i], parts[1], a, tolerance)
-        fits = f"{' or '.join(hint)} would have matched" if hint else "no op would have matched"
-        cause = None if hint else _cause(runner, mapping, i, tolerance)
-        fits += "" if cause is None else f". Likely cause: {cause}"
-        op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
-        yield f"output{leaf.path} combined by {op}: {difference(a, b)}; {fits}."
+        own = None if parts is None else (parts[0][i], parts[1])
+        a, b = np.asarray(one.leaves[i]), np.asarray(many.leaves[i])
+        output = UnequalOutput(leaves[i], a, b, own, many.plan.narrowest)
+        yield finding(output, tolerance, partial(_cause, runner, mapping, i))
 
 
 def _differing_results(runner: Runner, one: Outcome, many: Outcome, tolerance: Tolerance) -> Iterator[str]:

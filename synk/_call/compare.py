@@ -35,6 +35,24 @@ class Tolerance(NamedTuple):
         return np.allclose(one.astype(wide), other.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
 
 
+def rounding(dtype: Any, *values: np.ndarray) -> Tolerance:
+    """How near numbers must be that were computed in a dtype: by their own size, and by that of the largest of these."""
+    rtol, _ = Tolerance(None, None).of(dtype)
+    return Tolerance(rtol, rtol * max(float(np.abs(value[np.isfinite(value)]).max(initial=0)) for value in values))
+
+
+def least_tolerance(one: Any, other: Any, rtol: float, atol: float) -> str:
+    """The options of `f.check` that admit these: this rtol, and atol where this one is too small."""
+    wide = np.complex128 if np.iscomplexobj(one) else np.float64
+    one, other = np.asarray(one, wide), np.asarray(other, wide)
+    with np.errstate(invalid="ignore"):
+        needed = float(np.nanmax(np.abs(one - other) - rtol * np.abs(one)))
+    if needed <= atol:
+        return f"rtol={rtol:g}"
+    unit = 10.0 ** np.floor(np.log10(needed))
+    return f"rtol={rtol:g}, atol={(np.floor(needed / unit) + 1) * unit:.1g}"
+
+
 def difference(one: Any, other: Any) -> str:
     """Where a value is off the serial one most, by what is tolerated of such a number."""
     one, other = np.asarray(one), np.asarray(other)

@@ -1,11 +1,13 @@
-"""Diagnosis: why no op combines an output's parts into the serial answer: what rows do to each other, by a few runs."""
+"""Diagnosis: why an output is not the serial one: another op, rounding, or what rows do to each other, by a few runs."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
-from .compare import Tolerance
+from .._reductions.outputs import OutputLeaf
+from .compare import Tolerance, difference, least_tolerance, matching_ops, rounding
 
 _NOISE = "synk.row_keys gives each row noise of its own, synk.row_numbers its place"
 ORDER = f"the answer depends on the order of the rows (noise drawn by shape, positions): {_NOISE}"
@@ -14,6 +16,66 @@ COUPLED_ROWS = "a row's output depends on the other rows (batch norm, a softmax 
 CONSTANT = "something is added once a part, such as a penalty on the parameters: add it in then, or return a mean"
 STATISTIC = "a statistic across rows (batch norm, std, a contrastive loss): synk.stats has those that combine"
 COUPLED = "rows are not independent in it"
+ADDS_UP = 'its parts add up, but their mean was asked for: return synk.Weighted(sum / weight, weight), or the sum by op "sum"'
+
+
+class UnequalOutput(NamedTuple):
+    """A combined output that is not the serial one."""
+
+    leaf: OutputLeaf
+    serial: np.ndarray
+    got: np.ndarray
+    parts: tuple[np.ndarray, np.ndarray] | None  # as they come, and the rows of each; None where their shapes differ
+    inside: np.dtype | None  # the narrowest dtype of the floats that its function computes
+
+
+class Finding(NamedTuple):
+    """What is said of an output that is not the serial one."""
+
+    words: str
+    is_rounding: bool = False  # whether a narrow dtype inside explains it
+
+
+def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolerance], str | None]) -> Finding:
+    """Why it differs; `cause` looks for more than ops and rounding, of numbers that differ by a tolerance."""
+    leaf, off = output.leaf, difference(output.serial, output.got)
+    if leaf.op == "merge":
+        return Finding(f"output{leaf.path}: {off}; is merge associative, and the state that of all rows?")
+    op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
+    said, fits, inside = f"output{leaf.path} combined by {op}: {off}; ", _fitting(output, tolerance), output.inside
+    if fits is None and inside is not None and _is_narrower(inside, leaf.reduced.dtype):
+        coarse = rounding(inside, output.serial, *(output.parts or ())[:1])
+        if coarse.admits(output.serial, output.got):
+            return Finding(said + _of_rounding(output, inside, tolerance), is_rounding=True)
+        tolerance, fits = coarse, _fitting(output, coarse)
+    if fits is None:
+        likely = cause(tolerance)
+        fits = "no op would have matched" + ("" if likely is None else f". Likely cause: {likely}")
+    return Finding(f"{said}{fits}.")
+
+
+def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
+    """What would have matched; None for no op."""
+    if output.parts is None:
+        return None if output.leaf.op == "concat" else '"concat" would have matched'
+    ops = matching_ops(*output.parts, output.serial, tolerance)
+    if output.leaf.reduced.weight is not None:
+        return ADDS_UP if '"sum"' in ops else None
+    return f"{' or '.join(ops)} would have matched" if ops else None
+
+
+def _is_narrower(inside: np.dtype, dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(inside).bits < jnp.finfo(dtype).bits
+
+
+def _of_rounding(output: UnequalOutput, inside: np.dtype, tolerance: Tolerance) -> str:
+    dtype = output.leaf.reduced.dtype
+    rtol, atol = tolerance.of(dtype)
+    options = least_tolerance(output.serial, output.got, max(rtol, Tolerance(None, None).of(inside)[0]), atol)
+    return (
+        f"{inside.name}, in which it computes, may round by as much. {options} admits it; a mistake that this hides shows "
+        f"in a check of it computed in {dtype.name}."
+    )
 
 
 def likely_cause(run: Callable[[np.ndarray], Any], rows: int, tolerance: Tolerance) -> str | None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
+
 from .._base.bounded_cache import BoundedCache
 from .._data.transfer import PartRows
 from .._reductions.outputs import OutputSpec
@@ -56,6 +58,7 @@ class CallPlan:
     staying: tuple[int, ...]  # and which stay on the replicas that made them
     outputs: OutputSpec  # the structure of what `fn` returned
     has_flag: bool  # whether the last program also tells that something is not finite, and updates nothing then
+    narrowest: np.dtype | None  # of the floats that `fn` computes
     flops: Mapping[int | None, int]  # of `fn` over so many rows, in matrix products and convolutions
     flops_of_then: int
     least_rows: int  # fewer in all would not do
@@ -181,6 +184,7 @@ def make_plan(
         staying=tuple(j for j, i in enumerate(result.picked) if i in finisher.staying),
         outputs=builder.outputs,
         has_flag=compiler.refuses_nan,
+        narrowest=builder.first.narrowest,
         flops={size: traced.flops(builder.used) for size, traced in builder.traced.items()},
         flops_of_then=finisher.flops_of_then,
         least_rows=builder.outputs.least_rows,

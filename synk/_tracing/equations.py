@@ -1,10 +1,12 @@
 """Equations: what there is in a jaxpr, inner functions included, the work it asks for, and what it does twice."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 # Those that call a function with their very arguments.
@@ -23,6 +25,15 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield equation
         for inner in _inner(equation):
             yield from equations(inner)
+
+
+def narrowest_float(found: Iterable[Any]) -> np.dtype | None:
+    """The dtype of the fewest bits that equations compute in, of floating and complex numbers."""
+    shapes = [variable.aval for equation in found for variable in equation.outvars]
+    dtypes = {shape.dtype for shape in shapes if hasattr(shape, "dtype")}
+    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
+    # Of two with as many bits the coarser one.
+    return min(floats, key=lambda dtype: (jnp.finfo(dtype).bits, -jnp.finfo(dtype).eps), default=None)
 
 
 def merge_equal(jaxpr: Any) -> Any:

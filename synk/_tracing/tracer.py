@@ -16,7 +16,7 @@ from .._base.errors import SynkError
 from .._base.pytree import PyTree, as_keys, key_of
 from .._runtime.group import AXIS
 from .context import TraceContext, tracing
-from .equations import equations, flops, merge_equal
+from .equations import equations, flops, merge_equal, narrowest_float
 from .lines import first_bad_line
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
@@ -55,6 +55,7 @@ class TracedFunction:
     has_callbacks: bool  # these, and pure calls of the host: it must not run on rows that are not there
     refuses_map: bool  # whether it calls the host as `jax.vmap` does not, and names no axis of replicas
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
+    narrowest: np.dtype | None  # of the floats that it computes
     flops: Callable[[Sequence[int]], int]  # of matrix products and convolutions, for these of its results
 
 
@@ -88,6 +89,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         has_callbacks=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations),
         refuses_map=any(map(_refuses_map, found_equations)) and not any(map(_is_over_axis, found_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
+        narrowest=narrowest_float(found_equations),
         flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
         **found,
     )

@@ -1,11 +1,15 @@
 """What `f.check` says is the cause, of functions whose cause is known."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import synk
+import synk.train
 
 from ..helpers import group_of, slow
 
@@ -23,6 +27,10 @@ def dropped(x):
 
 def contrastive(x):
     return -jnp.diag(jax.nn.log_softmax(x @ x.T)).mean()
+
+
+def in_bfloat16(x):
+    return jnp.tanh(x.astype(jnp.bfloat16) @ W.astype(jnp.bfloat16)).astype(jnp.float32) + 1
 
 
 # name: (function, op, what the message must hold: None where the law holds)
@@ -51,6 +59,13 @@ CASES = {
     "prefix sums": (lambda x: jnp.cumsum(x, 0), "concat", "where the row stands"),
     "weights by place": (lambda x: (x[:, 0] * jnp.arange(len(x), dtype=np.float32)).sum(), "sum", "order of the rows"),
     "penalty summed": (lambda x: (x**2).sum() + 3.0, "sum", "added once a part"),
+    "sums over counts": (lambda x: synk.Weighted((x[:, 0] + 3).sum(), len(x)), "mean", "return synk.Weighted(sum / weight, weight)"),
+    "masked sums": (
+        lambda x: synk.Weighted(jnp.where(x[:, 1] > 0, x[:, 0] + 3, 0).sum(), (x[:, 1] > 0).sum()), "mean", "its parts add up",
+    ),
+    "a sum of bfloat16s averaged": (lambda x: in_bfloat16(x).sum(), "mean", '"sum" would have matched'),
+    "a spread in bfloat16": (lambda x: (in_bfloat16(x) ** 4).var(), "mean", "a statistic across rows"),
+    "dropout in bfloat16": (lambda x: (in_bfloat16(dropped(x)) - 1).mean(), "mean", "order of the rows"),
     "penalty of parameters summed": (lambda x: (x @ W).sum() + 0.5 * (W**2).sum(), "sum", "added once a part"),
 }  # fmt: skip
 
@@ -72,9 +87,31 @@ def test_causes(name, kind):
             with pytest.raises(synk.LawError) as caught:
                 f.check(x)
             assert words in str(caught.value)
-            if "would have matched" not in words:
+            if "would have matched" not in words and "Weighted" not in words and "add up" not in words:
                 assert "no op would have matched" in str(caught.value)
                 assert "Likely cause" in str(caught.value)
+
+
+def mixed(w, x):
+    """A loss as mixed precision has it: float32 parameters, bfloat16 inside, a float32 mean."""
+    return jnp.mean(jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("kind", [("simulated", 3), slow(("devices", 8))])
+def test_mixed_precision(kind):
+    """What bfloat16 inside rounds to is called that, by numbers that pass; of a step its updates are not told as well."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(61, 8)).astype(np.float32), rng.normal(size=(8, 16)).astype(np.float32)
+    f = synk.function(jax.value_and_grad(mixed), inputs=["x"], reduce="mean", name="f")
+    step = synk.train.step(mixed, w, optax.adam(0.1))
+    with group_of(*kind), jax.numpy_dtype_promotion("standard"):
+        for check in (lambda **options: f.check(w, x, **options), lambda **options: step.check(x, **options)):
+            with pytest.raises(synk.LawError, match="bfloat16, in which it computes, may round by as much") as caught:
+                check()
+            message = str(caught.value)
+            assert not re.search("no op|Likely cause|updated on replica", message)
+            named = sorted(re.findall(r"(rtol|atol)=([\d.e-]+\d)", message), key=lambda pair: float(pair[1]))
+            check(**{name: float(value) for name, value in named})  # the largest of each
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
