@@ -36,7 +36,7 @@ class Tolerance(NamedTuple):
 
 
 def rounding(dtype: Any, *values: np.ndarray) -> Tolerance:
-    """How near numbers must be that were computed in a dtype: by their own size, and by that of the largest of these."""
+    """How near numbers must be that were computed in a dtype: by their own size, and that of the largest of these."""
     rtol, _ = Tolerance(None, None).of(dtype)
     return Tolerance(rtol, rtol * max(float(np.abs(value[np.isfinite(value)]).max(initial=0)) for value in values))
 

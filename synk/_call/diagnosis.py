@@ -1,4 +1,4 @@
-"""Diagnosis: why an output is not the serial one: another op, rounding, or what rows do to each other, by a few runs."""
+"""Diagnosis: why an output is not the serial one: its op, rounding, or what rows do to each other, by a few runs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ COUPLED_ROWS = "a row's output depends on the other rows (batch norm, a softmax 
 CONSTANT = "something is added once a part, such as a penalty on the parameters: add it in then, or return a mean"
 STATISTIC = "a statistic across rows (batch norm, std, a contrastive loss): synk.stats has those that combine"
 COUPLED = "rows are not independent in it"
-ADDS_UP = 'its parts add up, but their mean was asked for: return synk.Weighted(sum / weight, weight), or the sum by op "sum"'
+ADDS_UP = 'its parts add up, but it is their mean: return synk.Weighted(sum / weight, weight), or the sum by op "sum"'
 
 
 class UnequalOutput(NamedTuple):
@@ -73,8 +73,8 @@ def _of_rounding(output: UnequalOutput, inside: np.dtype, tolerance: Tolerance) 
     rtol, atol = tolerance.of(dtype)
     options = least_tolerance(output.serial, output.got, max(rtol, Tolerance(None, None).of(inside)[0]), atol)
     return (
-        f"{inside.name}, in which it computes, may round by as much. {options} admits it; a mistake that this hides shows "
-        f"in a check of it computed in {dtype.name}."
+        f"{inside.name}, in which it computes, may round by as much. {options} admits it; a mistake that this hides "
+        f"shows in a check of it computed in {dtype.name}."
     )
 
 

@@ -252,7 +252,7 @@ def common_rows(
     may_be_empty: bool = False,
     batch: Any = None,
 ) -> int | None:
-    """How many rows these arguments have, all the same; None where there are none. `batch` is what will pick of them."""
+    """How many rows these arguments have, all the same; None where there are none. `batch` will pick of them."""
     rows: int | None = None
     for i in which:
         leaf = leaves[i]
