@@ -1,6 +1,7 @@
 """Optimizer: the update of an optimizer of optax's, which takes the loss where it is one that asks for it."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,15 @@ def update_of(optimizer: Any) -> Update:
 
     def update(grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
         extra = {"value": loss} if takes_value else {}
-        return optimizer.update(grads, state, params, **extra)
+        try:
+            return optimizer.update(grads, state, params, **extra)
+        except TypeError as error:
+            if not re.search(r"missing .* keyword-only argument.*('grad'|'value_fn')", str(error)):
+                raise
+            raise TypeError(
+                "synk.train: the optimizer evaluates the loss itself (a line search, as in optax.lbfgs), but a step gives "
+                'it gradients alone. Make f = synk.function(loss, inputs=[...], reduce="mean"), and call the optimizer '
+                "under a jax.jit of your own, with value_fn=lambda params: f(params, *rows)."
+            ) from error
 
     return update

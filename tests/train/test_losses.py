@@ -105,6 +105,18 @@ def test_optimizers_that_take_the_loss_or_do_not(two, make, shard):
     assert_close(step.params.value, params)
 
 
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize(
+    "make", [optax.lbfgs, lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15))]
+)
+def test_optimizers_that_evaluate_the_loss(two, make, shard):
+    """They are told how: a step has only gradients for them."""
+    with pytest.raises(TypeError, match=r"synk.train: the optimizer evaluates the loss itself .* value_fn=lambda params"):
+        synk.train.step(squares, W, make(), shard_optimizer=shard)(X)
+    with pytest.raises(TypeError, match="required positional argument"):  # an error of its own comes as it is
+        synk.train.step(squares, W, optax.GradientTransformation(lambda w: (), lambda u, s, p, more: (u, s)))(X)
+
+
 def test_local_steps_compare_states_and_weights(two):
     """As synchronous ones: a shape is not stretched, and what is wrong is named."""
     with pytest.raises(ValueError, match=r"the new value of state has shape \(\), but its old one has \(2,\)"):
