@@ -273,9 +273,13 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
                 f"Make it equal before it is saved."
             )
         if is_of_others(there, variable) and not variable._is_own:
+            did, cure = "differed on", "make it equal before it is saved (local steps: with finish())"
+            if there["lengths"] is not None:
+                did = "held the rows of"
+                cure = f"save synk.gather({name}, nd_up=0) in a variable that all share, and scatter it once loaded"
             raise ValueError(
-                f"{where}: {name} differed on {there['replicas']} replicas, but there are {size} now. "
-                f"Load into as many, or make it equal before it is saved (local steps: with finish())."
+                f"{where}: {name} {did} {there['replicas']} replicas, but there are {size} now. Load into as many, or "
+                f"{cure}."
             )
 
 

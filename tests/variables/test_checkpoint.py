@@ -134,6 +134,27 @@ def test_other_numbers_of_replicas(tmp_path, was, to):
         assert_same(w.value, jnp.arange(3.0) + 1)
 
 
+@pytest.mark.parametrize("was", [1, 3])
+def test_rows_of_other_numbers_of_replicas(tmp_path, was):
+    """They raise, and say how; what that says works."""
+    rows = np.arange(8, dtype=np.float32)
+    with synk.simulate(was):
+        held, whole = synk.shared(np.zeros(8, np.float32), name="held"), synk.shared(np.zeros(8, np.float32))
+        synk.scatter(held, rows)
+        synk.save(tmp_path / "held", {"held": held}, step=1)
+        whole.value = synk.gather(held, nd_up=0)
+        synk.save(tmp_path / "whole", {"whole": whole}, step=1)
+    with synk.simulate(2):
+        held, whole = synk.shared(np.zeros(8, np.float32), name="held"), synk.shared(np.zeros(8, np.float32))
+        words = rf"held held the rows of {was} replicas, but there are 2 now.* save synk.gather\(held, nd_up=0\)"
+        with pytest.raises(ValueError, match=words):
+            synk.load(tmp_path / "held", {"held": held})
+        synk.load(tmp_path / "whole", {"whole": whole})
+        synk.scatter(held, whole.get_value())
+        assert synk.get_lengths(held) == [4, 4]
+        assert_same(synk.gather(held, nd_up=0), rows)
+
+
 def test_a_flat_variable_and_a_plain_one(tmp_path):
     """One loads what the other saved; what does not fit raises."""
     value, zeros = (
