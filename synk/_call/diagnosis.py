@@ -14,8 +14,9 @@ ORDER = f"the answer depends on the order of the rows (noise drawn by shape, pos
 PLACE = f"a row's output depends on where the row stands (noise drawn by shape, positions): {_NOISE}"
 COUPLED_ROWS = "a row's output depends on the other rows (batch norm, a softmax over rows): take what they share first"
 CONSTANT = "something is added once a part, such as a penalty on the parameters: add it in then, or return a mean"
-STATISTIC = "a statistic across rows (batch norm, std, a contrastive loss): synk.stats has those that combine"
-COUPLED = "rows are not independent in it"
+PAIRS = "synk.pairs combines all pairs of rows"
+STATISTIC = f"a statistic across rows (batch norm, std, a contrastive loss): synk.stats has those that combine, {PAIRS}"
+COUPLED = f"rows are not independent in it; where they meet in pairs, as in a contrastive loss, {PAIRS}"
 ADDS_UP = 'its parts add up, but it is their mean: return synk.Weighted(sum / weight, weight), or the sum by op "sum"'
 
 

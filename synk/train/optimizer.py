@@ -23,9 +23,9 @@ def update_of(optimizer: Any) -> Update:
             if not re.search(r"missing .* keyword-only argument.*('grad'|'value_fn')", str(error)):
                 raise
             raise TypeError(
-                "synk.train: the optimizer evaluates the loss itself (a line search, as in optax.lbfgs), but a step gives "
-                'it gradients alone. Make f = synk.function(loss, inputs=[...], reduce="mean"), and call the optimizer '
-                "under a jax.jit of your own, with value_fn=lambda params: f(params, *rows)."
+                "synk.train: the optimizer evaluates the loss itself (a line search, as in optax.lbfgs), but a step "
+                'gives it gradients alone. Make f = synk.function(loss, inputs=[...], reduce="mean"), and call the '
+                "optimizer under a jax.jit of your own, with value_fn=lambda params: f(params, *rows)."
             ) from error
 
     return update

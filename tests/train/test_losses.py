@@ -111,7 +111,7 @@ def test_optimizers_that_take_the_loss_or_do_not(two, make, shard):
 )
 def test_optimizers_that_evaluate_the_loss(two, make, shard):
     """They are told how: a step has only gradients for them."""
-    with pytest.raises(TypeError, match=r"synk.train: the optimizer evaluates the loss itself .* value_fn=lambda params"):
+    with pytest.raises(TypeError, match=r"synk.train: .* evaluates the loss itself .* value_fn=lambda params"):
         synk.train.step(squares, W, make(), shard_optimizer=shard)(X)
     with pytest.raises(TypeError, match="required positional argument"):  # an error of its own comes as it is
         synk.train.step(squares, W, optax.GradientTransformation(lambda w: (), lambda u, s, p, more: (u, s)))(X)

@@ -363,8 +363,9 @@ def test_communication_needs_equal_rows(four, call):
     def meets(x):
         return call(x).sum()
 
-    with pytest.raises(ValueError, match=r"meets: .* communicates inside.*\n?.*[Cc]ommunicate in then"):
+    with pytest.raises(ValueError, match=r"meets: .* communicates inside.*\n?.*[Cc]ommunicate in then") as caught:
         synk.function(meets)(np.ones(9, np.float32))
+    assert ("synk.pairs" in str(caught.value)) == (call is synk.all_gather)
     assert float(synk.function(meets, reduce="max")(np.ones(8, np.float32))) in (2, 8)
 
 
