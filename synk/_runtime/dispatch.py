@@ -89,14 +89,15 @@ def settle() -> None:
 
 
 def _retire() -> None:
-    try:
-        one = IN_FLIGHT.popleft()
-    except IndexError:  # the handler of a signal has come first
-        return
-    try:
-        one.token.block_until_ready()
-    except Exception as error:  # the program's own reader sees it too; here its variables learn of it
-        one.on_failure(one.peers.after_failure(one.name, error))
+    with uninterrupted():  # what a handler raises is no failure of the program
+        try:
+            one = IN_FLIGHT.popleft()
+        except IndexError:  # the handler of a signal has come first
+            return
+        try:
+            one.token.block_until_ready()
+        except Exception as error:  # the program's own reader sees it too; here its variables learn of it
+            one.on_failure(one.peers.after_failure(one.name, error))
 
 
 def look_for_dead() -> None:
