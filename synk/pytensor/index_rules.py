@@ -32,9 +32,9 @@ def _of_slices(entries: Sequence[Any], fact: Rows) -> Fact:
 
 def _of_lengths(entry: Any, fact: Lengths, indexes: Sequence[Variable]) -> Fact:
     """Of one of some lengths, or of several."""
-    if not all(isinstance(index, Constant) for index in indexes):
+    values = [int(index.data) for index in indexes if isinstance(index, Constant)]
+    if len(values) < len(indexes):
         return MIXED
-    values = [int(index.data) for index in indexes]  # type: ignore[attr-defined]
     if not isinstance(entry, slice):
         return fact.each[values[entry]]
     bounds = [None if at is None else values[at] for at in (entry.start, entry.stop, entry.step)]
