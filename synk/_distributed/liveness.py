@@ -148,6 +148,7 @@ def _leave(error: SynkError | None, is_told: bool = True, code: int = 1) -> NoRe
         # It lives in process 0, without which JAX's runtime ends the others.
         while jax.process_index() == 0 and monotonic() < until:
             if len(kv_store.list("synk/left/")) == jax.process_count():
+                sleep(BEAT / 2)  # they have said so, and are about to end
                 break
             sleep(0.05)
     os._exit(EXIT_PEER_FAILED if isinstance(error, PeerError) else code & 0xFF or 1)
