@@ -385,6 +385,7 @@ def test_explain_of_array_constants_and_numpy_numbers(four):
     assert scaled.explain(X, 1.0).why == ["static by is 1.0, was 1"]
 
 
+@pytest.mark.slow
 def test_skeletons_meet_the_users_options_and_dtypes(four):
     """Debugging options raise what users catch; sums of small integers are as wide as `jnp.sum` makes them."""
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"synk\.scan\(add\): a result holds NaN"):

@@ -23,7 +23,7 @@ from jax import lax
 import synk
 import synk.train
 
-from .helpers import assert_close, assert_same, group_of, interrupted, numbers
+from .helpers import assert_close, assert_same, group_of, interrupted, numbers, slow
 
 pytestmark = pytest.mark.smoke
 
@@ -31,7 +31,7 @@ X = numbers(8)
 W = np.array([0.5, -1.0], np.float32)
 
 
-@pytest.fixture(params=[("devices", 2), ("simulated", 3)], ids=["2 devices", "3 simulated"])
+@pytest.fixture(params=[("devices", 2), slow(("simulated", 3))], ids=["2 devices", "3 simulated"])
 def few_replicas(request):
     """Two replicas on as many devices, and three on one."""
     with group_of(*request.param) as group:

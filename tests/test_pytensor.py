@@ -247,7 +247,6 @@ def expressions():
     return (x, i), means, rows, neither
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", [name for found in expressions()[1:] for name in found])
 def test_ops_that_graphs_show(name):
     """Those that are seen are right, sliced too; all others must be said."""

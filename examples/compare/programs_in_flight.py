@@ -3,7 +3,7 @@
     python examples/compare/programs_in_flight.py
 
 Starts 200 small programs over four CPU devices without waiting for any, by `jax.jit(jax.shard_map)` and by synk, each
-in a process of its own that is ended after 30 seconds.
+in a process of its own that is ended after 15 seconds.
 """
 
 import subprocess
@@ -31,7 +31,7 @@ print(sum([float(y) for y in [f(x) for _ in range(200)]]) != 0)
 
 def ends(program):
     try:
-        done = subprocess.run([sys.executable, "-c", program], timeout=30, capture_output=True, text=True, check=True)
+        done = subprocess.run([sys.executable, "-c", program], timeout=15, capture_output=True, text=True, check=True)
     except subprocess.TimeoutExpired:
         return "stands still"
     return "ends" if done.stdout.strip() == "True" else done.stdout

@@ -19,9 +19,7 @@ X = RANDOM.normal(size=(75, 24)).astype(np.float32)
 Y = X[:, :4].argmax(1).astype(np.int32)
 W = {"in": RANDOM.normal(size=(24, 40)).astype(np.float32), "out": RANDOM.normal(size=(40, 4)).astype(np.float32)}
 CONSTANT = RANDOM.normal(size=(40, 7)).astype(np.float32)
-GROUPS = [  # with the blocks that they run
-    (("devices", 1), 8), (("devices", 5), 8), (("simulated", 3), 8), (("devices", 2), 32), (("devices", 8), 32),
-]  # fmt: skip
+GROUPS = [(("devices", 1), 8), (("devices", 5), 8), (("simulated", 3), 8), (("devices", 8), 32)]  # with their blocks
 
 
 def digest(tree):
@@ -62,16 +60,16 @@ def test_the_same_bits(group, block):
     """Of every op, for rows that make whole blocks and others, fewer than replicas, slices, batches; serially too."""
     f, plain = MAPPED[block], MAPPED[None]
     with group_of(*group):
-        for rows in (75,):
-            got = [f(X[:rows], Y[:rows], W, num_slices=k) for k in (1, 3)] + [f.serial(X[:rows], Y[:rows], W)]
-            got += [f(X, Y, W, batch=rows), f(synk.data(X, place="broadcast"), Y, W, batch=slice(0, rows))]
-            got.append(f(synk.data(X, place="scatter"), Y, W, batch=np.arange(rows)))
-            found = {digest(each) for each in got}
-            assert found == {BITS.setdefault((block, rows), digest(got[0]))}
-            want = plain(X[:rows], Y[:rows], W)
-            del want["half"], got[0]["half"]
-            for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want), strict=True):
-                np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-5, atol=2e-5)
+        got = [f(X, Y, W), f(X, Y, W, num_slices=3), f(synk.data(X, place="scatter"), Y, W, batch=np.arange(75))]
+        if group == ("devices", 5):
+            got += [f(X, Y, W, batch=75), f(synk.data(X, place="broadcast"), Y, W, batch=slice(0, 75))]
+        got.append(f.serial(X, Y, W))
+        found = {digest(each) for each in got}
+        assert found == {BITS.setdefault(block, digest(got[0]))}
+        want = plain.serial(X, Y, W)
+        del want["half"], got[0]["half"]
+        for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-5, atol=2e-5)
         f.check(X, Y, W)
 
 
@@ -106,9 +104,9 @@ def trained(name, optimizer, group, num_slices, steps):
 
 @pytest.mark.parametrize(("name", "optimizer"), [("dense", "adam"), ("convolutional", "sgd")])
 def test_training(name, optimizer):
-    """Parameters and the optimizer's state after 200 steps of uneven batches, on many replicas, in slices or not."""
+    """Parameters and the optimizer's state after 60 steps of uneven batches, on many replicas, in slices or not."""
     ways = [(("devices", 1), 5), (("devices", 3), 1), (("devices", 8), 2), (("simulated", 2), 1)]
-    assert len({trained(name, optimizer, *way, steps=200) for way in ways}) == 1
+    assert len({trained(name, optimizer, *way, steps=60) for way in ways}) == 1
 
 
 def test_variables_are_read_and_then_updates():
@@ -137,7 +135,7 @@ def test_variables_are_read_and_then_updates():
     assert found[:2] == found[2:]
 
 
-def test_warm_as_fresh(steps=6):
+def test_warm_as_fresh(steps=3):
     """After failures, in turns with other groups, with and without blocks."""
     f, exact = MAPPED[8], MAPPED[None]
     want = {}

@@ -66,8 +66,9 @@ def step_and_rows(model):
     ("model", "replicas", "share"),
     [
         ("dense", 2, 0.3),
-        *(slow(model, 1, share) for model, share in zip(MODELS, (0.02, 0.6, 0.02, 0.6), strict=True)),
-        *(slow(model, 3, 0.1) for model in MODELS),
+        slow("attention", 3, 0.1),
+        slow("convolutions", 1, 0.02),
+        slow("recurrent", 1, 0.6),
     ],
 )
 def test_the_fewest_that_fit(model, replicas, share):
@@ -267,7 +268,7 @@ OUT_OF_MEMORY = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
-@pytest.mark.parametrize("donate", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("donate", [slow(True), slow(False)])
 def test_out_of_memory(donate):
     """A device that has less than was said: twice the slices until it does, and no variable is lost or updated twice."""
     program = textwrap.dedent(OUT_OF_MEMORY.format(donate=donate))

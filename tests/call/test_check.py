@@ -249,6 +249,7 @@ def test_calls_after_serial_see_the_state_of_now():
         ]  # then reads what the call found
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_optimizers_that_make_steps_of_rounding(four):
     """A gradient that should be 0 is a whole step of Adam's, up or down by how rows are cut: that breaks no law. Typed

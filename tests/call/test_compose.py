@@ -10,9 +10,7 @@ from jax.sharding import AxisType
 
 import synk
 
-from ..helpers import assert_close, chosen, group_of, numbers
-
-pytestmark = pytest.mark.smoke
+from ..helpers import assert_close, chosen, group_of, numbers, smoke
 
 W = np.array([0.5, -1.0], np.float32)
 X = numbers(9)
@@ -33,6 +31,7 @@ OPS = {op: op for op in (*ELEMENTWISE, "concat")}
 combined = synk.function(weigh, {"w": "broadcast"}, OPS)
 
 
+@pytest.mark.smoke
 def test_jit(group):
     """A call is part of a larger program."""
     f = jax.jit(lambda w, x: jax.tree.map(lambda a: a + 1, combined(w * 2, x)))
@@ -41,6 +40,7 @@ def test_jit(group):
         assert_close(f(W, numbers(rows)), want)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("slices", [2, 3])
 def test_slices_under_jit(group, slices):
     """`num_slices` is one loop, with the same result."""
@@ -57,6 +57,7 @@ CALLBACKS = {
 ONE = jax.ShapeDtypeStruct((), np.float32)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_callbacks_see_parts_alone(group, kind):
     """A callback runs once a part, with its rows and no others: eager, sliced, under jit and grad."""
@@ -93,7 +94,7 @@ def gradients(call, x):
     return jax.grad(loss, (0, 1))(jnp.asarray(W), jnp.asarray(x))
 
 
-@pytest.mark.parametrize("rows", [2, 8, 9])
+@pytest.mark.parametrize("rows", [2, 8, smoke(9)])
 @pytest.mark.parametrize("op", OPS)
 def test_gradient_of_every_op(op, rows):
     """As that of the serial function, over dividing rows, others and fewer than replicas."""
@@ -125,6 +126,7 @@ def test_gradient_of_weighted(four):
         assert_close(got, ((x @ W)[mask > 0].mean(), x[mask > 0].mean(0)))
 
 
+@pytest.mark.slow
 def test_gradient_of_weighted_without_care(four):
     """A division by a weight of 0, whose gradient is NaN, is none of the answer's; what has no weight has its own."""
 
@@ -159,12 +161,14 @@ def test_gradients_of_stack_and_callables(four):
         assert_close(jax.grad(lambda w: g(w, numbers(rows)))(jnp.asarray(W)), want, rtol=1e-4)  # noqa: B023
 
 
+@pytest.mark.smoke
 def test_second_derivatives(four):
     """Forward over reverse, over rows that do not divide."""
     f = synk.function(lambda w, x: jnp.mean((x @ w) ** 2), {"w": "broadcast"}, "mean")
     assert_close(jax.hessian(lambda w: f(w, X))(jnp.asarray(W)), 2 * X.T @ X / 9, rtol=1e-4)
 
 
+@pytest.mark.smoke
 def test_jvp(four):
     """A derivative in one direction."""
     f = synk.function(lambda w, x: jnp.mean(x @ w), {"w": "broadcast"}, "mean")
@@ -172,6 +176,7 @@ def test_jvp(four):
     assert_close(got, ((X @ W).mean(), X.mean(0).sum()))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [8, 9])
 def test_vmap(four, rows):
     """Over a broadcast argument, over rows' columns, over both."""
@@ -197,6 +202,7 @@ def test_concrete_batch(four, batch):
     assert_close(jax.jit(lambda x: f(x, batch=batch))(X), (chosen(X, batch).mean(0), chosen(X, batch)))
 
 
+@pytest.mark.smoke
 def test_traced_batch(four):
     """An integer array may be traced, negative indexes as in NumPy; other values need no other program."""
     traces = []
@@ -250,6 +256,7 @@ def test_two_calls_in_one_program(four):
     assert_close(jax.jit(lambda x: mean(double(x) + 1))(X), (2 * X + 1).mean(0))
 
 
+@pytest.mark.smoke
 def test_inside_scan(four):
     """A call may be the body of a loop."""
     f = synk.function(lambda w, x: (x * w[None]).mean(0), {"w": "broadcast"}, "mean")
@@ -257,6 +264,7 @@ def test_inside_scan(four):
     assert_close(last, W * X.mean(0) ** 3)
 
 
+@pytest.mark.smoke
 def test_typed_keys(four):
     """Keys are traced as values are."""
     f = synk.function(lambda keys: jax.vmap(jax.random.normal)(keys), reduce="concat")
@@ -264,6 +272,7 @@ def test_typed_keys(four):
     assert_close(jax.jit(f)(keys), np.asarray(jax.vmap(jax.random.normal)(keys)))
 
 
+@pytest.mark.smoke
 def test_values_of_variables_are_passed(four):
     """A variable's value enters as a broadcast argument, and is the current one at every call."""
     w = synk.shared(W)
@@ -293,6 +302,7 @@ def test_the_answer_is_that_of_the_plain_call(four):
         assert_close(each, jax.tree.map(np.asarray, weigh(W, X)))
 
 
+@pytest.mark.smoke
 def test_large_extremes_of_what_depends_on_no_row(group):
     """Each replica folds a piece of them; the memory is that of a few copies, and not of their square."""
     f = synk.function(
@@ -316,6 +326,7 @@ def test_a_traced_batch_of_nothing(group):
         assert float(jax.jit(lambda batch: f(np.ones(4), batch=batch))(jnp.zeros(3, int))) == 3
 
 
+@pytest.mark.smoke
 def test_named_axes_around(four):
     """A function may ask for the axis of a vmap around it; the next one, of another size or without, has its own."""
     f = synk.function(lambda x: x.sum() * lax.axis_size("i"), name="f")
@@ -331,6 +342,7 @@ def test_named_axes_around(four):
                 call(x[0])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_meshes_around(four, kind):
     """Under a mesh of other devices a traced call raises in words, or is right; what follows elsewhere is right."""

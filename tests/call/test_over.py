@@ -54,11 +54,10 @@ def order(batches: Any, rows=37):
     return np.concatenate([numbers[:b] if isinstance(b, int) else numbers[... if b is None else b] for b in batches])
 
 
-QUICK = [(("devices", 2), "minibatches"), (("simulated", 3), "first has one row")]
+QUICK = [(("devices", 2), "minibatches")]
 CASES = [  # each kind of batches, and each group
-    *QUICK,
-    *((("simulated", 3), "mixed"), (("devices", 1), "one"), (("devices", 8), "minibatches")),
-]
+    *QUICK, (("simulated", 3), "first has one row"), (("devices", 1), "one"), (("devices", 8), "mixed"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("group", "batches"), slow_but(QUICK, CASES))
@@ -68,7 +67,7 @@ def test_over_is_one_call_over_all_rows(group, batches):
         w = synk.shared(np.float32(2))
         f = synk.function(lambda x, y: everything(x, y, w), outputs=OUTPUTS)
         want = f.serial(X, Y, batch=order(BATCHES[batches]()))
-        for slices, prefetch in ((1, 2), (3, 0), (1, 0)):
+        for slices, prefetch in ((1, 2), (3, 0)):
             got = f.over(X, Y, batches=BATCHES[batches](), num_slices=slices, prefetch=prefetch)
             for name in want:
                 near = partial(np.testing.assert_allclose, rtol=2e-3 if name == "half" else 1e-4, atol=1e-5)

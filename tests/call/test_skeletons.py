@@ -15,7 +15,7 @@ import synk
 
 from ..helpers import GROUPS, assert_same, group_of, numbers, slow, slow_but
 
-EVERY = [*GROUPS, ("devices", 3), ("devices", 8)]
+EVERY = [*GROUPS, ("devices", 8)]
 
 
 def then(f, g):
@@ -24,7 +24,7 @@ def then(f, g):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("rows", [1, slow(7), 17])
+@pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], EVERY))
 def test_scan(kind, n, rows):
     """Sums and maxima of integers, bit for bit, both ways, with and without a row's own; and what does not commute."""
@@ -59,8 +59,8 @@ def test_recurrence(rows):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("rows", "others"), [(1, 1), slow(5, 3), (7, 20)])
-@pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:], EVERY))
+@pytest.mark.parametrize(("rows", "others"), [slow(1, 1), (7, 20)])
+@pytest.mark.parametrize(("kind", "n"), slow_but(GROUPS[1:2], EVERY))
 def test_pairs(kind, n, rows, others):
     """Every op, trees, rows with themselves, all pairs as they are, and gradients."""
     x, y = numbers(rows, 3), numbers(others, 3) + 0.5

@@ -45,7 +45,7 @@ def devices():
 # Which rows.
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 2), ("simulated", 3), slow("devices", 8)])
+@pytest.mark.parametrize(("kind", "n"), [("devices", 2), slow("simulated", 3), slow("devices", 8)])
 @given(data=st.data())
 @few(5)
 def test_rows_are_numpys(kind, n, data):

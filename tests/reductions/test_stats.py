@@ -76,7 +76,7 @@ def check_against_numpy(got, x, labels, guesses):
 
 @pytest.mark.parametrize(
     ("kind", "n", "offset"),
-    [("devices", 2, 1e4), slow("simulated", 3, 0), slow("devices", 8, 1e4)],
+    [slow("devices", 2, 1e4), slow("simulated", 3, 0)],
 )
 def test_all_rows_as_numpy(kind, n, offset):
     """Any rows, replicas and slices; warm and fresh, one function for all."""
@@ -92,7 +92,8 @@ def test_all_rows_as_numpy(kind, n, offset):
         check_against_numpy(F(x, labels, guesses, batch=pick), x[pick], labels[pick], guesses[pick])
 
 
-@pytest.mark.parametrize(("kind", "n"), slow_but(FEW[1:], FEW))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "n"), FEW)
 def test_check(kind, n):
     """The law holds for them; a merge that is not associative breaks it."""
     with group_of(kind, n):
@@ -200,9 +201,7 @@ MEANS = synk.function(lambda x: (stats.mean(x), stats.moments(x)))
 LOG_SUM = synk.function(stats.logsumexp)
 
 
-@pytest.mark.parametrize(
-    "first", [[1, INF], [INF, 1], [-INF, 1, 2], [INF, INF], [INF, -INF], [INF, np.nan], [INF, *range(9)]]
-)
+@pytest.mark.parametrize("first", [[INF, 1], [-INF, 1, 2], [INF, -INF], [INF, np.nan], [INF, *range(9)]])
 def test_infinite_means(few_replicas, first):
     """As NumPy has them, wherever the infinities lie, whatever the cut; their variance is NaN, as there."""
     for x in (np.array(first, np.float32), np.array([*first, *range(7), *first], np.float32)):
@@ -215,7 +214,7 @@ def test_infinite_means(few_replicas, first):
         np.testing.assert_array_equal(MEANS.over(x, batches=[1, slice(1, None)])[0], want)
 
 
-@pytest.mark.parametrize("rest", [[-100.0], [-200.0, -100.0], [-np.inf, -150.0], [-np.inf], [3.0], [-np.inf, 90.0]])
+@pytest.mark.parametrize("rest", [[-200.0, -100.0], [-np.inf, -150.0], [-np.inf, 90.0]])
 def test_log_sum_exp_beside_nothing(few_replicas, rest):
     """Parts that are all -inf add nothing, and their gradients are 0."""
     for x in (np.float32([-np.inf, *rest]), np.float32([*rest, -np.inf, -np.inf])):
@@ -413,9 +412,8 @@ def test_states_are_all_that_meets(few_replicas, way):
             assert float(WAYS[way](kept, x)) == 10 * value
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
-@pytest.mark.parametrize("offset", [0, 5e6, 1.7e9])
-def test_integers_far_from_zero(few_replicas, dtype, offset):
+@pytest.mark.parametrize(("offset", "dtype"), [(0, np.int32), (5e6, np.uint32), (1.7e9, np.int32)])
+def test_integers_far_from_zero(few_replicas, offset, dtype):
     """Timestamps, say: float32 has no room for them, and what is between them is exact."""
     x = (offset + np.random.default_rng(0).normal(size=(101, 3)) * 5).clip(0).astype(dtype)
     wide = x.astype(np.float64)

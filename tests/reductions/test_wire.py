@@ -215,7 +215,7 @@ def test_bytes(wire, most, num_slices):
     assert narrow / plain <= most
 
 
-@pytest.mark.parametrize(("wire", "steps"), [("int8", 60), slow("bf16", 1000)])
+@pytest.mark.parametrize(("wire", "steps"), [slow("int8", 60), slow("bf16", 300)])
 def test_replicas_stay_equal(wire, steps):
     """Over steps of uneven rows and slices, and they learn."""
     rng = np.random.default_rng(0)

@@ -31,7 +31,7 @@ def few(request):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("guard", [jax.transfer_guard, of_process])
+@pytest.mark.parametrize("guard", [slow(jax.transfer_guard), of_process])
 def test_everything_works_under_disallow(few, guard, tmp_path):
     """Fresh and warm: rows, indexes, numbers, slices, loops with a thread, variables, collectives, checkpoints, training."""
     w = synk.shared(np.float32(2), name="w")

@@ -162,6 +162,7 @@ def test_no_parameters(two, params):
         assert_close(step(X), X.mean())
 
 
+@pytest.mark.slow
 def test_blocks_of_large_integer_weights():
     """Weights are added up as floats, so they too combine by the tree."""
 

@@ -22,7 +22,6 @@ START = {
     "small": np.ones((2, 2), np.float32),
 }
 RANK = 2
-GROUPS = [("devices", 2), ("simulated", 3), slow(("devices", 8)), slow(("simulated", 5))]
 
 
 @pytest.fixture(autouse=True)
@@ -93,8 +92,14 @@ def expected(loss, n, steps):
     return params, sum(e["w"] for e in errors)
 
 
-@pytest.mark.parametrize("loss", [slow(mean_loss), masked_loss])
-@pytest.mark.parametrize("group", [slow(GROUPS[0]), *GROUPS[1:]])
+@pytest.mark.parametrize(
+    ("group", "loss"),
+    [
+        (("simulated", 3), masked_loss),
+        *(slow(group, mean_loss) for group in (("devices", 2), ("simulated", 5))),
+        slow(("devices", 8), masked_loss),
+    ],
+)
 def test_the_algorithm(group, loss):
     """As the paper has it; slices change nothing."""
     kind, n = group
@@ -119,6 +124,7 @@ def test_alone_nothing_travels():
         assert not any(np.any(leaf) for leaf in step.feedback["feedback"].value)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost(four):
     """What was left out comes later: the sum of all updates and what is left is that of all gradients."""
     coefficients = RANDOM.normal(size=(44, 12, 7)).astype(np.float32)

@@ -282,6 +282,7 @@ def serial_norm(loss, params, stats, batches, parts=1):
     return params, stats
 
 
+@pytest.mark.slow
 def test_batch_norm_is_normalised_per_replica(devices):
     """Running averages are combined weighted by rows; that this is not the serial step, check says."""
     loss, params, stats = batch_norm()

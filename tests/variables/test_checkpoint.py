@@ -728,7 +728,7 @@ for _ in range(kills):
 """
 
 
-@pytest.mark.parametrize(("kills", "how"), [(8, "background"), slow(30, "now"), slow(30, "background")])
+@pytest.mark.parametrize(("kills", "how"), [(8, "background"), slow(15, "now"), slow(15, "background")])
 def test_kill_while_saving(tmp_path, kills, how):
     """After each kill -9 the newest checkpoint, or the one before, loads and is of one piece."""
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SYNK_", "JAX_", "XLA_"))}

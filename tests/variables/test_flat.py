@@ -39,7 +39,7 @@ def test_the_tree_is_seen(kind, n):
 
 
 @pytest.mark.parametrize(("kind", "n"), [slow("devices", 4), ("simulated", 3)])
-@pytest.mark.parametrize("slices", [slow(1), 2])
+@pytest.mark.parametrize("slices", [1, slow(2)])
 def test_training_is_the_same(kind, n, slices):
     """A step with momentum, parameters and its state flat or not, gives the same values, and keeps the law."""
     rows = numbers(4 * n + 1)
