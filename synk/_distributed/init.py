@@ -10,7 +10,7 @@ import numpy as np
 
 from .._base.errors import checked_integer, public_api, shown
 from .._base.units import parse_memory
-from .._runtime.dispatch import drain
+from .._runtime.dispatch import drain, leave_to_runtime
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
 from . import coordinator as meeting
@@ -78,6 +78,7 @@ def init(
     most = parse_memory(memory, "synk.init")
     if distributed:
         meeting.initialize(coordinator, num_processes, process_id, heartbeat, shutdown, start)
+        leave_to_runtime()
         liveness.attend(exit_hook, shutdown)
     elif (coordinator, num_processes, process_id) != (None, None, None):
         raise ValueError("synk.init: coordinator, num_processes and process_id go with distributed=True.")

@@ -36,6 +36,9 @@ class InFlight(NamedTuple):
 
 
 IN_FLIGHT: deque[InFlight] = deque()
+_of_the_runtime: Any = (
+    None  # the handler of SIGTERM that JAX's runtime has put its own over, of which Python knows nothing
+)
 _thread = threading.local()
 
 
@@ -110,25 +113,50 @@ def look_for_dead() -> None:
             one.peers.after_failure(one.name, error)
 
 
+def leave_to_runtime() -> None:
+    """JAX's runtime has taken SIGTERM: what Python takes for its handler has no say, until another one is set."""
+    global _of_the_runtime
+    if _of_the_runtime is None:
+        _of_the_runtime = _get_handler(signal.SIGTERM)
+
+
 class uninterrupted:
     """Hold Ctrl-C, and signals that Python code handles, back in a `with` block: what is dispatched is committed."""
 
-    __slots__ = ("before", "noted")
+    __slots__ = ("before", "changed", "noted")
 
     def __enter__(self) -> None:
         self.before: dict[int, Any] = {}
+        self.changed: list[int] = []
         self.noted: list[tuple[int, Any]] = []
         if threading.get_ident() == _MAIN:
             noted = self.noted
-            for number in _HELD_BACK:
-                if number == signal.SIGINT or callable(_get_handler(number)):
-                    self.before[number] = _set_handler(number, lambda *came: noted.append(came))
+            try:
+                for number in _HELD_BACK:
+                    handler = self.before[number] = _get_handler(number)
+                    is_python = callable(handler) and handler is not _of_the_runtime
+                    if is_python or (number == signal.SIGINT and handler == signal.SIG_DFL):
+                        self.changed.append(number)
+                        _set_handler(number, lambda *came: noted.append(came))
+            except BaseException:  # of one that is not held back yet
+                self.__exit__()
+                raise
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
-            if handler is not None:  # one that is none of Python's
-                _set_handler(number, handler)
-        self._pass_on()
+        try:
+            self._give_back()
+        finally:
+            self._pass_on()
+
+    def _give_back(self) -> None:
+        """The handlers, each of which may raise as soon as it is back."""
+        try:
+            while self.changed:
+                _set_handler(self.changed[-1], self.before[self.changed[-1]])
+                self.changed.pop()
+        finally:
+            if self.changed:
+                self._give_back()
 
     def _pass_on(self) -> None:
         """What came, to those who wait for it, each of which may raise."""
@@ -137,7 +165,7 @@ class uninterrupted:
             try:
                 if callable(self.before[number]):
                     self.before[number](number, frame)
-                elif self.before[number] == signal.SIG_DFL:
-                    signal.raise_signal(number)
+                else:
+                    signal.raise_signal(number)  # which ends the process
             finally:
                 self._pass_on()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import synk
+from synk._runtime import dispatch
 from synk._runtime.dispatch import uninterrupted
 
 from ..helpers import interrupted
@@ -86,6 +87,37 @@ def test_the_users_handler_is_back():
     counter = synk.shared(np.int32(0))
     synk.function(lambda: None, then=lambda nothing: setattr(counter, "value", counter.value + 1))()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("is_set", [True, False])
+def test_every_handler_is_back(monkeypatch, at, is_set):
+    """Wherever one raises while they are taken or given back, all are as before, and what came meanwhile is told."""
+    numbers, seen, changes = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM), [], []
+    before = [signal.signal(number, lambda number, frame: seen.append(number)) for number in numbers]
+    handlers = [signal.getsignal(number) for number in numbers]
+
+    def change(number, handler):
+        changes.append(number)
+        if len(changes) == at + 1 and not is_set:
+            raise Limit
+        signal.signal(number, handler)
+        if len(changes) == at + 1:
+            raise Limit
+
+    monkeypatch.setattr(dispatch, "_set_handler", change)
+    came = []
+    try:
+        with pytest.raises(Limit), uninterrupted():
+            for number in numbers:
+                os.kill(os.getpid(), number)
+                came.append(number)
+            assert seen == []
+        assert [signal.getsignal(number) for number in numbers] == handlers
+        assert seen == came
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_calls_in_other_threads():
