@@ -180,7 +180,8 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     builder = ProgramBuilder(CallTraces(function, group, call))
     finisher = Finisher(builder)
     result = finisher.result
-    check_row_count(function.name, builder.outputs.least_rows if call.has_rows else 0, call.lengths)
+    least = builder.outputs.least_rows(builder.combined) if call.has_rows else 0
+    check_row_count(function.name, least, call.lengths)
     for variable in builder.traces.touched:
         raise SynkError(
             f"{function.name}: it uses the shared variable {variable.name}, so it cannot run inside jit, grad or vmap: "

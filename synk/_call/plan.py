@@ -187,7 +187,7 @@ def make_plan(
         narrowest=builder.first.narrowest,
         flops={size: traced.flops(builder.used) for size, traced in builder.traced.items()},
         flops_of_then=finisher.flops_of_then,
-        least_rows=builder.outputs.least_rows,
+        least_rows=builder.outputs.least_rows(builder.combined),
         compiler=compiler if call.is_over else None,
     )
 

@@ -89,7 +89,7 @@ class Reader:
         self._pipe, self._prefix, self._console, self._on_line = pipe, f"[{rank}] ".encode(), console, on_line
         self._path, self._log, self._redrawn = log, None, 0.0
         try:
-            self._log = None if log is None else open(log, "wb")  # the thread closes it
+            self._log = None if log is None else open(log, "ab")  # of a job that starts again too; the thread closes it
         except OSError as error:
             console.say(f"{log} is not written: {error.strerror}")
         self._thread = threading.Thread(target=self._read, daemon=True)

@@ -1,6 +1,6 @@
 """Outputs: what a function returned, leaf by leaf, each with the reduction that its user named."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -67,10 +67,9 @@ class OutputSpec(NamedTuple):
         """The Monoids."""
         return [item for item in self.items if isinstance(item, Merged)]
 
-    @property
-    def least_rows(self) -> int:
-        """How many rows in all the answers need."""
-        return max([item.merge.least_rows for item in self.merged], default=1)
+    def least_rows(self, wanted: Container[int]) -> int:
+        """How many rows in all the answers of the wanted leaves need."""
+        return max([item.merge.least_rows for item in self.merged if item.first in wanted], default=1)
 
     @property
     def results(self) -> list[OutputLeaf]:

@@ -31,7 +31,7 @@ def launch(tmp_path, script, *options, arguments=(), signal_after=None, **enviro
 
 
 def test_launch_tells_each_process_who_it_is(tmp_path):
-    """Ranks, arguments, devices, the attempt; a prefix on the console, and one log a rank."""
+    """Ranks, arguments, devices, the attempt; a prefix on the console, and one log a rank, also of what ran before."""
     script = """
         import os, sys
         names = ("SYNK_PROCESS_ID", "SYNK_NUM_PROCESSES", "SYNK_ATTEMPT", "JAX_NUM_CPU_DEVICES", "JAX_LOCAL_DEVICE_IDS")
@@ -39,12 +39,14 @@ def test_launch_tells_each_process_who_it_is(tmp_path):
         assert os.environ["SYNK_COORDINATOR"].startswith("127.0.0.1:")
     """
     options = ["-n", 3, "--devices-per-process", 2, "--logs", tmp_path / "logs"]
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-2.0.log").write_text("before\n")
     code, output = launch(tmp_path, script, *options, arguments=["-n", "x y"])
     assert code == 0, output
     assert sorted(output.splitlines()[1:]) == [
         f"[{rank}] {rank} 3 0 2 {2 * rank},{2 * rank + 1} -n x y" for rank in range(3)
     ]
-    assert (tmp_path / "logs" / "rank-2.0.log").read_text() == "2 3 0 2 4,5 -n x y\n"
+    assert (tmp_path / "logs" / "rank-2.0.log").read_text() == "before\n2 3 0 2 4,5 -n x y\n"
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,10 @@ def test_in_trees_with_other_ops(few_replicas):
     assert_close(got["s"][0], x[:, 0].var(), rtol=1e-4, atol=1e-6)
     assert got["s"][1]["n"][1].tolist() == np.argsort(-x[:, 1], kind="stable")[:2].tolist()
     assert [leaf.shape for leaf in jax.tree.leaves(f(x, output_subset=["rows"]))] == [(23,)]
+    for call in (f, lambda x, **options: jax.jit(lambda x: f(x, **options))(x)):
+        assert call(x[:1], output_subset=["rows"])[0].shape == (1,)  # top_k needs two, but nobody asks for it
+        with pytest.raises(ValueError, match="needs 2 rows"):
+            call(x[:1], output_subset=["s", "rows"])
 
     @synk.function
     def g(x):
