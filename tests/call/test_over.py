@@ -116,6 +116,7 @@ def collectives(monkeypatch, act):
     return len(re.findall("all_reduce|all_gather|all_to_all|collective_permute|reduce_scatter", " ".join(texts)))
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_one_combination(monkeypatch):
     """Nine statistics: at most two collectives a dtype; over many batches as many as in one call."""

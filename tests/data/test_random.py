@@ -27,6 +27,7 @@ def test_noise_per_row_is_the_same_for_any_group(make):
             assert_close(f(x, keys, batch=[8, 1, 4, 1, 0])[0], want[0][[8, 1, 4, 1, 0]])
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_keys_of_a_part_are_those_of_its_rows():
     """Inside a function: as outside, warm and fresh, uneven, sliced, serially, under `jit`, of a batch its own rows."""

@@ -64,6 +64,7 @@ def test_launch_deals_out_the_gpus_of_a_machine(tmp_path, options, gpus):
     assert code == 0 and sorted(line.split("has ")[1] for line in output.splitlines()[1:]) == gpus, output
 
 
+@pytest.mark.slow
 def test_launch_fails_as_the_first_failure(tmp_path):
     """Its code is that of the first process that failed; the others are ended."""
     script = """
@@ -151,6 +152,7 @@ def test_launch_runs_a_module(tmp_path, monkeypatch):
     assert end.code == 0 and sorted(end.output.splitlines()[1:]) == [f"[{i}] package.program -m x" for i in (0, 1)]
 
 
+@pytest.mark.slow
 def test_several_machines(tmp_path):
     """Each launcher starts its own ranks of all, who meet at one address."""
     script = tmp_path / "script.py"
@@ -206,6 +208,7 @@ def test_lines_are_whole(tmp_path):
     assert len(lines) == 1 + 3 * 301
 
 
+@pytest.mark.slow
 def test_a_progress_bar_is_seen(tmp_path):
     """While it goes on, though not each time that it is drawn; the log has all."""
     script = """

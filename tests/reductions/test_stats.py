@@ -160,6 +160,7 @@ def test_in_trees_with_other_ops(few_replicas):
     assert_close(spread.value, x[:, 0].std(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_under_transformations(few_replicas):
     """jit, grad and vmap: derivatives are those of the serial statistic, with uneven rows and slices."""

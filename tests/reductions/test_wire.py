@@ -113,6 +113,7 @@ def test_float64_travels_as_it_is():
         np.testing.assert_array_equal(f(WIDE.astype(np.float64) * 1e200), exact(WIDE.astype(np.float64) * 1e200))
 
 
+@pytest.mark.slow
 def test_a_tree_of_wires():
     """A prefix of the outputs; what it does not name travels as it is."""
     x = WIDE[:7]
@@ -136,6 +137,7 @@ def test_wrong_wires(wire, error):
         synk.train.step(lambda p, x: (p * x).sum(), np.ones(3, np.float32), optax.sgd(0.1), wire=wire)
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_other_ways_to_call():
     """Over, iterate, the serial run, under jit and grad, and by another engine: warm and in turns."""

@@ -177,6 +177,7 @@ def test_a_huge_gradient_ends_nothing(devices):
     np.testing.assert_allclose(step.params.value, np.full((12, 7), -0.1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_check_and_serial(four):
     """They look at the step as if all travelled as it is, and change nothing."""
     step = made(optimizer=optax.sgd(0.1, 0.9))
@@ -223,6 +224,7 @@ def test_checkpoints(tmp_path, module):
                 np.testing.assert_allclose([float(other(X, Y)) for _ in range(3)], want, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_not_taken(four):
     """nan="raise": what replicas keep is not spoiled either."""
     step = made(nan="raise")
@@ -262,6 +264,7 @@ def test_bad_ranks():
         synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), wire="int8", blocks=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_an_optimizer_that_skips(four, value):
     """What is not finite reaches it, and nothing of that comes again with the steps that follow."""

@@ -106,6 +106,7 @@ def test_the_plain_step(group, optimizer, loss, clip):
         assert kept <= whole / group[1] + leaves * 4 * (2 if group[1] > 1 else 0)
 
 
+@pytest.mark.slow
 def test_a_part_without_weight(four):
     """Its NaN counts for nothing."""
     x = X.copy()
@@ -265,6 +266,7 @@ def test_the_variable(group):
         np.testing.assert_allclose(step(X, Y), expected, rtol=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [synk, slow(synk.orbax)])
 def test_checkpoints_go_anywhere(tmp_path, module):
     """From any number of replicas into any other, and to and from the plain step."""
@@ -295,6 +297,7 @@ def test_checkpoints_go_anywhere(tmp_path, module):
             assert_like(again, other)
 
 
+@pytest.mark.slow
 def test_loaded_before_it_is_placed_and_after(tmp_path):
     """A state of shapes alone takes a checkpoint too; background saves copy."""
     with synk.simulate(3):
@@ -424,6 +427,7 @@ def test_one_group(four):
     assert step.stats.compilations == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire", [slow("bf16"), slow("int8"), synk.train.PowerSGD(1)])
 def test_beside_a_wire(four, wire):
     """Gradients travel by it; what is updated is the same."""

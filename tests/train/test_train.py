@@ -204,6 +204,7 @@ def test_variables_are_taken_and_shared(devices):
     assert {*step.function.shared} == {params, step.opt_state}
 
 
+@pytest.mark.slow
 def test_flat_variables(devices, slices=2):
     """One buffer a dtype behind parameters and optimizer state: the same steps, synchronous and local."""
     batches, tx = [rows_of(n, seed) for seed, n in enumerate((8, 7))], optax.adam(0.1)
@@ -346,6 +347,7 @@ def assert_state(state, calls):
                  [jax.random.key_data(want["typed"]), want["raw"], want["calls"]])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.smoke
 def test_keys_in_the_state_advance(four):
     """Typed ones and raw ones alike, once a step; also in slices, and where some replicas have no rows."""
