@@ -19,7 +19,7 @@ from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
 from . import access
 from .access import group_of
-from .checkpoint_files import WRITER, Checkpoint, read, write
+from .checkpoint_files import WRITER, Checkpoint, note_loaded, read, write
 from .combine import each_of
 from .pieces import whole_on_host
 from .state import VariableState
@@ -101,7 +101,8 @@ def load(
       folder: as it was given to `synk.save`.
       variables: from name to shared variable, the same names as were saved.
       step: which checkpoint; None for the newest that is whole: of newer ones that are not a warning says what is
-        wrong. What is loaded rules from its next `save` on: later steps are left behind then.
+        wrong. What is loaded rules from the next `save` of this program into the folder on: all later steps are left
+        behind then, and it counts again if it was left behind itself.
       partial: whether to leave out what was saved under other names, as for inference or fine-tuning.
 
     Returns:
@@ -142,6 +143,8 @@ def load(
         arrays = opened.enter_context(found[0].arrays()) if found else None
         states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
         access.commit_all(states)
+        if found:  # this process reads and writes for all
+            note_loaded(place, about["step"])
     return about["step"], about["extra"]
 
 

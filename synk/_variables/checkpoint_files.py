@@ -1,13 +1,17 @@
 """Checkpoint files: folders on disk, each whole or absent, whatever dies when; and what is wrong with a damaged one."""
 
 import atexit
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -21,6 +25,11 @@ FORMAT = 2
 LOOKS = 10  # at a folder in which another program saves
 _ABOUT, _ARRAYS, _LEFT = "about.json", "arrays.npz", "left-behind"  # the last is in those that a run has left behind
 _STEP = re.compile(r"step-(\d{8,})(~?)")
+_SAVING = re.compile(r"\.saving-step-\d{8,}-(.*)-(\d+)-\d+")  # which machine, which process, its how many-th
+_DAY = 24 * 60 * 60
+_LOADED: dict[Path, int] = {}  # the step that this program has loaded from a folder, until it saves there
+_UNDER_WAY: set[str] = set()  # folders that this process is writing, by name
+_COUNT = itertools.count()
 
 
 class Checkpoint(NamedTuple):
@@ -41,15 +50,17 @@ def write(
 ) -> None:
     """Into a folder of another name, which takes its own in one rename; then delete all but the newest `keep`.
 
-    Those of later steps are left behind by a run that has gone back: marked, they are neither counted nor deleted.
+    Those later than what the run has loaded, or saves, are of one that it has left behind: marked, they are neither
+    counted nor deleted.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in [*folder.glob(".saving-*"), *folder.glob(".gone-*")]:  # by who died while saving
+    for left in [*filter(_is_abandoned, folder.glob(".saving-*")), *folder.glob(".gone-*")]:
         _delete(left)
-    name = f"step-{step:08d}"
-    new, final, old = folder / f".saving-{name}-{os.getpid()}", folder / name, folder / f"{name}~"
-    new.mkdir()
+    before = sorted(_found(folder))  # what a handler of a signal saves meanwhile is none of those left behind
+    new = folder / f".saving-step-{step:08d}-{socket.gethostname()}-{os.getpid()}-{next(_COUNT)}"
+    _UNDER_WAY.add(new.name)
     try:
+        new.mkdir()
         np.savez(new / _ARRAYS, **arrays)  # type: ignore[arg-type]  # names and arrays
         with open(new / _ARRAYS, "rb") as file:
             digest = _digest_of_file(file)
@@ -57,18 +68,41 @@ def write(
         (new / _ABOUT).write_text(json.dumps({"checksum": _digest(whole), **whole}, indent=1))
         for written in (new / _ARRAYS, new / _ABOUT, new):
             _to_disk(written)
+        with uninterrupted():  # a handler that saves, too, comes before or after
+            _leave_behind(before, _LOADED.get(folder.resolve(), step), step)
+            _put(new, folder / f"step-{step:08d}", keep)
     except BaseException:
         _delete(new)
         raise
-    for number, path in _found(folder):
-        if number > step and not (path / _LEFT).exists():
-            (path / _LEFT).touch()
-            _to_disk(path)
+    finally:
+        _UNDER_WAY.discard(new.name)
+
+
+def _leave_behind(before: list[tuple[int, Path]], loaded: int, step: int) -> None:
+    """Mark what is later than the step that was loaded, the newest last; that one counts, whether it was marked or not.
+
+    Whenever this ends, `load` takes what it took before, or what the run has loaded.
+    """
+    for number, path in before:
+        mark = path / _LEFT
+        with contextlib.suppress(FileNotFoundError):  # another program has removed it
+            if number == loaded < step and mark.exists():
+                mark.unlink()
+                _to_disk(path)
+            elif number > min(loaded, step) and not mark.exists():
+                mark.touch()
+                _to_disk(path)
+
+
+def _put(new: Path, final: Path, keep: int | None) -> None:
+    """What is written in its place, and what it makes obsolete away."""
+    folder, old = final.parent, final.with_name(f"{final.name}~")
     if final.exists():  # saved again: until the new one is there, the old one counts
         if old.exists():
             _remove(old)
         os.rename(final, old)
     os.rename(new, final)
+    _LOADED.pop(folder.resolve(), None)
     _to_disk(folder)
     found = _found(folder)
     steps = sorted({number for number, path in found if not (path / _LEFT).exists()})
@@ -76,6 +110,34 @@ def write(
     for number, path in found:
         if number in gone or path == old:
             _remove(path)
+
+
+def note_loaded(folder: Path, step: int) -> None:
+    """What is later is left behind from the next `write` into the folder on."""
+    _LOADED[folder.resolve()] = step
+
+
+def _is_abandoned(saving: Path) -> bool:
+    """Has who was writing it died? A day tells where it is on another machine, or another process has its number."""
+    if saving.name in _UNDER_WAY:
+        return False
+    match = _SAVING.fullmatch(saving.name)
+    if match and match[1] == socket.gethostname() and (int(match[2]) == os.getpid() or not _is_alive(int(match[2]))):
+        return True
+    try:
+        return time.time() - saving.stat().st_mtime > _DAY
+    except FileNotFoundError:
+        return False
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 def read(folder: Path, step: int | None, looks: int = LOOKS) -> Checkpoint:
@@ -170,7 +232,8 @@ def _found(folder: Path) -> list[tuple[int, Path]]:
 def _remove(path: Path) -> None:
     """Out of sight first: no half of a checkpoint is ever found."""
     gone = path.with_name(f".gone-{path.name}")
-    os.rename(path, gone)
+    with contextlib.suppress(FileNotFoundError):  # another program has removed it
+        os.rename(path, gone)
     _delete(gone)
 
 

@@ -1,17 +1,20 @@
 """Checkpoints: what was saved is what is loaded, whole or not at all, whatever dies when."""
 
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -282,6 +285,88 @@ def test_a_run_that_goes_back(tmp_path):
     assert synk.load(tmp_path, {"w": w})[0] == 100
 
 
+def saved(folder, *steps):
+    """A run of these steps, whose variable holds them."""
+    w = numbered()
+    for step in steps:
+        w.value = np.full(2, step, np.int32)
+        synk.save(folder, {"w": w}, step=step, keep=None)
+    return w
+
+
+def left_behind(folder):
+    return sorted(int(path.parent.name[5:]) for path in folder.glob("step-*/left-behind"))
+
+
+def test_a_run_that_goes_back_and_saves_beyond(tmp_path):
+    """All that is later than what it has loaded is left behind, and nothing of its own; the folder's spelling is all one."""
+    w = saved(tmp_path, 100, 200, 300)
+    synk.load(tmp_path, {"w": w}, step=100)
+    assert left_behind(tmp_path) == []  # another program may look
+    for step in (350, 360, 370):
+        synk.save(tmp_path / ".." / tmp_path.name, {"w": w}, step=step, keep=3)
+        assert left_behind(tmp_path) == [200, 300]
+    (tmp_path / "step-00000370" / "arrays.npz").unlink()
+    with pytest.warns(UserWarning, match="Step 360 is loaded in its place"):
+        assert synk.load(tmp_path, {"w": w}) == (360, None)
+    synk.save(tmp_path, {"w": w}, step=380)  # nor is the damaged one looked at again
+    assert left_behind(tmp_path) == [200, 300, 370]
+    assert synk.load(tmp_path, {"w": w}) == (380, None)
+
+
+def test_a_run_that_goes_back_to_what_it_had_left_behind(tmp_path):
+    """That counts again; where steps begin anew it is still later than they are."""
+    w = saved(tmp_path, 100, 200, 300)
+    synk.load(tmp_path, {"w": w}, step=100)
+    synk.save(tmp_path, {"w": w}, step=110)
+    assert synk.load(tmp_path, {"w": w}, step=300)[0] == 300 and w.value[0] == 300
+    synk.save(tmp_path, {"w": w}, step=310)
+    assert left_behind(tmp_path) == [200]
+    synk.save(tmp_path, {"w": w}, step=320, keep=3)
+    assert sorted(os.listdir(tmp_path)) == [f"step-00000{step}" for step in (200, 300, 310, 320)]
+    synk.load(tmp_path, {"w": w}, step=310)
+    synk.save(tmp_path, {"w": w}, step=1)
+    assert left_behind(tmp_path) == [200, 300, 310, 320] and synk.load(tmp_path, {"w": w}) == (1, None)
+
+
+def test_a_load_that_fails_leaves_nothing_behind(tmp_path):
+    """The run goes on as before."""
+    w = saved(tmp_path, 100, 200)
+    with pytest.raises(ValueError, match="shape"):
+        synk.load(tmp_path, {"w": synk.shared(np.zeros(3, np.int32))}, step=100)
+    synk.save(tmp_path, {"w": w}, step=300)
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_dying_while_a_run_leaves_others_behind(tmp_path, monkeypatch, at):
+    """At each thing it does to the disk: what is loaded is as before, or what the run has loaded, or its new one."""
+    w = saved(tmp_path, 100, 200, 300)
+    for back, step in ((100, 210), (200, 250), (250, 260)):
+        synk.load(tmp_path, {"w": w}, step=back)
+        synk.save(tmp_path, {"w": w}, step=step, keep=None)
+    assert left_behind(tmp_path) == [210, 300]
+    synk.load(tmp_path, {"w": w}, step=210)
+    calls = 0
+
+    def dies(real):
+        def call(*args, **options):
+            nonlocal calls
+            calls += 1
+            if calls >= at:
+                raise KeyboardInterrupt
+            return real(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        for owner, name in ((os, "rename"), (os, "fsync"), (Path, "touch"), (Path, "unlink")):
+            patched.setattr(owner, name, dies(getattr(owner, name)))
+        synk.save(tmp_path, {"w": w}, step=400, keep=None)
+    is_there = (tmp_path / "step-00000400").exists()
+    assert synk.load(tmp_path, {"w": w})[0] in ([400] if is_there else [260, 210]) and (calls < at) <= is_there
+
+
 @pytest.mark.parametrize("step", [6, 7])
 def test_another_program_saves_while_it_is_read(tmp_path, monkeypatch, step):
     """As an evaluator reads, its checkpoint goes for a newer one, or is replaced: that is no damage."""
@@ -338,6 +423,48 @@ def test_dying_while_a_step_is_replaced(tmp_path, monkeypatch, at):
     assert synk.load(tmp_path, {"w": w})[0] == 7 and w.value[0] in (1, 2)
     synk.save(tmp_path, {"w": w}, step=7)
     assert os.listdir(tmp_path) == ["step-00000007"]
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("at", ["savez", "rename"])
+def test_a_handler_that_saves_while_a_save_is_under_way(tmp_path, monkeypatch, at, step):
+    """The same step or a later one: both are written, and the later one is the newest."""
+    w, late = numbered(), synk.shared(np.full(2, 9, np.int32))
+    synk.save(tmp_path, {"w": w}, step=2)
+    owner, came = {"savez": np, "rename": os}[at], []
+    real = getattr(owner, at)
+
+    def act(*args, **options):
+        real(*args, **options)
+        if not came:
+            came.append(at)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(owner, at, act)
+    before = signal.signal(signal.SIGTERM, lambda *_: synk.save(tmp_path, {"w": late}, step=step))
+    try:
+        synk.save(tmp_path, {"w": w}, step=2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert came and sorted(os.listdir(tmp_path)) == [f"step-0000000{each}" for each in sorted({2, step})]
+    for each in (2, step, None):
+        assert synk.load(tmp_path, {"w": w}, step=each)[0] == (each or step)
+
+
+def test_what_others_are_writing_stays(tmp_path):
+    """A save clears up after those that have died: of processes here that are gone, and elsewhere after a day."""
+    gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    gone.wait()
+    here, name = socket.gethostname(), ".saving-step-00000001"
+    dead = [f"{name}-{here}-{gone.pid}-0", f"{name}-{here}-{os.getpid()}-999999"]
+    old = [f"{name}-other-machine-{gone.pid}-1", f"{name}-{here}-{os.getppid()}-1"]
+    alive = [f"{name}-{here}-{os.getppid()}-0", f"{name}-other-machine-{gone.pid}-0"]
+    for each in dead + old + alive:
+        (tmp_path / each).mkdir()
+    for each in old:
+        os.utime(tmp_path / each, (time.time() - 2 * 86400,) * 2)
+    synk.save(tmp_path, {}, step=1)
+    assert sorted(os.listdir(tmp_path)) == sorted([*alive, "step-00000001"])
 
 
 @pytest.mark.parametrize("extra", [None, 1, 2.5, "x", True, [1, [2]], {"a": {"b": None}}, 10**30, float("inf")])
@@ -400,7 +527,7 @@ def test_save_refuses(tmp_path, arguments, error, message):
 
 def test_nothing_to_load(tmp_path):
     """No folder, an empty one, and one in which a save has died."""
-    (tmp_path / ".saving-step-00000001-77").mkdir()
+    (tmp_path / f".saving-step-00000001-{socket.gethostname()}-{os.getpid()}-999999").mkdir()
     for folder in (tmp_path / "missing", tmp_path):
         with pytest.raises(FileNotFoundError, match=r"has no checkpoint; synk.save makes one"):
             synk.load(folder, {})
