@@ -45,7 +45,8 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
       Whether it was saved: the manager may skip steps.
 
     Raises:
-      ValueError: the step is no integer >= 0; or a flat variable differs on the replicas.
+      ValueError: the step is no integer >= 0, or comes before the manager's latest, which it would skip; or a flat
+        variable differs on the replicas.
       TypeError: `extra` is no JSON, or there is something else than shared variables.
 
     Example:
@@ -65,12 +66,15 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
         if variable._spec.buffers is not None and not variable._state.is_equal:
             raise ValueError(f"synk.orbax.save: {name} is flat and differs on the replicas. Use synk.save.")
     with eager():
-        common_group(variables, "orbax.save")._peers.agree(f"synk.orbax.save(step={number})", "")
+        call = f"synk.orbax.save(step={number})"
+        common_group(variables, "orbax.save")._peers.from_process_0(call, lambda: _refuse_skipped(manager, number))
         # Orbax refuses what has no size, whose shape is known.
         state = {name: [leaf for leaf in _copy(variable) if leaf.size] for name, variable in variables.items()}
         about = {"extra": extra, "variables": {name: described(v) for name, v in variables.items()}}
-        args = ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about))
-        return bool(manager.save(number, args=args))
+        items = {"about": ocp.args.JsonSave(about)}
+        if state:  # orbax refuses an empty one
+            items["state"] = ocp.args.StandardSave(state)
+        return bool(manager.save(number, args=ocp.args.Composite(**items)))
 
 
 @public_api
@@ -106,10 +110,24 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
         compare(variables, kept, f"synk.orbax.load: {manager.directory} step {step}")
         wanted = {name: _wanted(variable, kept[name]) for name, variable in variables.items()}
         sized = {name: [leaf for leaf in leaves if leaf.size] for name, leaves in wanted.items()}
-        state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
+        state: Mapping[str, Any] = {}
+        if sized:
+            state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
         new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
         commit_all([(v, _restored_state(v, kept[name], new[name])) for name, v in variables.items()])
     return int(step), about["extra"]
+
+
+def _refuse_skipped(manager: Any, step: int) -> str:
+    """ValueError where orbax would save nothing until the latest step is passed."""
+    latest = manager.latest_step()
+    if latest is not None and step < latest and step not in manager.all_steps():
+        raise ValueError(
+            f"synk.orbax.save: step {step} comes before {latest}, the latest in {manager.directory}, and orbax would "
+            f"skip it. To go back, call manager.wait_until_finished() and then manager.delete(step) of each later one, "
+            f"or save into another directory."
+        )
+    return ""
 
 
 def _copy(variable: Shared) -> list[jax.Array]:

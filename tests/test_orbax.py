@@ -110,3 +110,31 @@ def test_what_is_refused(manager, given, error, match):
     with pytest.raises(FileNotFoundError, match=r"has steps \[3\], not 7"):
         synk.orbax.load(manager, w, step=7)
     assert synk.orbax.load(manager, w) == (3, {"n": 2})
+
+
+def test_going_back(manager):
+    """Orbax would save nothing until the latest step is passed: refused, with a cure that works. Others it skips as ever."""
+    w = synk.shared(np.float32(0), name="w")
+    for step in (100, 300):
+        synk.orbax.save(manager, {"w": w}, step=step)
+    for step in (99, 110):
+        with pytest.raises(
+            ValueError, match=rf"synk.orbax.save: step {step} comes before 300, .*manager\.delete\(step\)"
+        ):
+            synk.orbax.save(manager, {"w": w}, step=step)
+    assert not synk.orbax.save(manager, {"w": w}, step=100)
+    manager.wait_until_finished()
+    manager.delete(300)
+    assert synk.orbax.save(manager, {"w": w}, step=110)
+    assert synk.orbax.load(manager, {"w": w}) == (110, None)
+
+
+def test_no_variables(manager):
+    """What is kept besides comes back, as by `synk.save`; steps with variables go beside."""
+    w = synk.shared(np.float32(3), name="w")
+    assert synk.orbax.save(manager, {}, step=1, extra=[2])
+    assert synk.orbax.save(manager, {"w": w}, step=2)
+    assert synk.orbax.load(manager, {}, step=1) == (1, [2])
+    assert synk.orbax.load(manager, {"w": w}) == (2, None)
+    with pytest.raises(ValueError, match="step 1 has no w"):
+        synk.orbax.load(manager, {"w": w}, step=1)
