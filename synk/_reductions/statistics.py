@@ -187,7 +187,7 @@ def places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
     if len(inside):
         place += jnp.searchsorted(jnp.asarray(inside), x, side="right")
     last = edges[-1].item()
-    is_last = x == int(last) if limits.min <= last <= limits.max and last == int(last) else False
+    is_last = x == np.asarray(int(last), x.dtype) if limits.min <= last <= limits.max and last == int(last) else False
     return jnp.where(is_last, len(edges) - 2, place)
 
 
