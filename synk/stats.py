@@ -213,7 +213,8 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
         known before all rows are.
 
     Returns:
-      A Monoid whose value is the pair of the counts, int32, and the edges.
+      A Monoid whose value is the pair of the counts and the edges. Counts are int32, at most 2**31 - 1, or int64 under
+      `jax_enable_x64`.
 
     Example:
       >>> import numpy as np, synk
@@ -235,7 +236,9 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
         edges = edges.astype(narrow(np.result_type(like.dtype, edges.dtype)))
         place = statistics.places_of_floats(x.ravel().astype(edges.dtype), edges)
     return _statistic(
-        statistics.counted(place, len(edges) - 1), jnp.add, partial(statistics.with_edges, edges=tuple(edges.tolist()))
+        statistics.counted(place, len(edges) - 1),
+        statistics.merge_counts,
+        partial(statistics.with_edges, edges=tuple(edges.tolist())),
     )
 
 
@@ -247,14 +250,14 @@ def bincount(x: Any, length: int) -> Monoid:
       length: how many numbers there are.
 
     Returns:
-      A Monoid whose value has shape (length,), int32.
+      A Monoid whose value has shape (length,), of the dtype and limit of `histogram`'s counts.
 
     Example:
       >>> import numpy as np, synk
       >>> synk.function(lambda x: synk.stats.bincount(x, 3))(np.array([0, 2, 2])).tolist()
       [1, 0, 2]
     """
-    return _statistic(statistics.counted(statistics.integers_of(x, "bincount"), length), jnp.add)
+    return _statistic(statistics.counted(statistics.integers_of(x, "bincount"), length), statistics.merge_counts)
 
 
 def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
@@ -266,7 +269,8 @@ def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
       classes: how many there are.
 
     Returns:
-      A Monoid whose value has shape (classes, classes), int32: rows are true classes.
+      A Monoid whose value has shape (classes, classes), of the dtype and limit of `histogram`'s counts: rows are true
+      classes.
 
     Example:
       >>> import numpy as np, synk
@@ -279,7 +283,8 @@ def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
         raise ValueError(f"synk.stats.confusion: labels have shape {true.shape}, predictions {predicted.shape}.")
     is_class = (true >= 0) & (true < classes) & (predicted >= 0) & (predicted < classes)
     place = jnp.where(is_class, true * classes + predicted, -1)
-    return _statistic(statistics.counted(place, classes * classes).reshape(classes, classes), jnp.add)
+    counts = statistics.counted(place, classes * classes).reshape(classes, classes)
+    return _statistic(counts, statistics.merge_counts)
 
 
 def quantile(x: Any, q: Any) -> Monoid:

@@ -36,6 +36,21 @@ def real_like(x: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
 
 
+def rows_in_words(rows: int) -> jax.Array:
+    """A number of rows, for which int32 may have no room: how many times 2**30, and how many more."""
+    return jnp.array([rows >> 30, rows % 2**30], jnp.int32)
+
+
+def add_rows(a: jax.Array, b: jax.Array) -> jax.Array:
+    high, low = a + b
+    return jnp.stack([high + (low >> 30), low % 2**30])
+
+
+def number_of(rows: jax.Array, dtype: Any, ddof: int = 0) -> jax.Array:
+    high, low = rows
+    return high.astype(dtype) * 2**30 + (low - ddof).astype(dtype)
+
+
 def mean_in_two(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The mean in two numbers: the second has the bits that the first has no room for, of infinite ones none."""
     center = wide.mean(0, keepdims=True)
@@ -43,7 +58,7 @@ def mean_in_two(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def centered(x: jax.Array) -> tuple[State, jax.Array]:
-    """Count and mean of rows, and how far each is from it."""
+    """Number and mean of rows, and how far each is from it."""
     wide, shift = _shifted(x, accumulation_dtype(x.dtype, "mean"))
     center, rest = mean_in_two(wide)
     off = wide - center - rest
@@ -51,7 +66,7 @@ def centered(x: jax.Array) -> tuple[State, jax.Array]:
         whole = shift + center
         back = whole - shift
         center, rest = whole, (shift - (whole - back)) + (center - back) + rest
-    return {"count": jnp.int32(len(x)), "mean": center[0], "rest": rest[0]}, off
+    return {"rows": rows_in_words(len(x)), "mean": center[0], "rest": rest[0]}, off
 
 
 def _shifted(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array | None]:
@@ -71,10 +86,10 @@ def spread(x: Any, name: str) -> State:
 
 
 def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:
-    """Counts and means of both; how far their means are apart, and with which weight that counts in squares."""
-    count = a["count"] + b["count"]
-    of_a, of_b = (s["count"].astype(a["mean"].real.dtype) for s in (a, b))
-    share = of_b / count.astype(of_b.dtype)
+    """Numbers and means of both; how far their means are apart, and with which weight that counts in squares."""
+    rows = add_rows(a["rows"], b["rows"])
+    of_a, of_b, of_all = (number_of(each, a["mean"].real.dtype) for each in (a["rows"], b["rows"], rows))
+    share = of_b / of_all
     apart = (b["mean"] - a["mean"]) + (b["rest"] - a["rest"])
     more = a["rest"] + apart * share.astype(apart.dtype)
     mean = a["mean"] + more
@@ -82,7 +97,7 @@ def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:
     rest = (a["mean"] - (mean - back)) + (more - back)
     of_both = a["mean"] * (1 - share).astype(mean.dtype) + b["mean"] * share.astype(mean.dtype)
     is_fine = jnp.isfinite(mean)  # else there are infinities, which add up, or they are so far apart that it overflows
-    means = {"count": count, "mean": jnp.where(is_fine, mean, of_both), "rest": jnp.where(is_fine, rest, 0)}
+    means = {"rows": rows, "mean": jnp.where(is_fine, mean, of_both), "rest": jnp.where(is_fine, rest, 0)}
     return means, apart, of_a * share
 
 
@@ -103,7 +118,7 @@ def mean(state: State, dtype: Any) -> jax.Array:
 
 def var(state: State, ddof: int, dtype: Any) -> jax.Array:
     squares = state["squares"]
-    return (squares / (state["count"] - ddof).astype(squares.dtype)).astype(jnp.finfo(dtype).dtype)
+    return (squares / number_of(state["rows"], squares.dtype, ddof)).astype(jnp.finfo(dtype).dtype)
 
 
 def std(state: State, ddof: int, dtype: Any) -> jax.Array:
@@ -116,7 +131,7 @@ def moments(state: State, dtype: Any) -> tuple[jax.Array, jax.Array]:
 
 def cov(state: State, ddof: int, dtype: Any) -> jax.Array:
     products = state["products"]
-    return (products / (state["count"] - ddof).astype(products.dtype)).astype(dtype)
+    return (products / number_of(state["rows"], products.dtype, ddof)).astype(dtype)
 
 
 def finite(most: jax.Array) -> jax.Array:
@@ -198,9 +213,15 @@ def places_of_floats(x: jax.Array, edges: np.ndarray) -> jax.Array:
 
 
 def counted(place: jax.Array, length: int) -> jax.Array:
-    place = place.ravel()
+    """How many have each place, at most as many as an integer has room for."""
+    place, dtype = place.ravel(), jnp.result_type(int)
     place = jnp.where((place >= 0) & (place < length), place, length)
-    return jnp.zeros(length, jnp.int32).at[place].add(1, mode="drop")
+    counts = jnp.zeros(length, f"u{dtype}").at[place].add(1, mode="drop")  # with room for a part of 2**32 - 1
+    return jnp.minimum(counts, jnp.iinfo(dtype).max).astype(dtype)
+
+
+def merge_counts(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a + jnp.minimum(b, jnp.iinfo(a.dtype).max - a)
 
 
 def with_edges(counts: jax.Array, edges: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:

@@ -371,6 +371,42 @@ def test_edges_beyond_a_dtype(few_replicas, dtype, bins):
     assert synk.function(lambda x: stats.histogram(x, bins))(x)[0].tolist() == np.histogram(x, bins)[0].tolist()
 
 
+def test_edges_in_64_bits(few_replicas):
+    """Compared exactly, where NumPy compares floats; counts are int64 too."""
+    with jax.enable_x64(True):
+        for dtype, edges in ((np.uint64, [0, 2**63, 2**64 - 1]), (np.int64, [-(2**63), 2**53, 2**63 - 1])):
+            x = np.array([edges[0], edges[1] - 1, edges[1], edges[2] - 1, edges[2]], dtype)
+            counts, _ = synk.function(partial(stats.histogram, bins=edges))(x)
+            assert (counts.tolist(), counts.dtype) == ([2, 3], np.int64)
+
+
+def merged(statistic, x, doublings):
+    """The answer of so many copies of these rows that only states can tell."""
+    monoid = statistic(x)
+    for _ in range(doublings):
+        monoid.state = monoid.merge(monoid.state, monoid.state)
+    return monoid.value
+
+
+@pytest.mark.parametrize("doublings", [20, 30, 31, 33, 40])
+def test_rows_beyond_int32(doublings):
+    """Their number is one for which there is room; no count of a bin goes past the largest and on from the least."""
+    x = np.array([0.0, 1.0, 5.0], np.float32)
+    mean, var = merged(stats.moments, x, doublings)
+    np.testing.assert_allclose([mean, var], [2, x.var()], rtol=1e-5)
+    np.testing.assert_allclose(merged(partial(stats.std, ddof=1), x, doublings), x.std(), rtol=1e-5)
+    np.testing.assert_allclose(merged(stats.cov, x[:, None], doublings), [[x.var()]], rtol=1e-5)
+    most = 2**31 - 1
+    want = [min(2**doublings, most), min(2 * 2**doublings, most), 0]
+    digits = np.array([0, 1, 1])
+    assert merged(partial(stats.bincount, length=3), digits, doublings).tolist() == want
+    assert merged(partial(stats.histogram, bins=3, range=(0, 3)), digits, doublings)[0].tolist() == want
+    confusion = merged(lambda x: stats.confusion(x, x, 2), digits, doublings)
+    assert confusion.tolist() == [[want[0], 0], [0, want[1]]]
+    with jax.enable_x64(True):
+        assert merged(partial(stats.bincount, length=2), digits, doublings).tolist() == [2**doublings, 2 * 2**doublings]
+
+
 def test_what_is_no_class_in_64_bits(few_replicas):
     """It does not become one where it is narrowed."""
     for dtype in (np.int64, np.uint64, np.uint32):
