@@ -319,6 +319,13 @@ ERRORS = {
         lambda: mean()(synk.data(np.broadcast_to(np.float32(0), (2**31,)), place="broadcast", name="x"), batch=4),
         ValueError, "x: devices hold at most 2147483647 rows; .*place=\"host\"",
     ),
+    "rows of too large a number": (
+        lambda: mean()(np.broadcast_to(np.uint8(0), (2**31,)), num_slices=64), ValueError,
+        "a call has at most 2147483647 rows, .*; this one has 2147483648. Give them in batches to .*over",
+    ),
+    "traced rows of too large a number": (
+        lambda: jax.eval_shape(mean(), jax.ShapeDtypeStruct((2**31,), np.uint8)), ValueError, "a call has at most 2147483647",
+    ),
     "data of other columns": (
         lambda: synk.data(X, name="x").set_value(X[:, :1]), ValueError, r"x.set_value: the new rows have shape \(1,\), .* \(2,\)",
     ),

@@ -32,7 +32,7 @@ from .binding import BoundArguments
 from .feeding import launches
 from .finish import Finisher
 from .inputs import AUTO, check_leaves, select_rows
-from .look import checked_subset, part_form
+from .look import check_row_numbers, checked_subset, part_form
 from .parts import arrays_of, part_of, part_table
 from .plan import PlanCache, plan_key
 from .prepare import check_row_count
@@ -79,6 +79,7 @@ def _compose(
     rows = len(sources[0]) if sources else None
     if rows is None and request.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
+    check_row_numbers(name, rows or 0)
     lengths = None if rows is None else lengths_of(rows, group.size)
     # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
     slices = 1 if lengths is None else min(request.num_slices, max(lengths))

@@ -27,6 +27,7 @@ from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View, rows_not_in_blocks
 
 FORM_FIELDS = CallSpec._fields.index("part_sizes")
+MOST_ROWS = 2**31 - 1  # of one call, whose rows have numbers in int32
 
 
 class Where(NamedTuple):
@@ -112,6 +113,7 @@ def look(
     )
     if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
         rows = _rows_of_variable(function, plans, CallSpec(*form), rows, batch_s, where)
+    check_row_numbers(name, sum(rows.lengths or ()))
     if rows.lengths is None and slices > 1:
         raise ValueError(f"{name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows.")
     return Looked(rows, broadcast, form)
@@ -202,6 +204,15 @@ def place_broadcast(group: Group, data_group: Group | None, is_used_once: bool, 
     number = own_copy(leaf)
     key = number.dtype, number.tobytes()
     return group._cached(place_broadcast, key, lambda: put(group, number, "replicated"))
+
+
+def check_row_numbers(name: str, rows: int) -> None:
+    """Each row of a call has a number."""
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"{name}: a call has at most {MOST_ROWS} rows, whose numbers are int32; this one has {rows}. Give them in "
+            f"batches to {name}.over."
+        )
 
 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:

@@ -24,13 +24,12 @@ from .compiler import Compiler
 from .execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
 from .feeding import launches
 from .inputs import RowInputs
-from .look import Where
+from .look import MOST_ROWS, Where
 from .plan import CallPlan, PlanCache
 from .prepare import check_row_count, prepare, start
 from .row_input import RowRequest
 from .spec import FunctionSpec
 
-_MOST = 2**31 - 1  # the largest number that a row can have
 _TOGETHER = 32  # pieces that are joined at a time
 
 
@@ -107,8 +106,11 @@ class Accumulation:
                     f"{name}.over: {variable.name} was set between two batches, but all of them make one answer. Set "
                     f"it before or after."
                 )
-        if self._rows + rows > _MOST and new.builder.first.uses_rank:
-            raise ValueError(f"{name}.over: rows beyond {_MOST} have no number in int32. Do without row numbers.")
+        if self._rows + rows > MOST_ROWS and (new.builder.first.uses_rank or True in new.kept_kinds):
+            raise ValueError(
+                f"{name}.over: rows beyond {MOST_ROWS} have no number in int32. Do without row numbers, and without "
+                f"what keeps all rows."
+            )
         if self._first is None:
             return
         old = _compiler(self._first.plan)

@@ -11,6 +11,7 @@ import pytest
 
 import synk
 from synk import stats
+from synk._call import over
 
 from ..helpers import assert_same, group_of, numbers, slow_but
 
@@ -161,6 +162,17 @@ def test_refused(which):
                 f.over(X, batches=[slice(0, 4), slice(4, 10), [5]])
         if which == "top_k":
             assert f.over(X, batches=[slice(0, 20), slice(20, 37)])[0].shape == (30,)
+
+
+def test_rows_without_numbers(monkeypatch):
+    """Row numbers, and places of rows that are kept, end where int32 does; what needs neither goes on."""
+    monkeypatch.setattr(over, "MOST_ROWS", 30)
+    with group_of("devices", 2):
+        batches = [slice(0, 20), slice(20, 37)]
+        for fn, op in ((stats.argmax, "merge"), (lambda x: stats.quantile(x, 0.5), "merge"), (jnp.sin, "concat")):
+            with pytest.raises(ValueError, match="rows beyond 30 have no number in int32"):
+                synk.function(fn, reduce=op).over(X, batches=batches)
+        assert_same(synk.function(lambda x: x.max(0), reduce="max").over(X, batches=batches), X.max(0))
 
 
 def test_refused_batches():
