@@ -375,6 +375,19 @@ ERRORS = {
         lambda: synk.function(lambda x: (x.sum(), x.sum()), outputs=("sum", None), name="f")(X, num_slices=2),
         ValueError, r"f: output\[1\]: 'first' .* num_slices > 1",
     ),
+    **{
+        f"slices of a key by {name}": (
+            lambda op=op: synk.function(lambda x, key: key, ["x"], op, name="f")(X, jax.random.key(0), num_slices=2),
+            error, 'f: output.*se "concat".* A broadcast argument reaches then by its name: then=lambda total, key',
+        )
+        for name, op, error in (
+            ("first", "first", ValueError), ("stack", "stack", ValueError), ("a callable", lambda keys: keys[0], TypeError),
+        )
+    },
+    "slices of no rows": (
+        lambda: synk.function(lambda x: x.sum(), reduce="concat", name="f")(X, num_slices=2),
+        ValueError, "f: output has shape .* Use a callable, which gets the part of every slice",
+    ),
     "slices of an assignment": (
         assigning(lambda x: x.sum(0), num_slices=2), ValueError, r"step: with num_slices > 1 the update of w .*\n?.*w.update",
     ),
@@ -465,7 +478,11 @@ ERRORS = {
     "a value of rows": (rows_read_by(lambda w: w.value), synk.DivergedError, r"held: .* different rows, \[3, 2, 2, 2\]"),
     "sliced rows": (
         rows_read_by(lambda w: synk.function(lambda: w.update(w.value, slices="last"), name="f")(num_slices=2)),
-        ValueError, "f: held holds rows, so it cannot be updated with num_slices > 1",
+        ValueError, 'f: held holds rows, so it cannot be updated with num_slices > 1. Take the rows as an .* op "scatter"',
+    ),
+    "sliced rows assigned": (
+        rows_read_by(lambda w: synk.function(lambda: setattr(w, "value", w.value), name="f")(num_slices=2)),
+        ValueError, 'f: held holds rows, so it cannot be updated with num_slices > 1. Take the rows as an .* op "scatter"',
     ),
     "uneven rows in then": (
         rows_read_by(lambda w: synk.function(loss, then=lambda m: w.value)(X)),

@@ -86,6 +86,7 @@ class CallTraces:
                 rows=rows,
                 is_sliced=call.is_sliced and not call.is_over,
                 has_axis=has_axis,
+                instead=_instead_of_communicating(call),
                 block=call.block,
             ),
             variables=self._expected(function.fn),
@@ -97,10 +98,7 @@ class CallTraces:
         except NameError as error:
             if has_axis or f"unbound axis name: {AXIS}" not in str(error):
                 raise
-            raise ValueError(
-                f"{function.name}: it communicates inside (over the axis {AXIS!r}), which takes all rows in one call "
-                f"without slices, as many on every replica. Communicate in then, or give a number of rows that divides."
-            ) from error
+            raise ValueError(request.sees.without_axis(f"it communicates inside (over the axis {AXIS!r})")) from error
         for variable, slices in traced.writes:
             if call.block is not None:
                 raise ValueError(
@@ -125,8 +123,6 @@ class CallTraces:
 
     def _check_slices(self, variable: Shared, slices: str | None) -> None:
         name, shapes = self.function.name, self.abstract(variable).shapes
-        if self.holds_rows(variable):
-            raise ValueError(f"{name}: {variable.name} holds rows, so it cannot be updated with num_slices > 1.")
         if slices == "add" and any(shape.dtype == np.bool_ for shape in shapes):
             raise ValueError(
                 f'{name}: the update of {variable.name} combines slices by "add", but it holds booleans. '
@@ -192,6 +188,15 @@ def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueErro
         f"{name}: {variable} holds rows, which lie where they are, but blocks={block} deals rows out. Pass them as an "
         f"argument: x = synk.gather({variable}, nd_up=0)."
     )
+
+
+def _instead_of_communicating(call: CallSpec) -> str:
+    """What a function may do that cannot communicate in such a call."""
+    if call.is_over:
+        return "Call it on all rows at once, without over."
+    if call.is_sliced or call.block is not None:
+        return f"Communicate in then, or leave out {'num_slices' if call.is_sliced else 'blocks'}."
+    return "Communicate in then, or give a number of rows that divides."
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:

@@ -287,8 +287,12 @@ def _as_array(value: Any, what: str) -> jax.Array:
 
 def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
     where = f"{rules.name}: output{leaf.path}"
+    several, each = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
+    of_parts = f"a callable, which gets the part of every {each}"
+    by_name = "" if rules.is_over else " A broadcast argument reaches then by its name: then=lambda total, key: ..."
     if leaf.key is not None and leaf.op not in ("concat", "scatter", "stack", "first", "first part"):
-        raise TypeError(f'{where} holds PRNG keys, which do not combine by {leaf.op!r}; use "concat", "stack" or None.')
+        others = '"concat"' if rules.is_sliced else '"concat", "stack" or None'
+        raise TypeError(f"{where} holds PRNG keys, which do not combine by {leaf.op!r}; use {others}.{by_name}")
     if leaf.op == "scatter" and rules.is_over:
         raise ValueError(
             f'{where}: "scatter" keeps rows where they were made, but over takes rows in another order than '
@@ -300,10 +304,10 @@ def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
             f'that answer depends on none. Use an op that combines, or "concat".'
         )
     if leaf.op in ("stack", "first") and rules.is_sliced:
-        several, each = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
+        other = of_parts if leaf.key is None else '"concat", of a key a row'
         raise ValueError(
-            f"{where}: {leaf.op!r} takes one part a replica, so it does not go with {several}. Use a callable, "
-            f"which gets the part of every {each}."
+            f"{where}: {leaf.op!r} takes one part a replica, so it does not go with {several}. Use {other}."
+            f"{by_name if leaf.key is not None or leaf.op == 'first' else ''}"
         )
     is_rows = leaf.reduced.reduction.has_row_entries
     if is_rows and (array.ndim == 0 or (rules.rows is not None and array.shape[0] != rules.rows)):
@@ -313,7 +317,8 @@ def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
                 f"{where} has {array.shape[0]} rows, but only {rules.rows} of those that the part sees are its own. "
                 f"Return its own alone: out[{before or ''}:{-after if after else ''}]."
             )
+        other = of_parts if rules.is_sliced else '"stack" for one entry a replica'
         raise ValueError(
             f'{where} has shape {array.shape} for {rules.rows} rows; "{leaf.op}" needs one output row for each input '
-            f'row. Use "stack" for one entry a replica.'
+            f"row. Use {other}."
         )

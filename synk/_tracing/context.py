@@ -47,6 +47,7 @@ class TraceContext:
     rows: int | None = None  # of the part; None where there are none
     is_sliced: bool = False  # whether updates must say how slices combine
     has_axis: bool = True  # whether the replicas' axis is there, to communicate over
+    instead: str = "Do it outside."  # what to do where it is not
     block: int | None = None  # of how many rows are the blocks that it runs on, of which no answer may tell the replica
     has_own_sums: bool = False  # whether what it is given are each replica's parts of sums, which it adds up itself
     # Of one trace:
@@ -87,6 +88,11 @@ class TraceContext:
                 f"...), from where the new value cannot leave. Return it from there and assign it outside, "
                 f"in the body of {self.name}."
             )
+        if self.is_sliced and self.rows_held(variable) is not None:
+            raise ValueError(
+                f"{self.name}: {variable.name} holds rows, so it cannot be updated with num_slices > 1. Take the rows "
+                f'as an argument, return the new ones by op "scatter", and pass those in again.'
+            )
         if self.is_sliced and slices is None:
             raise ValueError(
                 f"{self.name}: with num_slices > 1 the update of {variable.name} must say how slices "
@@ -96,6 +102,13 @@ class TraceContext:
         if slices == "add":
             self.reads[variable] = None  # what is added is the difference from the old value
         self.writes[variable] = variable._conform(new, self.shapes_of(variable), self.name), slices
+
+    def without_axis(self, what: str) -> str:
+        """What is said of what communicates where the axis is not there."""
+        return (
+            f"{self.name}: {what}, which takes all rows in one call without slices, as many on every replica. "
+            f"{self.instead}"
+        )
 
     def check_values_unchanged(self) -> None:
         """Changes inside a tree that was read would be lost: SynkError names the first."""

@@ -249,7 +249,4 @@ def gather_traced(context: TraceContext, tree: PyTree) -> PyTree:
 def _check_axis(context: TraceContext, call: str) -> None:
     if not context.has_axis:
         pairs = " synk.pairs combines all pairs of rows, of any number." if call == "all_gather" else ""
-        raise ValueError(
-            f"{context.name}: synk.{call} communicates inside, which takes all rows in one call without slices, as "
-            f"many on every replica. Communicate in then, or give a number of rows that divides.{pairs}"
-        )
+        raise ValueError(context.without_axis(f"synk.{call} communicates inside") + pairs)

@@ -101,7 +101,8 @@ REFUSED = {
     ),
     "jit": (lambda: jax.jit(synk.function(jnp.sum, blocks=4))(X), ValueError, "traced one cannot promise"),
     "communicating": (
-        lambda: synk.function(lambda x: jax.lax.pmean(x.sum(), "replica"), blocks=4)(X), ValueError, "it communicates inside",
+        lambda: synk.function(lambda x: jax.lax.pmean(x.sum(), "replica"), blocks=4)(X), ValueError,
+        "it communicates inside .* or leave out blocks",
     ),
     "zero": (lambda: synk.function(jnp.sum, blocks=0), ValueError, "blocks is 0; give how many rows"),
     "a half": (lambda: synk.function(jnp.sum, blocks=0.5), TypeError, "blocks is 0.5; give how many rows"),
