@@ -5,9 +5,21 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
 from .._base.pytree import PyTree
 
 Update = Callable[[PyTree, PyTree, PyTree, Any], tuple[PyTree, PyTree]]
+
+# What optax says where an optimizer is given the gradient of the mean loss and asks for more.
+_ASKS_FOR_LOSS = r"missing .* keyword-only argument.*('grad'|'value_fn')|grad_fn must be provided"
+_ASKS_FOR_EXAMPLES = "batch dimension in the 0th axis"
+_OF_EXAMPLES = (
+    'return jax.vmap(gradient, (None, 0))(params, rows) from a synk.function with reduce="concat", and call '
+    "optimizer.update in its then."
+)
 
 
 def update_of(optimizer: Any) -> Update:
@@ -18,14 +30,30 @@ def update_of(optimizer: Any) -> Update:
     def update(grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
         extra = {"value": loss} if takes_value else {}
         try:
-            return optimizer.update(grads, state, params, **extra)
-        except TypeError as error:
-            if not re.search(r"missing .* keyword-only argument.*('grad'|'value_fn')", str(error)):
+            updates, state = optimizer.update(grads, state, params, **extra)
+        except (TypeError, ValueError) as error:
+            if re.search(_ASKS_FOR_EXAMPLES, str(error)):
+                raise ValueError(
+                    f"synk.train: the optimizer asks for each example's gradient. {_OF_EXAMPLES}"
+                ) from error
+            if not re.search(_ASKS_FOR_LOSS, str(error)):
                 raise
             raise TypeError(
-                "synk.train: the optimizer evaluates the loss itself (a line search, as in optax.lbfgs), but a step "
-                'gives it gradients alone. Make f = synk.function(loss, inputs=[...], reduce="mean"), and call the '
-                "optimizer under a jax.jit of your own, with value_fn=lambda params: f(params, *rows)."
+                "synk.train: the optimizer evaluates the loss itself (a line search, as in optax.lbfgs, or an opaque "
+                "optax.contrib.sam), but a step gives it gradients alone. Make f = synk.function(loss, inputs=[...], "
+                'reduce="mean"), and call the optimizer under a jax.jit of your own, with value_fn=lambda params: '
+                "f(params, *rows), or grad_fn=jax.grad(lambda params, _: f(params, *rows))."
             ) from error
+        jax.tree_util.tree_map_with_path(_check_shape, params, updates, is_leaf=lambda leaf: leaf is None)
+        return updates, state
 
     return update
+
+
+def _check_shape(path: Any, param: Any, update: Any) -> None:
+    """ValueError where adding the update would stretch one of the two."""
+    if param is not None and np.shape(update) != np.shape(param):
+        raise ValueError(
+            f"synk.train: the optimizer's update of params{keystr(path)} has shape {np.shape(update)}, but that has "
+            f"shape {np.shape(param)}. If it takes each example's gradient, as optax.contrib.dpsgd does: {_OF_EXAMPLES}"
+        )

@@ -107,14 +107,65 @@ def test_optimizers_that_take_the_loss_or_do_not(two, make, shard):
 
 @pytest.mark.parametrize("shard", [False, True])
 @pytest.mark.parametrize(
-    "make", [optax.lbfgs, lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15))]
+    "make",
+    [
+        optax.lbfgs,
+        lambda: optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(15)),
+        lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
+    ],
 )
 def test_optimizers_that_evaluate_the_loss(two, make, shard):
     """They are told how: a step has only gradients for them."""
-    with pytest.raises(TypeError, match=r"synk.train: .* evaluates the loss itself .* value_fn=lambda params"):
+    with pytest.raises(
+        TypeError, match=r"synk.train: .* evaluates the loss itself .* value_fn=lambda .* grad_fn=jax.grad"
+    ):
         synk.train.step(squares, W, make(), shard_optimizer=shard)(X)
     with pytest.raises(TypeError, match="required positional argument"):  # an error of its own comes as it is
         synk.train.step(squares, W, optax.GradientTransformation(lambda w: (), lambda u, s, p, more: (u, s)))(X)
+
+
+def private():
+    """An optimizer that clips the gradient of each example, without noise."""
+    clipped = optax.contrib.differentially_private_aggregate(1.0, 0.0, key=jax.random.key(0))
+    return optax.chain(clipped, optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        synk.train.step,
+        lambda *args: synk.train.step(*args, shard_optimizer=True),
+        lambda *args: synk.train.step(*args, wire=synk.train.PowerSGD(1)),
+        lambda *args: synk.train.local_steps(*args, every=1),
+    ],
+)
+def test_updates_have_the_shapes_of_parameters(two, make):
+    """Else one that takes the rows of a mean gradient for examples would train something, stretched over the whole."""
+
+    def loss(params, x):
+        return squares(params["w"], x)
+
+    with pytest.raises(
+        ValueError, match=r"update of params\['w'\] has shape \(\), but that has shape \(3,\).* reduce=\"concat\""
+    ):
+        make(loss, {"w": W}, private())(X)
+    with pytest.raises(ValueError, match=r"optimizer asks for each example's gradient.*in its then"):
+        make(lambda params, x: loss(params, x) + params["z"], {"w": W, "z": np.float32(0)}, private())(X)
+
+
+def test_updates_from_the_gradient_of_each_example(two):
+    """What those messages tell to do: the step that optax takes by hand, in slices too."""
+    optimizer, gradients = private(), jax.vmap(jax.grad(lambda w, row: squares(w, row[None])), (None, 0))
+    updates, _ = optimizer.update(gradients(jnp.asarray(W), X), optimizer.init(W), W)
+    for slices in (1, 2):
+        w, state = synk.shared(W), synk.shared(optimizer.init(W))
+
+        def then(grads, w=w, state=state):
+            updates, state.value = optimizer.update(grads, state.value, w.value)
+            w.value = optax.apply_updates(w.value, updates)
+
+        synk.function(lambda x, w=w: gradients(w.value, x), ["x"], "concat", then=then)(X, num_slices=slices)
+        assert_close(w.value, optax.apply_updates(W, updates))
 
 
 def test_local_steps_compare_states_and_weights(two):
