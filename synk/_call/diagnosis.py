@@ -17,6 +17,10 @@ CONSTANT = "something is added once a part, such as a penalty on the parameters:
 PAIRS = "synk.pairs combines all pairs of rows"
 STATISTIC = f"a statistic across rows (batch norm, std, a contrastive loss): synk.stats has those that combine, {PAIRS}"
 COUPLED = f"rows are not independent in it; where they meet in pairs, as in a contrastive loss, {PAIRS}"
+OVERFLOW = (
+    "overflow in float16: a part has fewer rows, each with a larger share of its mean. Scale the loss by less, or "
+    "compute in bfloat16"
+)
 ADDS_UP = 'its parts add up, but it is their mean: return synk.Weighted(sum / weight, weight), or the sum by op "sum"'
 
 
@@ -50,7 +54,7 @@ def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolera
             return Finding(said + _of_rounding(output, inside, tolerance), is_rounding=True)
         tolerance, fits = coarse, _fitting(output, coarse)
     if fits is None:
-        likely = cause(tolerance)
+        likely = OVERFLOW if _overflows(output) else cause(tolerance)
         fits = "no op would have matched" + ("" if likely is None else f". Likely cause: {likely}")
     return Finding(f"{said}{fits}.")
 
@@ -67,6 +71,13 @@ def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
 
 def _is_narrower(inside: np.dtype, dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(inside).bits < jnp.finfo(dtype).bits
+
+
+def _overflows(output: UnequalOutput) -> bool:
+    """Is a number of a mean finite serially alone, of a function that computes in float16?"""
+    if output.leaf.op != "mean" or output.inside != np.float16 or output.serial.shape != output.got.shape:
+        return False
+    return bool((np.isfinite(output.serial) & ~np.isfinite(output.got)).any())
 
 
 def _of_rounding(output: UnequalOutput, inside: np.dtype, tolerance: Tolerance) -> str:

@@ -114,6 +114,23 @@ def test_mixed_precision(kind):
             check(**{name: float(value) for name, value in named})  # the largest of each
 
 
+def test_overflow_of_parts():
+    """What float16 overflows in parts alone is called that; a difference of finite numbers is not."""
+    x = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float16)
+
+    def gradient(x, scale):
+        return jax.grad(lambda w: jnp.mean(((x @ w) - 3).astype(jnp.float32) ** 2) * scale)(W.astype(np.float16))
+
+    f = synk.function(gradient, inputs=["x"], reduce="mean")
+    with synk.simulate(4):
+        f.check(x, np.float32(2.0**9), num_slices=4)
+        with pytest.raises(synk.LawError, match="Likely cause: overflow in float16") as caught:
+            f.check(x, np.float32(2.0**13), num_slices=4)
+        assert "statistic" not in str(caught.value)
+        with pytest.raises(synk.LawError, match="a statistic across rows"):
+            synk.function(lambda x: (x**4).var(), reduce="mean").check(x, num_slices=4)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 def test_few_rows(rows):
     """Of few rows nothing is told rather than something wrong; the error is still the law's."""
