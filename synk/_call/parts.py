@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._data.feed import read_rows
 from .._data.transfer import PartRows
+from .._reductions.collectives import all_gather
 from .spec import CallSpec
 
 
@@ -37,6 +39,16 @@ class PartArrays(NamedTuple):
     arrays: list[tuple[jax.Array, jax.Array | None]]
     held_index: jax.Array | None
     broadcast: list[jax.Array]
+    # Where a replica runs parts that it has not: by the number of an array that has no real rows behind its own, one.
+    spares: Mapping[int, jax.Array] = MappingProxyType({})
+
+    def read(self, size: int, halos: Sequence[int], count: Any) -> list[jax.Array]:
+        """The rows that a part of this size sees of each array, with so many neighbours; `count` are the replica's."""
+        pairs = zip(self.arrays, halos, strict=True)
+        rows = [read_rows(array, index, size + halo) for (array, index), halo in pairs]
+        for i, spare in self.spares.items():
+            rows[i] = fill_up(rows[i], jnp.where(count > 0, count + halos[i], 0), spare)
+        return rows
 
 
 TABLE_ROWS, LENGTHS = 8, 3
@@ -104,6 +116,22 @@ def any_not_finite(leaves: Sequence[jax.Array], before: Mapping[int, jax.Array] 
                 is_fine |= (leaf == before[i]) | (jnp.isnan(leaf) & jnp.isnan(before[i]))
             found.append(~is_fine.all())
     return jnp.any(jnp.array(found)) if len(found) > 1 else found[0]
+
+
+def spare_rows(rows: Mapping[int, jax.Array], has_rows: Any, may_lack: bool) -> dict[int, jax.Array]:
+    """The first row of each of a replica's arrays, of shape (1, ...); where replicas may have none, that of the first
+    one that has."""
+    firsts = [each[:1] for each in rows.values()]
+    if may_lack and firsts:
+        *firsts, there = all_gather([*firsts, has_rows])
+        firsts = [each[jnp.argmax(there)] for each in firsts]
+    return dict(zip(rows, firsts, strict=True))
+
+
+def fill_up(rows: jax.Array, count: Any, spare: jax.Array) -> jax.Array:
+    """The same with the spare row in place of all behind so many."""
+    is_own = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
+    return jnp.where(is_own.reshape(-1, *[1] * (rows.ndim - 1)), rows, spare)
 
 
 def pad_rows(array: jax.Array, rows: int | None) -> jax.Array:

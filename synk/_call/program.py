@@ -11,7 +11,6 @@ import numpy as np
 from jax import lax
 
 from .._base.partition import RowRange, split_rows
-from .._data.feed import read_rows
 from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, prepare_parts
@@ -19,7 +18,7 @@ from .._reductions.results import result_spec
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
 from .blocks import Blocks, run_blocks
-from .parts import Part, PartArrays, pad_rows
+from .parts import Part, PartArrays, pad_rows, spare_rows
 from .traces import CallTraces, State
 
 
@@ -118,11 +117,19 @@ class ProgramBuilder:
         self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, tall: int | None
     ) -> list[jax.Array]:
         """This replica's states, of a part of one of these sizes; of what is gathered, `tall` entries."""
-        run = partial(self.run_part, state=state, arrays=arrays, part=part, tall=tall)
-        if self.call.is_composed and self.call.is_sliced:
-            run = partial(self._run_slices, arrays=arrays, part=part)
         if self.call.block is not None:
             return run_blocks(self, state, arrays, part)
+        # Over simulated replicas JAX maps a switch to a select.
+        if len(sizes) > 1 and (self.selects_branches or self.group.is_simulated):
+            sent = [i for i, feed in enumerate(self.call.feeds) if feed.layout != "stacked"]  # filled up with real rows
+            rows = {i: row for i, row in enumerate(self._read(1, state, arrays, part)) if i not in sent}
+            arrays = arrays._replace(spares=spare_rows(rows, part.count > 0, 0 in sizes))
+
+        def run(size: int | None) -> list[jax.Array]:
+            if self.call.is_composed and self.call.is_sliced:
+                return self._run_slices(size, arrays, part)
+            return self.run_part(size, state=state, arrays=arrays, part=part, tall=tall)
+
         branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
             return branches[0]()
@@ -167,32 +174,38 @@ class ProgramBuilder:
         """Run `fn` over a part of so many rows."""
         traced = self.traced[size]
         first_row = jnp.asarray(part.first_row, jnp.int32)
-        rows: list[jax.Array] = []
-        for (array, index), overlap in zip(arrays.arrays, self.call.arguments.overlaps, strict=True):
-            seen = read_rows(array, index, (size or 0) + halo_of(overlap))
-            rows.append(fill_beyond(seen, overlap, first_row, part.total))
+        seen = iter(self._read(size, state, arrays, part))
+        rows = [fill_beyond(next(seen), each, first_row, part.total) for each in self.call.arguments.overlaps]
         leaves = self.call.arguments.in_tree_order(rows, arrays.broadcast)
-        where = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
-        held = [
-            read_rows(leaf, where, size) if size is not None and self.traces.holds_rows(variable) else leaf
-            for variable in traced.variables
-            for leaf in state[variable]
-        ]
-        consts = traced.consts if consts is None else consts
+        state_seen = state | self.traces.leaves_of(self._held, seen)
+        held = [*chain(*map(state_seen.__getitem__, traced.variables))]
 
         def run(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            return traced.run(*held, *leaves, part.rank, first_row, consts=consts)
+            own = traced.consts if consts is None else consts
+            return traced.run(*held, *leaves, part.rank, first_row, consts=own)
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
-        count = len(self.outputs.leaves)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
         states = [
             *(results[i] for i in self.own),
             *prepare_parts([results[i] for i in self.combined], self.reduced, info),
-            *self._prepare_updates(state, results[count:], part),
+            *self._prepare_updates(state, results[len(self.outputs.leaves) :], part),
         ]
         pairs = zip(states, self.reductions, strict=True)
         return [pad_rows(each, tall) if reduction.has_row_entries else each for each, reduction in pairs]
+
+    @cached_property
+    def _held(self) -> list[Shared]:
+        """The variables of which `fn` reads a replica's own rows."""
+        read = dict.fromkeys(chain(*(traced.variables for traced in self.traced.values())))
+        return list(filter(self.traces.holds_rows, read))
+
+    def _read(self, size: int | None, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
+        """The rows that a part of so many sees: of arguments with their neighbours, then of variables."""
+        where = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
+        held = [(leaf, where) for variable in self._held for leaf in state[variable]]
+        halos = [*map(halo_of, self.call.arguments.overlaps), *(0 for _ in held)]
+        return arrays._replace(arrays=[*arrays.arrays, *held]).read(size or 0, halos, part.count)
 
     def _without_weightless(
         self, run: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], leaves: Sequence[jax.Array]
@@ -205,8 +218,7 @@ class ProgramBuilder:
         for weight in dict.fromkeys(weights):
             if weight is None or has_effects:
                 continue
-            counts = results[weight] != 0
-            again = run([jnp.where(counts, leaf, lax.stop_gradient(leaf)) for leaf in leaves])
+            again = run([jnp.where(results[weight] != 0, leaf, lax.stop_gradient(leaf)) for leaf in leaves])
             results = [again[i] if own == weight else results[i] for i, own in enumerate(weights)]
         return results
 
@@ -306,7 +318,7 @@ class ProgramBuilder:
                 found |= zip(places, each.merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
         return found
 
-    def _run_slices(self, size: int | None, *, arrays: PartArrays, part: Part) -> list[jax.Array]:
+    def _run_slices(self, size: int | None, arrays: PartArrays, part: Part) -> list[jax.Array]:
         """Run `fn` over the slices of a part, one after the other; there are no variables."""
         total = sum(self.call.lengths or ())
         # Where each slice has its entries: that of the longest part, so that all replicas agree.
@@ -314,10 +326,9 @@ class ProgramBuilder:
         states = self.empty_states()
         for rows, group in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
             numbers, starts = np.array([(number, each.start) for number, each in group], np.int32).T
-            chunks: list[jax.Array] = []
-            for (array, _), overlap in zip(arrays.arrays, self.call.arguments.overlaps, strict=True):
-                index = starts[:, None] + np.arange(rows + halo_of(overlap))
-                chunks.append(array.at[index].get(mode="promise_in_bounds"))
+            index = [starts[:, None] + np.arange(rows + halo_of(each)) for each in self.call.arguments.overlaps]
+            pairs = zip(arrays.arrays, index, strict=True)
+            chunks = [array.at[which].get(mode="promise_in_bounds") for (array, _), which in pairs]
 
             def add(before: list[jax.Array], chunk: Any, rows: int = rows) -> tuple[list[jax.Array], None]:
                 blocks, number, start, row_slot = chunk

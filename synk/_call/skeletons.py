@@ -1,12 +1,14 @@
 """Skeletons: programs over rows that lie on all replicas and communicate while they run, for any number of rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from .._base.errors import SynkError, shown
@@ -14,12 +16,12 @@ from .._base.jax_context import is_traced, trace_options
 from .._base.partition import lengths_of
 from .._base.pytree import SCALARS, PyTree, key_of, narrow, to_jax
 from .._base.turns import in_turn
-from .._data.dataset import Data, data_of_replicas, resident, source_of
+from .._data.dataset import Data, data_of_replicas, is_result, resident, source_of
 from .._reductions.collectives import all_gather, merge_leading_axes
 from .._runtime.dispatch import LOCK
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
-from .._runtime.group import Group
+from .._runtime.group import AXIS, Group
 from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
 from .._variables.combine import rows_held
@@ -27,6 +29,7 @@ from .._variables.variable import Shared
 from .binding import told_apart
 from .compose import in_blocks, own_mesh, place_traced, run_inlined
 from .execute import run
+from .parts import spare_rows
 
 Leaves: TypeAlias = Sequence[jax.Array]
 Results: TypeAlias = Literal["concat", "scatter"]
@@ -108,6 +111,18 @@ class Skeleton(NamedTuple):
     results: str  # whether these stay where they are, or are gathered
 
 
+def filled(values: Leaves, lengths: Mapping[int, Sequence[int]]) -> Leaves:
+    """A replica's rows of some arrays, by their numbers, of so many on each, with a real one behind its own where
+    others have one more."""
+    rank, leaves = lax.axis_index(AXIS), list(values)
+    may_lack = any(0 in each for each in lengths.values())
+    spares = spare_rows({i: leaves[i] for i in lengths}, rank == 0, may_lack)  # the first replica has rows
+    for i, spare in spares.items():
+        is_longest = jnp.asarray(np.array(lengths[i]) == lengths[i][0])[rank]
+        leaves[i] = leaves[i].at[-1].set(jnp.where(is_longest, leaves[i][-1], spare[0]))  # the cheapest on CPU
+    return leaves
+
+
 def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> list[Any]:
     """Run a program; its results have the rows of the first argument."""
     in_turn()
@@ -115,13 +130,19 @@ def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> 
     if skeleton.results not in ("concat", "scatter"):
         raise ValueError(f'{name}: results are {skeleton.results!r}; use "concat" or "scatter".')
     leaves, counts = zip(*[(leaf, each.rows) for each in given for leaf in each.leaves], strict=True)
+    # Behind rows that were made on the replicas lies anything; behind those that were sent a real one.
+    made = {
+        i: lengths_of(n, group.size)
+        for i, (leaf, n) in enumerate(zip(leaves, counts, strict=True))
+        if n % group.size and isinstance(leaf, Data) and is_result(source_of(leaf))
+    }
     is_inlined = any(not isinstance(leaf, Data) for leaf in leaves)
     stays = skeleton.results == "scatter" and not is_inlined
     lengths = lengths_of(rows, group.size)
     valid = np.concatenate([rank * lengths[0] + np.arange(count) for rank, count in enumerate(lengths)])
 
     def body(*values: jax.Array) -> list[jax.Array]:
-        found = skeleton.body(values)
+        found = skeleton.body(filled(values, made))
         return found if stays else [merge_leading_axes(each).at[valid].get() for each in all_gather(found)]
 
     outs = layouts("stacked" if stays else "replicated", skeleton.num_results)
@@ -137,7 +158,7 @@ def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> 
 
     with LOCK:
         arrays = [resident(leaf, group) for leaf in leaves]
-        key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts)
+        key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts, (*made,))
         fn: Any = skeleton.fn
         # A plain function equals itself alone, and its programs go with it.
         owner, which = (fn, None) if isinstance(fn, FunctionType) else (run_skeleton, told_apart(fn))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import synk
+from synk._call.program import ProgramBuilder
 
 from ..helpers import assert_same, group_of, numbers, slow
 
@@ -127,3 +128,30 @@ def test_rows_of_a_variable():
         f = synk.function(lambda: held.value * 2, reduce="scatter")
         assert_same(f()[:], x * 2)
         assert_same(f(num_slices=2)[:], x * 2)
+
+
+@pytest.mark.parametrize(("kind", "n"), [("simulated", 4), ("devices", 4)])
+def test_only_real_rows_are_seen(monkeypatch, kind, n):
+    """Where every replica runs every branch, also one for more rows than it has."""
+    # What calls the host runs in no such way; this one does, to tell what it sees.
+    monkeypatch.setattr(ProgramBuilder, "_has_callbacks", False)
+    seen = []
+
+    def see(x):
+        jax.debug.callback(lambda rows: seen.extend(np.ravel(rows)), x)
+        return x + 0 * jnp.convolve(x, jnp.ones(1, x.dtype))  # on CPU devices, what is for branches runs outside them
+
+    f = synk.function(see, reduce="concat")
+    smooth = synk.function(lambda x: see(x)[1:-1], inputs=[synk.Overlap(1)], reduce="concat")
+    with group_of(kind, n):
+        for rows in (5, 3):
+            x = np.arange(1, rows + 1, dtype=np.float32)
+            held = synk.shared(x, name="held")
+            synk.scatter(held, x)
+            kept = synk.function(lambda x: 1 * x, reduce="scatter")(x)
+            for got in (f(kept), f(kept, num_slices=2), smooth(kept), smooth(held)):
+                assert_same(got, x)
+            assert_same(synk.function(lambda held=held: see(held.value), reduce="concat")(), x)
+            assert_same(f(kept, batch_s=[[0], [0], [], []]), x[[0, 2 if rows == 5 else 1]])
+            jax.effects_barrier()
+            assert min(seen) > 0

@@ -250,3 +250,24 @@ def test_functions_are_forgotten():
             del table
         gc.collect()
         assert [each() for each in gone] == [None, None]
+
+
+@pytest.mark.parametrize(("kind", "n"), [("devices", 4), slow("simulated", 4)])
+def test_only_real_rows_are_seen(kind, n):
+    """Whatever lies behind a replica's own, of results that stay there and of variables; also where some have none."""
+    seen = []
+
+    def add(a, b):
+        jax.debug.callback(lambda *values: seen.extend(np.concatenate(list(map(np.ravel, values)))), a, b)
+        return a + b
+
+    with group_of(kind, n):
+        for rows in (5, 3):
+            x = np.arange(1, rows + 1, dtype=np.float32)
+            held = synk.shared(x, name="held")
+            synk.scatter(held, x)
+            for given in (synk.function(lambda x: 1 * x, reduce="scatter")(x), held):
+                assert_same(synk.pairs(add, given), rows * x + x.sum())
+                assert_same(synk.scan(add, given), np.cumsum(x))
+            jax.effects_barrier()
+            assert min(seen) > 0
