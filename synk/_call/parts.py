@@ -1,6 +1,6 @@
 """Parts: what one replica runs on in one launch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -49,6 +49,11 @@ class PartArrays(NamedTuple):
         for i, spare in self.spares.items():
             rows[i] = fill_up(rows[i], jnp.where(count > 0, count + halos[i], 0), spare)
         return rows
+
+    def map(self, function: Callable[[jax.Array], jax.Array]) -> "PartArrays":
+        """The same of other values of the arguments."""
+        arrays = [(function(array), index) for array, index in self.arrays]
+        return self._replace(arrays=arrays, broadcast=[function(leaf) for leaf in self.broadcast])
 
 
 TABLE_ROWS, LENGTHS = 8, 3

@@ -13,7 +13,7 @@ from jax import lax
 from .._base.partition import RowRange, split_rows
 from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
-from .._reductions.reduction import UPDATES, PartInfo, Reduction, prepare_parts
+from .._reductions.reduction import UPDATES, PartInfo, Reduction, constant_unless, prepare_parts
 from .._reductions.results import result_spec
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
@@ -120,15 +120,17 @@ class ProgramBuilder:
         if self.call.block is not None:
             return run_blocks(self, state, arrays, part)
         # Over simulated replicas JAX maps a switch to a select.
-        if len(sizes) > 1 and (self.selects_branches or self.group.is_simulated):
+        if runs_all := len(sizes) > 1 and (self.selects_branches or self.group.is_simulated):
             sent = [i for i, feed in enumerate(self.call.feeds) if feed.layout != "stacked"]  # filled up with real rows
             rows = {i: row for i, row in enumerate(self._read(1, state, arrays, part)) if i not in sent}
             arrays = arrays._replace(spares=spare_rows(rows, part.count > 0, 0 in sizes))
 
         def run(size: int | None) -> list[jax.Array]:
+            is_cut = runs_all and self.call.is_composed
+            its = arrays.map(partial(constant_unless, part.count == size)) if is_cut else arrays
             if self.call.is_composed and self.call.is_sliced:
-                return self._run_slices(size, arrays, part)
-            return self.run_part(size, state=state, arrays=arrays, part=part, tall=tall)
+                return self._run_slices(size, its, part)
+            return self.run_part(size, state=state, arrays=its, part=part, tall=tall)
 
         branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
@@ -218,7 +220,7 @@ class ProgramBuilder:
         for weight in dict.fromkeys(weights):
             if weight is None or has_effects:
                 continue
-            again = run([jnp.where(results[weight] != 0, leaf, lax.stop_gradient(leaf)) for leaf in leaves])
+            again = run([constant_unless(results[weight] != 0, leaf) for leaf in leaves])
             results = [again[i] if own == weight else results[i] for i, own in enumerate(weights)]
         return results
 

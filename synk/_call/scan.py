@@ -12,7 +12,9 @@ from .._base.errors import public_api
 from .._base.partition import lengths_of
 from .._base.pytree import PyTree, exactly, first_change
 from .._reductions.collectives import all_gather
+from .._reductions.reduction import constant_unless
 from .._runtime.group import AXIS, current_group
+from .parts import fill_up
 from .skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
 
 
@@ -101,7 +103,14 @@ def _scan(
     rank = lax.axis_index(AXIS)
     own = jnp.asarray(np.array(lengths, np.int32))[rank]
     rows = [_turned(value, own) if is_reversed else value for value in values]
-    inside = lax.associative_scan(combine, rows)
+    is_own = jnp.arange(rows[0].shape[0], dtype=jnp.int32) < own
+
+    def combine_own(a: Leaves, b: Leaves) -> list[jax.Array]:
+        """Both, of which the first leaf says which are own rows, where a gradient flows back from these alone."""
+        counts = [b[0].reshape(-1, *[1] * (leaf.ndim - 1)) for leaf in b[1:]]
+        return [b[0], *combine(*(list(map(constant_unless, counts, each[1:])) for each in (a, b)))]
+
+    inside = lax.associative_scan(combine_own, [is_own, *rows])[1:]
     totals = all_gather([leaf.at[own - 1].get() for leaf in inside])
     order = np.flatnonzero(lengths)[:: -1 if is_reversed else 1]  # the replicas that have rows, as they follow
     place = np.zeros(len(lengths), np.int32)
@@ -109,12 +118,13 @@ def _scan(
     carried = lax.associative_scan(combine, [total[order] for total in totals])
     at = jnp.asarray(place)[rank]
     before = [leaf.at[jnp.maximum(at - 1, 0)].get() for leaf in carried]
-    # What does not count is replaced before it is combined: a gradient through what a select leaves out may be NaN.
-    is_own = jnp.arange(inside[0].shape[0], dtype=jnp.int32) < own
-    safe = [jnp.where(is_own.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, leaf[:1]) for leaf in inside]
-    pairs = zip(before, safe, strict=True)
-    spread = [jnp.broadcast_to(jnp.where(at == 0, whole[0], leaf), whole.shape) for leaf, whole in pairs]
-    found = [jnp.where(at == 0, a, b) for a, b in zip(safe, combine(spread, safe), strict=True)]
+    # What does not count is replaced before it is combined by what does follow: a gradient through what a select leaves
+    # out may be NaN. So first come the totals of the first two replicas.
+    found = safe = [fill_up(leaf, own, leaf[:1]) for leaf in inside]
+    if len(order) > 1:
+        after = [jnp.where(at == 0, total[order[1]], leaf) for total, leaf in zip(totals, safe, strict=True)]
+        spread = [jnp.broadcast_to(a, b.shape) for a, b in zip(before, after, strict=True)]
+        found = [jnp.where(at == 0, a, b) for a, b in zip(safe, combine(spread, after), strict=True)]
     if is_exclusive and first is not None:
         start = [jnp.where(at == 0, a, b) for a, b in zip(first, before, strict=True)]
         found = [jnp.concatenate([a[None], leaf[:-1]]) for a, leaf in zip(start, found, strict=True)]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.pytree import PyTree, first_change
+from .reduction import constant_unless
 
 
 @jax.tree_util.register_pytree_node_class
@@ -134,11 +135,12 @@ class Merge:
 
     def merge_present(self, a: Sequence[jax.Array], b: Sequence[jax.Array], has_a: Any, has_b: Any) -> list[jax.Array]:
         """The leaves of both, or of the one that is there."""
-        # What is not there is replaced before it merges: a gradient through what a select leaves out may be NaN.
         first = [jnp.where(has_a, x, y) for x, y in zip(a, b, strict=True)]
         second = [jnp.where(has_b, y, x) for x, y in zip(a, b, strict=True)]
         has_both = has_a & has_b
-        return [jnp.where(has_both, m, x) for m, x in zip(self.merge(first, second), first, strict=True)]
+        # Without the other a state merges with itself, which is left out: constants there, so that no gradient is NaN.
+        merged = self.merge(*([constant_unless(has_both, x) for x in states] for states in (first, second)))
+        return [jnp.where(has_both, m, x) for m, x in zip(merged, first, strict=True)]
 
     def finish(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """The leaves of the answer."""

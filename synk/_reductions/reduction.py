@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .._base.pytree import PyTree
 from .._runtime.executable import as_bits, from_bits
@@ -251,6 +252,12 @@ def combine_replicas(
         return whole if leaf.is_own else whole.astype(result_dtype(leaf.dtype, reduction.name))
 
     return [finish(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def constant_unless(counts: Any, value: jax.Array) -> jax.Array:
+    """The same value, into which no gradient flows back unless it counts: that through what a select leaves out is 0
+    times a derivative, NaN where this is infinite."""
+    return jnp.where(counts, value, lax.stop_gradient(value))
 
 
 def fold(kind: str, entries: jax.Array, axis: int = 0) -> jax.Array:
