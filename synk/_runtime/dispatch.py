@@ -36,9 +36,7 @@ class InFlight(NamedTuple):
 
 
 IN_FLIGHT: deque[InFlight] = deque()
-_of_the_runtime: Any = (
-    None  # the handler of SIGTERM that JAX's runtime has put its own over, of which Python knows nothing
-)
+_of_the_runtime: Any = None  # the handler of SIGTERM over which JAX has put one that Python does not know
 _thread = threading.local()
 
 
