@@ -15,7 +15,7 @@ from .helpers import GROUPS, assert_close, calls, chosen, few, group_of, numbers
 
 pytestmark = pytest.mark.smoke
 
-MORE = [("devices", 4), ("devices", 8), ("simulated", 8)]
+MORE = [("devices", 4), ("simulated", 8)]
 everywhere = pytest.mark.parametrize(("kind", "n"), [*GROUPS, *(slow(*which) for which in MORE)])
 
 

@@ -178,7 +178,7 @@ def test_warm_as_fresh(seed):
 @pytest.mark.slow
 def test_warm_as_fresh_for_long():
     """In long ones too; caches are full of each other's programs."""
-    seed, steps = int(os.environ.get("SEED", 1000)), int(os.environ.get("STEPS", 300))
+    seed, steps = int(os.environ.get("SEED", 1000)), int(os.environ.get("STEPS", 200))
     for start in range(0, steps, 100):
         check(seed + start, min(100, steps - start))
         gc.collect()

@@ -12,7 +12,7 @@ import synk
 import synk.train
 from synk._call.search import Found, find_first
 
-from ..helpers import group_of, mapped, parts_of, slow, slow_but, smoke
+from ..helpers import group_of, mapped, parts_of, slow, slow_but
 
 
 class TestSearch:
@@ -64,7 +64,7 @@ def root_gradient(x, w):
     return loss(w), jax.grad(loss)(w)
 
 
-GROUPS = [slow(("devices", 1)), ("devices", 2), ("simulated", 3)]
+GROUPS = [("devices", 2), ("simulated", 3)]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def two():
         yield group
 
 
-@pytest.mark.parametrize("slices", [1, smoke(3)])
+@pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize("kind", GROUPS, ids=str)
 def test_rows_are_found(kind, slices):
     """At many positions, warm, with one program for all of it; row, replica, slice and line are right."""

@@ -112,7 +112,6 @@ def lenet():
     return synk.train.step(lenet_loss, params, optax.sgd(0.1, momentum=0.9)), params
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("num_slices", [1, 3])
 @pytest.mark.parametrize("rows", [16, 13])
 def test_the_bytes_of_lenet(rows, num_slices):

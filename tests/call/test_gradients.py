@@ -9,7 +9,7 @@ import synk
 
 from ..helpers import group_of, slow
 
-GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3), ("devices", 4)]
+GROUPS = [("devices", 2), ("simulated", 3), ("devices", 4)]
 RANDOM = np.random.default_rng(0)
 PATH, WEIGHTS = RANDOM.normal(size=(7, 2)).astype(np.float32), RANDOM.normal(size=7).astype(np.float32)
 
@@ -46,7 +46,7 @@ def assert_gradient(of, want, path):
 
 def every(quick):
     """All groups and numbers of rows, of which a quick run takes a few."""
-    cases = [(*group, rows) for group in GROUPS for rows in range(1, 8)]
+    cases = [(*group, rows) for group in GROUPS for rows in (1, 3, 4, 5, 7)]
     return [case if case in quick else slow(*case) for case in cases]
 
 

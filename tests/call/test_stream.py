@@ -40,7 +40,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("group", [slow(GROUPS[0]), GROUPS[1], slow(GROUPS[2])])
+@pytest.mark.parametrize("group", [GROUPS[1], slow(GROUPS[2])])
 @of_every_size
 def test_results_in_order(group, size, form):
     """Of any numbers of rows; warm as well as fresh, and in slices."""

@@ -16,9 +16,9 @@ from ..helpers import GROUPS, assert_close, group_of, slow, slow_but
 FEW = GROUPS[1:]
 
 
-@pytest.fixture(params=[FEW[1], slow(FEW[0])], ids=str)
-def few_replicas(request):
-    with group_of(*request.param) as group:
+@pytest.fixture
+def few_replicas():
+    with group_of(*FEW[1]) as group:
         yield group
 
 
@@ -76,12 +76,12 @@ def check_against_numpy(got, x, labels, guesses):
 
 @pytest.mark.parametrize(
     ("kind", "n", "offset"),
-    [slow("devices", 2, 1e4), slow("simulated", 3, 0)],
+    [slow("devices", 2, 1e4)],
 )
 def test_all_rows_as_numpy(kind, n, offset):
     """Any rows, replicas and slices; warm and fresh, one function for all."""
     with group_of(kind, n):
-        for count in ROWS[::2] if n > 3 else ROWS[1:4]:
+        for count in ROWS[1:4]:
             x = rows_of(count, offset)
             labels, guesses = np.random.default_rng(count).integers(0, 6, (2, count)).astype(np.int32)
             for slices in (1, 3) if count > 5 else (1, 2):
@@ -93,7 +93,7 @@ def test_all_rows_as_numpy(kind, n, offset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "n"), FEW)
+@pytest.mark.parametrize(("kind", "n"), FEW[:1])
 def test_check(kind, n):
     """The law holds for them; a merge that is not associative breaks it."""
     with group_of(kind, n):
@@ -109,7 +109,7 @@ def products(matrices):
     return synk.Monoid(jax.lax.associative_scan(jnp.matmul, matrices)[-1], jnp.matmul)
 
 
-@pytest.mark.parametrize(("kind", "n"), slow_but(FEW[:1], [*FEW, ("simulated", 8), ("devices", 8)]))
+@pytest.mark.parametrize(("kind", "n"), slow_but(FEW[:1], [*FEW[:1], ("simulated", 8)]))
 def test_matrix_products_merge_right(kind, n):
     """Order counts, so it is that of the rows: integers, exactly."""
     f = synk.function(products)
@@ -161,12 +161,11 @@ def test_in_trees_with_other_ops(few_replicas):
 
 
 @pytest.mark.slow
-@pytest.mark.smoke
 def test_under_transformations(few_replicas):
     """jit, grad and vmap: derivatives are those of the serial statistic, with uneven rows and slices."""
     f = synk.function(lambda x: stats.var(x))
     lse = synk.function(lambda x: stats.logsumexp(x))
-    for count in (1, 6, 7):
+    for count in (1, 7):
         x = jnp.asarray(rows_of(count)[:, 0])
         assert_close(jax.jit(f)(x), x.var(), rtol=1e-4, atol=1e-6)
         assert_close(jax.grad(lambda x: f(x))(x), jax.grad(jnp.var)(x), rtol=1e-4, atol=1e-5)
@@ -174,7 +173,6 @@ def test_under_transformations(few_replicas):
         assert_close(jax.vmap(f)(jnp.stack([x, 2 * x])), jnp.stack([x.var(), (2 * x).var()]), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.smoke
 def test_quantiles(few_replicas):
     """As NumPy's; rows are gathered where parts differ, slices too, and programs of other lengths are made anew."""
     f = synk.function(lambda x: {"q": stats.quantile(x, [0.1, 0.5, 0.99]), "m": stats.mean(x)})

@@ -46,8 +46,7 @@ def function_of(wire):
     ("group", "wire"),
     slow_but(
         [(("devices", 2), "bf16")],
-        [(("devices", 2), "bf16"), (("simulated", 3), "int8"), (("devices", 1), "int8")]
-        + [(("devices", 8), wire) for wire in WIRES],
+        [(("devices", 2), "bf16"), (("simulated", 3), "int8"), (("devices", 1), "int8"), (("devices", 8), "int8")],
     ),
 )
 def test_what_arrives(group, wire):
@@ -217,7 +216,7 @@ def test_bytes(wire, most, num_slices):
     assert narrow / plain <= most
 
 
-@pytest.mark.parametrize(("wire", "steps"), [slow("int8", 60), slow("bf16", 300)])
+@pytest.mark.parametrize(("wire", "steps"), [slow("int8", 60), slow("bf16", 120)])
 def test_replicas_stay_equal(wire, steps):
     """Over steps of uneven rows and slices, and they learn."""
     rng = np.random.default_rng(0)

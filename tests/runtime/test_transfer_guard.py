@@ -24,7 +24,7 @@ def of_process(level):
     return stack
 
 
-@pytest.fixture(params=[slow(("devices", 1)), ("devices", 2), slow(("simulated", 3))], ids=str)
+@pytest.fixture(params=[("devices", 2), slow(("simulated", 3))], ids=str)
 def few(request):
     with group_of(*request.param) as group:
         yield group

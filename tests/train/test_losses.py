@@ -11,7 +11,6 @@ import synk.train
 
 from ..helpers import assert_close, group_of, numbers
 
-pytestmark = pytest.mark.smoke
 X = numbers(11, 3)
 W = np.ones(3, np.float32)
 

@@ -74,15 +74,12 @@ def assert_like(step, other, rtol=1e-5, atol=1e-6):
             np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("group", "optimizer", "loss", "clip"),
     [  # every optimizer, and each loss on devices and on one
         (("devices", 2), "adamw", mean_loss, 0.1),
-        slow(("simulated", 3), "sgd", masked_loss, None),
-        slow(("devices", 1), "momentum", mean_loss, 0.1),
-        slow(("devices", 8), "several", masked_loss, None),
-        slow(("simulated", 5), "several", mean_loss, 0.1),
+        slow(("simulated", 3), "momentum", masked_loss, None),
+        slow(("devices", 8), "several", masked_loss, 0.1),
     ],
 )
 def test_the_plain_step(group, optimizer, loss, clip):
@@ -202,7 +199,7 @@ def test_optimizers_that_ask_for_shapes(devices, case):
     "optimizer",
     slow_but(
         ["adamax", "amsgrad"],
-        ["adamax", "amsgrad", "adan", "adabelief", "adadelta", "adagrad", "lion", "nadam", "radam", "rmsprop", "rprop"],
+        ["adamax", "amsgrad", "adan", "adadelta", "lion", "radam", "rprop"],
     ),
 )
 def test_optimizers_that_do_not(devices, optimizer):
@@ -228,7 +225,7 @@ def test_an_optimizer_that_calls_functions(devices, wrap):
     assert_like(sharded, plain)
 
 
-@pytest.mark.parametrize("group", [slow(GROUPS[0]), GROUPS[1], slow(GROUPS[2])])
+@pytest.mark.parametrize("group", [GROUPS[1], slow(GROUPS[2])])
 def test_the_variable(group):
     """Read and assigned as a whole; no replica has a value of its own."""
     with group_of(*group):
@@ -286,7 +283,7 @@ def test_checkpoints_go_anywhere(tmp_path, module):
         trained(step, 3)
         module.save(place := folder("a"), step.variables, step=3)
         want = float(step(X, Y))
-    for n, shard in ((1, True), (3, True), (2, False), (2, True)):
+    for n, shard in ((1, True), (3, True), (2, False)):
         with synk.simulate(n) if n == 3 else group_of("devices", n):
             other = made(shard)
             module.load(place, other.variables)
@@ -315,7 +312,7 @@ def test_loaded_before_it_is_placed_and_after(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_is_not_taken(four):
+def test_what_is_not_finite_is_not_taken(devices):
     """nan="raise": neither parameters nor pieces change."""
     step = synk.train.step(mean_loss, START, optax.adam(0.01), shard_optimizer=True, nan="raise")
     step(X, Y)
@@ -428,8 +425,8 @@ def test_one_group(four):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", [slow("bf16"), slow("int8"), synk.train.PowerSGD(1)])
-def test_beside_a_wire(four, wire):
+@pytest.mark.parametrize("wire", ["int8", synk.train.PowerSGD(1)])
+def test_beside_a_wire(devices, wire):
     """Gradients travel by it; what is updated is the same."""
     plain, sharded = [
         synk.train.step(mean_loss, START, optax.adam(0.01), wire=wire, shard_optimizer=s) for s in (False, True)
