@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 import weakref
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -306,6 +307,72 @@ def test_a_closed_group_is_forgotten(make):
     gc.collect()
     assert closed() is None
     assert float(f(X)) == X.sum()
+
+
+def by_closure(w):
+    f = synk.function(lambda x: (x * w.value).sum())
+
+    def again(value):
+        nonlocal w
+        w = synk.shared(value)
+
+    return f, again
+
+
+def by_helper(w):
+    names = {"w": w, "synk": synk}
+    exec("def scaled(x):\n    return x * w.value\ndef f(x):\n    return scaled(x).sum()", names)
+    return synk.function(names["f"]), lambda value: names.update(w=synk.shared(value))
+
+
+def by_then(w):
+    f = synk.function(lambda x: x.sum(), then=lambda total: total * w.value)
+
+    def again(value):
+        nonlocal w
+        w = synk.shared(value)
+
+    return f, again
+
+
+@pytest.mark.parametrize("make", [by_closure, by_helper, by_then])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_name_that_is_given_to_another_variable(few_replicas, make, slices):
+    """As where a cell of a notebook is run again: the next call, of a kind seen before, reads the new one, and keeps
+    nothing of the old one."""
+    old = synk.shared(np.float32(1))
+    f, again = make(old)
+    for _ in range(2):
+        assert f(X, num_slices=slices) == X.sum() and f(X[:7], num_slices=slices) == X[:7].sum()
+    gone, old = weakref.ref(old), None
+    again(np.float32(3))
+    for _ in range(2):
+        for run in (partial(f, num_slices=slices), f.serial):
+            assert run(X) == 3 * X.sum() and run(X[:7]) == 3 * X[:7].sum()
+        f.check(X, num_slices=slices)
+        assert list(f.iterate(X, batches=[7, 8], num_slices=slices)) == [3 * X[:7].sum(), 3 * X.sum()]
+    assert f.shared != () and gone() not in f.shared
+    count = f.stats.compilations
+    again(np.float32(5))
+    with pytest.raises(IndexError):
+        f(X, batch=[99], num_slices=slices)
+    assert f(X, num_slices=slices) == 5 * X.sum() and f.stats.compilations > count
+
+
+def test_an_update_goes_to_the_variable_of_that_name(few_replicas):
+    """It trains the new one, and the old one stays as it was."""
+    w = old = synk.shared(np.float32(0))
+    step = synk.function(lambda x: x.mean(), reduce="mean", then=lambda m: setattr(w, "value", w.value + m))
+    x = np.ones(7, np.float32)
+    for _ in range(2):
+        step(x)
+    w = synk.shared(np.float32(10))
+    for _ in range(2):
+        step(x)
+    assert (float(old.value), float(w.value), step.shared) == (2, 12, (w,))
+    w = old
+    step(x)
+    assert float(old.value) == 3
 
 
 def test_a_function_is_forgotten(few_replicas):

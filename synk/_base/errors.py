@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from .jax_context import default_jax_context, has_user_jax_context
+from .jax_context import EAGER, default_jax_context, has_user_jax_context, leave_traces, trace_state
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,12 +140,17 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def synk_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        before = trace_state()
         try:
             if has_user_jax_context():
                 with default_jax_context():
                     return fn(*args, **kwargs)
             return fn(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:
+            if before == EAGER:
+                leave_traces()
+            if not isinstance(error, Exception):
+                raise
             # What comes while JAX compares keys of its caches is a ValueError there, whose text alone may tell.
             is_of_cache = isinstance(error, ValueError) and str(error).startswith("Cache keys should be comparable")
             if isinstance(error.__cause__, KeyboardInterrupt) or (is_of_cache and "KeyboardInterrupt" in str(error)):

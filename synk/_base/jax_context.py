@@ -1,5 +1,6 @@
 """JAX context: what a user asks of JAX around a call, what of it changes a trace, and how synk keeps clear of it."""
 
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from operator import attrgetter
@@ -16,6 +17,11 @@ trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.co
 _NAMED_AXES = "unsafe_get_axis_names_DO_NOT_USE"
 named_axes: Callable[[], list[Any]] = getattr(jax.extend.core, _NAMED_AXES, None) or getattr(jax.core, _NAMED_AXES)
 EAGER = trace_state()
+with warnings.catch_warnings(action="ignore"):  # of JAX 0.8.2, where these are in jax.core alone
+    _traces: Any = jax.extend.core if hasattr(jax.extend.core, "set_current_trace") else jax.core
+    _enter_trace, _take_trace = _traces.set_current_trace, _traces.take_current_trace
+with _take_trace() as _EVALUATION:
+    pass
 _NO_MESH = Mesh(np.empty((), object), ())
 config: Any = jax.config  # its options are not typed
 
@@ -54,6 +60,11 @@ def checks_floats() -> bool:
 def is_traced() -> bool:
     """Is a transformation of JAX's own under way around this line?"""
     return not trace_state() == EAGER  # there is no != of its own, so that would take another call
+
+
+def leave_traces() -> None:
+    """No transformation is under way any more: Ctrl-C on JAX's way out of one leaves the thread inside it for good."""
+    _enter_trace(_EVALUATION).__enter__()
 
 
 # Options that a `with` of JAX's sets for its thread alone and that change numbers, and errors.

@@ -95,7 +95,11 @@ def _compose(
         **part_form(lengths, 1, False)._replace(lengths=lengths, num_slices=slices)._asdict(),
     )
     key, make = plan_key(function, call), partial(_make, function, group, call)
-    plan = plans.find(group, key, lambda variable: state_in(variable, group).abstract, make, holds_function=True)
+
+    def abstract(variable: Shared) -> AbstractState:
+        return state_in(variable, group).abstract
+
+    plan = plans.find(function, group, key, abstract, make, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]

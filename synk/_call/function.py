@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial, update_wrapper
+from functools import partial, reduce, update_wrapper
 from typing import Any, Literal
 
 import jax
@@ -59,6 +60,16 @@ class Function(Inspection):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         return self
+
+    def __reduce__(self) -> str:
+        """By name, as of Python's functions."""
+        path = getattr(self.fn, "__qualname__", self.name)
+        if reduce(lambda at, name: getattr(at, name, None), path.split("."), sys.modules.get(self.__module__)) is self:
+            return path
+        raise TypeError(
+            f"{self.name}: a synk function is pickled by its name, as others are, and its module has none of that name "
+            f"that is this one. Make it at the top of a module, or pickle what makes it."
+        )
 
     def __get__(self, instance: Any, owner: type | None = None) -> Function:
         if instance is None:

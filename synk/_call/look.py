@@ -146,7 +146,9 @@ def _rows_of_variable(
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
         return _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
 
-    holder = plans.find(where.group, ("holder", call, taken, function.per_part), where.abstract, find).variable
+    holder = plans.find(
+        function, where.group, ("holder", call, taken, function.per_part), where.abstract, find
+    ).variable
     lengths = None if holder is None else where.state(holder).rows_per_replica
     if holder is not None and function.blocks is not None:
         raise rows_not_in_blocks(name, holder.name, function.blocks)

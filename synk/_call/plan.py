@@ -1,8 +1,9 @@
 """Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any value."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -15,6 +16,7 @@ from .._reductions.results import ResultSpec
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
+from .._tracing.tracer import values_named_in
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .causes import Compiled
@@ -76,6 +78,17 @@ class CallPlan:
         return self.finish or next(iter(self.launches.values()))
 
 
+class _Kept(NamedTuple):
+    """A plan of a function's."""
+
+    plan: Any
+    names: list[tuple[Callable[[], Any], Shared]]  # by which the function's lines name variables that the plan touches
+
+    def is_current(self) -> bool:
+        """Do they name these still? A program may give the name to another one, as a cell does that is run again."""
+        return all([look_up() is variable for look_up, variable in self.names])
+
+
 class PlanCache:
     """Plans of one function: for each kind of call those made for different states of the variables they touch.
 
@@ -93,24 +106,35 @@ class PlanCache:
 
     def find(
         self,
+        function: FunctionSpec,
         group: Group,
         key: Any,
         abstract: Callable[[Shared], AbstractState],
         make: Callable[[], Any],
         holds_function: bool = False,
     ) -> Any:
-        """The plan for a key; made where there is none."""
-        plans: list[Any] = self.kept(group, key, list, holds_function)
-        for plan in plans:
-            if all([abstract(variable) in states for variable, states in plan.accepts.items()]):
-                return plan
+        """The plan of a function for a key; made where there is none."""
+        plans: list[_Kept] = self.kept(group, key, list, holds_function)
+        for kept in plans:
+            states = kept.plan.accepts.items()
+            if kept.is_current() and all([abstract(variable) in accepted for variable, accepted in states]):
+                return kept.plan
         plan = make()  # a failure is not kept
+        for kept in plans:
+            if not kept.is_current():  # nor are variables that have lost their names to others
+                self._forget(kept.plan.accepts.keys() - plan.accepts)
+        named = chain(values_named_in(function.fn), values_named_in(function.then))
+        names = [(look_up, value) for look_up, value in named if isinstance(value, Shared) and value in plan.accepts]
         self._touched.update(dict.fromkeys(plan.accepts))
         if isinstance(plan, CallPlan):
             self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], plan.accepts))
-        plans.insert(0, plan)
-        del plans[64:]
+        plans[:] = [_Kept(plan, names), *(kept for kept in plans if kept.is_current())][:64]
         return plan
+
+    def _forget(self, variables: Set[Shared]) -> None:
+        for variable in variables:
+            self._touched.pop(variable, None)
+        self.compiled = deque((each for each in self.compiled if not variables & each.states.keys()), maxlen=64)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
         """What `make` gives, a pure function of `key`. What holds on to the function would not go before the group, if

@@ -53,7 +53,7 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
         function.stats.dispatching += perf_counter() - start
         return plan
 
-    return plans.find(where.group, plan_key(function, call), where.abstract, make, call.is_over)
+    return plans.find(function, where.group, plan_key(function, call), where.abstract, make, call.is_over)
 
 
 def choose_slices(
@@ -71,7 +71,7 @@ def choose_slices(
         return SliceChoice(1, 1, {})
     key = ("slices", plan_key(function, CallSpec(*whole.form)), lengths)
     make = partial(_choose, function, plans, where, ask, max(lengths))
-    return plans.find(where.group, key, where.abstract, make)
+    return plans.find(function, where.group, key, where.abstract, make)
 
 
 def _choose(

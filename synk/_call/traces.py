@@ -12,7 +12,7 @@ from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
 from .._tracing.context import TraceContext
-from .._tracing.tracer import TracedFunction, TraceRequest, trace, variables_named_in
+from .._tracing.tracer import TracedFunction, TraceRequest, trace, values_named_in
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, refuse_narrow
 from .._variables.variable import Shared
@@ -179,7 +179,7 @@ class CallTraces:
 
 def shared_in(fn: Any) -> list[Shared]:
     """The variables that a function's own lines name."""
-    return list(dict.fromkeys(variables_named_in(fn, lambda value: isinstance(value, Shared))))
+    return list(dict.fromkeys(value for _, value in values_named_in(fn) if isinstance(value, Shared)))
 
 
 def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueError:

@@ -176,19 +176,22 @@ def _runner(closed: Any, own: Sequence[Any], is_used: Sequence[bool]) -> Callabl
     return run
 
 
-def variables_named_in(fn: Any, is_variable: Callable[[Any], bool], depth: int = 2) -> Iterator[Any]:
-    """The variables that a function names, or functions that it names: a guess at what it reads."""
+def values_named_in(fn: Any, depth: int = 2) -> Iterator[tuple[Callable[[], Any], Any]]:
+    """What a function's lines name, or functions that it names: what looks it up again, and its value now."""
     fn = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
     code = getattr(fn, "__code__", None)
     if code is None:
         return
     names = (*code.co_names, *(name for const in code.co_consts for name in getattr(const, "co_names", ())))
-    values = [fn.__globals__.get(name) for name in names]
-    for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty yet
-            values.append(cell.cell_contents)
-    for value in values:
-        if is_variable(value):
-            yield value
-        elif depth and inspect.isfunction(value):
-            yield from variables_named_in(value, is_variable, depth - 1)
+    in_globals = [functools.partial(fn.__globals__.get, name) for name in names]
+    in_cells = [functools.partial(_content, cell) for cell in fn.__closure__ or ()]
+    for look_up in (*in_globals, *in_cells):
+        value = look_up()
+        yield look_up, value
+        if depth and inspect.isfunction(value):
+            yield from values_named_in(value, depth - 1)
+
+
+def _content(cell: Any) -> Any:
+    with contextlib.suppress(ValueError):  # it is empty
+        return cell.cell_contents

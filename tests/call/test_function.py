@@ -501,6 +501,20 @@ def test_static_values_that_are_equal_and_differ(group):
     assert (f.stats.compilations, g.stats.compilations) == (5, 3)
 
 
+@synk.function
+def named(x):
+    return x.sum()
+
+
+def test_pickles():
+    """By their names, as Python's functions, so that pools of processes take them."""
+    assert pickle.loads(pickle.dumps(named)) is named
+    anew = synk.function(named.fn)
+    for f in (anew, synk.function(functools.partial(jnp.sum, axis=0)), synk.function(lambda x: x.sum())):
+        with pytest.raises(TypeError, match=f"{f.name}: a synk function is pickled by its name"):
+            pickle.dumps(f)
+
+
 def test_copies(four):
     """A function is its own copy, as Python's are; a shared variable has none, used or not."""
     w = synk.shared(np.float32(2), name="w")

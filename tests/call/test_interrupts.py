@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,6 +48,55 @@ def test_updates_are_all_or_nothing(rows):
             assert np.all(np.asarray(two.value) == count)
             assert count in (done, done + 1)
             done = count
+
+
+def interrupt_exit(number, act):
+    """Act, with a Ctrl-C where Python would run its handler: on the first line by which JAX leaves a trace, the n-th time.
+    How often it left one."""
+    left = 0
+
+    def press(frame, event, _):
+        nonlocal left
+        if (
+            event == "call"
+            and frame.f_code.co_name == "__exit__"
+            and "CurrentTrace" in type(frame.f_locals["self"]).__name__
+        ):
+            left += 1
+            if left == number:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(press)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return left
+
+
+@pytest.mark.parametrize("act", ["call", "check", "save"])
+def test_no_trace_is_left_open(act, tmp_path):
+    """Where the Ctrl-C comes on JAX's way out of a trace, the thread is not left inside of it."""
+    w = synk.shared(np.float32(1), name="w")
+    x = np.ones(7, np.float32)
+
+    def fresh():
+        f = synk.function(lambda x: jnp.tanh(x).mean(), reduce="mean", then=lambda m: setattr(w, "value", w.value + 1))
+        acts = {"call": f, "check": f.check, "save": lambda _: synk.save(tmp_path, {"w": synk.shared(x)}, step=1)}
+        acts[act](x)
+
+    with synk.init(2):
+        for number in range(1, 200):
+            before = float(w.value)
+            try:
+                interrupt_exit(number, fresh)
+            except KeyboardInterrupt:
+                assert not isinstance(jnp.ones(2) + 1, jax.core.Tracer)
+                assert float(w.value) in (before, before + 1)
+                continue
+            break
+        assert number > (1 if act == "save" else 4) and number < 199
 
 
 class Limit(Exception):
