@@ -325,6 +325,26 @@ def by_helper(w):
     return synk.function(names["f"]), lambda value: names.update(w=synk.shared(value))
 
 
+def by_attribute(w):
+    class Model:
+        def __init__(self):
+            self.state = Inner()
+            self.state.w = w
+            self.total = synk.function(self._total)
+
+        def _total(self, x):
+            return (x * self.scale()).sum()
+
+        def scale(self):
+            return self.state.w.value
+
+    class Inner:
+        pass
+
+    model = Model()
+    return model.total, lambda value: setattr(model.state, "w", synk.shared(value))
+
+
 def by_then(w):
     f = synk.function(lambda x: x.sum(), then=lambda total: total * w.value)
 
@@ -335,7 +355,7 @@ def by_then(w):
     return f, again
 
 
-@pytest.mark.parametrize("make", [by_closure, by_helper, by_then])
+@pytest.mark.parametrize("make", [by_closure, by_helper, by_attribute, by_then])
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_name_that_is_given_to_another_variable(few_replicas, make, slices):
     """As where a cell of a notebook is run again: the next call, of a kind seen before, reads the new one, and keeps

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -42,7 +43,8 @@ from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 
 
-class ComposedPlan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ComposedPlan:
     """The step program of one kind of call, to be inlined: it takes rows in equal blocks, and broadcast arguments."""
 
     mapped: Callable[..., Sequence[jax.Array]]

@@ -1,6 +1,7 @@
 """Look: what a call is given: its arguments and rows, checked, and the kind of call that they make."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -66,7 +67,8 @@ class Looked(NamedTuple):
         return CallSpec._make((*self.form, *parts, False, is_over, None))
 
 
-class _Holder(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Holder:
     """Which variable brings a call its rows, if any; for given states of the variables read."""
 
     variable: Shared | None

@@ -3,9 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from .._reductions.results import ResultSpec
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
-from .._tracing.tracer import values_named_in
+from .._tracing.names import LookUp, ways_to
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .causes import Compiled
@@ -78,17 +77,6 @@ class CallPlan:
         return self.finish or next(iter(self.launches.values()))
 
 
-class _Kept(NamedTuple):
-    """A plan of a function's."""
-
-    plan: Any
-    names: list[tuple[Callable[[], Any], Shared]]  # by which the function's lines name variables that the plan touches
-
-    def is_current(self) -> bool:
-        """Do they name these still? A program may give the name to another one, as a cell does that is run again."""
-        return all([look_up() is variable for look_up, variable in self.names])
-
-
 class PlanCache:
     """Plans of one function: for each kind of call those made for different states of the variables they touch.
 
@@ -97,6 +85,8 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._touched: dict[Shared, None] = {}
+        # By what the function's lines reach the variables that a plan touches: kept here, since it holds the function.
+        self._names: WeakKeyDictionary[Any, list[tuple[LookUp, Shared]]] = WeakKeyDictionary()
         self._holding = BoundedCache(MAX_GROUPS)  # for a group
         self.compiled: deque[Compiled] = deque(maxlen=64)  # the newest plans, to tell why one had to be made
 
@@ -114,22 +104,25 @@ class PlanCache:
         holds_function: bool = False,
     ) -> Any:
         """The plan of a function for a key; made where there is none."""
-        plans: list[_Kept] = self.kept(group, key, list, holds_function)
-        for kept in plans:
-            states = kept.plan.accepts.items()
-            if kept.is_current() and all([abstract(variable) in accepted for variable, accepted in states]):
-                return kept.plan
+        plans: list[Any] = self.kept(group, key, list, holds_function)
+        for plan in plans:
+            states = plan.accepts.items()
+            if self._is_current(plan) and all([abstract(variable) in accepted for variable, accepted in states]):
+                return plan
         plan = make()  # a failure is not kept
-        for kept in plans:
-            if not kept.is_current():  # nor are variables that have lost their names to others
-                self._forget(kept.plan.accepts.keys() - plan.accepts)
-        named = chain(values_named_in(function.fn), values_named_in(function.then))
-        names = [(look_up, value) for look_up, value in named if isinstance(value, Shared) and value in plan.accepts]
+        for old in plans:
+            if not self._is_current(old):  # nor are variables that have lost their names to others
+                self._forget(old.accepts.keys() - plan.accepts)
+        self._names[plan] = [*ways_to(function.fn, plan.accepts), *ways_to(function.then, plan.accepts)]
         self._touched.update(dict.fromkeys(plan.accepts))
         if isinstance(plan, CallPlan):
             self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], plan.accepts))
-        plans[:] = [_Kept(plan, names), *(kept for kept in plans if kept.is_current())][:64]
+        plans[:] = [plan, *filter(self._is_current, plans)][:64]
         return plan
+
+    def _is_current(self, plan: Any) -> bool:
+        """Does the function reach the same variables still? A cell that is run again gives their names to others."""
+        return all([look_up() is variable for look_up, variable in self._names.get(plan, ())])
 
     def _forget(self, variables: Set[Shared]) -> None:
         for variable in variables:
@@ -160,7 +153,8 @@ class SliceChoice:
     has_run: bool = False  # whether such a call has ended well; out of memory it is twice as many
 
 
-class NeedsLengths(NamedTuple):
+@dataclass(eq=False)
+class NeedsLengths:
     """In place of a plan: calls of this kind need one for the very lengths of their replicas."""
 
     accepts: dict[Shared, tuple[AbstractState, ...]]

@@ -12,7 +12,8 @@ from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
 from .._tracing.context import TraceContext
-from .._tracing.tracer import TracedFunction, TraceRequest, trace, values_named_in
+from .._tracing.names import values_named_in
+from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, refuse_narrow
 from .._variables.variable import Shared

@@ -1,9 +1,7 @@
 """Tracer: trace a user's function once a shape, and learn what it reads, writes, returns and communicates."""
 
-import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -174,24 +172,3 @@ def _runner(closed: Any, own: Sequence[Any], is_used: Sequence[bool]) -> Callabl
         ]
 
     return run
-
-
-def values_named_in(fn: Any, depth: int = 2) -> Iterator[tuple[Callable[[], Any], Any]]:
-    """What a function's lines name, or functions that it names: what looks it up again, and its value now."""
-    fn = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
-    code = getattr(fn, "__code__", None)
-    if code is None:
-        return
-    names = (*code.co_names, *(name for const in code.co_consts for name in getattr(const, "co_names", ())))
-    in_globals = [functools.partial(fn.__globals__.get, name) for name in names]
-    in_cells = [functools.partial(_content, cell) for cell in fn.__closure__ or ()]
-    for look_up in (*in_globals, *in_cells):
-        value = look_up()
-        yield look_up, value
-        if depth and inspect.isfunction(value):
-            yield from values_named_in(value, depth - 1)
-
-
-def _content(cell: Any) -> Any:
-    with contextlib.suppress(ValueError):  # it is empty
-        return cell.cell_contents
