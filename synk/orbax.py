@@ -1,6 +1,7 @@
 """Checkpoints by orbax: asynchronous saves, object stores. Not imported by `synk` itself; needs the extra `orbax`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from ._variables.checkpoint import (
     is_of_others,
     mean_of,
 )
+from ._variables.checkpoint_files import last_loaded, note_loaded, note_saved
 from ._variables.pieces import whole_leaves
 from ._variables.state import VariableState
 from ._variables.variable import Shared
@@ -45,8 +47,8 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
       Whether it was saved: the manager may skip steps.
 
     Raises:
-      ValueError: the step is no integer >= 0, or comes before the manager's latest, which it would skip; or a flat
-        variable differs on the replicas.
+      ValueError: the step is no integer >= 0, or comes before the manager's latest, so that it would be skipped, or is
+        that one, saved before this program went back to an earlier one; or a flat variable differs on the replicas.
       TypeError: `extra` is no JSON, or there is something else than shared variables.
 
     Example:
@@ -74,7 +76,10 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
         items = {"about": ocp.args.JsonSave(about)}
         if state:  # orbax refuses an empty one
             items["state"] = ocp.args.StandardSave(state)
-        return bool(manager.save(number, args=ocp.args.Composite(**items)))
+        is_saved = bool(manager.save(number, args=ocp.args.Composite(**items)))
+    if is_saved:
+        note_saved(Path(manager.directory))
+    return is_saved
 
 
 @public_api
@@ -115,15 +120,17 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
             state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
         new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
         commit_all([(v, _restored_state(v, kept[name], new[name])) for name, v in variables.items()])
+    note_loaded(Path(manager.directory), int(step))
     return int(step), about["extra"]
 
 
 def _refuse_skipped(manager: Any, step: int) -> str:
     """ValueError where orbax would save nothing until the latest step is passed."""
-    latest = manager.latest_step()
-    if latest is not None and step < latest and step not in manager.all_steps():
+    latest, loaded = manager.latest_step(), last_loaded(Path(manager.directory))
+    is_of_another_run = loaded is not None and loaded < step  # which this one has gone back from, and comes to again
+    if latest is not None and (step < latest or (step == latest and is_of_another_run)):
         raise ValueError(
-            f"synk.orbax.save: step {step} comes before {latest}, the latest in {manager.directory}, and orbax would "
+            f"synk.orbax.save: step {step} is not after {latest}, the latest in {manager.directory}, and orbax would "
             f"skip it. To go back, call manager.wait_until_finished() and then manager.delete(step) of each later one, "
             f"or save into another directory."
         )

@@ -20,6 +20,7 @@ from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced, options_of_thread, transfers_on_purpose, with_options
 from .._base.pytree import SCALARS, PyTree, narrow
 from .._base.turns import take_turns, turns_of_thread
+from .._runtime.dispatch import uninterrupted
 from .._runtime.group import Group, current_group
 from .selection import Selection
 from .sources import as_source
@@ -193,7 +194,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
         if source is not None:
             _last_of[source] = worker
         weakref.finalize(self, worker.stop)  # it does not refer to self, so leaving the loop ends it
-        worker.thread.start()
+        with uninterrupted():  # or threading has half of a thread
+            worker.thread.start()
         return worker
 
     def close(self) -> None:

@@ -54,8 +54,8 @@ def _is_over() -> bool:
         except RuntimeError as error:
             raise SynkError(f"synk.preempted: {error} Leave jax_enable_preemption_service on.") from error
     if _terminated is None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _note)
         _terminated = False
+        signal.signal(signal.SIGTERM, _note)
     return bool(_terminated)
 
 

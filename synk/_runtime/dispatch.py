@@ -121,21 +121,21 @@ def leave_to_runtime() -> None:
 class uninterrupted:
     """Hold Ctrl-C, and signals that Python code handles, back in a `with` block: what is dispatched is committed."""
 
-    __slots__ = ("before", "changed", "noted")
+    __slots__ = ("before", "changed", "note", "noted")
 
     def __enter__(self) -> None:
         self.before: dict[int, Any] = {}
         self.changed: list[int] = []
-        self.noted: list[tuple[int, Any]] = []
+        noted = self.noted = list[tuple[int, Any]]()
+        self.note = lambda *came: noted.append(came)
         if threading.get_ident() == _MAIN:
-            noted = self.noted
             try:
                 for number in _HELD_BACK:
                     handler = self.before[number] = _get_handler(number)
                     is_python = callable(handler) and handler is not _of_the_runtime
                     if is_python or (number == signal.SIGINT and handler == signal.SIG_DFL):
                         self.changed.append(number)
-                        _set_handler(number, lambda *came: noted.append(came))
+                        self.before[number] = _set_handler(number, self.note)  # which one that came before may have set
             except BaseException:  # of one that is not held back yet
                 self.__exit__()
                 raise
@@ -150,7 +150,9 @@ class uninterrupted:
         """The handlers, each of which may raise as soon as it is back."""
         try:
             while self.changed:
-                _set_handler(self.changed[-1], self.before[self.changed[-1]])
+                number = self.changed[-1]
+                if _get_handler(number) is self.note:
+                    _set_handler(number, self.before[number])
                 self.changed.pop()
         finally:
             if self.changed:
@@ -160,9 +162,10 @@ class uninterrupted:
         """What came, to those who wait for it, each of which may raise."""
         while self.noted:
             number, frame = self.noted.pop(0)
+            handler = _get_handler(number)  # the one before may have set it
             try:
-                if callable(self.before[number]):
-                    self.before[number](number, frame)
+                if callable(handler):
+                    handler(number, frame)
                 else:
                     signal.raise_signal(number)  # which ends the process
             finally:

@@ -74,7 +74,7 @@ def save(
     number = checked_step(step, "save")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1):
         raise ValueError(f"synk.save: keep is {shown(keep)}; give an integer >= 1, or None for all.")
-    extra, place = checked_extra(extra, "save"), Path(folder)
+    extra, place = checked_extra(extra, "save"), Path(folder).absolute()  # of now, also in the background
     with eager():
         group, call = common_group(variables, "save"), f"synk.save(step={number}, variables={[*variables]})"
         group._peers.from_process_0(call, WRITER.wait)

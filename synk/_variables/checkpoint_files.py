@@ -61,7 +61,7 @@ def write(
     _UNDER_WAY.add(new.name)
     try:
         new.mkdir()
-        np.savez(new / _ARRAYS, **arrays)  # type: ignore[arg-type]  # names and arrays
+        _write_arrays(new / _ARRAYS, arrays)
         with open(new / _ARRAYS, "rb") as file:
             digest = _digest_of_file(file)
         whole = {"format": FORMAT, "step": step, **about, _ARRAYS: digest}
@@ -76,6 +76,15 @@ def write(
         raise
     finally:
         _UNDER_WAY.discard(new.name)
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    try:
+        np.savez(path, **arrays)  # type: ignore[arg-type]  # names and arrays
+    except ValueError as error:  # of zipfile, which hides what has come while it wrote, a Ctrl-C perhaps
+        if error.__context__ is not None and "writing handle" in str(error):
+            raise error.__context__ from None
+        raise
 
 
 def _leave_behind(before: list[tuple[int, Path]], loaded: int, step: int) -> None:
@@ -102,7 +111,7 @@ def _put(new: Path, final: Path, keep: int | None) -> None:
             _remove(old)
         os.rename(final, old)
     os.rename(new, final)
-    _LOADED.pop(folder.resolve(), None)
+    note_saved(folder)
     _to_disk(folder)
     found = _found(folder)
     steps = sorted({number for number, path in found if not (path / _LEFT).exists()})
@@ -115,6 +124,16 @@ def _put(new: Path, final: Path, keep: int | None) -> None:
 def note_loaded(folder: Path, step: int) -> None:
     """What is later is left behind from the next `write` into the folder on."""
     _LOADED[folder.resolve()] = step
+
+
+def note_saved(folder: Path) -> None:
+    """What this program has loaded from the folder counts no more."""
+    _LOADED.pop(folder.resolve(), None)
+
+
+def last_loaded(folder: Path) -> int | None:
+    """The step that this program has loaded from the folder, and has not saved there since."""
+    return _LOADED.get(folder.resolve())
 
 
 def _is_abandoned(saving: Path) -> bool:
@@ -269,7 +288,10 @@ class Writer:
 
     def wait_quietly(self) -> None:
         """Wait for what is being written."""
-        self._is_idle.wait()
+        while True:
+            with uninterrupted():  # a handler that saves, too, would wait for the lock of this wait
+                if self._is_idle.wait(0.05):
+                    return
 
     def run(self, act: Callable[[], None], what: str, is_background: bool) -> str:
         """Write now, or begin to; in a thread of its own, for which Python waits at its end."""
@@ -285,14 +307,18 @@ class Writer:
             finally:
                 self._is_idle.set()
 
-        with uninterrupted():  # so that there is a thread, or none is waited for
-            self._is_idle.clear()
-            try:
-                threading.Thread(target=try_to, name="synk-save").start()
-            except RuntimeError:  # there are too many
-                self._is_idle.set()
-                raise
-        return ""
+        while True:
+            self.wait_quietly()
+            with uninterrupted():  # so that there is a thread, or none is waited for
+                if not self._is_idle.is_set():  # a handler has begun to save
+                    continue
+                self._is_idle.clear()
+                try:
+                    threading.Thread(target=try_to, name="synk-save").start()
+                except RuntimeError:  # there are too many
+                    self._is_idle.set()
+                    raise
+                return ""
 
     def report(self) -> None:
         """At the end of the program, when no other save will raise it."""

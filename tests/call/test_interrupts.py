@@ -50,6 +50,68 @@ def test_updates_are_all_or_nothing(rows):
             done = count
 
 
+@pytest.mark.parametrize("act", ["read", "save"])
+def test_a_time_limit_while_a_value_is_awaited(act, tmp_path):
+    """What a handler raises is no failure of the program: the limit is told, and the value is there."""
+    w = synk.shared(np.float32(0), name="w")
+
+    @synk.function(then=lambda total: setattr(w, "value", w.value + loop()))
+    def slow(x):
+        return x.sum()
+
+    def loop():
+        return jax.lax.fori_loop(0, 10, lambda i, m: jnp.tanh(m @ m), jnp.ones((800, 800)))[0, 0] * 0 + 1
+
+    def over(*came):
+        raise TimeoutError("time is up")
+
+    slow(np.ones(8, np.float32))
+    assert w.value == 1
+    before = signal.signal(signal.SIGALRM, over)
+    try:
+        for seconds in (0.02, 0.06):
+            slow(np.ones(8, np.float32))
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            with pytest.raises(TimeoutError, match="time is up"):
+                while True:  # the program may have ended by then
+                    w.value if act == "read" else synk.save(tmp_path, {"w": w}, step=1)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert w.value == 3
+
+
+def test_handlers_that_set_others(monkeypatch):
+    """As those of which the first signal asks to end and the next one ends: what they set stays, and hears of the next."""
+    came = []
+
+    def graceful(*_):
+        came.append("graceful")
+        signal.signal(signal.SIGALRM, lambda *_: came.append("hard"))
+
+    before, get = signal.signal(signal.SIGALRM, graceful), dispatch._get_handler
+    try:
+        with uninterrupted():
+            for _ in range(3):
+                signal.raise_signal(signal.SIGALRM)
+        assert came == ["graceful", "hard", "hard"]
+        signal.signal(signal.SIGALRM, graceful)
+
+        def get_and_press(number):
+            found = get(number)
+            if found is graceful:
+                signal.raise_signal(number)
+            return found
+
+        monkeypatch.setattr(dispatch, "_get_handler", get_and_press)
+        with uninterrupted():
+            pass
+        signal.raise_signal(signal.SIGALRM)
+        assert came[3:] == ["graceful", "hard"]
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGALRM, before)
+
+
 def interrupt_exit(number, act):
     """Act, with a Ctrl-C where Python would run its handler: on the first line by which JAX leaves a trace, the n-th time.
     How often it left one."""
@@ -151,9 +213,10 @@ def test_every_handler_is_back(monkeypatch, at, is_set):
         changes.append(number)
         if len(changes) == at + 1 and not is_set:
             raise Limit
-        signal.signal(number, handler)
+        replaced = signal.signal(number, handler)
         if len(changes) == at + 1:
             raise Limit
+        return replaced
 
     monkeypatch.setattr(dispatch, "_set_handler", change)
     came = []

@@ -585,6 +585,18 @@ def test_no_other_launcher_is_asked():
     assert [(end.code, line["gpus"]) for end in ends for line in said(end.output)] == [(0, "all")] * 2
 
 
+def test_preempted_as_soon_as_it_listens(monkeypatch):
+    """A signal that comes with the handler is noted."""
+    before, listen = signal.getsignal(signal.SIGTERM), signal.signal
+    monkeypatch.setattr(preemption, "_terminated", None)
+    monkeypatch.setattr(preemption, "_answer", (None, False))
+    monkeypatch.setattr(preemption.signal, "signal", lambda *to: (listen(*to), signal.raise_signal(signal.SIGTERM)))
+    try:
+        assert synk.preempted(1)
+    finally:
+        listen(signal.SIGTERM, before)
+
+
 def test_preempted_in_one_process(monkeypatch):
     """Without other processes SIGTERM is noted just so; of one step the answer stays what it was."""
     before = signal.getsignal(signal.SIGTERM)

@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 import warnings
+import zipfile
 from pathlib import Path
 
 import jax
@@ -681,6 +682,68 @@ def test_the_values_of_now_are_saved_in_the_background(tmp_path):
             step(np.ones(4, np.float32))
         assert synk.load(tmp_path, {"w": w}) == (7, 7) and set(np.asarray(w.value).tolist()) == {7.0}
         assert sorted(os.listdir(tmp_path)) == [f"step-0000000{number}" for number in (5, 6, 7)]
+
+
+def test_a_folder_is_that_of_the_call(tmp_path, monkeypatch):
+    """Wherever the program stands by the time that it is written."""
+    begins, write = threading.Event(), checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *args: (begins.wait(10), write(*args)))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    w = synk.shared(np.ones(3, np.float32))
+    synk.save("run", {"w": w}, step=1, background=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    begins.set()
+    assert synk.load(tmp_path / "run", {"w": w}) == (1, None) and not os.listdir()
+
+
+def test_ctrl_c_in_a_file_is_no_other_error(tmp_path, monkeypatch):
+    """Of zipfile, whose file cannot be closed while an array is written."""
+    opened = zipfile.ZipFile.open
+
+    def press(self, name, *args, **options):
+        file = opened(self, name, *args, **options)
+        if getattr(name, "filename", name) == "1.0.all.npy":
+            held.append(file)
+            raise KeyboardInterrupt
+        return file
+
+    held = []
+    with monkeypatch.context() as patched:
+        patched.setattr(zipfile.ZipFile, "open", press)
+        with pytest.raises(KeyboardInterrupt):
+            synk.save(tmp_path, {"a": synk.shared(1.0), "b": synk.shared(2.0)}, step=1)
+    held[0].close()
+    assert not os.listdir(tmp_path)
+
+
+SAVES_AT_THE_END = """
+import signal, sys, threading, numpy as np, synk
+w, folder = synk.shared(np.zeros(1000, np.float32)), sys.argv[1]
+signal.signal(signal.SIGTERM, lambda *_: synk.save(folder, {"w": w}, step=1000))
+
+def at(frame, event, arg):
+    if frame.f_code is threading.Event.wait.__code__:
+        return line
+
+def line(frame, event, arg):
+    if event == "line" and "signaled" in frame.f_locals:  # it has the lock
+        sys.settrace(None)
+        signal.raise_signal(signal.SIGTERM)
+    return line
+
+synk.save(folder, {"w": w}, step=1, background=True)
+sys.settrace(at)
+synk.save(folder, {"w": w}, step=2, background=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_handler_that_saves_while_a_save_waits(tmp_path):
+    """It does not wait for the lock of that wait."""
+    command = [sys.executable, "-c", SAVES_AT_THE_END, str(tmp_path)]
+    subprocess.run(command, timeout=60, check=True, cwd=Path(__file__).parents[2])
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00001000"]
 
 
 def test_ctrl_c_while_a_save_waits_for_the_background(tmp_path, monkeypatch):
