@@ -93,7 +93,7 @@ def run_blocks(builder: Builder, state: dict[Any, list[jax.Array]], arrays: Part
         seen = [_rows_from(array, index, first, size) for array, index in arrays.arrays]
         own, count = (list(state.values()), consts[size], arrays.broadcast), jnp.where(is_there, size, 0)
         first_row, row_slot = part.first_row + first, slot * blocks.size
-        its = Part(part.rank, count, first_row, first, first, size / total, 1.0, row_slot, slot, total=total)
+        its = Part(part.rank, count, first_row, first, first, size / total, 1.0, row_slot, slot, total=part.total)
 
         def run(seen: Any, own: Any) -> list[jax.Array]:
             leaves, its_consts, broadcast = own

@@ -17,7 +17,7 @@ from .._reductions.reduction import UPDATES, PartInfo, Reduction, constant_unles
 from .._reductions.results import result_spec
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
-from .blocks import Blocks, run_blocks
+from .blocks import Blocks, run_blocks, set_apart
 from .parts import Part, PartArrays, pad_rows, spare_rows
 from .traces import CallTraces, State
 
@@ -187,6 +187,8 @@ class ProgramBuilder:
             return traced.run(*held, *leaves, part.rank, first_row, consts=own)
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
+        if self.call.block is not None:  # a weight by which a mean was divided does not meet that division
+            results = set_apart(self.group, list(results), part)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
         states = [
             *(results[i] for i in self.own),

@@ -30,7 +30,7 @@ def update_of(optimizer: Any) -> Update:
     def update(grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
         extra = {"value": loss} if takes_value else {}
         try:
-            updates, state = optimizer.update(grads, state, params, **extra)
+            updates, new = optimizer.update(grads, state, params, **extra)
         except (TypeError, ValueError) as error:
             if re.search(_ASKS_FOR_EXAMPLES, str(error)):
                 raise ValueError(
@@ -45,9 +45,22 @@ def update_of(optimizer: Any) -> Update:
                 "f(params, *rows), or grad_fn=jax.grad(lambda params, _: f(params, *rows))."
             ) from error
         jax.tree_util.tree_map_with_path(_check_shape, params, updates, is_leaf=lambda leaf: leaf is None)
-        return updates, state
+        if jax.tree.structure(new) == jax.tree.structure(state):  # else the variable says what differs
+            jax.tree_util.tree_map_with_path(_check_dtype, state, new)
+        return updates, new
 
     return update
+
+
+def _check_dtype(path: Any, before: Any, after: Any) -> None:
+    """TypeError where an update changes the dtype of the state."""
+    was, has = getattr(before, "dtype", None), getattr(after, "dtype", None)
+    if was is not None and has is not None and was != has:
+        raise TypeError(
+            f"synk.train: an update makes {has} of the optimizer's state{keystr(path)}, which was {was} before, and a "
+            f"variable keeps its dtype. Give the optimizer a dtype of its own (mu_dtype= of optax.adam), or parameters "
+            f"one dtype; to optax.inject_hyperparams name what is no hyperparameter: static_args=('b1', 'b2', ...)."
+        )
 
 
 def _check_shape(path: Any, param: Any, update: Any) -> None:

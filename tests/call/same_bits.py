@@ -42,7 +42,7 @@ def outputs(x, y, params):
     weights = y.astype(jnp.float32)
     return {
         "loss": loss, "grads": grads, "decay": decay, "sum": x.sum(0), "half": jnp.abs(x).astype(jnp.bfloat16).mean(0), "max": x.max(0), "rows": x @ params["in"],
-        "count": jnp.int32(len(x)), "weighted": synk.Weighted((x * weights[:, None]).sum(0) / weights.sum(), weights.sum()), "product": jnp.prod(x[:, :3], 0),
+        "count": jnp.int32(len(x)), "weighted": synk.Weighted((x * weights[:, None]).sum(0) / y.sum().astype(jnp.float32), y.sum()), "product": jnp.prod(x[:, :3], 0),
         "std": stats.std(x), "top": stats.top_k(x[:, 0], 2), "numbers": synk.row_numbers(), "any": (x > 2).any(0),
     }  # fmt: skip
 

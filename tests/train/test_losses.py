@@ -152,6 +152,27 @@ def test_updates_have_the_shapes_of_parameters(two, make):
         make(lambda params, x: loss(params, x) + params["z"], {"w": W, "z": np.float32(0)}, private())(X)
 
 
+def test_a_state_whose_dtype_an_update_changes(two):
+    """As optax.inject_hyperparams of parameters of two dtypes; what the message names works."""
+
+    def loss(params, x):
+        return (x @ params["a"] + x @ params["half"].astype(jnp.float32)).mean()
+
+    params = {"a": np.ones(3, np.float32), "half": jnp.ones(3, jnp.bfloat16)}
+    names = ("b1", "b2", "eps", "eps_root")
+    with jax.numpy_dtype_promotion("standard"):
+        with pytest.raises(TypeError, match=r"an update makes float32 of .*mu\['half'\].*static_args=\('b1'"):
+            synk.train.step(loss, params, optax.inject_hyperparams(optax.adam)(learning_rate=0.1))(X)
+        for right in (
+            optax.inject_hyperparams(optax.adam, static_args=names)(learning_rate=0.1),
+            optax.inject_hyperparams(optax.adam, static_args=("mu_dtype",))(learning_rate=0.1, mu_dtype=jnp.float32),
+        ):
+            step = synk.train.step(loss, params, right)
+            for _ in range(2):
+                step(X)
+            assert step.params.value["half"].dtype == jnp.bfloat16
+
+
 def test_updates_from_the_gradient_of_each_example(two):
     """What those messages tell to do: the step that optax takes by hand, in slices too."""
     optimizer, gradients = private(), jax.vmap(jax.grad(lambda w, row: squares(w, row[None])), (None, 0))
