@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 
-from .jax_context import EAGER, default_jax_context, has_user_jax_context, leave_traces, trace_state
+from .jax_context import default_jax_context, has_user_jax_context, is_traced, leave_traces
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,14 +140,14 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def synk_call(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = trace_state()
+        is_inside = is_traced()
         try:
             if has_user_jax_context():
                 with default_jax_context():
                     return fn(*args, **kwargs)
             return fn(*args, **kwargs)
         except BaseException as error:
-            if before == EAGER:
+            if not is_inside:
                 leave_traces()
             if not isinstance(error, Exception):
                 raise

@@ -59,7 +59,14 @@ def checks_floats() -> bool:
 
 def is_traced() -> bool:
     """Is a transformation of JAX's own under way around this line?"""
-    return not trace_state() == EAGER  # there is no != of its own, so that would take another call
+    try:
+        return not trace_state() == EAGER  # there is no != of its own, so that would take another call
+    except (
+        AttributeError,
+        AssertionError,
+    ):  # Ctrl-C inside an operation of JAX 0.12's leaves a thread without any trace
+        leave_traces()
+        return False
 
 
 def leave_traces() -> None:

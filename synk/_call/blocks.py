@@ -69,6 +69,8 @@ class Builder(Protocol):
     call: CallSpec
     group: Group
     traced: dict[int | None, TracedFunction]
+    combined: list[int]  # which outputs combine
+    reduced: list[Any]  # and how each does
 
     selects_branches: Any  # whether blocks run one after the other in no loop
 
@@ -119,6 +121,14 @@ def run_blocks(builder: Builder, state: dict[Any, list[jax.Array]], arrays: Part
         first = np.int32(blocks.full[blocks.owner] * blocks.size)
         states, _ = add(states, (np.int32(blocks.most), first, part.count % blocks.size > 0), blocks.rest)
     return builder.states_of_present(states, part.count > 0)
+
+
+def weighted_apart(builder: Builder, results: Sequence[jax.Array], part: Part) -> list[jax.Array]:
+    """The same results of `fn`: weights, and what they are to multiply, do not meet the divisions that `fn` made."""
+    pairs = [(i, leaf.weight) for i, leaf in zip(builder.combined, builder.reduced, strict=True)]
+    weighted = sorted({each for i, weight in pairs if weight is not None for each in (i, builder.combined[weight])})
+    apart = dict(zip(weighted, set_apart(builder.group, [results[i] for i in weighted], part), strict=True))
+    return [apart.get(i, result) for i, result in enumerate(results)]
 
 
 def set_apart(group: Group, values: PyTree, part: Part) -> PyTree:

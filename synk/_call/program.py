@@ -17,7 +17,7 @@ from .._reductions.reduction import UPDATES, PartInfo, Reduction, constant_unles
 from .._reductions.results import result_spec
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
-from .blocks import Blocks, run_blocks, set_apart
+from .blocks import Blocks, run_blocks, weighted_apart
 from .parts import Part, PartArrays, pad_rows, spare_rows
 from .traces import CallTraces, State
 
@@ -183,12 +183,11 @@ class ProgramBuilder:
         held = [*chain(*map(state_seen.__getitem__, traced.variables))]
 
         def run(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            own = traced.consts if consts is None else consts
-            return traced.run(*held, *leaves, part.rank, first_row, consts=own)
+            return traced.run(*held, *leaves, part.rank, first_row, consts=traced.consts if consts is None else consts)
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
-        if self.call.block is not None:  # a weight by which a mean was divided does not meet that division
-            results = set_apart(self.group, list(results), part)
+        if self.call.block is not None:
+            results = weighted_apart(self, results, part)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
         states = [
             *(results[i] for i in self.own),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import core  # noqa: TID251  # to break what Ctrl-C breaks
 
 import synk
 from synk._runtime import dispatch
@@ -155,6 +156,7 @@ def test_no_trace_is_left_open(act, tmp_path):
                 interrupt_exit(number, fresh)
             except KeyboardInterrupt:
                 assert not isinstance(jnp.ones(2) + 1, jax.core.Tracer)
+                core.trace_ctx.set_trace(None)  # as after a Ctrl-C inside an operation of JAX 0.12's
                 assert float(w.value) in (before, before + 1)
                 continue
             break
