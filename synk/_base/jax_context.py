@@ -61,10 +61,7 @@ def is_traced() -> bool:
     """Is a transformation of JAX's own under way around this line?"""
     try:
         return not trace_state() == EAGER  # there is no != of its own, so that would take another call
-    except (
-        AttributeError,
-        AssertionError,
-    ):  # Ctrl-C inside an operation of JAX 0.12's leaves a thread without any trace
+    except (AttributeError, AssertionError):  # there is none at all: JAX 0.12, where Ctrl-C came inside an operation
         leave_traces()
         return False
 

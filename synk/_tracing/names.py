@@ -35,7 +35,7 @@ def ways_to(fn: Any, wanted: Collection[Any]) -> Iterator[tuple[LookUp, Any]]:
     """Which of these values a function's lines reach: by a name, or as an attribute of an object that has one or of one
     that is an attribute itself, as of the object whose method it is; what looks each up again, and the value."""
     owner = getattr(fn, "__self__", None)
-    for look_up, value in (*values_named_in(fn), (lambda: owner, owner)):
+    for look_up, value in (*values_named_in(fn), (lambda: owner, owner)) if wanted else ():
         if any(value is each for each in wanted):
             yield look_up, value
         else:
