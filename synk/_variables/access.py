@@ -176,21 +176,29 @@ def read(variable: Variable, copy: Callable[[list[jax.Array]], list[Any]]) -> li
         if in_callback():  # the leaves may be those of its own program
             leaves: list[Any] = state.leaves  # is_ready is not typed
             return copy(leaves) if all([leaf.is_ready() for leaf in leaves]) else refuse_callback()
-        error: Exception | None = None
-        with uninterrupted():  # what a handler raises is no failure of the program
-            try:
-                jax.block_until_ready(state.leaves)
-            except Exception as failure:
-                error = failure
-        if error is None:
+        try:
+            jax.block_until_ready(state.leaves)
+        except Exception as error:
+            if _end_well(state.leaves):  # what a handler of a signal has raised is no failure of the program
+                raise
+            gone = group._peers.explain(error)
+            if gone is not None:
+                raise gone from error
+            drain()  # which notes whose program it was
+            if variable._state is state:
+                invalidate(variable, state, "a function", error)
+        else:
             variable._superseded.clear()  # whatever came before has ended
             return jax.block_until_ready(copy(state.leaves))
-        gone = group._peers.explain(error)
-        if gone is not None:
-            raise gone from error
-        drain()  # which notes whose program it was
-        if variable._state is state:
-            invalidate(variable, state, "a function", error)
+
+
+def _end_well(leaves: Sequence[jax.Array]) -> bool:
+    with uninterrupted():
+        try:
+            jax.block_until_ready(leaves)
+        except Exception:
+            return False
+    return True
 
 
 def divergence(variable: Variable) -> str:
