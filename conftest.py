@@ -27,6 +27,9 @@ if jax.config.jax_platforms == "cpu" and "XLA_FLAGS" not in os.environ:
         flags.append("--xla_cpu_use_fusion_emitters=false")  # a third of the time; later jaxlibs do not have it
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
+# Nobody reads in a test's programs where each operation comes from; what synk itself names in errors is not from there.
+jax.config.update("jax_traceback_in_locations_limit", 0)
+
 # JAX keeps so many objects that looking through them for cycles, as often as Python does, is an eighth of the time.
 gc.set_threshold(100_000, 20, 50)
 

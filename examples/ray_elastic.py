@@ -7,7 +7,12 @@ many replicas (1), and the test accuracy, 90 % or more. Needs the extra `ray`.
     python examples/ray_elastic.py
 """
 
+import os
+
 import ray_train  # type: ignore[import]  # the example beside this one
+
+# Ray asks for two workers once more before it knows that a machine is lost, and would wait a minute for them.
+os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "10"
 
 import ray  # type: ignore[import]  # isort: skip  # the extra may be missing
 from ray.cluster_utils import Cluster  # type: ignore[import]  # isort: skip

@@ -19,7 +19,7 @@ X = RANDOM.normal(size=(75, 24)).astype(np.float32)
 Y = X[:, :4].argmax(1).astype(np.int32)
 W = {"in": RANDOM.normal(size=(24, 40)).astype(np.float32), "out": RANDOM.normal(size=(40, 4)).astype(np.float32)}
 CONSTANT = RANDOM.normal(size=(40, 7)).astype(np.float32)
-GROUPS = [(("devices", 5), 8), (("simulated", 3), 8), (("devices", 8), 32)]  # with their blocks
+GROUPS = [(("devices", 5), 8), (("simulated", 3), 8)]  # with their blocks
 
 
 def digest(tree):
@@ -51,7 +51,7 @@ OPS = {
     "loss": "mean", "grads": "mean", "decay": "mean", "sum": "sum", "half": "mean", "max": "max", "rows": "concat", "count": "sum",
     "weighted": "mean", "product": "prod", "std": "merge", "top": "merge", "numbers": "concat", "any": "any",
 }  # fmt: skip
-MAPPED = {block: synk.function(outputs, inputs=["x", "y"], outputs=OPS, blocks=block) for block in (None, 8, 32)}
+MAPPED = {block: synk.function(outputs, inputs=["x", "y"], outputs=OPS, blocks=block) for block in (None, 8)}
 BITS = {}  # of each kind of call, whichever group made it first
 
 
