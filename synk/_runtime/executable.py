@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -31,11 +32,11 @@ class ProgramSpec:
 
     body: Body  # takes one replica's arrays, all lists one after another, and returns its results
     ins: Sequence[Layouts]
-    shapes: Sequence[Sequence[jax.ShapeDtypeStruct]]  # global ones
+    shapes: Sequence[Sequence[jax.ShapeDtypeStruct]]  # global ones; none where it is compiled for what comes
     outs: Layouts
     donate: tuple[int, ...] = ()  # which lists may be overwritten
     engine: str = "shard_map"
-    name: str = ""  # what messages call it
+    name: str = ""  # what messages, logs and profiles call it
     variables: Sequence[str] = ()  # the names of what it reads and writes, on which processes agree as well
     options: tuple[tuple[str, Any], ...] = ()  # for the compiler, beside those of the group's platform
     takes_all_replicas: bool = False  # whether `body` takes the arrays of all replicas instead
@@ -49,8 +50,7 @@ class Executable:
             [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(*each, strict=True)]
             for each in zip(spec.shapes, spec.ins, strict=True)
         ]
-        engine = None if spec.takes_all_replicas else spec.engine
-        lowered = _jit(group, spec.body, [*chain(*spec.ins)], spec.outs, engine, spec.donate).lower(*structs)
+        lowered = _jit(group, spec).lower(*structs)
         self.group, self.name, self.may_fail_alone = group, spec.name, False
         if group._is_multi_process:
             self.name += f"({describe_shapes([*chain(*structs)])})"
@@ -96,7 +96,8 @@ def _launch(
     if not is_local:
         group._peers.before_launch(name)
     try:
-        results = run(*args)
+        with jax.profiler.TraceAnnotation(name):
+            results = run(*args)
     except Exception as error:  # on CPU it may be here that another process is found gone
         gone = group._peers.explain(error)
         if gone is None and isinstance(error, jax.errors.JaxRuntimeError) and "INVALID_ARGUMENT" not in str(error):
@@ -108,20 +109,24 @@ def _launch(
     return results
 
 
-def _jit(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str | None, donate: tuple[int, ...]) -> Any:
-    """Under `jax.jit`, with an extra scalar output per replica. We wait on it to know that the program has finished;
-    real outputs may be donated or deleted by then."""
+def _jit(group: Group, spec: ProgramSpec) -> Any:
+    """Under `jax.jit`, by the name that logs and profiles show, with an extra scalar output per replica. We wait on it to
+    know that the program has finished; real outputs may be donated or deleted by then."""
 
     def with_token(*values: jax.Array) -> list[jax.Array]:
-        return [*body(*values), jnp.zeros((group.size,) if engine is None else (), jnp.int32)]
+        token = jnp.zeros((group.size,) if spec.takes_all_replicas else (), jnp.int32)
+        return [*spec.body(*values), token]
 
-    layouts: list[Layout] = [*outs, "stacked"]
-    mapped = with_token if engine is None else spmd(group, with_token, ins, layouts, engine)
+    layouts: list[Layout] = [*spec.outs, "stacked"]
+    ins = [*chain(*spec.ins)]
+    mapped = with_token if spec.takes_all_replicas else spmd(group, with_token, ins, layouts, spec.engine)
 
     def of_lists(*args: Sequence[jax.Array]) -> list[jax.Array]:
         return list(mapped(*chain(*args)))
 
-    return jax.jit(of_lists, donate_argnums=donate, out_shardings=[sharding_of(group, each) for each in layouts])
+    of_lists.__name__ = of_lists.__qualname__ = spec.name
+    shardings = [sharding_of(group, each) for each in layouts]
+    return jax.jit(of_lists, donate_argnums=spec.donate, out_shardings=shardings)
 
 
 def run_collective(
@@ -129,12 +134,13 @@ def run_collective(
 ) -> list[jax.Array]:
     """Run a small program of synk's own; it is kept by `body`, so give one that lasts. A local one is not agreed on."""
     args, key = list(args), (body, tuple(ins), tuple(outs))
+    module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
+    name = f"{module.strip('_')}.{function.strip('_')}"
     with LOCK:
-        jitted = group._cached(run_collective, key, lambda: _jit(group, body, ins, outs, "shard_map", ()))
-        name = ""
+        spec = ProgramSpec(body, [ins], [], outs, name=f"synk.{name}")
+        jitted = group._cached(run_collective, key, partial(_jit, group, spec))
         if group._is_multi_process:
-            module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
-            name = f"{module.strip('_')}.{function.strip('_')}({describe_shapes(args)})"
+            name = f"{name}({describe_shapes(args)})"
             if not is_local:
                 key = ("agreed", *key, tuple((a.shape, a.dtype) for a in args))
 

@@ -177,3 +177,16 @@ def test_a_function_that_names_its_variables_is_traced_once():
         step(np.ones(8, np.float32))
     assert float(w.value) == 25
     assert (traces, step.shared) == (["step", "then"], (w, half))
+
+
+def test_profiles_show_names(tmp_path):
+    """Programs are called by their functions, those of collectives by what they do; launches are ranges of these names."""
+    total, w = synk.function(lambda x: x.sum(), name="total"), synk.shared(numbers(4))
+    total(numbers(8)), synk.all_reduce(w)
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(total(numbers(8)))
+        synk.all_reduce(w)
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    names = path.read_bytes()
+    for name in (b"total", b"jit(total)", b"combine.reduce_body", b"jit(synk.combine.reduce_body)"):
+        assert re.search(rb"[^\w.(]" + re.escape(name) + rb"[^\w.)]", names), name
