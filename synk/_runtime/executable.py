@@ -110,8 +110,8 @@ def _launch(
 
 
 def _jit(group: Group, spec: ProgramSpec) -> Any:
-    """Under `jax.jit`, by the name that logs and profiles show, with an extra scalar output per replica. We wait on it to
-    know that the program has finished; real outputs may be donated or deleted by then."""
+    """Under `jax.jit`, by the name that logs and profiles show, with an extra scalar output per replica. We wait on it
+    to know that the program has finished; real outputs may be donated or deleted by then."""
 
     def with_token(*values: jax.Array) -> list[jax.Array]:
         token = jnp.zeros((group.size,) if spec.takes_all_replicas else (), jnp.int32)

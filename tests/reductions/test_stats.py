@@ -204,7 +204,7 @@ MEANS = synk.function(lambda x: (stats.mean(x), stats.moments(x)))
 LOG_SUM = synk.function(stats.logsumexp)
 
 
-@pytest.mark.parametrize("first", [[INF, 1], [-INF, 1, 2], [INF, -INF], [INF, np.nan], [INF, *range(9)]])
+@pytest.mark.parametrize("first", [[INF, 1], [-INF, 1], [INF, -INF], [INF, np.nan], [INF, *range(9)]])
 def test_infinite_means(few_replicas, first):
     """As NumPy has them, wherever the infinities lie, whatever the cut; their variance is NaN, as there."""
     for x in (np.array(first, np.float32), np.array([*first, *range(7), *first], np.float32)):
@@ -456,8 +456,8 @@ def test_integers_far_from_zero(few_replicas, offset, dtype):
     """Timestamps, say: float32 has no room for them, and what is between them is exact."""
     x = (offset + np.random.default_rng(0).normal(size=(101, 3)) * 5).clip(0).astype(dtype)
     wide = x.astype(np.float64)
+    var, mean, cov = map(synk.function, (stats.var, stats.mean, stats.cov))
     for _ in range(2):
-        np.testing.assert_allclose(synk.function(synk.stats.var)(x, num_slices=2), wide.var(0), rtol=1e-5)
-        np.testing.assert_allclose(synk.function(synk.stats.mean)(x), wide.mean(0), rtol=1e-6)
-        found = synk.function(synk.stats.cov)(x)
-        np.testing.assert_allclose(found, np.cov(wide, rowvar=False), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(var(x, num_slices=2), wide.var(0), rtol=1e-5)
+        np.testing.assert_allclose(mean(x), wide.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(cov(x), np.cov(wide, rowvar=False), rtol=1e-4, atol=1e-4)
