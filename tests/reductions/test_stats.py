@@ -176,7 +176,7 @@ def test_under_transformations(few_replicas):
 def test_quantiles(few_replicas):
     """As NumPy's; rows are gathered where parts differ, slices too, and programs of other lengths are made anew."""
     f = synk.function(lambda x: {"q": stats.quantile(x, [0.1, 0.5, 0.99]), "m": stats.mean(x)})
-    for count in (7, 8, 9, 7, 30):
+    for count in (7, 9, 7, 30):
         x = rows_of(count)
         for slices in (1, 3):
             got = f(x, num_slices=slices)
@@ -386,7 +386,7 @@ def merged(statistic, x, doublings):
     return monoid.value
 
 
-@pytest.mark.parametrize("doublings", [20, 30, 31, 33, 40])
+@pytest.mark.parametrize("doublings", [30, 31, 40])
 def test_rows_beyond_int32(doublings):
     """Their number is one for which there is room; no count of a bin goes past the largest and on from the least."""
     x = np.array([0.0, 1.0, 5.0], np.float32)

@@ -54,7 +54,7 @@ def test_what_arrives(group, wire):
     kind, n = group
     f, exact = function_of(wire), function_of(None)
     with group_of(kind, n):
-        for rows, num_slices in ((29, 1), (13, 3), (2 * n, 1), (1, 1)):
+        for rows, num_slices in ((29, 1), (13, 3), (1, 1)):
             x = WIDE[:rows]
             got, want = f(x, num_slices=num_slices), exact(x, num_slices=num_slices)
             parts = np.stack([part.sum(0) for part in np.array_split(x, n)])
@@ -66,9 +66,9 @@ def test_what_arrives(group, wire):
             if n > 1:
                 allowed = largest_error(wire, "sum", parts) + 1e-5 * np.abs(parts).sum(0)
                 assert (np.abs(got["sum"] - want["sum"]) <= allowed).all()
-            f.check(x, num_slices=num_slices)
             again = f(x, num_slices=num_slices)
             assert all((again[name] == got[name]).all() for name in OPS)
+        f.check(WIDE[:13], num_slices=3)
 
 
 @pytest.mark.parametrize("per_process", [1, 2, 4])
