@@ -19,9 +19,7 @@ X, Y = numbers(37, 3), numbers(37)[:, 0]
 # Sizes that divide and do not, one row, none for some replicas.
 BATCHES: dict[str, Any] = {
     "minibatches": lambda: synk.minibatches(37, 8, seed=1),
-    "one": lambda: [None],
-    "mixed": lambda: [[3, 1, 0, 9], slice(20, 37), [36], 5, X[:, 0] > 0],
-    "first has one row": lambda: [[7], slice(0, 30)],
+    "mixed": lambda: [[7], [3, 1, 0, 9], slice(20, 37), [36], 5, X[:, 0] > 0],
 }
 OUTPUTS = {
     "sum": "sum", "mean": "mean", "half": "mean", "max": "max", "least": "min", "prod": "prod", "any": "any", "rows": "concat",
@@ -56,9 +54,7 @@ def order(batches: Any, rows=37):
 
 
 QUICK = [(("devices", 2), "minibatches")]
-CASES = [  # each kind of batches, and each group
-    *QUICK, (("simulated", 3), "first has one row"), (("devices", 4), "mixed"),
-]  # fmt: skip
+CASES = [*QUICK, (("simulated", 3), "mixed")]
 
 
 @pytest.mark.parametrize(("group", "batches"), slow_but(QUICK, CASES))
