@@ -203,6 +203,8 @@ ERRORS = {
     # Arguments.
     "missing argument": (lambda: sum_with_w()(X), TypeError, "act: missing a required argument: 'w'"),
     "unknown argument": (lambda: mean()(X, y=1), TypeError, "loss: got an unexpected keyword argument 'y'"),
+    "another's option": (lambda: mean().serial(X, num_slices=2), TypeError, "loss: num_slices is an option of other ways to call it; this one takes none"),
+    "no argument but an option": (lambda: synk.function(lambda x, **more: x.sum()).blame(X, batch_s=[[0], [0, 1]]), TypeError, "batch_s is an option of other ways"),
     "a leaf that is no array": (
         lambda: synk.function(lambda x, m: x, ["x"], name="step")(X, {"act": jnp.tanh}),
         TypeError, r"step: argument m\['act'\] is a .*; give arrays",

@@ -20,7 +20,7 @@ from .._base.pytree import PyTree, array_of_list
 from .._data.overlap import Overlap, halo_of
 
 MODES = ("scatter", "broadcast", "static")
-RESERVED = ("batch", "batch_s", "num_slices", "output_subset", "batches", "prefetch", "rtol", "atol", "update")
+OPTIONS = frozenset("batch batch_s num_slices output_subset batches prefetch rtol atol update".split())
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -79,7 +79,7 @@ class ArgumentBinder:
         self.name = name
         self.signature = _signature(fn)
         self.parameters = dict(self.signature.parameters)
-        clash = [p for p in self.parameters if p in RESERVED]
+        clash = [p for p in self.parameters if p in OPTIONS]
         if clash:
             raise ValueError(
                 f"{name}: its parameter {clash[0]!r} has the name of an option of every synk function. Rename it."
@@ -161,6 +161,8 @@ class ArgumentBinder:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
         """Leaves of a call's arguments, and how they are dealt out."""
+        for option in OPTIONS.intersection(kwargs):
+            raise TypeError(f"{self.name}: {option} is an option of other ways to call it; this one takes none.")
         if self._arrays:
             kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
         statics: dict[str, Any] = {}

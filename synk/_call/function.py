@@ -178,7 +178,9 @@ class Function(Inspection):
     def _not_finite(self, bound: BoundArguments, request: RowRequest) -> str:
         """Who is to blame for it, in words."""
         said = f"{self.name}: its outputs or updates are not finite"
-        if request.batch_s is None:
+        if request.batch_s is not None:
+            said += "; rows that batch_s picks are not tried one by one"
+        else:
             with suppress(SynkError, ValueError), jax.debug_nans(False), jax.debug_infs(False):
                 found = self._blame(bound, request)
                 said = str(found) if found is not None else said

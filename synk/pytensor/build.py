@@ -15,7 +15,7 @@ from pytensor.tensor.type import TensorType
 import synk
 
 from .._base.errors import public_api, shown
-from .._call.binding import RESERVED
+from .._call.binding import OPTIONS
 from .convert import Converted, as_typed
 from .cuts import Cuts, Graph, Output, check_inputs, cut, merged
 from .held import shared
@@ -260,7 +260,7 @@ def _parameters(inputs: Sequence[Variable]) -> list[str]:
     names: list[str] = []
     for i, variable in enumerate(inputs):
         name = variable.name or ""
-        is_name = name.isidentifier() and not keyword.iskeyword(name) and name not in (*names, *RESERVED)
+        is_name = name.isidentifier() and not keyword.iskeyword(name) and name not in (*names, *OPTIONS)
         names.append(name if is_name and not name.startswith(("combined_", "input_")) else f"input_{i}")
     return names
 
