@@ -205,10 +205,10 @@ class Group:
             where = f" in {hosts} hosts" if hosts > 1 else ""
             return f"Group(target of {self.size} {self.accelerator.name}{where})"
         ids = ", ".join(str(device.id) for device in dict.fromkeys(self.devices))
-        kind = "simulated replicas on" if self.is_simulated else "replicas on"
+        kind = "simulated " * self.is_simulated + ("replica" if self.size == 1 else "replicas")
         processes = len({device.process_index for device in self.devices})
         where = f" of {processes} processes" if self._is_multi_process else ""
-        return f"Group({self.size} {kind} {self.platform}:{ids}{where})"
+        return f"Group({self.size} {kind} on {self.platform}:{ids}{where})"
 
     def __enter__(self) -> Group:
         in_turn()

@@ -45,6 +45,7 @@ def test_members(group):
     ids = ", ".join(str(device.id) for device in dict.fromkeys(group.devices))
     kind = "simulated replicas" if group.is_simulated else "replicas"
     assert repr(group) == f"Group({group.size} {kind} on {group.platform}:{ids})"
+    assert repr(synk.init(1)) == f"Group(1 replica on {group.platform}:{jax.devices()[0].id})"
 
 
 def test_simulated():
