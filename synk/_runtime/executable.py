@@ -117,8 +117,8 @@ def _jit(group: Group, spec: ProgramSpec) -> Any:
         token = jnp.zeros((group.size,) if spec.takes_all_replicas else (), jnp.int32)
         return [*spec.body(*values), token]
 
+    ins: list[Layout] = [*chain(*spec.ins)]
     layouts: list[Layout] = [*spec.outs, "stacked"]
-    ins = [*chain(*spec.ins)]
     mapped = with_token if spec.takes_all_replicas else spmd(group, with_token, ins, layouts, spec.engine)
 
     def of_lists(*args: Sequence[jax.Array]) -> list[jax.Array]:

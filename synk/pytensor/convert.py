@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytensor
 import pytensor.tensor as pt
 from pytensor.compile.mode import get_mode
+from pytensor.configdefaults import config
 from pytensor.graph.basic import Variable
 from pytensor.graph.fg import FunctionGraph
 from pytensor.graph.replace import clone_replace
@@ -66,7 +66,7 @@ class Converted:
         outputs = clone_replace(list(self._outputs), replace=of_shape, rebuild_strict=False)
         with (
             jax.ensure_compile_time_eval(),  # so that constants are no part of the trace under way
-            pytensor.config.change_flags(traceback__limit=0),  # a tenth of the time; JAX names no node's origin
+            config.change_flags(traceback__limit=0),  # a tenth of the time; JAX names no node's origin
         ):
             graph = FunctionGraph(inputs=list(of_shape.values()), outputs=outputs, clone=True)
             mode: Any = get_mode("JAX")
