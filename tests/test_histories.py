@@ -355,7 +355,21 @@ def by_then(w):
     return f, again
 
 
-@pytest.mark.parametrize("make", [by_closure, by_helper, by_attribute, by_then])
+def by_what_names_do_not_show(w):
+    """A partial, a compiled helper, an object deep in others, with slots, and a table."""
+
+    class Slots:
+        __slots__ = ("w",)
+
+    holder = Slots()
+    holder.w = w
+    table = {"deep": {"holder": [holder]}}
+    helper = jax.jit(lambda x: x * table["deep"]["holder"][0].w.value)
+    f = synk.function(partial(lambda scale, x: scale(x).sum(), helper))
+    return f, lambda value: setattr(holder, "w", synk.shared(value))
+
+
+@pytest.mark.parametrize("make", [by_closure, by_helper, by_attribute, by_then, by_what_names_do_not_show])
 @pytest.mark.parametrize("slices", [1, 2])
 def test_a_name_that_is_given_to_another_variable(few_replicas, make, slices):
     """As where a cell of a notebook is run again: the next call, of a kind seen before, reads the new one, and keeps
@@ -377,6 +391,76 @@ def test_a_name_that_is_given_to_another_variable(few_replicas, make, slices):
     with pytest.raises(IndexError):
         f(X, batch=[99], num_slices=slices)
     assert f(X, num_slices=slices) == 5 * X.sum() and f.stats.compilations > count
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_another_object_takes_over_the_variable(few_replicas, slices):
+    """Wrapped once more, it is what it is now, for every kind of call."""
+
+    class Net:
+        def __init__(self, w):
+            self.w = w
+
+        def __call__(self, x):
+            return x * self.w.value
+
+    class Scaled:
+        def __init__(self, net):
+            self.net = net
+
+        def __call__(self, x):
+            return 10 * self.net(x)
+
+    net = Net(synk.shared(np.float32(2)))
+    f = synk.function(lambda x: net(x).sum())
+    for factor in (2, 20, 200):
+        for _ in range(2):
+            assert f(X, num_slices=slices) == f.serial(X) == factor * X.sum()
+            assert f.over(X, batches=[7, 8], num_slices=slices) == factor * (X.sum() + X[:7].sum())
+        net = Scaled(net)
+
+
+def test_no_variable_takes_the_place_of_another_between_batches(few_replicas):
+    """All batches of one answer have the same."""
+    w = synk.shared(np.float32(1), name="w")
+    f = synk.function(lambda x: (x * w.value).sum(), name="f")
+
+    def batches():
+        nonlocal w
+        yield 7
+        w = synk.shared(np.float32(2), name="new")
+        yield 8
+
+    with pytest.raises(synk.SynkError, match=r"f\.over: new came in place of another variable"):
+        f.over(X, batches=batches(), prefetch=0)
+    assert f.over(X, batches=[7, 8]) == 2 * (X.sum() + X[:7].sum())
+
+
+@pytest.mark.parametrize("options", [{"num_slices": 2}, {"batches": [7, 8]}, {}], ids=str)
+def test_variables_that_have_lost_their_places_go(few_replicas, options):
+    """However often, and with other rows each time, none of them is kept."""
+    w, gone = None, []
+    f = synk.function(lambda x: (x * w.value).sum())
+    run = f.over if "batches" in options else f
+    for rows in range(4, 9):
+        w = synk.shared(np.float32(1))
+        gone.append(weakref.ref(w))
+        run(X[:rows] if len(options) == 0 else X, **options)
+    synk.close()
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True] * 4 + [False] and f.shared == (w,)
+
+
+def test_a_variable_that_is_made_compiles_nothing(few_replicas):
+    """Functions look again which ones they use, by a trace alone."""
+    w, traces = synk.shared(np.float32(1)), []
+    f = synk.function(lambda x: (traces.append(None), (x * w.value).sum())[1])
+    f(X)
+    count, before = f.stats.compilations, len(traces)
+    synk.shared(np.float32(5))
+    for _ in range(2):
+        f(X)
+        assert (f.stats.compilations, len(traces) - before) == (count, before)
 
 
 def test_an_update_goes_to_the_variable_of_that_name(few_replicas):

@@ -35,7 +35,7 @@ from .finish import Finisher
 from .inputs import AUTO, check_leaves, select_rows
 from .look import check_row_numbers, checked_subset, part_form
 from .parts import arrays_of, part_of, part_table
-from .plan import PlanCache, plan_key
+from .plan import PlanCache, Traced, plan_key
 from .prepare import check_row_count
 from .program import ProgramBuilder
 from .row_input import RowCall, RowRequest
@@ -101,7 +101,8 @@ def _compose(
     def abstract(variable: Shared) -> AbstractState:
         return state_in(variable, group).abstract
 
-    plan = plans.find(function, group, key, abstract, make, holds_function=True)
+    # It touches no variable, or making it raises.
+    plan = plans.find(function, group, key, abstract, lambda: Traced((), make), holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]

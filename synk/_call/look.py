@@ -22,7 +22,7 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .feeding import launches
 from .inputs import RowInputs, check_leaves, passes_variables, select_rows, values_given
-from .plan import PlanCache
+from .plan import PlanCache, Traced
 from .row_input import RowCall, RowRequest
 from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View, rows_not_in_blocks
@@ -142,14 +142,15 @@ def _rows_of_variable(
     """Where a variable brings rows, or `batch_s` picks from those that it holds."""
     name, taken = function.name, None if rows.lengths is None else rows.lengths[0]
 
-    def find() -> _Holder:
+    def trace() -> Traced:
         traces = CallTraces(function, where.group, call._replace(held_index=None), where.view)
         traced = traces.of_rows(taken)
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
-        return _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
+        found = _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
+        return Traced(found.accepts, lambda: found)
 
     holder = plans.find(
-        function, where.group, ("holder", call, taken, function.per_part), where.abstract, find
+        function, where.group, ("holder", call, taken, function.per_part), where.abstract, trace
     ).variable
     lengths = None if holder is None else where.state(holder).rows_per_replica
     if holder is not None and function.blocks is not None:

@@ -101,6 +101,11 @@ class Accumulation:
         """All batches find the same values and give outputs of the same shapes."""
         name, new = ready.function.name, _compiler(ready.plan)
         for variable, state in states.items():
+            if self._first is not None and variable not in self._states:
+                raise SynkError(
+                    f"{name}.over: {variable.name} came in place of another variable between two batches, but all of "
+                    f"them make one answer. Put it there before or after."
+                )
             if self._states.setdefault(variable, state) is not state:
                 raise SynkError(
                     f"{name}.over: {variable.name} was set between two batches, but all of them make one answer. Set "

@@ -1,8 +1,10 @@
 """Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any value."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
+from itertools import filterfalse
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -77,16 +79,26 @@ class CallPlan:
         return self.finish or next(iter(self.launches.values()))
 
 
+class Traced(NamedTuple):
+    """A kind of call as it is now: which variables it touches, and what makes the plan."""
+
+    touched: Collection[Shared]
+    finish: Callable[[], Any]
+
+
 class PlanCache:
     """Plans of one function: for each kind of call those made for different states of the variables they touch.
 
     They live in their group, and go with it or with the function; those that hold on to the function go with it alone.
+    Where names that reach these variables have others now, or variables were made since, which may have taken their
+    places in some other way, a plan is for a call only if it touches the same ones when it is traced once more.
     """
 
     def __init__(self) -> None:
         self._touched: dict[Shared, None] = {}
-        # By what the function's lines reach the variables that a plan touches: kept here, since it holds the function.
-        self._names: WeakKeyDictionary[Any, list[tuple[LookUp, Shared]]] = WeakKeyDictionary()
+        # How many variables there were when a plan was last traced, and by what the function's lines reach those that
+        # it touches: kept here, since it holds the function.
+        self._reached: WeakKeyDictionary[Any, tuple[int, list[tuple[LookUp, Shared]]]] = WeakKeyDictionary()
         self._holding = BoundedCache(MAX_GROUPS)  # for a group
         self.compiled: deque[Compiled] = deque(maxlen=64)  # the newest plans, to tell why one had to be made
 
@@ -100,34 +112,54 @@ class PlanCache:
         group: Group,
         key: Any,
         abstract: Callable[[Shared], AbstractState],
-        make: Callable[[], Any],
+        trace: Callable[[], Traced],
         holds_function: bool = False,
     ) -> Any:
         """The plan of a function for a key; made where there is none."""
         plans: list[Any] = self.kept(group, key, list, holds_function)
+
+        def fits(plan: Any) -> bool:
+            return all([abstract(variable) in accepted for variable, accepted in plan.accepts.items()])
+
         for plan in plans:
-            states = plan.accepts.items()
-            if self._is_current(plan) and all([abstract(variable) in accepted for variable, accepted in states]):
+            if self._is_current(plan) and fits(plan):
                 return plan
-        plan = make()  # a failure is not kept
-        for old in plans:
-            if not self._is_current(old):  # nor are variables that have lost their names to others
-                self._forget(old.accepts.keys() - plan.accepts)
-        self._names[plan] = [*ways_to(function.fn, plan.accepts), *ways_to(function.then, plan.accepts)]
+        made, traced = Shared._made, trace()  # a failure is not kept
+        touched = set(traced.touched)
+        same = [plan for plan in plans if self._has_names(plan) and plan.accepts.keys() == touched]
+        stale = {*plans, *filterfalse(self._has_names, list(self._reached))}.difference(same)
+        if stale:  # all programs go: what else the function reaches may have changed with the variables
+            self._forget(stale, touched)
+            group._caches.pop(self, None)
+            self._holding = BoundedCache(MAX_GROUPS)
+            plans = self.kept(group, key, list, holds_function)
+        plan = next(filter(fits, same), None) or traced.finish()
+        for each in {plan, *same}:
+            self._reached[each] = made, [*ways_to(function.fn, each.accepts), *ways_to(function.then, each.accepts)]
         self._touched.update(dict.fromkeys(plan.accepts))
-        if isinstance(plan, CallPlan):
+        if isinstance(plan, CallPlan) and plan not in same:
             self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], plan.accepts))
-        plans[:] = [plan, *filter(self._is_current, plans)][:64]
+        plans[:] = [plan, *(each for each in same if each is not plan)][:64]
         return plan
 
     def _is_current(self, plan: Any) -> bool:
-        """Does the function reach the same variables still? A cell that is run again gives their names to others."""
-        return all([look_up() is variable for look_up, variable in self._names.get(plan, ())])
+        """Does the function reach the same variables still? A cell that is run again makes others in their places."""
+        return self._has_names(plan) and (not plan.accepts or self._reached[plan][0] == Shared._made)
 
-    def _forget(self, variables: Set[Shared]) -> None:
-        for variable in variables:
+    def _has_names(self, plan: Any) -> bool:
+        """Do the names by which it reached them still mean these variables?"""
+        reached = self._reached.get(plan)
+        return reached is not None and all([look_up() is variable for look_up, variable in reached[1]])
+
+    def _forget(self, stale: Set[Any], touched: Set[Shared]) -> None:
+        """Plans of variables that have lost their places to others, and those that nothing else touches."""
+        gone = {variable for plan in stale for variable in plan.accepts} - touched
+        for plan in stale:
+            self._reached.pop(plan, None)
+        gone.difference_update(*[plan.accepts for plan in filter(self._is_current, list(self._reached))])
+        for variable in gone:
             self._touched.pop(variable, None)
-        self.compiled = deque((each for each in self.compiled if not variables & each.states.keys()), maxlen=64)
+        self.compiled = deque((each for each in self.compiled if not gone & each.states.keys()), maxlen=64)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
         """What `make` gives, a pure function of `key`. What holds on to the function would not go before the group, if
@@ -160,19 +192,24 @@ class NeedsLengths:
     accepts: dict[Shared, tuple[AbstractState, ...]]
 
 
-def make_plan(
-    function: FunctionSpec, group: Group, call: CallSpec, view: View | None, plans: PlanCache
-) -> CallPlan | NeedsLengths:
-    """Trace, lower and compile a kind of call."""
+def trace_plan(function: FunctionSpec, group: Group, call: CallSpec, view: View | None, plans: PlanCache) -> Traced:
+    """Trace a kind of call; what is not known yet is made as a `CallPlan`, or `NeedsLengths`."""
     traces = CallTraces(function, group, call, view)
     builder = ProgramBuilder(traces)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
-        return NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
+        needs = NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
+        return Traced(needs.accepts, lambda: needs)
     finisher = Finisher(builder)
     if function.blocks is not None:
         _check_blocks(traces)
     depends_on = _equality_dependencies(finisher)
-    apart = _diverging(traces, depends_on) if group.size > 1 else set[Shared]()
+    return Traced(tuple(traces.touched), partial(_make_plan, finisher, depends_on, plans))
+
+
+def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] | None], plans: PlanCache) -> CallPlan:
+    """Lower and compile a kind of call."""
+    builder, traces, call = finisher.builder, finisher.traces, finisher.call
+    apart = _diverging(traces, depends_on) if finisher.group.size > 1 else set[Shared]()
     layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
     result = finisher.result
     compiler = Compiler(finisher, tuple(depends_on), layouts)

@@ -22,7 +22,7 @@ from .execute import ReadyCall, execute, explained
 from .feeding import launches
 from .look import FORM_FIELDS, Looked, Where, look
 from .memory import data_beside, memory_needed, most_rows, variable_bytes
-from .plan import CallPlan, NeedsLengths, PlanCache, SliceChoice, make_plan, plan_key
+from .plan import CallPlan, NeedsLengths, PlanCache, SliceChoice, Traced, plan_key, trace_plan
 from .row_input import RowRequest
 from .spec import CallSpec, FunctionSpec
 
@@ -47,13 +47,17 @@ def find_plan(
 
 
 def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where) -> CallPlan | NeedsLengths:
-    def make() -> CallPlan | NeedsLengths:
+    def timed(act: Callable[[], Any]) -> Any:
         start = perf_counter()
-        plan = make_plan(function, where.group, call, where.view, plans)
+        found = act()
         function.stats.dispatching += perf_counter() - start
-        return plan
+        return found
 
-    return plans.find(function, where.group, plan_key(function, call), where.abstract, make, call.is_over)
+    def trace() -> Traced:
+        traced: Traced = timed(partial(trace_plan, function, where.group, call, where.view, plans))
+        return traced._replace(finish=partial(timed, traced.finish))
+
+    return plans.find(function, where.group, plan_key(function, call), where.abstract, trace, call.is_over)
 
 
 def choose_slices(
@@ -70,8 +74,12 @@ def choose_slices(
     if lengths is None:
         return SliceChoice(1, 1, {})
     key = ("slices", plan_key(function, CallSpec(*whole.form)), lengths)
-    make = partial(_choose, function, plans, where, ask, max(lengths))
-    return plans.find(function, where.group, key, where.abstract, make)
+
+    def trace() -> Traced:
+        whole = find_plan(function, plans, ask(1), 1, where)[1]
+        return Traced(whole.accepts, partial(_choose, function, plans, where, ask, max(lengths)))
+
+    return plans.find(function, where.group, key, where.abstract, trace)
 
 
 def _choose(

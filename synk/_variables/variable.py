@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from .pieces import refuse_pieces
 from .state import AbstractState, VariableState, refuse_inside, refuse_traced
 from .value import conform, spec_of_value
 
-_numbers = count()
+_numbers, _made = count(), count(1)
 
 
 def _refused(variable: Shared, how: str) -> TypeError:
@@ -47,7 +47,10 @@ class Shared:
       (Shared(w: float32[3]), [1.0, 1.0, 1.0])
     """
 
+    _made: ClassVar[int] = 0  # grows with each, which may have taken the name, or the place, of another one
+
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
+        Shared._made = next(_made)
         self.name = name or f"shared_{next(_numbers)}"
         self._given_name = name or ""
         self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
