@@ -14,7 +14,7 @@ from .._base.pytree import PyTree
 from .._data.dataset import data_of_replicas
 from .._data.transfer import PartRows
 from .._runtime.dispatch import ignore_failure, uninterrupted
-from .._runtime.executable import Executable, relayout
+from .._runtime.executable import Executable, peers_explain, relayout
 from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
 from .._variables.access import bind, divergence, invalidate, restore
@@ -61,14 +61,14 @@ def execute(ready: ReadyCall) -> Any:
     last = _before_last(ready, states)
     if not plan.updates:
         values = _launch(ready, last, ignore_failure)
-        if _is_refused(plan, values):
+        if _is_refused(ready, values):
             raise NotFinite
         return _tree(ready, values)
     rollback = _Rollback(ready.function.name, not ready.call.donate)
     with uninterrupted():
         try:
             values = _launch(ready, last, rollback)
-            if _is_refused(plan, values):
+            if _is_refused(ready, values):
                 raise NotFinite
         except Exception as error:
             for update in plan.updates:
@@ -83,9 +83,10 @@ def execute(ready: ReadyCall) -> Any:
     return _tree(ready, values)
 
 
-def _is_refused(plan: CallPlan, values: list[jax.Array]) -> bool:
+def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
     """Wait, where the function wants that, and tell whether something is not finite."""
-    return plan.has_flag and bool(np.asarray(values.pop()))
+    with peers_explain(ready.group):
+        return ready.plan.has_flag and bool(np.asarray(values.pop()))
 
 
 def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
@@ -123,7 +124,10 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
     states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
     check_held_rows(ready, states)
     values = _launch(ready, _before_last(ready, states), ignore_failure)
-    is_refused = _is_refused(ready.plan, values)
+    is_refused = _is_refused(ready, values)
+    if ready.group._is_multi_process:
+        with peers_explain(ready.group):
+            jax.block_until_ready(values)
     return Outcome(values[: len(ready.plan.result.picked)], _updates(ready, values, states), ready.plan, is_refused)
 
 

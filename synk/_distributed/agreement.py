@@ -29,6 +29,7 @@ _GONE = re.compile(
 # What process 0 meets at the files, and all raise.
 _OF_FILES = (OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 _KNOWN: dict[str, type[Exception]] = {e.__name__: e for e in (*_OF_FILES, CheckpointError, TypeError, ValueError)}
+_WAS_ENDED = "ended"  # by Ctrl-C or sys.exit, in place of the name of an error that all may catch
 _SAME_CALLS = "Every process must make the same calls, of equal shapes, in the same order."
 _START_AGAIN = "This group cannot go on: start all its processes again, from the last checkpoint."
 
@@ -79,7 +80,9 @@ class JaxPeers(Peers):
             try:
                 result = act()
             except BaseException as error:
-                kv_store.put(f"synk/told/{number}", json.dumps([type(error).__name__, str(error)]))
+                kind = type(error).__name__ if isinstance(error, Exception) else _WAS_ENDED
+                why = str(error) if isinstance(error, Exception) else f"{type(error).__name__}({error})"
+                kv_store.put(f"synk/told/{number}", json.dumps([kind, why]))
                 raise
             kv_store.put(f"synk/told/{number}", json.dumps([None, result]))
             return result
@@ -88,6 +91,8 @@ class JaxPeers(Peers):
         kind, result = json.loads(told)
         if kind is None:
             return result
+        if kind == _WAS_ENDED:
+            raise self.end(_peer_failed({"0": f"{what}: {result}"}))
         raise _KNOWN[kind](result) if kind in _KNOWN else OSError(f"{what}: process 0 failed: {kind}: {result}")
 
     def after_failure(self, what: str, error: Exception) -> Exception:

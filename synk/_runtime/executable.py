@@ -1,7 +1,8 @@
 """Executable: a body mapped over a group, lowered from shapes, agreed on, compiled, launched."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -107,6 +108,18 @@ def _launch(
         raise gone from error
     note_launch(InFlight(results.pop(), on_failure, group._peers, name))
     return results
+
+
+@contextmanager
+def peers_explain(group: Group) -> Generator[None]:
+    """Where what is waited for died since another process is gone, say so by PeerError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        gone = group._peers.explain(error)
+        if gone is None:
+            raise
+        raise gone from error
 
 
 def _jit(group: Group, spec: ProgramSpec) -> Any:

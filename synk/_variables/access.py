@@ -117,7 +117,7 @@ def _copies(variable: Variable, group: Group, leaves: list[Any]) -> list[jax.Arr
 
 def _compare(variable: Variable, group: Group, leaves: list[Any], always: bool) -> None:
     name, cure = variable._given_name or "a shared variable without a name", f"synk.broadcast({variable.name})"
-    remedy = f"Make it alike, e.g. of one seed, or give all of them that of process 0 first: {cure}."
+    remedy = f"Make it alike, e.g. of one seed, or give all of them that of the first replica: {cure}."
     group._peers.compare_values(f"the value of {name}", lambda: leaves, remedy, always)
 
 

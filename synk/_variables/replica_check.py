@@ -10,7 +10,7 @@ from jax import lax
 
 from .._base.errors import DivergedError, public_api
 from .._runtime.engine import Body
-from .._runtime.executable import as_bits, run_collective
+from .._runtime.executable import as_bits, peers_explain, run_collective
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout
 from .._tracing.context import eager
@@ -47,7 +47,8 @@ def check_replicas(*variables: Shared) -> None:
         body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpacker, v._spec.is_cut) for v in each))
         leaves = [leaf for state in states for leaf in state.leaves]
         layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
-        table = np.asarray(run_collective(group, body, layouts, ["replicated"], leaves)[0])
+        with peers_explain(group):
+            table = np.asarray(run_collective(group, body, layouts, ["replicated"], leaves)[0])
     names = [f"{variable.name}{path}" for variable in each for path in variable._spec.paths]
     for i, name in enumerate(names):
         wrong = [rank for rank in range(group.size) if (table[rank, i] != table[0, i]).any()]
