@@ -31,10 +31,9 @@ class Minibatches:
     def __iter__(self) -> Iterator[np.ndarray]:
         first, skipped = divmod(self.start, self.per_epoch)
         for epoch in range(first, self.epochs):
-            order = np.arange(self.rows)
-            if self.shuffle:
-                # NumPy keeps RandomState's stream for good; that of newer generators may change with a release.
-                order = np.random.RandomState([self.seed, epoch]).permutation(self.rows)
+            # NumPy keeps RandomState's stream for good; that of newer generators may change with a release.
+            shuffled = np.random.RandomState([self.seed, epoch]).permutation if self.shuffle else np.arange
+            order = shuffled(self.rows)
             for i in range(skipped if epoch == first else 0, self.per_epoch):
                 yield order[i * self.batch_size : (i + 1) * self.batch_size]
 

@@ -1277,6 +1277,32 @@ def fail(mode, who, **options):
         time.sleep(0.002)
 
 
+def wait_for_a_dead_one(how, folder):
+    """Process 0 is in a call that waits when process 1 fails, or interrupts its own save, which process 1 waits for."""
+    group = join()
+    x, me = np.arange(4 * group.size, dtype=np.float32), jax.process_index()
+    w = synk.shared(np.zeros(3, np.float32), name="w")
+    mean, checked = synk.function(lambda x: x.mean(), reduce="mean"), synk.function(lambda x: x.sum(), nan="raise")
+    acts = {
+        "local": lambda: mean(synk.local(x)), "nan": lambda: checked(x), "check": lambda: mean.check(x),
+        "replicas": lambda: synk.check_replicas(w), "save": lambda: synk.save(folder, {"w": w}, step=1),
+    }  # fmt: skip
+    dies = 0 if how == "save" else 1
+    synk.broadcast(w)
+    if how != "save":
+        acts[how]()
+    if me == dies and how == "save":
+        os.fsync = lambda descriptor: signal.raise_signal(signal.SIGINT)
+    elif me == dies:
+        time.sleep(0.5)
+        raise RuntimeError("a bug of the user's")
+    try:
+        acts[how]()
+    except Exception as error:
+        say("raised", kind=type(error).__name__, message=str(error))
+        raise
+
+
 def fail_by(mode):
     if mode == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -256,6 +256,20 @@ def test_failure(mode, who):
             assert end.code == {"exit": 3, "site's exit": 3, "interrupt": 130, "kill": -9}.get(mode, 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["local", "nan", "check", "replicas", "save"])
+def test_calls_that_wait_say_why(how, tmp_path):
+    """PeerError names the other one, also where a device of this process waits for one of its own beside; or it ends
+    where it waits."""
+    dies, why = (0, "KeyboardInterrupt") if how == "save" else (1, "process 1: RuntimeError: a bug of the user's")
+    with gang.Gang("wait_for_a_dead_one", how, tmp_path, devices=2) as some:
+        ends = some.wait(60)
+    other = ends[1 - dies].output
+    assert {line["kind"] for line in said(other) if line["what"] == "raised"} <= {"PeerError"}
+    assert "PeerError" in other and why in other
+    assert ends[1 - dies].code == EXIT_PEER_FAILED and ends[dies].code == (130 if how == "save" else 1)
+
+
 @pytest.mark.parametrize(
     ("mode", "who", "text"),
     [
