@@ -85,8 +85,10 @@ def execute(ready: ReadyCall) -> Any:
 
 def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
     """Wait, where the function wants that, and tell whether something is not finite."""
+    if not ready.plan.has_flag:
+        return False
     with peers_explain(ready.group):
-        return ready.plan.has_flag and bool(np.asarray(values.pop()))
+        return bool(np.asarray(values.pop()))
 
 
 def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
