@@ -378,6 +378,14 @@ def interrupt(seconds):
         config.update("jax_persistent_cache_min_compile_time_secs", least)
 
 
+@contextlib.contextmanager
+def unnoticed():
+    """Variables that are made here take nobody's place: functions run by what is cached, and do not look again."""
+    before = synk.Shared._made
+    yield
+    synk.Shared._made = before
+
+
 class World:
     """What lives long: functions, each group's variables, data, iterators that were left, results handed out."""
 
@@ -389,6 +397,7 @@ class World:
         self.data = {place: synk.data(normal(i, 13, 2), place=place, name="x") for i, place in enumerate(PLACES)}
         self.open: list[tuple[Call, Any, list[Any]]] = []
         self.kept: list[tuple[list[Any], list[Any]]] = []
+        self.compared = 0
         for group, v in zip(self.groups, self.variables, strict=True):
             with group:
                 synk.scatter(v.held, normal(9, 6, 2))
@@ -415,7 +424,9 @@ class World:
         """`warm()` and `fresh(variables)` tell the same, and leave the same values of variables; is it a result?"""
         with self.on(home):
             before = {name: state(getattr(self.variables[home], name)) for name in names}
-            twins = SimpleNamespace(**{name: remade(name, found) for name, found in before.items()})
+            self.compared += 1
+            with unnoticed() if self.compared % 2 else contextlib.nullcontext():
+                twins = SimpleNamespace(**{name: remade(name, found) for name, found in before.items()})
             assert bits({name: state(getattr(twins, name)) for name in names}) == bits(before), "not made again"
         leaves, got = told(warm)
         _, want = told(lambda: fresh(twins))
