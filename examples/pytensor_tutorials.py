@@ -139,7 +139,6 @@ def train(model, epochs=3, rate=0.1, devices=4):
     many = synk.pytensor.function(
         inputs, cost, broadcast=inputs[-1:], updates=updates, combine=[(g, "mean") for g in grads], name="train"
     )
-    many.check(*train, rate, batch=257)  # the law: a step is the serial one
 
     batches = list(synk.minibatches(1500, 128, seed=3, epochs=epochs))
     costs = list(many.iterate(*train, rate, batches=batches))

@@ -205,7 +205,7 @@ def _described(call: RowCall) -> str:
     """A call with rows of this process, but for their number."""
     shapes = ", ".join(f"{narrow(leaf.dtype)}{list(leaf.shape[1:])}" for leaf in call.leaves)
     turn = "" if call.request.turn is None else f", item {call.request.turn} of a loop"
-    return f"{call.name}(rows of {shapes}), num_slices={call.request.num_slices}{turn}"
+    return f"{call.name}(synk.local rows of {shapes}), num_slices={call.request.num_slices}{turn}"
 
 
 def refuse_together(group: Group, name: str) -> None:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._base.errors import DisagreementError, public_api
+from .._base.errors import public_api
 from .._base.partition import split_rows
 from .._base.pytree import refuse_tracer
 from .._runtime.executable import peers_explain, run_collective
@@ -83,11 +83,8 @@ def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tu
         raise ValueError(
             f"{name}: process {failed} has refused its synk.local rows, and raises why. All leave this call together."
         )
-    if len(set(every[:, 1].tolist())) > 1:
-        raise DisagreementError(
-            f"processes are in different calls with synk.local rows. process {jax.process_index()}: {what}. Every "
-            f"process must make the same calls, in the same order; rows alone may be more or fewer."
-        )
+    if len(set(every[:, 1].tolist())) > 1:  # which all have found, so that all tell the others what they are in
+        group._peers.agree(what, what)
     return tuple(every[:, 0].tolist())
 
 

@@ -1,5 +1,6 @@
 """The same bits for any replicas, slices and batches, and in the serial run; run by test_blocks.py, as XLA compiles by default."""
 
+import functools
 import hashlib
 
 import jax
@@ -55,22 +56,31 @@ MAPPED = {block: synk.function(outputs, inputs=["x", "y"], outputs=OPS, blocks=b
 BITS = {}  # of each kind of call, whichever group made it first
 
 
+@functools.cache
+def without_blocks():
+    """To rounding the same, but for sums of 16 bits."""
+    found = MAPPED[None].serial(X, Y, W)
+    del found["half"]
+    return found
+
+
 @pytest.mark.parametrize(("group", "block"), GROUPS)
 def test_the_same_bits(group, block):
     """Of every op, for rows that make whole blocks and others, fewer than replicas, slices, batches; serially too."""
-    f, plain = MAPPED[block], MAPPED[None]
+    f = MAPPED[block]
     with group_of(*group):
-        got = [f(X, Y, W), f(X, Y, W, num_slices=3), f(synk.data(X, place="scatter"), Y, W, batch=np.arange(75))]
+        got = [f(X, Y, W), f(X, Y, W, num_slices=3)]
         if group == ("devices", 5):
-            got += [f(X, Y, W, batch=75), f(synk.data(X, place="broadcast"), Y, W, batch=slice(0, 75))]
+            got += [f(synk.data(X, place="scatter"), Y, W, batch=np.arange(75)), f(X, Y, W, batch=75)]
+            got.append(f(synk.data(X, place="broadcast"), Y, W, batch=slice(0, 75)))
+            f.check(X, Y, W)
         got.append(f.serial(X, Y, W))
         found = {digest(each) for each in got}
         assert found == {BITS.setdefault(block, digest(got[0]))}
-        want = plain.serial(X, Y, W)
-        del want["half"], got[0]["half"]
+        want = without_blocks()
+        del got[0]["half"]
         for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(np.asarray(a, np.float64), b, rtol=2e-5, atol=2e-5)
-        f.check(X, Y, W)
 
 
 def convolutional(params, x, y):
@@ -104,9 +114,9 @@ def trained(name, optimizer, group, num_slices, steps):
 
 @pytest.mark.parametrize(("name", "optimizer"), [("dense", "adam"), ("convolutional", "sgd")])
 def test_training(name, optimizer):
-    """Parameters and the optimizer's state after 60 steps of uneven batches, on many replicas, in slices or not."""
+    """Parameters and the optimizer's state after 30 steps of uneven batches, on many replicas, in slices or not."""
     ways = [(("devices", 1), 5), (("devices", 3), 1), (("simulated", 2), 2)]
-    assert len({trained(name, optimizer, *way, steps=60) for way in ways}) == 1
+    assert len({trained(name, optimizer, *way, steps=30) for way in ways}) == 1
 
 
 def test_variables_are_read_and_then_updates():

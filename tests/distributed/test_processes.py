@@ -177,10 +177,10 @@ SIDES = {
     "fewer_calls": ["process 1: g(float32[12, 3])", "process 0 has gone on with: f(float32[12, 3])"],
     "local_rows": ["process 0: ", "(int32[2, 2])", "process 1: f(float32[12, 3])"],
     "read_alone": ["process 1: a read of own", "process 0"],
-    "local_function": ["different calls with synk.local rows", "(rows of float32[3]), num_slices=1"],
-    "local_dtype": ["different calls with synk.local rows", "f(rows of "],
-    "local_slices": ["different calls with synk.local rows", "num_slices="],
-    "local_items": ["different calls with synk.local rows", "of a loop"],
+    "local_function": ["process 0: f(synk.local rows of float32[3]), num_slices=1", "process 1: g(synk.local rows of "],
+    "local_dtype": ["process 0: f(synk.local rows of float32[3])", "process 1: f(synk.local rows of int32[3])"],
+    "local_slices": ["num_slices=1; process 1: f(synk.local rows of float32[3]), num_slices=2"],
+    "local_items": ["item 2 of a loop; process 1: ", "item 0 of a loop"],
     "save": ["process 0: ", "process 1 has gone on with: f(float32[12, 3])"],
 }
 
