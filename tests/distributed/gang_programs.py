@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -1572,6 +1573,8 @@ def main():
     if program == "nursery":
         program, *arguments = become(*nursery())
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    gc.set_threshold(100_000, 20, 50)  # these two as in conftest.py
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     globals()[program](*arguments)
 
 
