@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._base.errors import SynkError
 from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
@@ -55,8 +56,15 @@ class CallTraces:
         return {variable: [next(rest) for _ in self.abstract(variable).shapes] for variable in variables}
 
     def _expected(self, fn: Any) -> list[Shared]:
-        """So that one trace is enough; none where looking at one that is not read could raise."""
-        return shared_in(fn) if self._view is None else []
+        """So that one trace is enough; of others a trace raises, if it reads them."""
+        return list(filter(self._is_readable, shared_in(fn))) if self._view is None else []
+
+    def _is_readable(self, variable: Shared) -> bool:
+        try:
+            self.abstract(variable)
+        except SynkError:
+            return False
+        return True
 
     def of_rows(self, rows: int | None, keeps_lines: bool = False) -> TracedFunction:
         """Trace `fn` over so many rows of one replica."""

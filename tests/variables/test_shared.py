@@ -504,6 +504,19 @@ def test_integer_updates(four, slices, want):
     assert [int(seen.get_value(rank)) for rank in range(4)] == want
 
 
+def test_64_bits_that_are_only_mentioned(four):
+    """What names such a variable and does not read it is none of its business."""
+    with jax.enable_x64(True):
+        wide = synk.shared(np.float64(3), name="wide")
+    scale, reads = synk.shared(np.float32(2)), False
+    f = synk.function(lambda x: x.sum() * (wide.value if reads else scale.value))
+    for turn in range(2):
+        assert float(f(np.ones(5 + turn, np.float32))) == 10 + 2 * turn == float(f.serial(np.ones(5 + turn, np.float32)))
+    reads = True
+    with pytest.raises(synk.SynkError, match="wide: it holds float64, made while jax_enable_x64 was on"):
+        f(np.ones(7, np.float32), num_slices=2)
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.float64, np.complex128, np.uint64])
 def test_64_bits_that_are_switched_off(four, tmp_path, dtype):
     """Nothing makes 32 of them: what would raises, placed before or not; reading works, and so does all once on again."""
