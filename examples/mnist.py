@@ -28,7 +28,7 @@ PICTURE = Path(__file__).resolve().parent.parent / "out" / "mnist.png"
 class LeNet(nn.Module):
     @nn.compact
     def __call__(self, x):
-        for features in (16, 32):
+        for features in (8, 24):
             x = nn.avg_pool(nn.gelu(nn.Conv(features, (5, 5), padding="VALID")(x)), (2, 2), (2, 2))
         x = x.reshape(len(x), -1)
         for features in (120, 84):
