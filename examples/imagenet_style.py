@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 import synk
 import synk.train
 
-SIZE, BATCH, EPOCHS, SEED = 24, 64, 6, 0
+SIZE, BATCH, EPOCHS, SEED = 16, 64, 6, 0
 OUT = Path(__file__).resolve().parent.parent / "out"
 
 
