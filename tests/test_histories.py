@@ -463,6 +463,42 @@ def test_a_variable_that_is_made_compiles_nothing(few_replicas):
         assert (f.stats.compilations, len(traces) - before) == (count, before)
 
 
+def test_a_first_variable_in_a_container(few_replicas):
+    """A function that had none has it from the next call on."""
+    layers = []
+    f = synk.function(lambda x: x.mean() + sum(w.value for w in layers), reduce="mean")
+    x = np.ones(7, np.float32)
+    for number in range(3):
+        assert float(f(x)) == 1 + 10 * number == float(f.serial(x))
+        layers.append(synk.shared(np.float32(10)))
+
+
+@pytest.mark.parametrize("make", [synk.train.step, partial(synk.train.local_steps, every=1)])
+def test_a_name_of_the_loss_that_is_given_to_another_variable(few_replicas, make):
+    """The next step takes that one, which was there before."""
+    teacher = one = synk.shared(np.float32(1))
+    hundred = synk.shared(np.float32(100))
+    step = make(lambda p, x: (x * teacher.value).mean() + 0 * p, np.float32(0), optax.sgd(0.1))
+    x = np.ones(6, np.float32)
+    for teacher, want in [(one, 1), (hundred, 100), (one, 1)]:  # noqa: B007, the loss names it
+        for _ in range(2):
+            assert float(step(x)) == want
+
+
+def test_variables_that_a_shape_decides_on(few_replicas):
+    """A program is for one state of its variables, and keeps its place while they are in another."""
+    window, bias = synk.shared(np.ones(3, np.float32)), synk.shared(np.float32(10))
+    f = synk.function(
+        lambda x: x.mean() * window.value.sum() + (bias.value if len(window.value) > 3 else 0), reduce="mean"
+    )
+    x, counts = np.ones(6, np.float32), []
+    for n in (3, 5) * 3:
+        window.set_value(np.ones(n, np.float32))
+        assert float(f(x)) == (3 if n == 3 else 15)
+        counts.append(f.stats.compilations)
+    assert len(set(counts[1:])) == 1
+
+
 def test_an_update_goes_to_the_variable_of_that_name(few_replicas):
     """It trains the new one, and the old one stays as it was."""
     w = old = synk.shared(np.float32(0))

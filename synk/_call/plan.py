@@ -127,7 +127,9 @@ class PlanCache:
         made, traced = Shared._made, trace()  # a failure is not kept
         touched = set(traced.touched)
         same = [plan for plan in plans if self._has_names(plan) and plan.accepts.keys() == touched]
-        stale = {*plans, *filterfalse(self._has_names, list(self._reached))}.difference(same)
+        # One for another state of its variables may touch others, and is asked again when they are in that state.
+        others = [plan for plan in plans if self._has_names(plan) and plan not in same and not fits(plan)]
+        stale = {*plans, *filterfalse(self._has_names, list(self._reached))}.difference(same, others)
         if stale:  # all programs go: what else the function reaches may have changed with the variables
             self._forget(stale, touched)
             group._caches.pop(self, None)
@@ -139,12 +141,12 @@ class PlanCache:
         self._touched.update(dict.fromkeys(plan.accepts))
         if isinstance(plan, CallPlan) and plan not in same:
             self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], plan.accepts))
-        plans[:] = [plan, *(each for each in same if each is not plan)][:64]
+        plans[:] = [plan, *(each for each in (*same, *others) if each is not plan)][:64]
         return plan
 
     def _is_current(self, plan: Any) -> bool:
         """Does the function reach the same variables still? A cell that is run again makes others in their places."""
-        return self._has_names(plan) and (not plan.accepts or self._reached[plan][0] == Shared._made)
+        return self._has_names(plan) and self._reached[plan][0] == Shared._made
 
     def _has_names(self, plan: Any) -> bool:
         """Do the names by which it reached them still mean these variables?"""

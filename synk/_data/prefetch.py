@@ -38,8 +38,9 @@ class _Worker:
     shares nothing but queues that a destructor may use, since the last reference may go on any line of any thread.
     """
 
-    def __init__(self, items: Iterator[Any], size: int, options: dict[str, Any]) -> None:
+    def __init__(self, items: Iterator[Any], size: int, options: dict[str, Any], source: Iterator[Any] | None) -> None:
         self.is_stopped = False
+        self._source = source  # kept while it may be asked for, so that no other one gets its id
         self._asked: SimpleQueue[None] = SimpleQueue()
         self._waiting: SimpleQueue[None] = SimpleQueue()  # one for each item that the loop has come to wait for
         self._ready: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
@@ -67,6 +68,9 @@ class _Worker:
                     self._ready.put((next(items), None))
         except BaseException as error:  # StopIteration too
             self._ready.put((None, error))
+        finally:
+            if self.cut_short is None:
+                self._source = None
 
     def _wait_for_turn(self) -> None:
         """Until the loop waits for the item under way, and so has done with all before it."""
@@ -108,7 +112,10 @@ class _Worker:
 
 
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
-_last_of: weakref.WeakKeyDictionary[Any, _Worker] = weakref.WeakKeyDictionary()  # by generator
+# The last thread inside an iterator: of a generator as long as that lives; of others, to which weak references may not
+# exist, by id as long as the thread does.
+_last_of: weakref.WeakKeyDictionary[Any, _Worker] = weakref.WeakKeyDictionary()
+_last_of_id: weakref.WeakValueDictionary[int, _Worker] = weakref.WeakValueDictionary()
 
 
 @atexit.register
@@ -147,7 +154,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._steps: tuple[Iterator[Any], Callable[[Any], R]] | None = _prepare(source, ahead), arrive
         self._worker: _Worker | None = None
         self._first = threading.Lock()  # for the making of it
-        self._source = weakref.ref(source) if isgenerator(source) else None
+        self._source = source if isinstance(source, Iterator) else None  # which another loop may go on with
         self._length = None
         if isinstance(source, Sized):
             with suppress(TypeError, NotImplementedError):  # a loader may have a len() that says it has none
@@ -179,9 +186,9 @@ class Prefetch(Iterator[R], Generic[T, R]):
             raise
 
     def _wait_for_last(self) -> None:
-        """The thread of another loop over the same generator, that was left, may be in it still."""
-        source = self._source and self._source()
-        last = _last_of.get(source) if source is not None else None
+        """The thread of another loop over the same iterator, that was left, may be in it still."""
+        source = self._source
+        last = _last_of.get(source) if isgenerator(source) else _last_of_id.get(id(source))
         if last is not None and last.is_stopped:
             last.thread.join()
             if last.cut_short is not None:
@@ -189,10 +196,13 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     def _start(self, items: Iterator[Any]) -> _Worker:
         self._wait_for_last()
-        self._worker = worker = _Worker(items, self._size, self._options)
-        source = self._source and self._source()
-        if source is not None:
+        source = self._source
+        held = None if isgenerator(source) else source
+        self._worker = worker = _Worker(items, self._size, self._options, held)
+        if isgenerator(source):
             _last_of[source] = worker
+        elif held is not None:
+            _last_of_id[id(held)] = worker
         weakref.finalize(self, worker.stop)  # it does not refer to self, so leaving the loop ends it
         with uninterrupted():  # or threading has half of a thread
             worker.thread.start()
@@ -200,7 +210,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     def close(self) -> None:
         """Stop the thread; nothing more comes."""
-        self._steps = None  # a generator closes, and arguments are let go of
+        self._steps = self._source = None  # a generator closes, and arguments are let go of
         if self._worker is not None:
             self._worker.stop()
 

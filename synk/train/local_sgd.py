@@ -224,10 +224,11 @@ def _refuse_slices(num_slices: int, name: str) -> None:
 
 def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Function:
     """One step on each replica, of its own rows."""
-    params, opt_state, state = model.params, model.opt_state, model.state  # named, so that tracing expects them
+    # Named, so that tracing expects them; and the loss, of whose names it looks at the variables.
+    params, opt_state, state, loss = model.params, model.opt_state, model.state, model.loss
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
-        found = model.value_and_grad(params.value, state, args, kwargs)
+        found = model.value_and_grad(loss, params.value, state, args, kwargs)
         weight = found.weight if found.weight is not None else rows_of(function, args, kwargs)
         if weight is None:
             raise ValueError(
@@ -242,8 +243,8 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
         if state is not None:
             old, state.value = state.value, found.state  # which compares their shapes
             state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), found.state, old)
-        loss = jnp.where(weight > 0, found.value.astype(jnp.float32) * weight, jnp.float32(0))
-        trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + loss}
+        weighted = jnp.where(weight > 0, found.value.astype(jnp.float32) * weight, jnp.float32(0))
+        trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + weighted}
         return {"loss": Weighted(found.value, weight), "aux": found.aux}
 
     def then(combined: dict[str, Any]) -> PyTree:

@@ -162,13 +162,15 @@ class TrainingModel:
             made._spec = replace(made._spec, then_sums=ThenSums(sums, frozenset(own)))
         return made
 
-    def value_and_grad(self, params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]) -> LossAndGrad:
-        """The loss of these rows, and its gradient."""
+    def value_and_grad(
+        self, loss: Callable[..., Any], params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]
+    ) -> LossAndGrad:
+        """The loss of these rows, and its gradient; `loss` is the user's, which whoever asks names by itself."""
         # A tree of the loss's own, which it may change in place.
         before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
 
         def value(params: PyTree) -> tuple[Any, Any]:
-            value, *rest = self._unpack(self.loss(params, *before, *args, **kwargs))
+            value, *rest = self._unpack(loss(params, *before, *args, **kwargs))
             value, weight = (value.value, value.weight) if isinstance(value, Weighted) else (value, None)
             is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
             form = f"{jnp.result_type(value).name}{list(jnp.shape(value))}" if is_array else type(value).__name__
@@ -183,8 +185,8 @@ class TrainingModel:
                 )
             return value, (weight, rest)
 
-        (loss, (weight, rest)), grads = jax.value_and_grad(value, has_aux=True)(params)
-        return LossAndGrad(loss, weight, grads, rest[0] if before else (), rest[-1] if self.has_aux else ())
+        (mean, (weight, rest)), grads = jax.value_and_grad(value, has_aux=True)(params)
+        return LossAndGrad(mean, weight, grads, rest[0] if before else (), rest[-1] if self.has_aux else ())
 
     def _unpack(self, out: Any) -> tuple[Any, ...]:
         names = ["the loss", *["the new state"] * (self.state is not None), *["aux outputs"] * self.has_aux]

@@ -197,12 +197,12 @@ def step(
         blocks=blocks, shard_optimizer=shard_optimizer,
     )  # fmt: skip
 
-    # Named here, so that tracing expects them.
+    # Named here, so that tracing expects them; and so is the loss, of whose names it looks at the variables.
     held, opt_state, running = model.params, model.opt_state, model.state
     average = None if ema is None else model.average(ema, flat)
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
-        found = model.value_and_grad(held.value, running, args, kwargs)
+        found = model.value_and_grad(loss, held.value, running, args, kwargs)
         both: Any = (found.value, found.grads)
         state = found.state
         counted: Any = ()

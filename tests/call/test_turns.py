@@ -178,6 +178,32 @@ def test_one_generator_for_several_loops(group):
     assert got == list(range(9))
 
 
+def test_one_iterator_that_is_no_generator_for_several_loops(group):
+    """Pairs stay pairs where a loop is left in the middle of one, and another goes on."""
+
+    class Records:
+        def __init__(self, seconds):
+            self.numbers, self.seconds = itertools.count(), seconds
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            number = next(self.numbers)
+            time.sleep(self.seconds)
+            return np.full(2, number, np.float32)
+
+    pairs = zip(Records(0.05), Records(0.0), strict=True)
+    both = synk.function(lambda x, y: (x[:1], y[:1]), reduce="concat")
+    found = []
+    for _ in range(3):
+        for x, y in both.stream(pairs):
+            found.append((float(x[0]), float(y[0])))
+            if len(found) % 2 == 0:
+                break
+    assert found == [(x, x) for x in sorted(x for x, _ in found)] and len(set(found)) == 6
+
+
 def test_a_loader_that_donates(group):
     """Its arrays of JAX's are its own: it may give their memory to the next one."""
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
