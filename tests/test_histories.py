@@ -457,10 +457,69 @@ def test_a_variable_that_is_made_compiles_nothing(few_replicas):
     f = synk.function(lambda x: (traces.append(None), (x * w.value).sum())[1])
     f(X)
     count, before = f.stats.compilations, len(traces)
-    synk.shared(np.float32(5))
+    other = synk.shared(np.float32(5))
     for _ in range(2):
         f(X)
         assert (f.stats.compilations, len(traces) - before) == (count, before)
+    del other
+
+
+def test_a_variable_that_is_gone_has_nobodys_place(few_replicas):
+    """Functions do not look again for its sake, and find one that was made before it."""
+    w, traces = [synk.shared(np.float32(1))], []
+    f = synk.function(lambda x: (traces.append(None), (x * w[0].value).sum())[1])
+    f(X)
+    before = len(traces)
+    for _ in range(3):
+        synk.shared(np.float32(5))
+        assert f(X) == X.sum() and len(traces) == before
+    w[0] = synk.shared(np.float32(2))
+    synk.shared(np.float32(5))
+    assert f(X) == 2 * X.sum() and len(traces) > before
+
+
+@pytest.mark.parametrize("end", [synk.close, lambda: None], ids=["closed", "going on"])
+def test_variables_that_have_left_a_container_go(few_replicas, end):
+    """Fold by fold, each with other rows: none but the last one's is kept."""
+    model, gone = [], []
+    f = synk.function(lambda x: (x * model[0].value).sum())
+    for rows in range(4, 9):
+        model[:] = [synk.shared(np.float32(rows))]
+        gone.append(weakref.ref(model[0]))
+        for _ in range(2):
+            assert f(X[:rows]) == f(X[:rows], num_slices=2) == rows * X[:rows].sum()
+    end()
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True] * 4 + [False] and f.shared == tuple(model)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_variables_in_a_container_go_with_their_group(keeps):
+    """What nobody else has is in no function either."""
+    model = []
+    f = synk.function(lambda x: (x * model[0].value).sum())
+    with synk.simulate(2):
+        model.append(synk.shared(np.float32(2)))
+        assert f(X) == 2 * X.sum()
+    gone, kept = weakref.ref(model[0]), model[0] if keeps else None
+    model.clear()
+    gc.collect()
+    assert (gone() is None, f.shared) == ((False, (kept,)) if keeps else (True, ()))
+
+
+def test_kinds_of_calls_that_touch_variables_of_their_own(few_replicas):
+    """Made one after the other, each is compiled twice at most."""
+    models = []
+    f = synk.function(lambda x: (x * models[x.shape[1] - 1].value).sum())
+    for number in range(4):
+        models.append(synk.shared(np.float32(number)))
+        for each in range(number + 1):
+            x = np.ones((8, each + 1), np.float32)
+            assert f(x) == 8 * each * (each + 1)
+    count = f.stats.compilations
+    for each in range(4):
+        assert f(np.ones((8, each + 1), np.float32)) == 8 * each * (each + 1)
+    assert f.stats.compilations == count
 
 
 def test_a_first_variable_in_a_container(few_replicas):

@@ -381,9 +381,11 @@ def interrupt(seconds):
 @contextlib.contextmanager
 def unnoticed():
     """Variables that are made here take nobody's place: functions run by what is cached, and do not look again."""
-    before = synk.Shared._made
+    before = dict(synk.Shared._living)
     yield
-    synk.Shared._made = before
+    for number in [*synk.Shared._living]:
+        if number not in before:
+            synk.Shared._living.pop(number, None)
 
 
 class World:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Compiled(NamedTuple):
     group: ref[Group]
     group_name: str
     call: CallSpec
-    states: dict[Shared, tuple[AbstractState, ...]]
+    states: WeakKeyDictionary[Shared, tuple[AbstractState, ...]]
 
 
 def causes(compiled: Sequence[Compiled], plan: Any) -> list[str]:
@@ -57,8 +57,9 @@ def _differences(old: Compiled, new: Compiled) -> Iterator[str]:
         yield f"output_subset is {_listed(new.call.subset)}, was {_listed(old.call.subset)}"
     if old.call.donate != new.call.donate:
         yield "old values of variables are " + ("overwritten, and were kept" if new.call.donate else "kept")
-    for variable in new.states.keys() & old.states.keys():
-        yield from _of_variable(variable, old.states[variable], new.states[variable])
+    for variable, state in list(new.states.items()):
+        if (before := old.states.get(variable)) is not None:
+            yield from _of_variable(variable, before, state)
 
 
 def _listed(subset: tuple[Any, ...] | None) -> str:

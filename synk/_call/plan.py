@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from itertools import filterfalse
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -19,7 +18,7 @@ from .._runtime.group import Group
 from .._runtime.layout import Layout
 from .._tracing.names import LookUp, ways_to
 from .._variables.state import AbstractState, with_layout
-from .._variables.variable import Shared
+from .._variables.variable import Shared, newest
 from .causes import Compiled
 from .compiler import Compiler
 from .finish import Finisher
@@ -90,21 +89,21 @@ class PlanCache:
     """Plans of one function: for each kind of call those made for different states of the variables they touch.
 
     They live in their group, and go with it or with the function; those that hold on to the function go with it alone.
-    Where names that reach these variables have others now, or variables were made since, which may have taken their
-    places in some other way, a plan is for a call only if it touches the same ones when it is traced once more.
+    Where names that reach these variables have others now, or there are variables made since, which may have taken
+    their places in some other way, a plan is for a call only if it touches the same ones when it is traced once more.
     """
 
     def __init__(self) -> None:
-        self._touched: dict[Shared, None] = {}
-        # How many variables there were when a plan was last traced, and by what the function's lines reach those that
-        # it touches: kept here, since it holds the function.
+        self._touched: WeakKeyDictionary[Shared, None] = WeakKeyDictionary()
+        # The newest variable when a plan was last traced, and by what the function's lines reach those that it
+        # touches: kept here, since it holds the function.
         self._reached: WeakKeyDictionary[Any, tuple[int, list[tuple[LookUp, Shared]]]] = WeakKeyDictionary()
         self._holding = BoundedCache(MAX_GROUPS)  # for a group
         self.compiled: deque[Compiled] = deque(maxlen=64)  # the newest plans, to tell why one had to be made
 
     def variables(self) -> tuple[Shared, ...]:
-        """All that plans have touched so far."""
-        return tuple(self._touched)
+        """All that plans have touched so far, and that are still somewhere."""
+        return tuple([variable for each in self._touched.keyrefs() if (variable := each()) is not None])
 
     def find(
         self,
@@ -124,12 +123,13 @@ class PlanCache:
         for plan in plans:
             if self._is_current(plan) and fits(plan):
                 return plan
-        made, traced = Shared._made, trace()  # a failure is not kept
+        made, traced = newest(), trace()  # a failure is not kept
         touched = set(traced.touched)
         same = [plan for plan in plans if self._has_names(plan) and plan.accepts.keys() == touched]
         # One for another state of its variables may touch others, and is asked again when they are in that state.
         others = [plan for plan in plans if self._has_names(plan) and plan not in same and not fits(plan)]
-        stale = {*plans, *filterfalse(self._has_names, list(self._reached))}.difference(same, others)
+        replaced = [each for each in list(self._reached) if not self._has_names(each) or self._differs(each, touched)]
+        stale = {*plans, *replaced}.difference(same, others)
         if stale:  # all programs go: what else the function reaches may have changed with the variables
             self._forget(stale, touched)
             group._caches.pop(self, None)
@@ -140,13 +140,20 @@ class PlanCache:
             self._reached[each] = made, [*ways_to(function.fn, each.accepts), *ways_to(function.then, each.accepts)]
         self._touched.update(dict.fromkeys(plan.accepts))
         if isinstance(plan, CallPlan) and plan not in same:
-            self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], plan.accepts))
+            states = WeakKeyDictionary(plan.accepts)
+            self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], states))
         plans[:] = [plan, *(each for each in (*same, *others) if each is not plan)][:64]
         return plan
 
     def _is_current(self, plan: Any) -> bool:
         """Does the function reach the same variables still? A cell that is run again makes others in their places."""
-        return self._has_names(plan) and self._reached[plan][0] == Shared._made
+        return self._has_names(plan) and self._reached[plan][0] >= newest()
+
+    def _differs(self, plan: Any, touched: Set[Shared]) -> bool:
+        """Does another kind of call touch variables made since, and not all of this plan's? They have lost their places
+        then, most likely; no call would ask."""
+        made = self._reached[plan][0]
+        return not plan.accepts.keys() <= touched and any(variable._number > made for variable in touched)
 
     def _has_names(self, plan: Any) -> bool:
         """Do the names by which it reached them still mean these variables?"""
@@ -161,7 +168,7 @@ class PlanCache:
         gone.difference_update(*[plan.accepts for plan in filter(self._is_current, list(self._reached))])
         for variable in gone:
             self._touched.pop(variable, None)
-        self.compiled = deque((each for each in self.compiled if not gone & each.states.keys()), maxlen=64)
+        self.compiled = deque((each for each in self.compiled if gone.isdisjoint(each.states)), maxlen=64)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
         """What `make` gives, a pure function of `key`. What holds on to the function would not go before the group, if

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 from typing import Any, ClassVar, NoReturn
+from weakref import ref
 
 import jax
 import numpy as np
@@ -19,7 +22,7 @@ from .pieces import refuse_pieces
 from .state import AbstractState, VariableState, refuse_inside, refuse_traced
 from .value import conform, spec_of_value
 
-_numbers, _made = count(), count(1)
+_numbers, _made, _lock = count(), count(1), threading.RLock()
 
 
 def _refused(variable: Shared, how: str) -> TypeError:
@@ -47,10 +50,12 @@ class Shared:
       (Shared(w: float32[3]), [1.0, 1.0, 1.0])
     """
 
-    _made: ClassVar[int] = 0  # grows with each, which may have taken the name, or the place, of another one
+    _living: ClassVar[OrderedDict[int, ref[Shared]]] = OrderedDict()  # by number, which grows with each
 
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
-        Shared._made = next(_made)
+        with _lock:
+            self._number = number = next(_made)
+            self._living[number] = ref(self, lambda _: Shared._living.pop(number, None))
         self.name = name or f"shared_{next(_numbers)}"
         self._given_name = name or ""
         self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
@@ -220,6 +225,15 @@ Shared.__eq__, Shared.__hash__ = _equal, object.__hash__
 _BINARY = "add sub mul truediv floordiv mod pow matmul".split()
 for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *"neg pos abs lt le gt ge getitem float bool".split()]:
     setattr(Shared, f"__{_name}__", _refusal("used as a number"))
+
+
+def newest() -> int:
+    """The number of the newest variable that still lives: one that is gone has nobody's place."""
+    while True:
+        try:
+            return next(reversed(Shared._living), 0)
+        except RuntimeError:  # another thread made one, or let one go
+            continue
 
 
 @public_api
