@@ -309,6 +309,22 @@ def test_a_boolean_is_no_batch(four):
             synk.function(jnp.sum)(X, batch=batch)
 
 
+@pytest.mark.parametrize("batch", [2**70, -(2**70), [2**70], [1, -(2**70)], [2**63]], ids=str)
+def test_a_row_that_no_array_has(four, batch):
+    """Whatever integers it takes to say so."""
+    with pytest.raises(IndexError, match=r"batch.* but x has 8 rows\. |batch=.* but x has 8\. "):
+        synk.function(lambda x: x.sum())(X, batch=batch)
+
+
+def test_a_batch_of_lists(four):
+    """Ragged ones too; and objects are no indexes, whatever they hold."""
+    total = synk.function(lambda x: x.sum(), name="total")
+    with pytest.raises(ValueError, match="total: batch is a list of lists; give indexes"):
+        total(X, batch=[[1, 2], [3]])
+    with pytest.raises(TypeError, match="total: batch has dtype object"):
+        total(X, batch=np.array([1, 2], object))
+
+
 def test_sparse_matrices_are_refused(four):
     """They are indexed by position, but their rows are no arrays."""
     sparse = pytest.importorskip("scipy.sparse")

@@ -189,10 +189,17 @@ class Prefetch(Iterator[R], Generic[T, R]):
         """The thread of another loop over the same iterator, that was left, may be in it still."""
         source = self._source
         last = _last_of.get(source) if isgenerator(source) else _last_of_id.get(id(source))
-        if last is not None and last.is_stopped:
+        if last is None or last is self._worker:
+            return
+        if last.is_stopped:
             last.thread.join()
             if last.cut_short is not None:
                 raise last.cut_short
+        elif last.thread.is_alive():
+            raise SynkError(
+                "Another loop over this iterator has not ended, and a thread works ahead of it: what that has taken "
+                "would be missing here. Let that loop end, or close() it; give each its own; or use prefetch=0 in both."
+            )
 
     def _start(self, items: Iterator[Any]) -> _Worker:
         self._wait_for_last()
@@ -288,10 +295,11 @@ def _place_batch(group: Group, tree: PyTree) -> PyTree:
             return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf  # who made it may use it again
         rows = source.shape[0]
         first = first or (name, rows)
-        if rows != first[1] or rows == 0:
+        if rows == 0:
+            raise ValueError(f"synk.prefetch: {name} has 0 rows. Arrays of a batch have at least one.")
+        if rows != first[1]:
             raise ValueError(
-                f"synk.prefetch: {name} has {rows} rows, {first[0]} has {first[1]}. Arrays of a batch share their "
-                f"rows, at least one."
+                f"synk.prefetch: {name} has {rows} rows, {first[0]} has {first[1]}. Arrays of a batch share their rows."
             )
         if not can_go_ahead(group, source):
             return leaf

@@ -73,12 +73,15 @@ def select(batch: Any, rows: int, function: str, name: str, option: str = "batch
 
 def _index_array(batch: Any, what: str) -> np.ndarray:
     wanted = "give a number of rows, a slice, a boolean mask or integer indexes"
-    index = np.asarray(batch)
+    try:
+        index = np.asarray(batch)
+    except ValueError:
+        raise ValueError(f"{what} is a list of lists; give indexes or a mask of one dimension.") from None
     if index.dtype == bool and index.ndim == 0:
         raise TypeError(f"{what} is {index}, a single boolean; {wanted}.")
     if index.size == 0 and not hasattr(batch, "dtype"):
         index = index.astype(np.int64)  # the dtype of [] says nothing
-    if index.dtype.kind not in "iub":
+    if index.dtype.kind not in "iub" and (hasattr(batch, "dtype") or not all(type(each) is int for each in index.flat)):
         raise TypeError(f"{what} has dtype {index.dtype}; {wanted}.")
     if index.ndim > 1:
         raise ValueError(f"{what} has shape {index.shape}; give indexes or a mask of one dimension.")
@@ -87,16 +90,18 @@ def _index_array(batch: Any, what: str) -> np.ndarray:
 
 def _from_0_on(index: np.ndarray, rows: int, what: str, name: str) -> np.ndarray:
     """Check indexes, of which negative ones count from the end."""
-    wide = index.astype(np.int64, copy=False)
-    bits = wide.view(np.uint64)  # in which negative ones are huge, so that one pass over them suffices
-    if index.size == 0 or bits.item(bits.argmax()) < rows:  # quicker than max, which goes through a ufunc's reduction
-        return wide
-    if not (-rows <= int(index.min()) and int(index.max()) < rows):
-        wrong = next(int(i) for i in index if not -rows <= int(i) < rows)
-        raise IndexError(
-            f"{what} holds the index {wrong}, but {name} has {rows} rows. Indexes run from {-rows} to {rows - 1}."
-        )
-    return np.where(wide < 0, wide + rows, wide)
+    if index.dtype != object:  # which holds an integer of Python's that needs more than 64 bits
+        wide = index.astype(np.int64, copy=False)
+        bits = wide.view(np.uint64)  # in which negative ones are huge, so that one pass over them suffices
+        # argmax is quicker than max, which goes through a ufunc's reduction
+        if index.size == 0 or bits.item(bits.argmax()) < rows:
+            return wide
+        if -rows <= int(index.min()) and int(index.max()) < rows:
+            return np.where(wide < 0, wide + rows, wide)
+    wrong = next(int(i) for i in index if not -rows <= int(i) < rows)
+    raise IndexError(
+        f"{what} holds the index {wrong}, but {name} has {rows} rows. Indexes run from {-rows} to {rows - 1}."
+    )
 
 
 def selection_of(index: np.ndarray) -> Selection:

@@ -204,6 +204,29 @@ def test_one_iterator_that_is_no_generator_for_several_loops(group):
     assert found == [(x, x) for x in sorted(x for x, _ in found)] and len(set(found)) == 6
 
 
+@pytest.mark.parametrize(
+    "make", [lambda items: (x for x in items), lambda items: map(np.copy, items)], ids=["yield", "map"]
+)
+def test_two_loops_at_once_over_one_iterator(group, make):
+    """What the first has taken ahead would be missing from the second; nothing is, where none works ahead."""
+    rows = [np.full(2, number, np.float32) for number in range(8)]
+    source = make(rows)
+    first = total.stream(source)
+    assert next(first) == 0
+    for size in (0, 2):
+        with pytest.raises(synk.SynkError, match="Another loop over this iterator has not ended"):
+            next(total.stream(source, prefetch=size))
+    assert [float(value) for value in first] == [2, 4, 6, 8, 10, 12, 14]
+    assert list(total.stream(source)) == []
+    source = make(rows)
+    both = zip(total.stream(source, prefetch=0), total.stream(source, prefetch=0), strict=True)
+    assert [(float(a), float(b)) for a, b in both] == [(0, 2), (4, 6), (8, 10), (12, 14)]
+    source = make(rows)
+    with total.stream(source) as first:
+        next(first)
+    assert len(list(total.stream(source))) >= 4
+
+
 def test_a_loader_that_donates(group):
     """Its arrays of JAX's are its own: it may give their memory to the next one."""
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
