@@ -11,6 +11,8 @@ import pytest
 import synk
 import synk.train
 
+from .helpers import slow
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TABLES = EXAMPLES.parent / "docs" / "coming_from.md"
 
@@ -58,7 +60,7 @@ def run(name, **environment):
     return done.stdout
 
 
-@pytest.mark.parametrize("replicas", [1, 8])
+@pytest.mark.parametrize("replicas", [slow(1), 8])
 def test_mean(replicas):
     """The same mean on one device and on eight."""
     assert "mean 4.5, serially 4.5" in run("mean.py", JAX_NUM_CPU_DEVICES=str(replicas))

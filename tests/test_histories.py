@@ -24,7 +24,7 @@ from jax import lax
 import synk
 import synk.train
 
-from .helpers import assert_close, assert_same, group_of, interrupted, numbers, slow
+from .helpers import assert_close, assert_same, group_of, interrupted, numbers, slow, slow_but
 
 pytestmark = pytest.mark.smoke
 
@@ -83,7 +83,7 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMED)
-@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("rows", [slow(6), 7])
 def test_transformations_after_a_call(few_replicas, name, rows):
     """A function composes whether it was called before or not."""
     x, transformed = jnp.asarray(numbers(rows)), TRANSFORMED[name]
@@ -295,7 +295,7 @@ def test_dtype_promotion_after_a_call(few_replicas):
         f(X, np.int32(2))
 
 
-@pytest.mark.parametrize("make", [synk.init, synk.simulate])
+@pytest.mark.parametrize("make", [synk.init, slow(synk.simulate)])
 def test_a_closed_group_is_forgotten(make):
     """A function that lives on keeps no group alive, nor what was compiled for it."""
     f, group = synk.function(lambda x: x.sum()), make(2)
@@ -370,7 +370,7 @@ def by_what_names_do_not_show(w):
 
 
 @pytest.mark.parametrize("make", [by_closure, by_helper, by_attribute, by_then, by_what_names_do_not_show])
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [1, slow(2)])
 def test_a_name_that_is_given_to_another_variable(few_replicas, make, slices):
     """As where a cell of a notebook is run again: the next call, of a kind seen before, reads the new one, and keeps
     nothing of the old one."""
@@ -393,7 +393,7 @@ def test_a_name_that_is_given_to_another_variable(few_replicas, make, slices):
     assert f(X, num_slices=slices) == 5 * X.sum() and f.stats.compilations > count
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [slow(1), 2])
 def test_another_object_takes_over_the_variable(few_replicas, slices):
     """Wrapped once more, it is what it is now, for every kind of call."""
 
@@ -436,7 +436,7 @@ def test_no_variable_takes_the_place_of_another_between_batches(few_replicas):
     assert f.over(X, batches=[7, 8]) == 2 * (X.sum() + X[:7].sum())
 
 
-@pytest.mark.parametrize("options", [{"num_slices": 2}, {"batches": [7, 8]}, {}], ids=str)
+@pytest.mark.parametrize("options", [slow({"num_slices": 2}), {"batches": [7, 8]}, {}], ids=str)
 def test_variables_that_have_lost_their_places_go(few_replicas, options):
     """However often, and with other rows each time, none of them is kept."""
     w, gone = None, []
@@ -678,7 +678,7 @@ def test_slices_of_local_steps_are_refused(two):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the collector swallows one
-@pytest.mark.parametrize(("kind", "slices"), STEPS)
+@pytest.mark.parametrize(("kind", "slices"), slow_but(STEPS[:2], STEPS))
 def test_interrupted_steps(two, kind, slices):
     """Ctrl-C at any moment: a step is taken whole or not at all, and so are those after it."""
     step = made(kind, lambda w, x: (w * x).mean(), optax.sgd(0.5))
@@ -1102,7 +1102,7 @@ def test_extremes_gather_nothing(two, op):
 
 
 @pytest.mark.parametrize("op", ["max", "min"])
-@pytest.mark.parametrize("rows", [1, 6, 7])
+@pytest.mark.parametrize("rows", [1, slow(6), 7])
 @pytest.mark.parametrize("slices", [1, 2])
 def test_extremes_of_what_is_no_number(few_replicas, op, rows, slices):
     """NaN anywhere gives NaN, infinities and the smallest integers stay, and replicas without rows count for nothing."""

@@ -51,6 +51,7 @@ def test_when_wrong(capsys):
     assert capsys.readouterr().out.startswith("f: row 777 makes it not finite, on replica 3, slice 0")
 
 
+@pytest.mark.slow
 def test_on_the_wire(capsys):
     """Losses by each wire are nearly one, with a state in pieces one; bits of blocks are."""
     names = {"__name__": "__main__"}

@@ -74,7 +74,7 @@ def two():
         yield group
 
 
-@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("slices", [slow(1), 3])
 @pytest.mark.parametrize("kind", GROUPS, ids=str)
 def test_rows_are_found(kind, slices):
     """At many positions, warm, with one program for all of it; row, replica, slice and line are right."""
@@ -111,7 +111,7 @@ def test_gradients_that_are_not_finite(group):
     assert "jnp.sqrt(y)" in str(found)
 
 
-@pytest.mark.parametrize("place", ["memory", "disk", "host", "scatter", "broadcast"])
+@pytest.mark.parametrize("place", ["memory", slow("disk"), slow("host"), "scatter", slow("broadcast")])
 def test_rows_of_batches(place, two):
     """The number is that of the dataset's row, wherever the data lies."""
     x = np.ones((50, 4), np.float32)
@@ -203,7 +203,7 @@ def test_what_is_bad_before(group):
         assert "combining its parts" in str(big.blame(np.full(2 * group.size, 1.5, np.float32)))
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [slow(1), 2])
 def test_what_is_infinite_already_is_not_of_the_call(group, slices):
     """An optimizer's best loss so far begins as infinity; a row that is bad is still named."""
     w = synk.shared(
@@ -244,7 +244,7 @@ def test_what_is_infinite_already_is_not_of_the_call(group, slices):
     assert "w['last'] holds numbers that are not finite, before the call" in str(step.blame(x, num_slices=slices))
 
 
-@pytest.mark.parametrize(("slices", "donate"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("slices", "donate"), [slow(1, False), (3, True)])
 def test_a_mask_in_the_state(group, slices, donate):
     """-inf that stays is not of the call, in slices too and unread by then; rows are found beside it, and nothing where
     all is fine."""
@@ -403,7 +403,7 @@ def test_rows_of_batches_in_one_array(group, place, size):
             list(f.iterate(rows, batches=batches(), prefetch=size))
 
 
-@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("donate", [slow(True), False])
 def test_nan_in_updates(group, donate):
     """Of then and of replicas, where outputs are finite; equal replicas stay so."""
     w = synk.shared(np.float32(1), name="w")
@@ -462,7 +462,7 @@ def test_debug_nans_blame_too(two):
     assert np.isnan(f(x))
 
 
-@pytest.mark.parametrize("place", ["raw", "host", "scatter", "broadcast"])
+@pytest.mark.parametrize("place", ["raw", slow("host"), "scatter", slow("broadcast")])
 def test_rows_beside_minibatches(two, place):
     """The row of the dataset, whichever argument comes first and wherever the others lie."""
     x, ones = np.ones(10, np.float32), np.ones(10, np.float32)

@@ -9,7 +9,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import assert_close, group_of, numbers
+from ..helpers import assert_close, group_of, numbers, slow, slow_but
 
 X = numbers(9)
 
@@ -99,7 +99,7 @@ LAWFUL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("op", LAWFUL)
+@pytest.mark.parametrize("op", slow_but(["sum", "mean", "concat"], LAWFUL))
 def test_the_right_op_passes(four, op):
     """Over rows that do not divide, in slices too."""
     synk.function(LAWFUL[op], reduce=op).check(X)
@@ -124,7 +124,7 @@ def test_the_newcomers_mean(four):
     assert '"mean" would have matched' in message
 
 
-@pytest.mark.parametrize("kind", ["devices", "simulated"])
+@pytest.mark.parametrize("kind", ["devices", slow("simulated")])
 def test_one_replica_is_checked_as_two(kind):
     """So a laptop finds what eight devices would."""
     with group_of(kind, 1):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import synk
 
-from ..helpers import assert_close, chosen, group_of, numbers, smoke
+from ..helpers import assert_close, chosen, group_of, numbers, slow, smoke
 
 W = np.array([0.5, -1.0], np.float32)
 X = numbers(9)
@@ -94,7 +94,7 @@ def gradients(call, x):
     return jax.grad(loss, (0, 1))(jnp.asarray(W), jnp.asarray(x))
 
 
-@pytest.mark.parametrize("rows", [2, 8, smoke(9)])
+@pytest.mark.parametrize("rows", [slow(2), slow(8), smoke(9)])
 @pytest.mark.parametrize("op", OPS)
 def test_gradient_of_every_op(op, rows):
     """As that of the serial function, over dividing rows, others and fewer than replicas."""

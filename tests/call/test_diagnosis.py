@@ -72,7 +72,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, ("simulated", 3)) if i % 2 else slow(name, ("devices", 8)) for i, name in enumerate(CASES)],
+    [
+        (name, ("simulated", 3)) if i % 4 == 1 else slow(name, ("devices", 8) if i % 2 else ("simulated", 3))
+        for i, name in enumerate(CASES)
+    ],
 )
 def test_causes(name, kind):
     """Right of each; what is coupled is never told to be combined by an op."""

@@ -14,7 +14,7 @@ import synk.train
 from synk._call.hlo import read_schedule, size_in_bytes
 from synk._runtime.group import Accelerator
 
-from ..helpers import group_of
+from ..helpers import group_of, slow
 
 SCHEDULED = """HloModule step, is_scheduled=true, entry_computation_layout={()->f32[]}
 
@@ -112,8 +112,8 @@ def lenet():
     return synk.train.step(lenet_loss, params, optax.sgd(0.1, momentum=0.9)), params
 
 
-@pytest.mark.parametrize("num_slices", [1, 3])
-@pytest.mark.parametrize("rows", [16, 13])
+@pytest.mark.parametrize("num_slices", [slow(1), 3])
+@pytest.mark.parametrize("rows", [slow(16), 13])
 def test_the_bytes_of_lenet(rows, num_slices):
     """Gradients and the loss, and no more, whatever rows and slices; nothing ran, and nothing is another after it."""
     step, params = lenet()

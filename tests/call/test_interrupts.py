@@ -17,7 +17,7 @@ import synk
 from synk._runtime import dispatch
 from synk._runtime.dispatch import uninterrupted
 
-from ..helpers import interrupted
+from ..helpers import interrupted, slow
 
 pytestmark = pytest.mark.smoke
 
@@ -51,7 +51,7 @@ def test_updates_are_all_or_nothing(rows):
             done = count
 
 
-@pytest.mark.parametrize("act", ["read", "save"])
+@pytest.mark.parametrize("act", ["read", slow("save")])
 def test_a_time_limit_while_a_value_is_awaited(act, tmp_path):
     """What a handler raises is no failure of the program: the limit is told, and the value is there."""
     w = synk.shared(np.float32(0), name="w")
@@ -168,7 +168,7 @@ class Limit(Exception):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the collector swallows one
-@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGALRM, slow(signal.SIGTERM)])
 def test_other_handlers_that_raise(number):
     """A time limit, or the end of a job, loses no variable either; nor do these all at once."""
 

@@ -292,7 +292,7 @@ next(batches)
 """
 
 
-@pytest.mark.parametrize("end", [slow(""), "batches.close()", slow("del batches"), "raise SystemExit(3)"])
+@pytest.mark.parametrize("end", [slow(""), slow("batches.close()"), slow("del batches"), "raise SystemExit(3)"])
 def test_a_program_ends_well_while_its_thread_works(end):
     """Python ends under no thread that is inside JAX, which would abort the process."""
     done = subprocess.run([sys.executable, "-c", LEFT + end], capture_output=True, text=True, timeout=60)

@@ -11,7 +11,7 @@ import pytest
 import synk
 from synk._runtime.dispatch import drain
 
-from ..helpers import group_of
+from ..helpers import group_of, slow, slow_but
 
 
 def make(donate):
@@ -99,7 +99,7 @@ COLLECTIVES = {
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("settles", [True, False])
-@pytest.mark.parametrize("call", COLLECTIVES)
+@pytest.mark.parametrize("call", slow_but(["all_reduce", "set_value"], COLLECTIVES))
 def test_without_donation_collectives_go_on(call, settles):
     """They find the value that is back."""
     with group_of("devices", 2):
@@ -114,7 +114,7 @@ def test_without_donation_collectives_go_on(call, settles):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("settles", [True, False])
-@pytest.mark.parametrize("call", ["serial", "check", "blame", "check_replicas", "explain"])
+@pytest.mark.parametrize("call", ["serial", slow("check"), slow("blame"), "check_replicas", slow("explain")])
 def test_without_donation_nothing_raises_again(group, call, settles):
     """What looks at variables finds the value that is back, and does not raise what was another call's."""
     step, w = make(donate=False)

@@ -76,6 +76,7 @@ def test_over_is_one_call_over_all_rows(group, batches):
         assert f.stats.compilations == before
 
 
+@pytest.mark.slow
 def test_places():
     """Rows on the host and on the replicas, pieces of a file, rows that this process holds: the same answer."""
     with group_of("devices", 2):

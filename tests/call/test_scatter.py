@@ -21,8 +21,16 @@ def doubled(name="doubled"):
     ("kind", "n", "rows"),
     [
         ("devices", 2, 13),
-        ("simulated", 3, 1),
-        *(slow(*which) for which in (("devices", 1, 6), ("simulated", 3, 13), ("devices", 8, 6), ("devices", 8, 13))),
+        *(
+            slow(*which)
+            for which in (
+                ("simulated", 3, 1),
+                ("devices", 1, 6),
+                ("simulated", 3, 13),
+                ("devices", 8, 6),
+                ("devices", 8, 13),
+            )
+        ),
     ],
 )
 def test_rows_go_on(kind, n, rows):
@@ -130,7 +138,7 @@ def test_rows_of_a_variable():
         assert_same(f(num_slices=2)[:], x * 2)
 
 
-@pytest.mark.parametrize(("kind", "n"), [("simulated", 4), ("devices", 4)])
+@pytest.mark.parametrize(("kind", "n"), [slow("simulated", 4), ("devices", 4)])
 def test_only_real_rows_are_seen(monkeypatch, kind, n):
     """Where every replica runs every branch, also one for more rows than it has."""
     # What calls the host runs in no such way; this one does, to tell what it sees.

@@ -16,6 +16,8 @@ import pytest
 import synk
 import synk.train
 
+from ..helpers import slow_but
+
 pytestmark = pytest.mark.smoke
 PLACES = ["host", "scatter", "broadcast"]
 total = synk.function(jnp.sum, name="total")
@@ -33,7 +35,7 @@ def slowly(make):
     return lambda *args, **kwargs: list(each(*args, **kwargs))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", slow_but(["host"], PLACES))
 def test_a_source_of_batches_that_loads_data(group, place):
     """Chunks of a dataset larger than memory: a batch has the rows that were there when it was made."""
     data = synk.data(np.zeros(4, np.float32), place=place)

@@ -171,7 +171,7 @@ in_every_form = pytest.mark.parametrize("form", BATCHES_S)
 
 
 @in_every_form
-@pytest.mark.parametrize(("kind", "slices"), [("devices", 1), ("simulated", 2)])
+@pytest.mark.parametrize(("kind", "slices"), [slow("devices", 1), ("simulated", 2)])
 def test_batch_s_of_scattered_data(kind, slices, form):
     """Each replica picks of its own rows; host and minibatch rows go with what all pick; serial does the same."""
     batch_s, index = BATCHES_S[form]
@@ -451,7 +451,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("place", ["scatter", "broadcast"])
+@pytest.mark.parametrize("place", ["scatter", slow("broadcast")])
 def test_ctrl_c_while_another_thread_calls(devices, place, change):
     """What waits for a call changes the data whole or not at all."""
     total = synk.function(jnp.sum)

@@ -12,7 +12,7 @@ from synk._data import exchange
 from synk._data.dataset import resident
 from synk._runtime.executable import Executable, ProgramSpec
 
-from ..helpers import assert_same, group_of, mapped, numbers
+from ..helpers import assert_same, group_of, mapped, numbers, slow_but
 
 built = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -85,7 +85,7 @@ OF_EACH = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), OF_EACH)
+@pytest.mark.parametrize(("kind", "dtype"), slow_but(OF_EACH[::3], OF_EACH))
 def test_bits_are_as_they_were(kind, dtype):
     """NaNs keep their payload and zeros their sign, in every dtype."""
     x = any_bits(dtype, 16)

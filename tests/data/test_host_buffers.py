@@ -25,7 +25,7 @@ rows = synk.function(lambda x: x, reduce="concat", name="rows")
 total = synk.function(lambda x: x.sum(0), name="total")
 
 
-@pytest.fixture(autouse=True, params=[("devices", 2), ("simulated", 2)], ids=str)
+@pytest.fixture(autouse=True, params=[("devices", 2), pytest.param(("simulated", 2), marks=pytest.mark.slow)], ids=str)
 def on_two_replicas(request):
     with group_of(*request.param) as group:
         yield group

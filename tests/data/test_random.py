@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_close, group_of
+from ..helpers import assert_close, group_of, slow
 
 
 def dropped(x, keys):
@@ -15,7 +15,7 @@ def dropped(x, keys):
     return x * keep.astype(x.dtype), keep.mean(dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("make", [jax.random.key, slow(jax.random.PRNGKey)])
 def test_noise_per_row_is_the_same_for_any_group(make):
     """Over replicas, slices and batches every row keeps its own."""
     x, keys = np.arange(1.0, 10, dtype=np.float32), synk.row_keys(make(0), 9)

@@ -188,7 +188,7 @@ SIDES = {
 }
 
 
-BRIEF = ["order", "initial_values", "save"]
+BRIEF = ["order", "initial_values"]
 
 
 @Once
@@ -364,6 +364,7 @@ def test_preemption_asked_now_and_then(monkeypatch):
     assert asked == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_the_end_comes_after_its_own_thread():
     """Python ends under no thread that is inside the runtime, which would abort the process."""
     ends = gang.run("ends", processes=2)
@@ -486,6 +487,7 @@ BEGINNINGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_init_refuses():
     """What is missing or wrong is named before anything is waited for."""
     for environment, code, message in BEGINNINGS:

@@ -91,7 +91,7 @@ def test_those_of_a_process_add_up_first(wire, per_process):
     assert (whole == whole[0]).all() and (few == few[0]).all()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, slow(np.inf), -np.inf])
 @pytest.mark.parametrize("wire", WIRES)
 def test_what_is_not_finite(wire, bad):
     """It stays so, where it was."""
@@ -203,7 +203,7 @@ def mlp_params(seed=0):
 
 
 @pytest.mark.parametrize(("wire", "most"), [("bf16", 0.52), ("int8", 0.28)])
-@pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.parametrize("num_slices", [slow(1), 2])
 def test_bytes(wire, most, num_slices):
     """Of the gradients of a perceptron of 50,000 parameters, as compiled."""
     x, y = np.ones((16, 64), np.float32), np.zeros(16, np.int32)

@@ -9,7 +9,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import assert_close, group_of, numbers
+from ..helpers import assert_close, group_of, numbers, slow
 
 X = numbers(11, 3)
 W = np.ones(3, np.float32)
@@ -38,7 +38,7 @@ def model_state():
     return {"mean": np.float32(7), "steps": np.int32(0), "key": jax.random.key(0)}
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [slow(1), 2])
 def test_the_state_of_parts_of_weight_0(group, slices):
     """Has no say, NaN included; where the whole batch weighs nothing the old one stays."""
     mask = np.array([1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0], np.float32)
@@ -73,7 +73,7 @@ def test_a_state_that_the_loss_changes_in_place(group, make):
     assert float(step.state.value["n"]) == pytest.approx(3)
 
 
-@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("shard", [False, slow(True)])
 @pytest.mark.parametrize(
     "make",
     [

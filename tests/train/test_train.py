@@ -125,7 +125,7 @@ def test_clipping_is_of_the_combined_gradient(devices, rows):
     assert_close(trained(loose, batches), serial(mean_loss, tx, batches))
 
 
-@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("flat", [slow(False), True])
 def test_a_moving_average(four, flat, tmp_path):
     """Of the parameters after each step; saved and loaded with the step, and left alone by a step that is refused."""
     batches, tx = [rows_of(n, seed=1) for n in (8, 7, 3, 8)], optax.sgd(0.1)
@@ -410,7 +410,7 @@ def weighted_mean(leaves, weights):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("loss", [mean_loss, masked_loss])
+@pytest.mark.parametrize("loss", [slow(mean_loss), masked_loss])
 def test_averaging_each_step_is_the_synchronous_step(four, loss):
     """With plain SGD, to rounding; for rows that do not divide, fewer than replicas, and weights."""
     batches = [rows_of(n, seed=1) for n in (8, 7, 3)]
@@ -419,7 +419,7 @@ def test_averaging_each_step_is_the_synchronous_step(four, loss):
     assert_close(([step(*b) for b in batches], step.params.value), want[:2])
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(0.2, momentum=0.9), optax.adam(0.1)], ids=["momentum", "adam"])
+@pytest.mark.parametrize("tx", [slow(optax.sgd(0.2, momentum=0.9)), optax.adam(0.1)], ids=["momentum", "adam"])
 def test_replicas_train_on_their_own(devices, tx):
     """Every third step parameters and optimizer state are averaged by rows, counts kept; and once more at the end."""
     batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3, 7, 8))]
@@ -479,7 +479,7 @@ def test_before_the_average_replicas_differ(devices):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [slow(1), 3])
 def test_ctrl_c_of_local_steps(devices, every):
     """However it falls: no step is counted that was not taken or taken that was not counted, and finish averages."""
     step = synk.train.local_steps(mean_loss, START, optax.adam(0.01), every=every)

@@ -746,6 +746,7 @@ def test_a_handler_that_saves_while_a_save_waits(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002", "step-00001000"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_save_waits_for_the_background(tmp_path, monkeypatch):
     """What is being written goes on; the next save waits for it as well."""
 
@@ -779,7 +780,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_save(tmp_path):
     assert synk.load(tmp_path / "run", {"w": w})[0] == 3
 
 
-@pytest.mark.parametrize("folder", ["run", "run/file"])
+@pytest.mark.parametrize("folder", [slow("run"), "run/file"])
 def test_the_end_waits_for_the_background(tmp_path, folder):
     """What was begun is there when the program has ended; what failed is said."""
     script = f"""
@@ -962,6 +963,7 @@ PRESSES = 200
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # between open and with
+@pytest.mark.slow
 def test_ctrl_c_while_training_saving_and_loading(tmp_path):
     """At any moment: both variables have had the same updates, and what is saved is of one piece."""
     moments = random.Random(0)
