@@ -51,7 +51,8 @@ def test_updates_are_all_or_nothing(rows):
             done = count
 
 
-@pytest.mark.parametrize("act", ["read", slow("save")])
+@pytest.mark.parametrize("act", ["read", "save"])
+@pytest.mark.slow
 def test_a_time_limit_while_a_value_is_awaited(act, tmp_path):
     """What a handler raises is no failure of the program: the limit is told, and the value is there."""
     w = synk.shared(np.float32(0), name="w")

@@ -168,6 +168,7 @@ def test_torch_tensors(four):
         assert_same(got, (x[part] * y[part, None]).sum(0))
 
 
+@pytest.mark.slow
 def test_training_on_a_stream(four):
     """Steps, and local ones, which average what is left."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from synk._distributed.launcher import main, reserve_port
 
-from ..helpers import slow, slow_but
+from ..helpers import slow_but
 from . import gang
 
 
@@ -308,21 +308,21 @@ def program(place, ending):
     return file
 
 
-@pytest.mark.parametrize("endings", [("SIGKILL", "exit 3", "killed with helpers"), slow(tuple(ENDINGS))], ids=len)
-def test_one_ends(tmp_path, endings):
+@pytest.mark.slow
+def test_one_ends(tmp_path):
     """All processes are gone soon, helpers too; the code is the first failure's; nothing is left in the temporary folder."""
 
-    def ends(number):
-        place, (how, wanted) = place_in(tmp_path / str(number)), ENDINGS[endings[number]]
+    def ends(ending):
+        place, (how, wanted) = place_in(tmp_path / ending.replace(" ", "_")), ENDINGS[ending]
         with gang.Launcher(place / "log", "-n", 2, program(place, how), TMPDIR=str(place / "temporary")) as launcher:
             end = launcher.wait(15)[0]
-        assert end.code == wanted, (endings[number], end)
+        assert end.code == wanted, (ending, end)
         assert wanted == 0 or "process 1 failed first" in end.output
         check_gone(place / "pids")
         assert not os.listdir(place / "temporary")
 
     with ThreadPoolExecutor(6) as pool:  # most of the time they wait
-        list(pool.map(ends, range(len(endings))))
+        list(pool.map(ends, ENDINGS))
 
 
 LAUNCHER_ENDS = {
@@ -361,7 +361,8 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("how", slow_but(["closed by its reader"], OUTPUTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", OUTPUTS)
 def test_output_goes_nowhere(place, how):
     """The launcher goes on reading, and ends as its processes do."""
     script, logs = program(place, MUCH), ""

@@ -14,7 +14,7 @@ import synk.train
 from synk._reductions.wire import BLOCK, WIRES, all_sum_narrowly, largest_error
 from synk._runtime.group import AXIS
 
-from ..helpers import group_of, slow, slow_but
+from ..helpers import group_of, slow
 
 RANDOM = np.random.default_rng(3)
 WIDE = RANDOM.normal(size=(29, 1000)).astype(np.float32) * np.logspace(-6, 3, 1000, dtype=np.float32)
@@ -42,12 +42,10 @@ def function_of(wire):
     return synk.function(outputs, outputs=OPS, wire=wire, name="outputs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "wire"),
-    slow_but(
-        [(("devices", 2), "bf16")],
-        [(("devices", 2), "bf16"), (("simulated", 3), "int8"), (("devices", 1), "int8"), (("devices", 8), "int8")],
-    ),
+    [(("devices", 2), "bf16"), (("simulated", 3), "int8"), (("devices", 1), "int8"), (("devices", 8), "int8")],
 )
 def test_what_arrives(group, wire):
     """As near as the rounding of each part and of their sum; all else exactly; alone nothing travels."""

@@ -151,7 +151,8 @@ def test_gradients_that_vanish_and_come_back(four):
     np.testing.assert_allclose(step.params.value, np.full((12, 7), -1 / 84), rtol=1e-4)
 
 
-@pytest.mark.parametrize("n", [slow(1), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [1, 4])
 def test_halves(n):
     """They travel as float32, and the optimizer sees them as they are."""
     start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), START)
@@ -189,7 +190,8 @@ def test_check_and_serial(devices):
         assert np.any(step.params.value["w"] != before[0]["w"])
 
 
-@pytest.mark.parametrize("module", [synk, slow(synk.orbax)])
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [synk, synk.orbax])
 def test_checkpoints(tmp_path, module):
     """Into as many replicas each has its own again; into others all have the average, which means the same sum."""
 

@@ -590,6 +590,7 @@ def test_local_steps_of_rows_with_neighbours(devices):
     assert_close(local.params.value, plain.params.value)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_between_averages(devices, tmp_path):
     """It holds the round that is under way: fresh or warm steps go on as if nothing had been."""
 

@@ -26,7 +26,7 @@ import synk
 from synk._variables import checkpoint, checkpoint_files
 
 from ..distributed.gang import ROOT
-from ..helpers import assert_same, group_of, interrupted, slow
+from ..helpers import assert_same, group_of, interrupted, slow, slow_but
 
 DTYPES = [
     "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "bfloat16", "float32", "complex64",
@@ -55,7 +55,7 @@ def seen(variable):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but(DTYPES[::2], DTYPES))
 def test_dtypes(tmp_path, dtype):
     """Every dtype comes back with its bits, equal on the replicas or not."""
     with group_of("devices", 2):
@@ -919,7 +919,8 @@ for _ in range(kills):
 """
 
 
-@pytest.mark.parametrize(("kills", "how"), [(8, "background"), slow(15, "now"), slow(15, "background")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kills", "how"), [(15, "now"), (15, "background")])
 def test_kill_while_saving(tmp_path, kills, how):
     """After each kill -9 the newest checkpoint, or the one before, loads and is of one piece."""
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SYNK_", "JAX_", "XLA_"))}

@@ -8,7 +8,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_same, group_of, numbers, slow
+from ..helpers import assert_same, group_of, numbers
 
 KINDS = pytest.mark.parametrize(("kind", "n"), [("devices", 4), ("simulated", 3)])
 
@@ -38,8 +38,9 @@ def test_the_tree_is_seen(kind, n):
         assert synk.get_shapes(flat) == synk.get_shapes(usual)
 
 
-@pytest.mark.parametrize(("kind", "n"), [slow("devices", 4), ("simulated", 3)])
-@pytest.mark.parametrize("slices", [1, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "n"), [("devices", 4), ("simulated", 3)])
+@pytest.mark.parametrize("slices", [1, 2])
 def test_training_is_the_same(kind, n, slices):
     """A step with momentum, parameters and its state flat or not, gives the same values, and keeps the law."""
     rows = numbers(4 * n + 1)
