@@ -13,6 +13,8 @@ import time
 import traceback
 import weakref
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -391,6 +393,105 @@ def test_a_name_that_is_given_to_another_variable(few_replicas, make, slices):
     with pytest.raises(IndexError):
         f(X, batch=[99], num_slices=slices)
     assert f(X, num_slices=slices) == 5 * X.sum() and f.stats.compilations > count
+
+
+class Holder:
+    """Holds variables in every way that objects have."""
+
+    __slots__ = ("__dict__", "slot")
+    of_the_class: Any = None
+
+    def __init__(self, w):
+        self.put(w)
+
+    def put(self, w):
+        self.slot = self.attribute = type(self).of_the_class = w
+        self.deep = SimpleNamespace(deeper=SimpleNamespace(w=w))
+        self.items, self.table = [w], {"layers": ({"w": w},)}
+
+    def __call__(self, x):
+        return x * self.attribute.value
+
+    def of_a_method(self, x):
+        return self.scaled(x)
+
+    def scaled(self, x):
+        return x * self.deep.deeper.w.value
+
+
+KINDS_OF_HOLDING = {
+    "callable": lambda holder: holder,
+    "method": lambda holder: holder.of_a_method,
+    "method of a name": lambda holder: lambda x: holder.of_a_method(x),
+    "slot": lambda holder: lambda x: x * holder.slot.value,
+    "class": lambda holder: lambda x: x * Holder.of_the_class.value,
+    "list": lambda holder: lambda x: x * holder.items[0].value,
+    "table": lambda holder: lambda x: x * holder.table["layers"][0]["w"].value,
+    "partial": lambda holder: partial(lambda holder, x: x * holder.attribute.value, holder),
+    "jit": lambda holder: jax.jit(partial(lambda holder, x: x * holder.attribute.value, holder)),
+    "deeper helpers": lambda holder: helped(helped(helped(helped(lambda x: x * holder.attribute.value)))),
+    "inner lambda": lambda holder: lambda x: sum((lambda: x * holder.attribute.value)() for _ in range(1)),
+}
+
+
+def helped(fn):
+    return lambda x: fn(x)
+
+
+@pytest.mark.parametrize("how", KINDS_OF_HOLDING)
+def test_another_variable_that_was_there_before(few_replicas, how):
+    """It is seen wherever the function's lines come to it, and back again."""
+    one, hundred = synk.shared(np.float32(1)), synk.shared(np.float32(100))
+    holder = Holder(one)
+    f = synk.function(KINDS_OF_HOLDING[how](holder), reduce="concat")
+    for value, w in [(1, one), (100, hundred), (1, one)]:
+        holder.put(w)
+        for _ in range(2):
+            np.testing.assert_array_equal(f(X), value * X)
+            np.testing.assert_array_equal(f.serial(X), value * X)
+
+
+def test_variables_in_a_list(few_replicas):
+    """Whichever are in it, in whichever order; a list that grows with what is not used compiles nothing."""
+    a, b, c = (synk.shared(np.float32(n)) for n in (1, 10, 100))
+    layers, used = [a, b], 2
+    f = synk.function(lambda x: x.mean() + sum((n + 1) * w.value for n, w in enumerate(layers[:used])), reduce="mean")
+    ones = np.ones(7, np.float32)
+
+    def both():
+        return [float(f(ones)), float(f.serial(ones))]
+
+    assert both() == [22, 22]
+    layers[:] = [b, a]
+    assert both() == [13, 13]
+    layers.pop()
+    assert both() == [11, 11]
+    layers.append(a)
+    assert both() == [13, 13]
+    count = f.stats.compilations
+    for each in (c, None, c):
+        layers.append(each)
+        assert both() == [13, 13] and f.stats.compilations == count
+    layers.insert(0, c)
+    assert both() == [121, 121]
+    table = {name: each for name, each in zip("pq", (a, b), strict=True)}
+    g = synk.function(lambda x: x.mean() + sum(w.value for w in table.values()), reduce="mean")
+    assert float(g(ones)) == 12
+    table["r"] = c
+    assert float(g(ones)) == 112
+    del table["p"]
+    assert float(g(ones)) == 111
+
+
+def test_roles_that_change_where_no_name_tells(few_replicas):
+    """Variables were made since, so it is traced once more: the same ones in another order are another program."""
+    roles = {n: synk.shared(np.float32(n)) for n in range(100)}  # more than are looked into
+    f = synk.function(lambda x: x.mean() * roles[7].value + 2 * roles[3].value, reduce="mean")
+    ones = np.ones(7, np.float32)
+    assert float(f(ones)) == 13
+    roles[3], roles[7] = roles[7], roles[3]
+    new = synk.shared(np.float32(0))
+    assert float(f(ones)) == 17 and new is not None
 
 
 @pytest.mark.parametrize("slices", [slow(1), 2])

@@ -101,8 +101,11 @@ def _compose(
     def abstract(variable: Shared) -> AbstractState:
         return state_in(variable, group).abstract
 
-    # It touches no variable, or making it raises.
-    plan = plans.find(function, group, key, abstract, lambda: Traced((), make), holds_function=True)
+    def trace() -> Traced:
+        made = make()  # which touches no variable, or making it raises
+        return Traced((), lambda: made)
+
+    plan = plans.find(function, group, key, abstract, trace, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]

@@ -1,7 +1,7 @@
 """Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any value."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .._reductions.results import ResultSpec
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
-from .._tracing.names import LookUp, ways_to
+from .._tracing.names import LookUp, Way, ways_to
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared, newest
 from .causes import Compiled
@@ -79,25 +79,48 @@ class CallPlan:
 
 
 class Traced(NamedTuple):
-    """A kind of call as it is now: which variables it touches, and what makes the plan."""
+    """A kind of call as it is now."""
 
-    touched: Collection[Shared]
+    touches: tuple[Shared, ...]  # the variable of each read and write: in the same order it makes the same program
     finish: Callable[[], Any]
+
+
+class Reached(NamedTuple):
+    """How a function came to the variables of a plan when it was last traced. It holds none of them: the plan does, and
+    goes with its group, which they hold."""
+
+    made: int  # the number of the newest variable there was
+    touches: tuple[int, ...]  # those of the variables of each read and write
+    ways: list[Way]  # by which its lines reach them
+    lengths: list[tuple[LookUp, int]]  # of the containers on these ways
+
+    def has_names(self) -> bool:
+        """Do the names still mean these variables?"""
+        return all([id(look_up()) == which for look_up, which in self.ways])
+
+    def is_current(self) -> bool:
+        """Does it reach the same variables still? A cell that is run again makes others in their places."""
+        return self.has_names() and self.made >= newest() and all([look_up() == n for look_up, n in self.lengths])
+
+    def is_over(self, touched: set[Shared]) -> bool:
+        """Does another kind of call touch variables made since, and not all of these? They have lost their places then,
+        most likely, and no call of their kind may come."""
+        numbers = {variable._number for variable in touched}
+        return not numbers.issuperset(self.touches) and max(numbers, default=0) > self.made
 
 
 class PlanCache:
     """Plans of one function: for each kind of call those made for different states of the variables they touch.
 
     They live in their group, and go with it or with the function; those that hold on to the function go with it alone.
-    Where names that reach these variables have others now, or there are variables made since, which may have taken
-    their places in some other way, a plan is for a call only if it touches the same ones when it is traced once more.
+    Where names that reach these variables have others now, a plan is for no call; where containers have grown, or there
+    are variables made since, which may have taken their places in some other way, only for one that touches the same
+    ones in the same order when it is traced once more.
     """
 
     def __init__(self) -> None:
         self._touched: WeakKeyDictionary[Shared, None] = WeakKeyDictionary()
-        # The newest variable when a plan was last traced, and by what the function's lines reach those that it
-        # touches: kept here, since it holds the function.
-        self._reached: WeakKeyDictionary[Any, tuple[int, list[tuple[LookUp, Shared]]]] = WeakKeyDictionary()
+        self._reached: WeakKeyDictionary[Any, Reached] = WeakKeyDictionary()  # of each plan: here, for it holds `fn`
         self._holding = BoundedCache(MAX_GROUPS)  # for a group
         self.compiled: deque[Compiled] = deque(maxlen=64)  # the newest plans, to tell why one had to be made
 
@@ -124,11 +147,13 @@ class PlanCache:
             if self._is_current(plan) and fits(plan):
                 return plan
         made, traced = newest(), trace()  # a failure is not kept
-        touched = set(traced.touched)
-        same = [plan for plan in plans if self._has_names(plan) and plan.accepts.keys() == touched]
+        touched, touches = set(traced.touches), tuple([variable._number for variable in traced.touches])
+        all_reached = dict(list(self._reached.items()))
+        named = [plan for plan in plans if plan in all_reached and all_reached[plan].has_names()]
+        same = [plan for plan in named if all_reached[plan].touches == touches]
         # One for another state of its variables may touch others, and is asked again when they are in that state.
-        others = [plan for plan in plans if self._has_names(plan) and plan not in same and not fits(plan)]
-        replaced = [each for each in list(self._reached) if not self._has_names(each) or self._differs(each, touched)]
+        others = [plan for plan in named if plan not in same and not fits(plan)]
+        replaced = [plan for plan, r in all_reached.items() if not r.has_names() or r.is_over(touched)]
         stale = {*plans, *replaced}.difference(same, others)
         if stale:  # all programs go: what else the function reaches may have changed with the variables
             self._forget(stale, touched)
@@ -136,8 +161,8 @@ class PlanCache:
             self._holding = BoundedCache(MAX_GROUPS)
             plans = self.kept(group, key, list, holds_function)
         plan = next(filter(fits, same), None) or traced.finish()
-        for each in {plan, *same}:
-            self._reached[each] = made, [*ways_to(function.fn, each.accepts), *ways_to(function.then, each.accepts)]
+        reached = Reached(made, touches, *ways_to((function.fn, function.then), touched))
+        self._reached.update(dict.fromkeys((plan, *same), reached))
         self._touched.update(dict.fromkeys(plan.accepts))
         if isinstance(plan, CallPlan) and plan not in same:
             states = WeakKeyDictionary(plan.accepts)
@@ -146,19 +171,8 @@ class PlanCache:
         return plan
 
     def _is_current(self, plan: Any) -> bool:
-        """Does the function reach the same variables still? A cell that is run again makes others in their places."""
-        return self._has_names(plan) and self._reached[plan][0] >= newest()
-
-    def _differs(self, plan: Any, touched: Set[Shared]) -> bool:
-        """Does another kind of call touch variables made since, and not all of this plan's? They have lost their places
-        then, most likely; no call would ask."""
-        made = self._reached[plan][0]
-        return not plan.accepts.keys() <= touched and any(variable._number > made for variable in touched)
-
-    def _has_names(self, plan: Any) -> bool:
-        """Do the names by which it reached them still mean these variables?"""
-        reached = self._reached.get(plan)
-        return reached is not None and all([look_up() is variable for look_up, variable in reached[1]])
+        reached = self._reached.get(plan)  # none where another thread has found it stale
+        return reached is not None and reached.is_current()
 
     def _forget(self, stale: Set[Any], touched: Set[Shared]) -> None:
         """Plans of variables that have lost their places to others, and those that nothing else touches."""
@@ -207,12 +221,12 @@ def trace_plan(function: FunctionSpec, group: Group, call: CallSpec, view: View 
     builder = ProgramBuilder(traces)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         needs = NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
-        return Traced(needs.accepts, lambda: needs)
+        return Traced(tuple(traces.touches), lambda: needs)
     finisher = Finisher(builder)
     if function.blocks is not None:
         _check_blocks(traces)
     depends_on = _equality_dependencies(finisher)
-    return Traced(tuple(traces.touched), partial(_make_plan, finisher, depends_on, plans))
+    return Traced(tuple(traces.touches), partial(_make_plan, finisher, depends_on, plans))
 
 
 def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] | None], plans: PlanCache) -> CallPlan:

@@ -77,7 +77,7 @@ def choose_slices(
 
     def trace() -> Traced:
         whole = find_plan(function, plans, ask(1), 1, where)[1]
-        return Traced(whole.accepts, partial(_choose, function, plans, where, ask, max(lengths)))
+        return Traced(tuple(whole.accepts), partial(_choose, function, plans, where, ask, max(lengths)))
 
     return plans.find(function, where.group, key, where.abstract, trace)
 

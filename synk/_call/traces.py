@@ -29,11 +29,13 @@ class CallTraces:
 
     Attributes:
       touched: the variables that something reads or writes.
+      touches: the variable of each read and write, one after another.
     """
 
     def __init__(self, function: FunctionSpec, group: Group, call: CallSpec, view: View | None = None) -> None:
         self.function, self.group, self.call, self._view = function, group, call, view
         self.touched: dict[Shared, None] = {}
+        self.touches: list[Shared] = []
 
     def abstract(self, variable: Shared) -> AbstractState:
         """Shapes, layout and rows of a variable, looked at outside any trace under way."""
@@ -128,6 +130,7 @@ class CallTraces:
     def _trace(self, request: TraceRequest) -> TracedFunction:
         traced = trace(request)
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
+        self.touches += traced.touches
         return traced
 
     def _check_slices(self, variable: Shared, slices: str | None) -> None:

@@ -45,6 +45,7 @@ class TracedFunction:
     blame_line: Callable[..., str | None]  # of the same arguments: the line that makes the first number not finite
     variables: tuple[Any, ...]  # those whose leaves come first, in this order
     reads: tuple[Any, ...]  # the same in the order in which they are read
+    touches: tuple[Any, ...]  # the variable of each read and write, one after another
     writes: tuple[tuple[Any, str | None], ...]  # the variables written, each with how slices combine
     outputs: Any  # what `pack` said of the return value
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the outputs, then of what is written
@@ -107,7 +108,7 @@ def _run_traced(
             out, found["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()
         # And no more of the context: what is traced must not outlive its trace.
-        found.update(reads=tuple(context.reads), uses_rank=context.uses_rank)
+        found.update(reads=tuple(context.reads), touches=tuple(context.touches), uses_rank=context.uses_rank)
         found["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 
