@@ -60,6 +60,8 @@ def _differences(old: Compiled, new: Compiled) -> Iterator[str]:
     for variable, state in list(new.states.items()):
         if (before := old.states.get(variable)) is not None:
             yield from _of_variable(variable, before, state)
+        else:
+            yield f"it uses the variable {variable.name}, and did not"
 
 
 def _listed(subset: tuple[Any, ...] | None) -> str:

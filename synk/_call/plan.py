@@ -182,7 +182,6 @@ class PlanCache:
         gone.difference_update(*[plan.accepts for plan in filter(self._is_current, list(self._reached))])
         for variable in gone:
             self._touched.pop(variable, None)
-        self.compiled = deque((each for each in self.compiled if gone.isdisjoint(each.states)), maxlen=64)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
         """What `make` gives, a pure function of `key`. What holds on to the function would not go before the group, if

@@ -1,5 +1,6 @@
 """What explain says of calls: exact bytes, causes, nothing run and nothing changed, pages that need no network."""
 
+import gc
 import json
 from html.parser import HTMLParser
 
@@ -206,6 +207,20 @@ def test_causes():
         assert causes_of(g, ((x,), {})) == ["the first call"]
     with group_of("simulated", 3):
         assert causes_of(g, ((x,), {}))[0].startswith("the group is Group(3 simulated")
+
+
+def test_the_cause_is_another_variable(group):
+    """One that took the place of another, which is nowhere any more, or one that another kind of call uses too."""
+    w = synk.shared(np.float32(1), name="w")
+    more = synk.shared(np.float32(1), name="more")
+    f = synk.function(lambda x, k: x.sum() * w.value * (more.value if k else 1), inputs={"k": "static"})
+    call = (np.ones(8, np.float32), False)
+    assert causes_of(f, (call, {})) == ["the first call"]
+    w = synk.shared(np.float32(2), name="another w")
+    gc.collect()
+    assert causes_of(f, (call, {})) == ["it uses the variable another w, and did not"]
+    found = causes_of(f, ((call[0], True), {}))
+    assert found == ["static k is True, was False; it uses the variable more, and did not"]
 
 
 def test_run_changes_nothing(group):
