@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from .._tracing.context import eager
 from .access import bind, divergence, group_of
 from .combine import each_of
 from .variable import Shared
+
+AT_A_TIME = 1 << 20  # numbers that are mixed, which takes twice their memory where they are not fused
 
 
 @public_api
@@ -76,11 +79,24 @@ def _fingerprints(variables: tuple[tuple[int, Body, tuple[bool, ...] | None], ..
 
 def _fingerprint(leaf: jax.Array) -> jax.Array:
     """64 bits that depend on every bit and its place: sums of two mixes (murmur3's finaliser)."""
-    bits = as_bits(leaf)
+    flat = leaf.ravel()
+    whole = flat.size // AT_A_TIME
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        start = i * np.uint32(AT_A_TIME)
+        return total + _sums(lax.dynamic_slice(flat, (start,), (AT_A_TIME,)), start)
+
+    rest = _sums(flat[whole * AT_A_TIME :], np.uint32(whole * AT_A_TIME))
+    return lax.fori_loop(np.uint32(0), np.uint32(whole), add, rest) if whole else rest
+
+
+def _sums(numbers: jax.Array, start: Any) -> jax.Array:
+    """Of numbers from a place on."""
+    bits = as_bits(numbers)
     if bits.dtype.itemsize == 8:
         bits = lax.bitcast_convert_type(bits, jnp.uint32)
+    place = lax.iota(jnp.uint32, bits.size) + start * np.uint32(bits.size // max(1, numbers.size))
     bits = bits.ravel()
-    place = lax.iota(jnp.uint32, bits.size)
     return jnp.stack([_mixed(bits ^ _mixed(place * np.uint32(seed) + np.uint32(1))).sum(dtype=jnp.uint32)
                       for seed in (0x9E3779B1, 0x85EBCA77)])  # fmt: skip
 

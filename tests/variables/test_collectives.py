@@ -9,7 +9,7 @@ from jax import lax
 import synk
 from synk._runtime.executable import run_collective
 
-from ..helpers import assert_close, chosen, group_of, numbers, parts_of
+from ..helpers import assert_close, chosen, group_of, numbers, parts_of, slow
 
 VALUES = numbers(4, 3)  # one row a replica
 
@@ -310,6 +310,23 @@ def test_one_bit_is_found(four, dtype, one, other):
         w.set_value({"a": np.zeros(2), "b": jnp.full(50, one, dtype).at[rank].set(other)}, rank=rank)
     with pytest.raises(synk.DivergedError, match=r"w\['b'\]: rank\(s\) 1, 3 differ from rank 0"):
         synk.check_replicas(synk.shared(np.zeros(2)), w)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, slow(jnp.bfloat16), np.complex64])
+def test_what_is_large_is_compared_in_pieces(few_replicas, dtype):
+    """Each number counts, and its place in the whole: in the first piece, in the second, and in what is left."""
+    one = np.arange((2 << 20) + 3).astype(dtype).reshape(-1, 5)
+    w = synk.shared(one, name="w")
+    synk.check_replicas(w)
+    for place in (0, 1 << 20, one.size - 1):
+        other = one.copy()
+        other.flat[place] += 8192 * (1 + place)
+        w.set_value(other, rank=1)
+        with pytest.raises(synk.DivergedError, match=r"w: rank\(s\) 1 differ"):
+            synk.check_replicas(w)
+    w.set_value(np.concatenate([one[-1:], one[1:-1], one[:1]]), rank=1)
+    with pytest.raises(synk.DivergedError, match=r"w: rank\(s\) 1 differ"):
+        synk.check_replicas(w)
 
 
 def test_order_is_found(four):
