@@ -483,6 +483,27 @@ def test_variables_in_a_list(few_replicas):
     assert float(g(ones)) == 111
 
 
+@pytest.mark.slow
+def test_variables_come_in_one_order():
+    """In every process, however it hashes names: programs of a group are compared."""
+    code = """if True:
+        import numpy as np, synk
+        from synk._tracing.names import values_named_in
+        a, b, c, d, e = [synk.shared(np.float32(1), name=n) for n in "abcde"]
+        def helper(x): return x * d.value * e.value
+        f = lambda x: (helper(x) * c.value * a.value * b.value).sum()
+        print([value.name for _, value in values_named_in(f) if isinstance(value, synk.Shared)])
+        """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**environment, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    ]  # fmt: skip
+    assert said == ["['c', 'a', 'b', 'd', 'e']\n"] * 3
+
+
 def test_roles_that_change_where_no_name_tells(few_replicas):
     """Variables were made since, so it is traced once more: the same ones in another order are another program."""
     roles = {n: synk.shared(np.float32(n)) for n in range(100)}  # more than are looked into

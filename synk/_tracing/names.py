@@ -53,7 +53,8 @@ def _taken_apart(fn: Any) -> tuple[Any, list[Any]]:
 
 def _named(function: Any, held: list[Any]) -> Iterator[tuple[Collection[str], LookUp, Any]]:
     """With all names of the lines: what a callable holds, globals, of modules the parts that are named, and cells."""
-    names = set(_names_in(function.__code__)) if hasattr(function, "__code__") else set[str]()
+    # In the order of the lines, and not a set's: processes of a group must name variables in one order.
+    names = dict.fromkeys(_names_in(function.__code__) if hasattr(function, "__code__") else ())
     for value in held:
         yield names, functools.partial(_itself, value), value
     for name in names:
@@ -61,7 +62,7 @@ def _named(function: Any, held: list[Any]) -> Iterator[tuple[Collection[str], Lo
             look_up = functools.partial(function.__globals__.get, name)
             yield names, look_up, look_up()
             if isinstance(look_up(), ModuleType) and not _is_of_library(look_up()):
-                for part in names & vars(look_up()).keys():
+                for part in filter(vars(look_up()).__contains__, names):
                     yield names, functools.partial(_attribute, part, look_up), vars(look_up())[part]
     for cell in getattr(function, "__closure__", None) or ():
         yield names, functools.partial(_content, cell), _content(cell)
@@ -124,9 +125,9 @@ class _Search:
 
     def _inside(self, value: Any) -> Iterator[tuple[Callable[[LookUp], Any], Any]]:
         """What an object or a container holds; of classes what is wanted alone."""
-        if isinstance(value, list | tuple | dict):
-            for key in (list(value) if isinstance(value, dict) else range(len(value))) if len(value) <= LONGEST else ():
-                yield functools.partial(_item, key), value[key]
+        if isinstance(value, list | tuple | dict) and len(value) <= LONGEST:
+            for key, inner in list(value.items()) if isinstance(value, dict) else enumerate(tuple(value)):
+                yield functools.partial(_item, key), inner
         if inspect.isroutine(value) or isinstance(value, ModuleType):
             return
         for name, inner in list(_own(value).items()):
