@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import jax
 
 from ._base.units import UNKNOWN, number_text, size_text
 from ._runtime.dispatch import CPU_CAN_WEDGE
+from ._runtime.group import Device
 from ._runtime.target import known_accelerator
 
 PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "optax", "flax", "equinox")
@@ -21,7 +22,17 @@ def report() -> str:
 
     Starts JAX's backend, as the first use of any device does.
     """
-    return "\n".join([*_versions(), *_devices(), *_settings(), *_troubles()])
+    devices, trouble = _started()
+    return "\n".join([*_versions(), *_devices(devices), *_settings(), *_troubles(devices, trouble)])
+
+
+def _started() -> tuple[Sequence[Device], str | None]:
+    """The devices, or none and why JAX does not start."""
+    try:
+        return jax.devices(), None
+    except Exception as error:  # among them a bare AssertionError, where JAX_PLATFORMS names one without its plugin
+        first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+        return [], f"JAX does not start with these settings: {first_line}"
 
 
 def _version(name: str) -> str | None:
@@ -37,8 +48,10 @@ def _versions() -> Iterator[str]:
     yield f"packages: {', '.join(found)}"
 
 
-def _devices() -> Iterator[str]:
-    devices = jax.devices()
+def _devices(devices: Sequence[Device]) -> Iterator[str]:
+    if not devices:
+        yield f"devices: none, {os.cpu_count()} CPU cores"
+        return
     yield f"devices: {len(devices)} {devices[0].device_kind} ({devices[0].platform}), {os.cpu_count()} CPU cores"
     memory = None if devices[0].platform == "cpu" else (devices[0].memory_stats() or {}).get("bytes_limit")
     yield f"memory of a device that JAX uses: {size_text(memory)}"
@@ -53,8 +66,8 @@ def _settings() -> Iterator[str]:
     yield "settings: " + (", ".join(f"{name}={value}" for name, value in found.items()) or "none")
 
 
-def _troubles() -> Iterator[str]:
-    troubles = [*_of_versions(), *_of_devices()]
+def _troubles(devices: Sequence[Device], trouble: str | None) -> Iterator[str]:
+    troubles = [*_of_versions(), *([trouble] if trouble else []), *(_of_devices(devices) if devices else [])]
     yield "what may be wrong:" + (" nothing that shows here" if not troubles else "")
     for trouble in troubles:
         yield f"  - {trouble}"
@@ -70,8 +83,8 @@ def _of_versions() -> Iterator[str]:
         yield f"jax {jax_version} beside jaxlib {jaxlib}: install both of one version."
 
 
-def _of_devices() -> Iterator[str]:
-    device, count = jax.devices()[0], jax.device_count()
+def _of_devices(devices: Sequence[Device]) -> Iterator[str]:
+    device, count = devices[0], len(devices)
     flags = os.environ.get("XLA_FLAGS", "")
     if device.platform == "cpu" and Path("/proc/driver/nvidia/version").exists():
         yield "an NVIDIA driver is here, but JAX runs on the CPU: pip install 'jax[cuda12]', and see JAX_PLATFORMS."

@@ -488,11 +488,11 @@ def test_variables_come_in_one_order():
     """In every process, however it hashes names: programs of a group are compared."""
     code = """if True:
         import numpy as np, synk
-        from synk._tracing.names import values_named_in
+        from synk._tracing.names import follow
         a, b, c, d, e = [synk.shared(np.float32(1), name=n) for n in "abcde"]
         def helper(x): return x * d.value * e.value
         f = lambda x: (helper(x) * c.value * a.value * b.value).sum()
-        print([value.name for _, value in values_named_in(f) if isinstance(value, synk.Shared)])
+        print([value.name for _, value in follow(f)[0] if isinstance(value, synk.Shared)])
         """
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     said = [

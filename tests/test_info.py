@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import jax
+import pytest
 
 import synk
+from synk._info import report
 
 
 def info(**environment):
@@ -27,3 +29,24 @@ def test_what_there_is():
     assert "JAX_NUM_CPU_DEVICES=3" in text
     assert "both say how many CPU devices there are" in text
     assert "one CPU device is one replica" in info(JAX_PLATFORMS="cpu")
+
+
+def test_where_jax_does_not_start():
+    """All but the devices is said, and why there are none."""
+    text = info(JAX_PLATFORMS="nonsense")
+    assert f"jax {jax.__version__}" in text
+    assert "devices: none, " in text
+    assert "settings: JAX_PLATFORMS=nonsense" in text
+    assert "  - JAX does not start with these settings: Unable to initialize backend 'nonsense'" in text
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no GPU\nand more lines")], ids=repr)
+def test_the_first_line_of_an_error(monkeypatch, error):
+    """Or its kind, where JAX says no more."""
+
+    def devices():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", devices)
+    said = str(error).split("\n")[0] or "AssertionError"
+    assert report().endswith(f"  - JAX does not start with these settings: {said}")

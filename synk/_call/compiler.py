@@ -99,8 +99,11 @@ class Compiler:
         about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
         about = (*about, self.refuses_nan, builder.function.wires is None)
 
-        def cached(kind: Any, make: Callable[[], Executable]) -> Executable:
-            return self.group._cached(owner, ("program", kind, *about), make)
+        def cached(kind: _Launch, make: Callable[[], Executable]) -> Executable:
+            traced = [builder.traced[size] for size in kind.sizes if size in builder.traced]
+            traced += [self.finisher.then[0]] if kind.is_last and self.finisher.then else []
+            computes = tuple([each.fingerprint for each in traced])
+            return self.group._cached(owner, ("program", kind, computes, *about), make)
 
         kinds: list[tuple[Any, Any]] = [(sizes, ()) for sizes in call.part_sizes]
         if builder.runs_each_rank and call.lengths:

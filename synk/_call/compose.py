@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import jax
 import jax.core
@@ -103,7 +104,7 @@ def _compose(
 
     def trace() -> Traced:
         made = make()  # which touches no variable, or making it raises
-        return Traced((), lambda: made)
+        return Traced((), (ref(made),), lambda: made)
 
     plan = plans.find(function, group, key, abstract, trace, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)

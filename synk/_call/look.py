@@ -147,7 +147,7 @@ def _rows_of_variable(
         traced = traces.of_rows(taken)
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
         found = _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
-        return Traced(tuple(traces.touches), lambda: found)
+        return Traced(traces.touched, (*traces.record, None if holder is None else holder._number), lambda: found)
 
     holder = plans.find(
         function, where.group, ("holder", call, taken, function.per_part), where.abstract, trace

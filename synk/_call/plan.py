@@ -1,7 +1,7 @@
 """Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any value."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from .._reductions.results import ResultSpec
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
-from .._tracing.names import LookUp, Way, ways_to
+from .._tracing.ways import Ways, ways_to
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared, newest
 from .causes import Compiled
@@ -81,7 +81,8 @@ class CallPlan:
 class Traced(NamedTuple):
     """A kind of call as it is now."""
 
-    touches: tuple[Shared, ...]  # the variable of each read and write: in the same order it makes the same program
+    touched: Collection[Shared]
+    record: tuple[Any, ...]  # equal ones make the same programs
     finish: Callable[[], Any]
 
 
@@ -90,32 +91,26 @@ class Reached(NamedTuple):
     goes with its group, which they hold."""
 
     made: int  # the number of the newest variable there was
-    touches: tuple[int, ...]  # those of the variables of each read and write
-    ways: list[Way]  # by which its lines reach them
-    lengths: list[tuple[LookUp, int]]  # of the containers on these ways
-
-    def has_names(self) -> bool:
-        """Do the names still mean these variables?"""
-        return all([id(look_up()) == which for look_up, which in self.ways])
+    record: tuple[Any, ...]  # of what was traced
+    ways: Ways  # by which its lines reach them
+    elsewhere: frozenset[int]  # the numbers of those to which no way was found
 
     def is_current(self) -> bool:
         """Does it reach the same variables still? A cell that is run again makes others in their places."""
-        return self.has_names() and self.made >= newest() and all([look_up() == n for look_up, n in self.lengths])
+        return self.made >= newest() and self.ways.are_intact()
 
-    def is_over(self, touched: set[Shared]) -> bool:
-        """Does another kind of call touch variables made since, and not all of these? They have lost their places then,
-        most likely, and no call of their kind may come."""
-        numbers = {variable._number for variable in touched}
-        return not numbers.issuperset(self.touches) and max(numbers, default=0) > self.made
+    def is_lost(self, touched: set[int]) -> bool:
+        """Have variables lost their places, when a call touches those of these numbers? Those to which there was no way
+        most likely, where others were made since."""
+        return bool(self.ways.lost()) or (bool(self.elsewhere - touched) and max(touched, default=0) > self.made)
 
 
 class PlanCache:
     """Plans of one function: for each kind of call those made for different states of the variables they touch.
 
     They live in their group, and go with it or with the function; those that hold on to the function go with it alone.
-    Where names that reach these variables have others now, a plan is for no call; where containers have grown, or there
-    are variables made since, which may have taken their places in some other way, only for one that touches the same
-    ones in the same order when it is traced once more.
+    Where names that reach these variables have others now, or there are variables made since, which may have taken
+    their places in some other way, a plan is for a call only if what is traced once more makes the same programs.
     """
 
     def __init__(self) -> None:
@@ -147,26 +142,22 @@ class PlanCache:
             if self._is_current(plan) and fits(plan):
                 return plan
         made, traced = newest(), trace()  # a failure is not kept
-        touched, touches = set(traced.touches), tuple([variable._number for variable in traced.touches])
-        all_reached = dict(list(self._reached.items()))
-        named = [plan for plan in plans if plan in all_reached and all_reached[plan].has_names()]
-        same = [plan for plan in named if all_reached[plan].touches == touches]
+        touched, all_reached = {variable._number for variable in traced.touched}, dict(list(self._reached.items()))
+        known = [plan for plan in plans if plan in all_reached]  # another thread may have found some stale
+        same = [plan for plan in known if all_reached[plan].record == traced.record]
+        lost = {plan for plan, reached in all_reached.items() if reached.is_lost(touched)}.difference(same)
         # One for another state of its variables may touch others, and is asked again when they are in that state.
-        others = [plan for plan in named if plan not in same and not fits(plan)]
-        replaced = [plan for plan, r in all_reached.items() if not r.has_names() or r.is_over(touched)]
-        stale = {*plans, *replaced}.difference(same, others)
-        if stale:  # all programs go: what else the function reaches may have changed with the variables
-            self._forget(stale, touched)
-            group._caches.pop(self, None)
-            self._holding = BoundedCache(MAX_GROUPS)
-            plans = self.kept(group, key, list, holds_function)
+        others = [plan for plan in known if plan not in same and plan not in lost and not fits(plan)]
+        self._forget(group, {*plans, *lost}.difference(same, others), set(traced.touched))
         plan = next(filter(fits, same), None) or traced.finish()
-        reached = Reached(made, touches, *ways_to((function.fn, function.then), touched))
-        self._reached.update(dict.fromkeys((plan, *same), reached))
+        ways = ways_to([each for each in (function.fn, function.then) if each is not None], plan.accepts, Shared)
+        elsewhere = frozenset([variable._number for variable in plan.accepts if not ways.lead_to(id(variable))])
+        self._reached.update(dict.fromkeys((plan, *same), Reached(made, traced.record, ways, elsewhere)))
         self._touched.update(dict.fromkeys(plan.accepts))
         if isinstance(plan, CallPlan) and plan not in same:
             states = WeakKeyDictionary(plan.accepts)
             self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], states))
+        plans = self.kept(group, key, list, holds_function)
         plans[:] = [plan, *(each for each in (*same, *others) if each is not plan)][:64]
         return plan
 
@@ -174,14 +165,17 @@ class PlanCache:
         reached = self._reached.get(plan)  # none where another thread has found it stale
         return reached is not None and reached.is_current()
 
-    def _forget(self, stale: Set[Any], touched: Set[Shared]) -> None:
+    def _forget(self, group: Group, stale: Set[Any], touched: Set[Shared]) -> None:
         """Plans of variables that have lost their places to others, and those that nothing else touches."""
-        gone = {variable for plan in stale for variable in plan.accepts} - touched
         for plan in stale:
             self._reached.pop(plan, None)
-        gone.difference_update(*[plan.accepts for plan in filter(self._is_current, list(self._reached))])
+        gone = {variable for plan in stale for variable in plan.accepts} - touched
+        gone.difference_update(*[plan.accepts for plan in list(self._reached)])
         for variable in gone:
             self._touched.pop(variable, None)
+        if gone:  # with all programs, which hold them
+            group._caches.pop(self, None)
+            self._holding = BoundedCache(MAX_GROUPS)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
         """What `make` gives, a pure function of `key`. What holds on to the function would not go before the group, if
@@ -220,12 +214,12 @@ def trace_plan(function: FunctionSpec, group: Group, call: CallSpec, view: View 
     builder = ProgramBuilder(traces)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         needs = NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
-        return Traced(tuple(traces.touches), lambda: needs)
+        return Traced(traces.touched, traces.record, lambda: needs)
     finisher = Finisher(builder)
     if function.blocks is not None:
         _check_blocks(traces)
     depends_on = _equality_dependencies(finisher)
-    return Traced(tuple(traces.touches), partial(_make_plan, finisher, depends_on, plans))
+    return Traced(traces.touched, traces.record, partial(_make_plan, finisher, depends_on, plans))
 
 
 def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] | None], plans: PlanCache) -> CallPlan:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
+from weakref import ref
 
 import jax
 import numpy as np
@@ -77,7 +78,7 @@ def choose_slices(
 
     def trace() -> Traced:
         whole = find_plan(function, plans, ask(1), 1, where)[1]
-        return Traced(tuple(whole.accepts), partial(_choose, function, plans, where, ask, max(lengths)))
+        return Traced(whole.accepts, (ref(whole),), partial(_choose, function, plans, where, ask, max(lengths)))
 
     return plans.find(function, where.group, key, where.abstract, trace)
 

@@ -13,7 +13,7 @@ from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
 from .._tracing.context import TraceContext
-from .._tracing.names import values_named_in
+from .._tracing.names import follow
 from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, refuse_narrow
@@ -29,13 +29,14 @@ class CallTraces:
 
     Attributes:
       touched: the variables that something reads or writes.
-      touches: the variable of each read and write, one after another.
+      record: what tells what has been traced so far: numbers of variables, in the order in which programs take and
+        write them, and fingerprints.
     """
 
     def __init__(self, function: FunctionSpec, group: Group, call: CallSpec, view: View | None = None) -> None:
         self.function, self.group, self.call, self._view = function, group, call, view
         self.touched: dict[Shared, None] = {}
-        self.touches: list[Shared] = []
+        self.record: tuple[Any, ...] = ()
 
     def abstract(self, variable: Shared) -> AbstractState:
         """Shapes, layout and rows of a variable, looked at outside any trace under way."""
@@ -130,7 +131,8 @@ class CallTraces:
     def _trace(self, request: TraceRequest) -> TracedFunction:
         traced = trace(request)
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
-        self.touches += traced.touches
+        reads, writes = [v._number for v in traced.variables], [(v._number, slices) for v, slices in traced.writes]
+        self.record += (*reads, *writes, traced.fingerprint)
         return traced
 
     def _check_slices(self, variable: Shared, slices: str | None) -> None:
@@ -191,7 +193,7 @@ class CallTraces:
 
 def shared_in(fn: Any) -> list[Shared]:
     """The variables that a function's own lines name."""
-    return list(dict.fromkeys(value for _, value in values_named_in(fn) if isinstance(value, Shared)))
+    return list(dict.fromkeys(value for _, value in follow(fn)[0] if isinstance(value, Shared)))
 
 
 def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueError:

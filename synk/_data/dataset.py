@@ -91,8 +91,10 @@ class Data:
     def __getitem__(self, index: Any) -> Any:
         in_turn()
         source = source_of(self)
-        host = source if isinstance(source, Reader) else np.asarray(source)
-        rows = (host if self._length == len(host) else host[0 : self._length])[index]
+        if isinstance(source, Reader):
+            rows = source[index] if self._length == len(source) else _of_first_rows(source, self._length, index)
+        else:
+            rows = np.asarray(source)[: self._length][index]
         return rows if rows.dtype == self._dtype else rows.astype(self._dtype)
 
     @public_api
@@ -220,6 +222,23 @@ def _as_source(value: Any, name: str) -> Source:
     source = source_of(value)
     is_whole = len(value) == len(source) and value.dtype == source.dtype
     return source if is_whole else as_rows(value[:], name)
+
+
+def _of_first_rows(source: Reader, length: int, index: Any) -> Any:
+    """What NumPy's index picks where only so many first rows of a file count; no others are read than it names."""
+    axes: tuple[Any, ...] = (index or (...,)) if isinstance(index, tuple) else (index,)
+    first, *rest = axes
+    if isinstance(first, int | np.integer) and not isinstance(first, bool):
+        row = range(length)[first]
+        return source[row : row + 1][(0, *rest)]
+    if isinstance(first, slice):
+        run = range(length)[first]
+        up, step = (run, 1) if run.step > 0 else (run[::-1], -1)  # which is how files read
+        return source[up.start : max(up.start, up.stop) : up.step][(slice(None, None, step), *rest)]
+    if np.ndim(first) == 1 and len(numbers := np.arange(length)[first]):
+        rows, at = source.find(numbers)
+        return rows[(at, *rest)]
+    return source[:length][index]
 
 
 def source_of(data: Data) -> Source:

@@ -29,6 +29,7 @@ from .transfer import can_go_ahead, place_rows_ahead
 T = TypeVar("T")
 R = TypeVar("R")
 _PATIENCE = 2.0  # seconds that the end of a program waits for all threads
+_MOMENT = 0.1  # seconds that a thread may take to end where there are no more items
 
 
 class _Worker:
@@ -195,7 +196,9 @@ class Prefetch(Iterator[R], Generic[T, R]):
             last.thread.join()
             if last.cut_short is not None:
                 raise last.cut_short
-        elif last.thread.is_alive():
+            return
+        last.thread.join(_MOMENT)  # at the end of the iterator it is gone soon
+        if last.thread.is_alive():
             raise SynkError(
                 "Another loop over this iterator has not ended, and a thread works ahead of it: what that has taken "
                 "would be missing here. Let that loop end, or close() it; give each its own; or use prefetch=0 in both."

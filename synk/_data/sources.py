@@ -22,13 +22,17 @@ from .._runtime.dispatch import LOCK
 BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
 SHARED = 1 << 22  # bytes that pay for more than one thread: fewer are copied before another one has woken up
 THREADS = 16  # more do not read a machine's memory any faster
+AT_ONCE = 1 << 28  # bytes of consecutive rows that are read from a file at a time
 
 
 class Reader:
-    """An object that gives rows by position when it is indexed (h5py, zarr): read in parts, never whole."""
+    """An object that gives rows by position when it is indexed (h5py, zarr): read in parts, never whole.
 
-    def __init__(self, of: Any) -> None:
-        self.of = of
+    What comes is checked, since NumPy would convert, unmask or repeat it to fit.
+    """
+
+    def __init__(self, of: Any, what: str) -> None:
+        self.of, self.what = of, what
         self.shape: tuple[int, ...] = tuple(of.shape)
         self.dtype = np.dtype(of.dtype)
         self.ndim = len(self.shape)
@@ -37,19 +41,38 @@ class Reader:
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self.of[...], dtype)
+        return np.asarray(self[:], dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        return np.asarray(self.of[index])
+        wanted = len(range(len(self))[index]) if isinstance(index, slice) else None
+        rows = self.of[index]
+        has_dtype, rows = hasattr(rows, "dtype"), np.asanyarray(rows)
+        if np.ma.is_masked(rows):
+            raise TypeError(
+                f"{self.what} gave masked rows, whose mask would be lost; read it into memory and give .filled(...)."
+            )
+        if has_dtype and rows.dtype.newbyteorder("=") != self.dtype.newbyteorder("="):
+            raise TypeError(
+                f"{self.what} gave rows of dtype {rows.dtype}, but its own is {self.dtype}; read it into memory, or "
+                f"let it give what it stores (of netCDF4: variable.set_auto_maskandscale(False))."
+            )
+        if wanted is not None and len(rows) < wanted:
+            raise IndexError(
+                f"{self.what} gave {len(rows)} rows where {wanted} were: it no longer has the {len(self)} that it had "
+                f"when it was given. Give it again."
+            )
+        return np.asarray(rows)
 
     def __setitem__(self, index: Any, rows: Any) -> None:
         self.of[index] = rows
 
-    def gather(self, index: np.ndarray) -> np.ndarray:
-        """Rows of indexes in any order: files give each row once, in ascending order."""
+    def find(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows that hold those of indexes in any order, and where: files give each row once, in ascending order."""
         unique, inverse = np.unique(index, return_inverse=True)
         first, stop = int(unique[0]), int(unique[-1]) + 1
-        return self[first:stop][index - first] if stop - first <= 2 * len(unique) else self[unique][inverse]
+        if stop - first <= 2 * len(unique):
+            return self[first:stop], index - first
+        return self[unique], inverse
 
 
 HostSource: TypeAlias = np.ndarray | Reader
@@ -66,7 +89,7 @@ def as_source(value: Any, what: str, advice: str) -> Source:
         if hasattr(value, "todense"):
             raise TypeError(f"{what} is a {type(value).__name__}, which is sparse; give .todense().")
         if _is_read_by_rows(value):
-            value = Reader(value)
+            value = Reader(value, what)
         elif hasattr(value, "__array__") and not isinstance(value, str | bytes):
             value = np.asarray(value)
         else:
@@ -148,14 +171,18 @@ class Rows(NamedTuple):
     indexes: np.ndarray | None
     start: int
 
+    @property
+    def stop(self) -> int:
+        """Where they end."""
+        return self.start + len(self.buffer)
+
     def copy(self) -> None:
-        """Fill the buffer."""
-        buffer, source, stop = self.buffer, self.source, self.start + len(self.buffer)
+        """Fill the buffer, from what is no `Reader`."""
+        buffer, source, stop = self.buffer, self.source, self.stop
+        assert not isinstance(source, Reader)
         rows = slice(self.start, stop) if self.indexes is None else self.indexes[self.start : stop]
         if isinstance(rows, slice):
             buffer[...] = source[rows]
-        elif isinstance(source, Reader):
-            buffer[...] = source.gather(rows)
         elif source.dtype == buffer.dtype and source.flags.c_contiguous and source.flags.aligned:
             # The indexes were checked once; "clip" is the mode that neither checks nor copies again.
             np.take(source, rows, axis=0, out=buffer, mode="clip")
@@ -176,12 +203,14 @@ def _rows_in(buffer: np.ndarray, size: int) -> int:
 
 
 def copy_rows(parts: Sequence[Rows]) -> None:
-    """Copy all these rows, of one source, by as many threads as pay."""
+    """Copy all these rows, of one source and one selection, by as many threads as pay."""
+    if parts and isinstance(parts[0].source, Reader):  # h5py and the like may not allow several threads
+        _read(parts[0].source, parts)
+        return
     total = sum(part.buffer.nbytes for part in parts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = min(cores, THREADS, 2 * total // SHARED) - 1
-    # Readers, h5py and the like, may not allow several threads.
-    if workers < 1 or any(isinstance(part.source, Reader) for part in parts):
+    if workers < 1:
         for part in parts:
             part.copy()
         return
@@ -204,6 +233,35 @@ def copy_rows(parts: Sequence[Rows]) -> None:
         for other in others:
             if not other.cancel():  # it has begun
                 other.result()
+
+
+def _read(source: Reader, parts: Sequence[Rows]) -> None:
+    """Fill all parts, each row read once: a file unpacks a whole chunk for any of its rows, which parts may share."""
+    if (indexes := parts[0].indexes) is not None:
+        rows, at = source.find(np.concatenate([indexes[part.start : part.stop] for part in parts]))
+        for part in parts:
+            here, at = at[: len(part.buffer)], at[len(part.buffer) :]
+            part.buffer[...] = rows[here]
+        return
+    for run in _runs(parts):
+        first = run[0].start
+        rows = source[first : max(part.stop for part in run)]
+        for part in run:
+            part.buffer[...] = rows[part.start - first : part.stop - first]
+
+
+def _runs(parts: Sequence[Rows]) -> list[list[Rows]]:
+    """Parts of consecutive rows whose rows are consecutive too, together as far as memory should hold them twice."""
+    runs: list[list[Rows]] = []
+    stop = size = 0
+    for part in sorted(parts, key=lambda part: part.start):
+        size += part.buffer.nbytes
+        if not runs or part.start > stop or size > AT_ONCE:
+            runs.append([])
+            size = part.buffer.nbytes
+        runs[-1].append(part)
+        stop = max(stop, part.stop)
+    return runs
 
 
 @cache

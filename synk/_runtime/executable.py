@@ -148,9 +148,9 @@ def run_collective(
     """Run a small program of synk's own; it is kept by `body`, so give one that lasts. A local one is not agreed on."""
     args, key = list(args), (body, tuple(ins), tuple(outs))
     module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
-    name = f"{module.strip('_')}.{function.strip('_')}"
+    name = f"synk.{module.strip('_')}.{function.strip('_')}"
     with LOCK:
-        spec = ProgramSpec(body, [ins], [], outs, name=f"synk.{name}")
+        spec = ProgramSpec(body, [ins], [], outs, name=name)
         jitted = group._cached(run_collective, key, partial(_jit, group, spec))
         if group._is_multi_process:
             name = f"{name}({describe_shapes(args)})"

@@ -57,14 +57,12 @@ class TraceContext:
     state: Any = field(default_factory=trace_state, init=False)
     reads: dict[Any, None] = field(default_factory=dict, init=False)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict, init=False)
-    touches: list[Any] = field(default_factory=list, init=False)  # the variable of each read and write
     uses_rank: bool = field(default=False, init=False)
     handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list, init=False)
 
     def read(self, variable: TracedState) -> PyTree:
         """The variable's value as the call found it; of an unknown one a stand-in, and the trace is made again."""
         self.reads[variable] = None
-        self.touches.append(variable)
         if self.rows is None:
             self.rows = self.rows_held(variable)
         leaves = self.values.get(variable)
@@ -103,7 +101,6 @@ class TraceContext:
             )
         if slices == "add":
             self.reads[variable] = None  # what is added is the difference from the old value
-        self.touches.append(variable)
         self.writes[variable] = variable._conform(new, self.shapes_of(variable), self.name), slices
 
     def without_axis(self, what: str) -> str:

@@ -1,6 +1,7 @@
 """Equations: what there is in a jaxpr, inner functions included, the work it asks for, and what it does twice."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from math import prod
 from typing import Any
 
@@ -73,6 +74,33 @@ def _merge_inside(value: Any) -> Any:
 
 def _is_dropped(variable: Any) -> bool:
     return type(variable).__name__ == "DropVar"
+
+
+def fingerprint(jaxpr: Any) -> int:
+    """Of what it computes: equal ones for equal jaxprs. Neither functions among parameters count, nor constants."""
+    numbers: dict[Any, int] = {}
+
+    def told(variable: Any) -> Any:
+        if isinstance(variable, Literal):
+            return repr(variable.val), str(variable.aval)
+        return numbers.setdefault(variable, len(numbers)), str(variable.aval)
+
+    found = [tuple(map(told, (*jaxpr.constvars, *jaxpr.invars)))]
+    for each in jaxpr.eqns:
+        params = [(name, _told(each.params[name])) for name in sorted(each.params)]
+        found.append((each.primitive.name, *map(told, each.invars), *map(told, each.outvars), *params))
+    return hash((*found, *map(told, jaxpr.outvars)))
+
+
+def _told(value: Any) -> Any:
+    """A parameter of an equation, as far as it tells the same of the same."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_told, value))
+    inner = getattr(value, "jaxpr", value)
+    if hasattr(inner, "eqns"):
+        return fingerprint(inner)
+    plain = isinstance(value, int | float | complex | str | bool | Enum | np.dtype | type | None)
+    return repr(value) if plain else type(value).__name__
 
 
 def flops(jaxpr: Any, outs: Sequence[Any]) -> int:

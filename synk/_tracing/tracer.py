@@ -14,7 +14,7 @@ from .._base.errors import SynkError
 from .._base.pytree import PyTree, as_keys, key_of
 from .._runtime.group import AXIS
 from .context import TraceContext, tracing
-from .equations import equations, flops, merge_equal, narrowest_float
+from .equations import equations, fingerprint, flops, merge_equal, narrowest_float
 from .lines import first_bad_line
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
@@ -45,7 +45,6 @@ class TracedFunction:
     blame_line: Callable[..., str | None]  # of the same arguments: the line that makes the first number not finite
     variables: tuple[Any, ...]  # those whose leaves come first, in this order
     reads: tuple[Any, ...]  # the same in the order in which they are read
-    touches: tuple[Any, ...]  # the variable of each read and write, one after another
     writes: tuple[tuple[Any, str | None], ...]  # the variables written, each with how slices combine
     outputs: Any  # what `pack` said of the return value
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the outputs, then of what is written
@@ -56,6 +55,7 @@ class TracedFunction:
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
     narrowest: np.dtype | None  # of the floats that it computes
     flops: Callable[[Sequence[int]], int]  # of matrix products and convolutions, for these of its results
+    fingerprint: int  # of what it computes, as far as equations tell
 
 
 def trace(request: TraceRequest) -> TracedFunction:
@@ -89,6 +89,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         refuses_map=any(map(_refuses_map, found_equations)) and not any(map(_is_over_axis, found_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
         narrowest=narrowest_float(found_equations),
+        fingerprint=fingerprint(closed.jaxpr),
         flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
         **found,
     )
@@ -108,7 +109,7 @@ def _run_traced(
             out, found["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()
         # And no more of the context: what is traced must not outlive its trace.
-        found.update(reads=tuple(context.reads), touches=tuple(context.touches), uses_rank=context.uses_rank)
+        found.update(reads=tuple(context.reads), uses_rank=context.uses_rank)
         found["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 

@@ -261,6 +261,18 @@ def test_a_few_rows_written_to_many(kind, n):
             assert_same(rows(data), x)
 
 
+def test_what_profiles_call_a_program_of_synks_own(monkeypatch):
+    """A range that begins with `synk.`."""
+    ranges, annotation = [], jax.profiler.TraceAnnotation
+    monkeypatch.setattr(jax.profiler, "TraceAnnotation", lambda name: ranges.append(name) or annotation(name))
+    data = synk.data(numbers(100), place="broadcast")
+    with group_of("devices", 1):
+        for _ in range(2):
+            rows(data)
+            data[3] = 0
+    assert ranges == ["rows", "synk.resident_rows.write_rows", "rows"]
+
+
 @pytest.mark.parametrize("place", ["scatter", "broadcast"])
 def test_nothing_moves_twice(four, place):
     """What is on the devices stays there until it is written."""

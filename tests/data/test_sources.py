@@ -10,7 +10,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_same, group_of, numbers, slow
+from ..helpers import assert_same, chosen, group_of, numbers, slow
 
 PLACES = ("raw", "host", "scatter", "broadcast")
 BATCHES = {"all": None, "slice": slice(2, 6), "backwards": slice(7, 3, -1), "indexes": [5, 0, 5, -1]}
@@ -188,7 +188,7 @@ class Recorder:
         if isinstance(index, np.ndarray):
             assert index.ndim == 1 and (np.diff(index) > 0).all()
         else:
-            assert isinstance(index, slice) and index.step in (None, 1)
+            assert isinstance(index, slice) and (index.step or 1) > 0
         self.reads.append(len(self.x[index]))
         return self.x[index]
 
@@ -208,24 +208,58 @@ READS = {
 @pytest.mark.parametrize("place", ["raw", "host"])
 @pytest.mark.parametrize("form", READS)
 def test_a_file_is_not_read_whole(form, place):
-    """No more than twice the rows picked are read, each replica's by one read; the same serially."""
+    """No more than twice the rows picked are read, those of all replicas by one read; the same serially."""
     batch, most = READS[form]
     source = Recorder(numbers(1000))
     want = source.x[:6] if form == "first" else source.x[batch]
     given = at(place, source)
     assert_same(rows(given, batch=batch), want)
-    assert len(source.reads) == 2 and sum(source.reads) <= most
+    assert len(source.reads) == 1 and sum(source.reads) <= most
     source.reads.clear()
     assert_same(rows.serial(given, batch=batch), want)
     assert len(source.reads) == 1 and sum(source.reads) <= most
 
 
 def test_a_file_of_many_bytes():
-    """Where several threads copy, a read is still one a replica."""
+    """Where several threads would copy from memory, a file is read by one."""
     source = Recorder(np.arange(1 << 20, dtype=np.float32).reshape(-1, 64))
     index = np.random.default_rng(0).permutation(len(source.x))[:8192]
     assert_same(rows(source, batch=index), source.x[index])
-    assert len(source.reads) == 2
+    assert len(source.reads) == 1
+
+
+SPREADS = {
+    "uneven": (slice(100, 105), [5]),
+    "one row": (1, [1]),
+    "one row again": ([7, 7, 7], [1]),
+    "indexes": ([0, 900, 450, 3, 901], [5]),
+}
+
+
+@pytest.mark.parametrize("form", SPREADS)
+def test_replicas_share_a_read(form):
+    """Also where some have fewer rows than others, or none."""
+    batch, reads = SPREADS[form]
+    source = Recorder(numbers(1000))
+    with group_of("devices", 4):
+        assert_same(rows(source, batch=batch), chosen(source.x, batch))
+    assert source.reads == reads
+
+
+def test_slices_read_no_rows_of_others():
+    """Replicas' rows of one launch lie apart: each run of them is a read."""
+    source = Recorder(numbers(12))
+    assert_same(rows(source, num_slices=3), source.x)
+    assert source.reads == [2] * 6
+
+
+def test_many_bytes_are_not_held_twice(monkeypatch):
+    """Of consecutive rows no more are read at a time than memory should hold twice."""
+    monkeypatch.setattr("synk._data.sources.AT_ONCE", 2 * 100 * 8)
+    source = Recorder(numbers(800))
+    with group_of("devices", 8):
+        assert_same(rows(synk.data(source, place="scatter")), source.x)
+    assert source.reads == [200] * 4
 
 
 @pytest.mark.parametrize("place", ["scatter", "broadcast"])
@@ -245,6 +279,51 @@ def test_an_error_of_a_file_arrives():
         rows(source, batch=[5, 0, 5, -1])
     source.x = x
     assert_same(rows(source, batch=[5, 0, 5, -1]), x[[5, 0, 5, -1]])
+
+
+class Gives:
+    """Rows by position that are not what its dtype and shape say, as files give that unpack, mask, or have shrunk."""
+
+    def __init__(self, given, dtype=np.float32, shape=(8, 2)):
+        self.given, self.dtype, self.shape = given, np.dtype(dtype), shape
+
+    def __getitem__(self, index):
+        return self.given[index]
+
+
+UNFIT = {
+    "unpacked": (Gives(numbers(8), np.int16), TypeError, "rows of dtype float32, but its own is int16; read it into"),
+    "wider": (Gives(numbers(8).astype(np.float64)), TypeError, "rows of dtype float64, but its own is float32"),
+    "masked": (Gives(np.ma.masked_less(numbers(8), 0)), TypeError, r"masked rows.* give \.filled"),
+    "shrunk": (Gives(numbers(1)), IndexError, "1 rows where 8 were: it no longer has the 8 that it had"),
+    "shrunk to none": (Gives(numbers(0)), IndexError, "0 rows where 8 were"),
+}
+
+
+@in_every_place
+@pytest.mark.parametrize("kind", UNFIT)
+def test_rows_that_do_not_fit_are_refused(kind, place):
+    """NumPy would round them, lose their mask, or repeat them."""
+    source, error, match = UNFIT[kind]
+    given, what = at(place, source), "argument [xw]" if place == "raw" else "data_.*: its value"
+    for act in (rows, rows.serial, synk.function(lambda w: w, ["broadcast"], reduce="first")):
+        with pytest.raises(error, match=f"{what} gave {match}"):
+            act(given)
+
+
+FIT = {
+    "big-endian": Gives(numbers(8).astype(">f4")),
+    "a mask that masks nothing": Gives(np.ma.array(numbers(8))),
+    "lists": Gives(numbers(8).tolist()),
+}
+
+
+@in_every_place
+@pytest.mark.parametrize("kind", FIT)
+def test_rows_that_fit_are_read(kind, place):
+    """In another byte order, with a mask that hides none, or as lists."""
+    source = FIT[kind]
+    assert_same(rows(at(place, source)), np.asarray(source.given, np.float32))
 
 
 def hdf5(x, path):
@@ -288,6 +367,69 @@ def test_files_are_written(tmp_path, kind):
         assert_same((rows(data), np.asarray(file[:]), data[:]), (x, x, x))
     data.set_length(4)
     assert_same((rows(data), data[-2:]), (x[:4], x[2:4]))
+
+
+@in_every_place
+def test_a_file_that_has_shrunk(tmp_path, place):
+    """Its last row is not repeated for those that are gone."""
+    file = pytest.importorskip("h5py").File(tmp_path / "x.h5", "w")
+    x = file.create_dataset("x", data=numbers(8), maxshape=(None, 2), chunks=(2, 2))
+    given = synk.data(x, place="host" if place == "raw" else place)
+    x.resize(5, axis=0)
+    with pytest.raises(IndexError, match="it no longer has the 8 that it had"):
+        rows(given)
+    with pytest.raises(IndexError, match="gave 2 rows where 4 were"):
+        given[3:7]
+    assert_same(rows(x), numbers(8)[:5])
+
+
+# Indexes of rows, and how many rows are read for them.
+INDEXES = {
+    "a row": (3, 1),
+    "the last": (-1, 1),
+    "a number of NumPy's": (np.int16(3), 1),
+    "an element": ((3, 1), 1),
+    "a slice": (slice(2, 4), 2),
+    "a slice beyond": (slice(3, 99), 2),
+    "nothing": (slice(4, 2), 0),
+    "nothing backwards": (slice(0, 3, -1), 0),
+    "every second backwards": (slice(3, None, -2), 2),
+    "columns backwards": ((slice(1, None, -1), [1, 0]), 2),
+    "columns": ((slice(0, 2), [1, 0, 1]), 2),
+    "backwards": (slice(None, None, -1), 5),
+    "indexes": ([4, 0, 4], 2),
+    "elements": (([4, 0], [1, 0]), 2),
+    "a mask": (np.arange(5) == 2, 1),
+    "all": (..., 5),
+    "a column": ((..., 1), 5),
+    "no axis": ((), 5),
+    "a new axis": ((None, 3), 5),
+    "a mask of elements": (numbers(8)[:5] > 0, 5),
+}
+
+
+@pytest.mark.parametrize("form", INDEXES)
+def test_what_an_index_reads_after_set_length(form):
+    """No rows but those that it names, where it names them."""
+    index, most = INDEXES[form]
+    source = Recorder(numbers(8))
+    data = synk.data(source)
+    data.set_length(5)
+    assert_same(np.asarray(data[index]), np.asarray(source.x[:5][index]))
+    assert sum(source.reads) <= most
+    for beyond in (5, [0, 5]):
+        with pytest.raises(IndexError, match="out of"):
+            data[beyond]
+
+
+@pytest.mark.parametrize("form", INDEXES)
+@pytest.mark.parametrize("kind", ["h5py", slow("zarr")])
+def test_files_are_indexed_as_numpy_after_set_length(tmp_path, kind, form):
+    """Whatever they allow themselves."""
+    x, (index, _) = numbers(8), INDEXES[form]
+    data = synk.data(FILES[kind](x, tmp_path))
+    data.set_length(5)
+    assert_same(np.asarray(data[index]), np.asarray(x[:5][index]))
 
 
 @pytest.mark.parametrize(
