@@ -8,6 +8,7 @@ from typing import Any
 
 LookUp = Callable[[], Any]
 MOST_FUNCTIONS = 64  # that are followed, the nearest first
+MOST_WRAPPED = 64  # in one another; one that wraps itself has no end
 _LIBRARIES = ("builtins", "jax", "jaxlib", "numpy", "synk")  # whose functions name nothing of their users'
 
 
@@ -42,7 +43,7 @@ def follow(fn: Any) -> tuple[list[tuple[LookUp, Any]], dict[str, None]]:
 def _taken_apart(fn: Any) -> tuple[Any, list[Any]]:
     """The plain function behind a callable, if there is one, and what the callable holds: arguments, its object."""
     held: list[Any] = []
-    while True:
+    for _ in range(MOST_WRAPPED):
         kind, own = type(fn), own_attributes(fn)
         if issubclass(kind, functools.partial):
             held += [*fn.args, *fn.keywords.values()]
@@ -57,6 +58,7 @@ def _taken_apart(fn: Any) -> tuple[Any, list[Any]]:
         else:
             call = of_class(fn, "__call__")
             return (call if issubclass(type(call), FunctionType) else None), [*held, fn]
+    return None, held
 
 
 def _named(function: Any, held: Iterable[Any], names: Iterable[str]) -> Iterator[tuple[Any, LookUp, Any]]:

@@ -143,12 +143,12 @@ def _size(value: Any) -> int:
     return of.__len__(value) if issubclass(kind, of) else -1
 
 
-def _values(value: Any) -> Iterator[Any]:
-    """Of a container."""
+def _values(value: Any) -> list[Any]:
+    """Of a container, which another thread may be changing."""
     kind = type(value)
     if issubclass(kind, dict):
-        return iter(dict.values(value))
-    return list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)
+        return list(dict.values(value))
+    return list(list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value))
 
 
 def _count(value: Any) -> int:

@@ -132,7 +132,9 @@ def test_objects_do_as_they_like():
     a, b = shared(2, 3)
     gone = weakref.proxy(type("Gone", (), {})())
     net = SimpleNamespace(lazy=Lazy(x=1), refuses=Refuses(), gone=gone, w=a, made=defaultdict(lambda: a, {"b": b}))
-    f = mean(lambda: net.w.value + 0 * len([net.lazy, net.refuses, net.gone]))
+    own: Any = lambda: 0  # noqa: E731
+    own.__wrapped__ = net.own = own
+    f = mean(lambda: net.w.value + 0 * len([net.lazy, net.refuses, net.gone, net.own]) + own())
     g = mean(lambda: plus(*net.made.values()))
     assert [float(f(X)), float(g(X))] == [2, 3]
     del net.made["b"]
