@@ -131,8 +131,9 @@ class PlanCache:
         abstract: Callable[[Shared], AbstractState],
         trace: Callable[[], Traced],
         holds_function: bool = False,
+        twin: Callable[[Any], Hashable] = lambda plan: None,
     ) -> Any:
-        """The plan of a function for a key; made where there is none."""
+        """The plan of a function for a key; made where there is none, and then for a twin of the key too, if any."""
         plans: list[Any] = self.kept(group, key, list, holds_function)
 
         def fits(plan: Any) -> bool:
@@ -159,6 +160,8 @@ class PlanCache:
             self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], states))
         plans = self.kept(group, key, list, holds_function)
         plans[:] = [plan, *(each for each in (*same, *others) if each is not plan)][:64]
+        if plan not in same and (other := twin(plan)) is not None:
+            self.kept(group, other, list, holds_function).insert(0, plan)
         return plan
 
     def _is_current(self, plan: Any) -> bool:

@@ -1,6 +1,6 @@
 """Slices: the plan of a call in so many slices, or in the fewest whose programs fit into a device's memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
@@ -58,7 +58,12 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
         traced: Traced = timed(partial(trace_plan, function, where.group, call, where.view, plans))
         return traced._replace(finish=partial(timed, traced.finish))
 
-    return plans.find(function, where.group, plan_key(function, call), where.abstract, trace, call.is_over)
+    def twin(plan: CallPlan | NeedsLengths) -> Hashable:
+        """What updates nothing donates nothing."""
+        is_one = isinstance(plan, CallPlan) and not plan.updates
+        return plan_key(function, call._replace(donate=not call.donate)) if is_one else None
+
+    return plans.find(function, where.group, plan_key(function, call), where.abstract, trace, call.is_over, twin)
 
 
 def choose_slices(
