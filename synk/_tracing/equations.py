@@ -76,31 +76,40 @@ def _is_dropped(variable: Any) -> bool:
     return type(variable).__name__ == "DropVar"
 
 
+_TOLD = frozenset((int, float, complex, str, bool, type(None)))
+
+
 def fingerprint(jaxpr: Any) -> int:
     """Of what it computes: equal ones for equal jaxprs. Neither functions among parameters count, nor constants."""
     numbers: dict[Any, int] = {}
+    found: list[Any] = []
 
-    def told(variable: Any) -> Any:
-        if isinstance(variable, Literal):
-            return repr(variable.val), str(variable.aval)
-        return numbers.setdefault(variable, len(numbers)), str(variable.aval)
+    def takes(variables: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple([np.asarray(v.val).tobytes() if isinstance(v, Literal) else numbers[v] for v in variables])
 
-    found = [tuple(map(told, (*jaxpr.constvars, *jaxpr.invars)))]
+    def makes(variables: Iterable[Any]) -> tuple[Any, ...]:
+        for variable in variables:
+            numbers[variable] = len(numbers)
+        return tuple([(getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in variables])
+
+    found.append(makes((*jaxpr.constvars, *jaxpr.invars)))
     for each in jaxpr.eqns:
-        params = [(name, _told(each.params[name])) for name in sorted(each.params)]
-        found.append((each.primitive.name, *map(told, each.invars), *map(told, each.outvars), *params))
-    return hash((*found, *map(told, jaxpr.outvars)))
+        params = tuple([(name, _told(value)) for name, value in each.params.items()])
+        found.append((each.primitive.name, takes(each.invars), makes(each.outvars), params))
+    return hash((*found, takes(jaxpr.outvars)))
 
 
 def _told(value: Any) -> Any:
     """A parameter of an equation, as far as it tells the same of the same."""
-    if isinstance(value, tuple | list):
+    kind = type(value)
+    if kind in _TOLD:
+        return kind.__name__, value
+    if issubclass(kind, tuple | list):
         return tuple(map(_told, value))
     inner = getattr(value, "jaxpr", value)
     if hasattr(inner, "eqns"):
         return fingerprint(inner)
-    plain = isinstance(value, int | float | complex | str | bool | Enum | np.dtype | type | None)
-    return repr(value) if plain else type(value).__name__
+    return repr(value) if issubclass(kind, Enum | np.dtype | type) else kind.__name__
 
 
 def flops(jaxpr: Any, outs: Sequence[Any]) -> int:
