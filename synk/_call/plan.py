@@ -130,6 +130,7 @@ class PlanCache:
         key: Any,
         abstract: Callable[[Shared], AbstractState],
         trace: Callable[[], Traced],
+        *,
         holds_function: bool = False,
         twin: Callable[[Any], Hashable] = lambda plan: None,
     ) -> Any:

@@ -63,7 +63,8 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
         is_one = isinstance(plan, CallPlan) and not plan.updates
         return plan_key(function, call._replace(donate=not call.donate)) if is_one else None
 
-    return plans.find(function, where.group, plan_key(function, call), where.abstract, trace, call.is_over, twin)
+    key = plan_key(function, call)
+    return plans.find(function, where.group, key, where.abstract, trace, holds_function=call.is_over, twin=twin)
 
 
 def choose_slices(
