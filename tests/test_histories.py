@@ -1314,6 +1314,7 @@ def test_compiling_is_dispatching():
         assert f.stats.dispatching >= 0.2 > f.stats.selecting
 
 
+@pytest.mark.slow
 def test_static_values_are_looked_up_by_their_hash():
     """Values that cannot be compared are never compared where their hashes differ; 1, True and 1.0 are three."""
 

@@ -505,6 +505,7 @@ def test_wrong_nan():
         synk.function(jnp.sum, nan="warn")
 
 
+@pytest.mark.slow
 def test_infinity_that_is_meant(group):
     """What some rows are before a maximum or a log-sum-exp is to blame for nothing while the answer is finite, and not
     where it is NaN by another row."""

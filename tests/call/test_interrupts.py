@@ -270,6 +270,7 @@ def test_ctrl_c_while_trees_are_compared():
     assert first.count + second.count and float(f(x, first)) == 4
 
 
+@pytest.mark.slow
 def test_no_thread_waits_for_ever():
     """Ctrl-C while two threads take turns with the lock leaves it to neither."""
     x, w = np.ones(4, np.float32), synk.shared(np.float32(1))

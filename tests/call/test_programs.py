@@ -108,6 +108,7 @@ def test_subset_spares_what_would_travel_together(four, rows):
 
 
 @pytest.mark.parametrize("slices", [1, slow(2)])
+@pytest.mark.slow
 def test_every_batch_length_with_few_programs(slices):
     """Lengths 1 to 64 on four replicas build at most 28 programs a slice and one more lot; a second pass none."""
     x, y = numbers(64), numbers(64)[:, 0]

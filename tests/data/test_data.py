@@ -48,6 +48,7 @@ def devices():
 @pytest.mark.parametrize(("kind", "n"), [("devices", 2), slow("simulated", 3), slow("devices", 8)])
 @given(data=st.data())
 @few(5)
+@pytest.mark.slow
 def test_rows_are_numpys(kind, n, data):
     """For any rows, batch and slices, in any two places together, and serially."""
     count, batch, slices = data.draw(calls(n))

@@ -110,6 +110,7 @@ def products(matrices):
 
 
 @pytest.mark.parametrize(("kind", "n"), slow_but(FEW[:1], [*FEW[:1], ("simulated", 8)]))
+@pytest.mark.slow
 def test_matrix_products_merge_right(kind, n):
     """Order counts, so it is that of the rows: integers, exactly."""
     f = synk.function(products)
