@@ -17,8 +17,8 @@ Arrays = Sequence[jax.Array]
 # bench/packing.py measures where that turns.
 PACK_BYTES = 64 * 1024
 # How many share one where XLA makes one collective of several buffers: a training step of 200 leaves takes it 9.6 s to
-# compile where all are in one, 5.5 s with 16 in each (23 and 9 s with an optimizer in pieces), and steps take as long.
-MOST_TOGETHER = 16
+# compile where all are in one, 5.5 s with 16 in each, and steps take as long either way.
+SUMMED_TOGETHER = 16
 
 
 def all_sum(values: Arrays) -> list[jax.Array]:
@@ -40,23 +40,21 @@ def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
 
 
 def _reduced(operation: Callable[..., Any], values: Arrays) -> list[jax.Array]:
-    return packed(values, PACK_BYTES, partial(operation, axis_name=AXIS), most=MOST_TOGETHER)
+    return packed(values, PACK_BYTES, partial(operation, axis_name=AXIS), most=SUMMED_TOGETHER)
 
 
-def all_gather(values: Arrays, most: int = 2**31) -> list[jax.Array]:
+def all_gather(values: Arrays) -> list[jax.Array]:
     """Gather each array from all replicas: (replicas, *shape)."""
     if _is_alone():
         return [value[None] for value in values]
-    return packed(values, PACK_BYTES, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays], most=most)
+    return packed(values, PACK_BYTES, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
 
 
 def sum_scatter(values: Arrays) -> list[jax.Array]:
     """Sum arrays that have an entry for each replica on axis 0; each replica gets its entry."""
     if _is_alone():
         return [value[0] for value in values]
-    return packed(
-        values, PACK_BYTES, lambda all_: [lax.psum_scatter(each, AXIS) for each in all_], front=1, most=MOST_TOGETHER
-    )
+    return packed(values, PACK_BYTES, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
 
 
 def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._runtime.group import AXIS
-from .collectives import MOST_TOGETHER, all_gather, sum_scatter
+from .collectives import all_gather, sum_scatter
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 
@@ -45,5 +45,5 @@ def sum_to_pieces(parts: Sequence[jax.Array]) -> list[jax.Array]:
 
 def gather_pieces(pieces: Sequence[jax.Array], shapes: Shapes) -> list[jax.Array]:
     """The arrays of these shapes, from all replicas' pieces."""
-    whole = all_gather(pieces, MOST_TOGETHER)
+    whole = all_gather(pieces)
     return [join(each, shape) for each, shape in zip(whole, shapes, strict=True)]
