@@ -55,7 +55,9 @@ class Shared:
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
         with _lock:
             self._number = number = next(_made)
-            self._living[number] = ref(self, lambda _: Shared._living.pop(number, None))
+            # Bound here: a variable may outlive this module's globals, which Python clears as it exits.
+            living = self._living
+            living[number] = ref(self, lambda _: living.pop(number, None))
         self.name = name or f"shared_{next(_numbers)}"
         self._given_name = name or ""
         self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
