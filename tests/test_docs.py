@@ -105,6 +105,15 @@ def test_it_builds(tmp_path):
         if not member.startswith(("_", "tree_"))  # `tree_flatten` is for JAX
     ]
     assert [name for name in (*public, *members) if f'id="{name}"' not in reference] == []
+    shim = tmp_path / "javascripts" / "iframe-worker-shim.js"
     for page in tmp_path.rglob("*.html"):
-        loaded = re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?(https?://[^\" >]+)", page.read_text())
-        assert not [address for address in loaded if "canonical" not in address], page
+        text = page.read_text()
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"?([^\" >]+)", text)
+        assert not [address for address in loaded if re.match(r"(https?:)?//", address)], page
+        # Search starts its worker by this script, so it comes before the theme's own.
+        (address,) = [address for address in loaded if "iframe-worker" in address]
+        assert text.index(address) < text.index("assets/javascripts/bundle")
+        # What a server shows for a missing page has addresses that begin at the root.
+        assert (tmp_path / address[1:] if page.name == "404.html" else (page.parent / address).resolve()) == shim
+    for sheet in tmp_path.rglob("*.css"):
+        assert not re.search(r"(@import|url\()[^)]{0,9}//", sheet.read_text()), sheet

@@ -23,16 +23,17 @@ x = np.arange(70000, dtype=np.float32)
 """
 
 PROGRAMS = {
-    # JAX's registry keeps these functions, and with them all of the program's globals, longer than Python keeps synk's.
+    # JAX's registry keeps these functions, and with them what their cells hold, longer than Python keeps synk's globals.
     "held by JAX": """
         class Tree: pass
-        jax.tree_util.register_pytree_node(Tree, lambda tree: ((), w), lambda about, children: about)
+        def hold(*held):
+            jax.tree_util.register_pytree_node(Tree, lambda tree: ((), held), lambda about, children: held)
         d = synk.data(x, place="scatter")
-        f(x), f(d)
+        r = synk.function(lambda x: 2 * x, reduce="scatter")(x)
+        f(x), f(d), f(r)
         left = f.iterate(x, batches=[2, 3, 4])
         next(left)
-        never_begun = synk.prefetch([x, x])
-        group = synk.group()
+        hold(w, f, d, r, left, synk.prefetch([x, x]), synk.group(), synk.each([1]), synk.stats.mean(x), f.stats)
     """,
     "left half-way": """
         loops = [f.iterate(x, batches=synk.minibatches(len(x), 100)), f.stream([x] * 9), synk.prefetch([x] * 9)]
