@@ -109,4 +109,4 @@ def test_nothing_is_said_at_the_end(name, tmp_path):
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", "-c", program, str(tmp_path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (ended.stderr, ended.returncode) == ("", 0)
