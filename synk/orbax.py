@@ -191,5 +191,5 @@ def _orbax() -> Any:
     try:
         import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # the extra may be missing
     except ImportError as error:
-        raise ImportError("synk.orbax: orbax is not installed. Get it by: pip install 'synk-jax[orbax]'") from error
+        raise ImportError("synk.orbax: orbax is not installed. Get it by: pip install orbax-checkpoint") from error
     return ocp

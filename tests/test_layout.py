@@ -105,6 +105,11 @@ def test_private_jax_is_in_one_place():
     assert found == ["_distributed.kv_store"]
 
 
+def test_messages_install_what_there_is():
+    """synk is on no package index, so none says to install it, or an extra of it, from there."""
+    assert not [name for name, tree in MODULES.items() if "synk-jax[" in ast.unparse(tree)]
+
+
 def test_trace_options_are_all_that_jax_has():
     """Whatever of JAX's options changes a trace is in the key of a plan."""
     names = getattr(config, "trace_context_names", None)

@@ -66,7 +66,7 @@ def test_on_the_wire(capsys):
 
 
 @pytest.mark.target
-@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'")
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
 def test_before_you_rent_with_the_plugin(capsys, tmp_path, monkeypatch):
     """All of the page."""
     monkeypatch.chdir(tmp_path)  # where it writes

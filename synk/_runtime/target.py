@@ -152,8 +152,8 @@ def _devices(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise SynkError(
                 f"synk.target: {device!r} needs {needs}, which JAX {jax.__version__} has not found ({said}).\n"
-                f"Install it, pip install 'synk-jax[{extra}]', and if JAX is used before synk.target, set {setting} "
-                f"before Python starts."
+                f"Install it, pip install '.[{extra}]' in a clone of synk, and if JAX is used before synk.target, set "
+                f"{setting} before Python starts."
             ) from error
     return tuple(found.devices)
 

@@ -77,9 +77,7 @@ class TrainingModel:
         try:
             import optax  # type: ignore[import-untyped]  # it has no stubs
         except ImportError as error:
-            raise ImportError(
-                "synk.train: it needs optax, which is not installed. Get it by: pip install 'synk-jax[examples]'"
-            ) from error
+            raise ImportError("synk.train: optax is not installed. Get it by: pip install optax") from error
         if not callable(loss):
             raise TypeError(f"{call}: loss is {shown(loss)}; give a function of the parameters and rows.")
         if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):

@@ -280,7 +280,7 @@ def test_out_of_memory(donate):
 
 
 @pytest.mark.target
-@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'")
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
 def test_a_target():
     """The memory of GPUs that are not here: what does not fit is cut into the fewest slices that do."""
     shape, params = (131_072, 8192), [jax.ShapeDtypeStruct((8192, 8192), np.float32)] * 4

@@ -16,7 +16,7 @@ from ..helpers import HAS_PLUGIN
 SHAPE = jax.ShapeDtypeStruct
 needs_plugin = [
     pytest.mark.target,
-    pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'"),
+    pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'"),
 ]
 
 
@@ -53,7 +53,7 @@ def test_wrong_arguments(arguments, error, words):
 def test_without_the_plugin():
     """Two lines say what to install; nothing else changes."""
     with synk.simulate(2) as group:
-        with pytest.raises(synk.SynkError, match=r"pip install 'synk-jax\[target\]'") as caught:
+        with pytest.raises(synk.SynkError, match=r"pip install '\.\[target\]' in a clone of synk") as caught:
             synk.target("h100", 8)
         assert len(str(caught.value).splitlines()) == 2
         assert synk.group() is group
@@ -235,7 +235,7 @@ def test_rows_that_variables_and_data_hold(hosts):
 
 
 @pytest.mark.target
-@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install 'synk-jax[target]'")
+@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
 class TestGpuPrograms:
     """What synk asks of XLA so that gradients travel while others are computed."""
 
