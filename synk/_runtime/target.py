@@ -60,6 +60,8 @@ _TPUS = {  # cloud.google.com/tpu/docs/v5e and v6e; links count both ways there
     "v5e": Accelerator("v5e", 16 * 2**30, 16 * 2**30, 197e12, 819e9, 200e9),
     "v6e": Accelerator("v6e", 32 * 2**30, 32 * 2**30, 918e12, 1638e9, 400e9),
 }
+# As JAX calls them; "TPU v5" alone is the faster v5p.
+_TPU_KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
 _TPU_SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
 MOST = 64
 _PLUGINS = {  # what is set while JAX looks for its plugins, all of which it does once
@@ -125,10 +127,20 @@ def _accelerator(device: str) -> Accelerator:
 
 
 def known_accelerator(device: Device) -> Accelerator | None:
-    """What a device that is here can do, if that is in the table."""
-    kinds = {gpu.description: name for name, gpu in _GPUS.items()} | {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e"}
-    name = kinds.get(device.device_kind)
+    """Look up what a device that is here can do; None if its kind is not in the table."""
+    kind = device.device_kind
+    name = _TPU_KINDS.get(kind) or next((name for name, gpu in _GPUS.items() if _is_kind(kind, gpu.description)), None)
     return None if name is None else _accelerator(name)
+
+
+def _is_kind(kind: str, description: str) -> bool:
+    """Compare names of GPUs word by word, as far as both go: a driver may say less than the table, or more.
+
+    "NVIDIA H200" is "NVIDIA H200 141GB HBM3e"; "NVIDIA H100 NVL", whose memory is faster, is no "NVIDIA H100 80GB
+    HBM3".
+    """
+    both = list(zip(kind.split(), description.split(), strict=False))
+    return len(both) > 1 and all(a == b for a, b in both)
 
 
 def _devices(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:

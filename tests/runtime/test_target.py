@@ -1,6 +1,7 @@
 """Groups of devices that are not here: what they take, what they refuse, and what compiles for them."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 import synk
 import synk.train
+from synk._runtime.target import known_accelerator
 
 from ..helpers import HAS_PLUGIN
 
@@ -57,6 +59,23 @@ def test_without_the_plugin():
             synk.target("h100", 8)
         assert len(str(caught.value).splitlines()) == 2
         assert synk.group() is group
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "h200"), ("NVIDIA H200 141GB HBM3e", "h200"), ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA B200", "b200"), ("NVIDIA B200 192GB HBM3e", "b200"),
+        ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v6 lite", "v6e"), ("TPU v6e", "v6e"),
+        # Others, some of which are faster: a lower bound of the time would not be one.
+        ("NVIDIA H100 NVL", None), ("NVIDIA A100-SXM4-40GB", None), ("NVIDIA GH200 480GB", None), ("TPU v5", None),
+        ("TPU v5p", None), ("NVIDIA", None), ("cpu", None), ("", None),
+    ],
+)  # fmt: skip
+def test_kinds_of_devices_that_are_here(kind, name):
+    """Drivers call one kind by several names."""
+    found = known_accelerator(SimpleNamespace(device_kind=kind))
+    assert (found and found.name) == name
 
 
 class TestShapes:
