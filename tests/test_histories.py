@@ -1085,35 +1085,6 @@ def test_unknown_names_are_unknown():
 
 # 16. Silent traps.
 
-FORGOTTEN = {
-    "x * w": lambda w, x: x * w,
-    "w * x": lambda w, x: w * x,
-    "number * w": lambda w, x: 2.0 * w,
-    "w + 1": lambda w, x: w + 1,
-    "-w": lambda w, x: -w,
-    "w @ x": lambda w, x: w @ x,
-    "np.asarray(w)": lambda w, x: np.asarray(w),
-    "np.float32 * w": lambda w, x: np.float32(2) * w,
-    "jnp.asarray(w)": lambda w, x: jnp.asarray(w),
-}
-
-
-@pytest.mark.parametrize("where", ["outside", "inside"])
-@pytest.mark.parametrize("name", FORGOTTEN)
-def test_forgotten_value(two, name, where):
-    """A variable used as an array says that `.value` was forgotten, outside and in a function."""
-    w, x, use = synk.shared(W, name="weights"), numbers(2), FORGOTTEN[name]
-    for each in (x, jnp.asarray(x)):
-        act = (lambda: use(w, each)) if where == "outside" else (lambda: synk.function(lambda x: use(w, x))(each))  # noqa: B023
-        with pytest.raises(TypeError, match=r"weights.*\.value|\.value.*weights"):
-            act()
-
-
-def test_forgotten_value_in_jax_numpy(two):
-    """JAX refuses it in words of its own, which say to convert it; doing so says that `.value` was forgotten."""
-    with pytest.raises((TypeError, ValueError), match=r"synk\.Shared|jax\.numpy\.array"):
-        jnp.sin(synk.shared(W, name="weights"))
-
 
 def test_a_variable_is_compared_and_hashed_as_an_object():
     """As a key of a dictionary, in `==` and `in`."""

@@ -25,13 +25,13 @@ from .value import conform, spec_of_value
 _numbers, _made, _lock = count(), count(1), threading.RLock()
 
 
-def _refused(variable: Shared, how: str) -> TypeError:
-    return TypeError(f"{variable.name} is a shared variable, {how}: its value is {variable.name}.value.")
+def _refused(variable: Shared, how: str) -> str:
+    return f"{variable.name} is a shared variable, {how}: its value is {variable.name}.value."
 
 
-def _refusal(how: str) -> Any:
+def _refusal(how: str, kind: type[Exception] = TypeError) -> Any:
     def refuse(self: Shared, *others: Any, **options: Any) -> Any:
-        raise _refused(self, how)
+        raise kind(_refused(self, how))
 
     return refuse
 
@@ -75,9 +75,11 @@ class Shared:
         )
 
     def __repr__(self) -> str:
-        shapes = access.logical_shapes(self)
+        held = self._state.rows_per_replica
+        shapes = access.logical_shapes(self, None if held is None else sum(held))
         shown = ", ".join([f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4]] + ["..."] * (len(shapes) > 4))
-        return f"Shared({self.name}: {shown}{'; flat' if self._spec.buffers else ''})"
+        rows = "" if held is None else f"; {sum(held)} rows on {len(held)} replicas"
+        return f"Shared({self.name}: {shown}{'; flat' if self._spec.buffers else ''}{rows})"
 
     @property
     @public_api
@@ -210,23 +212,32 @@ class Shared:
 
     # What users try instead of `.value`.
 
-    __array_ufunc__ = None  # NumPy's operators leave it to those below
-
-    __array__ = _refusal("read as an array")
-    __jax_array__ = _refusal("used as an array")
+    __array_ufunc__ = __array__ = _refusal("used as an array")
+    # JAX looks this up without calling it, and replaces a TypeError by one that names no variable.
+    __jax_array__ = property(_refusal("used as an array", SynkError))
 
 
 def _equal(self: Shared, other: Any) -> bool:
     """The same variable; its value is compared with nothing."""
     if isinstance(other, bool | int | float | complex | np.generic | np.ndarray | jax.Array):
-        raise _refused(self, "compared with a number")
+        raise TypeError(_refused(self, "compared with a number"))
     return self is other
 
 
 Shared.__eq__, Shared.__hash__ = _equal, object.__hash__
-_BINARY = "add sub mul truediv floordiv mod pow matmul".split()
-for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *"neg pos abs lt le gt ge getitem float bool".split()]:
+_BINARY = "add sub mul truediv floordiv mod pow matmul divmod and or xor".split()
+_UNARY = "neg pos abs invert lt le gt ge bool int float complex index round".split()
+for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY]:
     setattr(Shared, f"__{_name}__", _refusal("used as a number"))
+for _name in "getitem setitem delitem contains len".split():
+    setattr(Shared, f"__{_name}__", _refusal("indexed as a tree or an array"))
+
+
+def _no_member(self: Shared, member: str) -> NoReturn:
+    raise AttributeError(member if member == "name" else _refused(self, f"without .{member}"))
+
+
+setattr(Shared, "__getattr__", _no_member)  # noqa: B010  # unseen by checkers of types, which find typing errors
 
 
 def newest() -> int:

@@ -1,6 +1,9 @@
 """Shared variables: each replica's own value, found through every transformation, never stale and never lost."""
 
+import copy
 import functools
+import inspect
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -581,3 +584,65 @@ def test_arguments_of_64_bits_that_are_switched_off(four):
         ):
             assert (got.dtype, float(got)) == (jnp.float32, 15)
         f.check(x, rate)
+
+
+# A variable used as its value.
+
+FORGOTTEN = {
+    "x * w": lambda w, x: x * w,
+    "w * x": lambda w, x: w * x,
+    "number * w": lambda w, x: 2.0 * w,
+    "w + 1": lambda w, x: w + 1,
+    "w += 1": lambda w, x: operator.iadd(w, 1),
+    "-w": lambda w, x: -w,
+    "w @ x": lambda w, x: w @ x,
+    "w | 1": lambda w, x: w | 1,
+    "int(w)": lambda w, x: int(w),
+    "x[w]": lambda w, x: x[w],
+    "w['a']": lambda w, x: w["a"],
+    "w['a'] = x": lambda w, x: operator.setitem(w, "a", x),
+    "len(w)": lambda w, x: len(w),
+    "np.asarray(w)": lambda w, x: np.asarray(w),
+    "np.sum(w)": lambda w, x: np.sum(w),
+    "np.float32 * w": lambda w, x: np.float32(2) * w,
+    "jnp.asarray(w)": lambda w, x: jnp.asarray(w),
+    "jnp.sum(w)": lambda w, x: jnp.sum(w),
+    "jnp.where": lambda w, x: jnp.where(x > 0, w, x),
+    "jit": lambda w, x: jax.jit(lambda w: w)(w),
+    "grad": lambda w, x: jax.grad(lambda w: w)(w),
+    "scan": lambda w, x: lax.scan(lambda carry, x: (carry, x), w, x),
+    "w.shape": lambda w, x: w.shape,
+    "w.at": lambda w, x: w.at[0].set(1),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("where", ["outside", "inside"])
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_forgotten_value(name, where):
+    """A variable used as an array or a tree says that `.value` was forgotten, outside and in a function."""
+    use = FORGOTTEN[name]
+    w, x = synk.shared(np.ones(2, np.float32), name="weights"), numbers(2)
+    with group_of("devices", 2):
+        for each in (x, jnp.asarray(x)):
+            f = synk.function(lambda x: use(w, x))
+            with pytest.raises((TypeError, AttributeError, synk.SynkError), match=r"weights is .* weights\.value"):
+                f(each) if where == "inside" else use(w, each)
+
+
+def test_what_says_of_itself_what_it_is_like():
+    """Whoever asks whether a variable has an attribute, can be called or iterated is told that it does not."""
+    w = synk.shared(np.ones(2, np.float32))
+    assert not any(hasattr(w, name) for name in ("shape", "dtype", "items", "tree_flatten", "__array_interface__"))
+    assert not callable(w)
+    assert inspect.signature(type(w)) and copy.copy([w]) == [w]
+
+
+def test_repr_of_rows(four):
+    """It says how many rows there are in all, and on how many replicas."""
+    w = synk.shared({"a": np.zeros((1, 3), np.float32), "b": np.zeros((1,), np.int32)}, name="w")
+    assert repr(w) == "Shared(w: float32[1, 3], int32[1])"
+    synk.scatter(w, {"a": numbers(22, 3), "b": np.arange(22, dtype=np.int32)})
+    assert repr(w) == "Shared(w: float32[22, 3], int32[22]; 22 rows on 4 replicas)"
+    synk.all_gather(w)
+    assert repr(w) == "Shared(w: float32[22, 3], int32[22])"
