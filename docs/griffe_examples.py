@@ -1,11 +1,13 @@
-"""For the site: docstrings say "Example:", and griffe calls the section of doctests "Examples:"."""
+"""For the site: adapt what griffe reads from docstrings and signatures."""
 
 import griffe
 
 
 class Examples(griffe.Extension):
-    """Renames the section, before docstrings are parsed."""
+    """Rename the section "Example:" to griffe's "Examples:", and hide parameters that only refuse old spellings."""
 
     def on_instance(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring is not None:
             obj.docstring.value = obj.docstring.value.replace("\nExample:\n", "\nExamples:\n")
+        if isinstance(obj, griffe.Function) and "removed" in obj.parameters:
+            del obj.parameters["removed"]
