@@ -193,11 +193,11 @@ def top_k(x: Any, k: int) -> Monoid:
       >>> [part.tolist() for part in synk.function(lambda x: synk.stats.top_k(x, 2))(losses)]
       [[3.0, 3.0], [1, 3]]
     """
-    x = statistics.rows_of(x, "top_k")
+    x, rows = _numbered(x, "top_k")
     if x.ndim != 1:
         raise ValueError(f"synk.stats.top_k: x has shape {x.shape}; give one number a row.")
     k = checked_integer(k, "synk.stats.top_k: k", 1)
-    values, rows = jnp.pad(x, (0, k)), jnp.pad(row_numbers(), (0, k), constant_values=-1)
+    values, rows = jnp.pad(x, (0, k)), jnp.pad(rows, (0, k), constant_values=-1)
     merge = statistics.merge_largest(k)
     return _statistic(statistics.largest(values, rows, k), merge, statistics.pair, least_rows=k)
 
@@ -319,9 +319,20 @@ def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
     return _statistic(statistics.spread(x, finish.__name__), statistics.merge_spreads, finish_it)
 
 
+def _numbered(x: Any, name: str) -> tuple[jax.Array, jax.Array]:
+    """Return the rows and their numbers; ValueError if there are not as many."""
+    x, rows = statistics.rows_of(x, name), row_numbers()
+    if len(x) != len(rows):
+        raise ValueError(
+            f"synk.stats.{name}: x has shape {x.shape} for {len(rows)} rows. Give it an entry a row; reshape the array "
+            f"before the call."
+        )
+    return x, rows
+
+
 def _extreme(x: Any, name: str, is_min: bool) -> Monoid:
-    x = statistics.rows_of(x, name)
+    x, rows = _numbered(x, name)
     at = (jnp.argmin if is_min else jnp.argmax)(x, axis=0)
     value = jnp.take_along_axis(x, at[None], axis=0)[0]
     merge = statistics.merge_least if is_min else statistics.merge_most
-    return _statistic({"value": value, "row": row_numbers()[at]}, merge, statistics.row)
+    return _statistic({"value": value, "row": rows[at]}, merge, statistics.row)

@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # Folders from the bottom up, with those that each may import, and their modules from the bottom up.
 BASE, CORE = ["_base"], ["_base", "_runtime"]
 ROOMS = {
-    "_base": ([], "jax_context bounded_cache errors old_names pytree partition units"),
+    "_base": ([], "jax_context bounded_cache errors old_names refusals pytree partition units"),
     "_runtime": (BASE, "watchdog dispatch group layout engine executable target"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
     "_reductions": (CORE, "collectives pieces wire reduction tree monoid statistics outputs results"),

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._base.errors import SynkError, checked_integer, public_api
 from .._base.pytree import narrow
+from .._base.refusals import refuse_use
 from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, uninterrupted
 from .._runtime.group import Group
@@ -209,6 +210,17 @@ class Data:
             self._version += 1
             for name, value in changes.items():
                 setattr(self, name, value)
+
+
+def _said(data: Data, how: str) -> str:
+    where = "host" if data.place == "host" else "replicas"
+    return (
+        f"{data.name} is a synk.Data, {how}: its rows lie on the {where}. Pass it to a synk function, or use "
+        f"np.asarray(...)."
+    )
+
+
+refuse_use(Data, _said)
 
 
 def _check_place(place: str, name: str) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.pytree import PyTree, first_change
+from .._base.refusals import refuse_use
 from .reduction import constant_unless
 
 
@@ -60,6 +61,15 @@ class Monoid:
         """For JAX."""
         merge, finish, its = about
         return known(cls(children[0], merge, finish), its)
+
+
+refuse_use(
+    Monoid,
+    lambda self, how: (
+        f"a synk.Monoid, as synk.stats makes them, is {how}: its value is `.value`; returned from a function by op "
+        f'"merge" it is finished by itself.'
+    ),
+)
 
 
 class MonoidSpec(NamedTuple):

@@ -162,7 +162,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
         if reduction in SUMS:
             reduced = reduced._replace(wire=wires.get(path), is_own=own.get(path, False))
         leaf = OutputLeaf(path, reduction.name, reduced, key_of(array))
-        _check(leaf, array, rules)
+        _check(leaf, array, rules, is_of_monoid)
         is_kept = rules.per_part == "all" or (rules.per_part and reduction in SUMS)
         if is_kept and not is_of_monoid and reduction is not WEIGHT:
             leaf = leaf._replace(reduced=Reduced(PER_PART, leaf.reduced.dtype))
@@ -285,7 +285,7 @@ def _as_array(value: Any, what: str) -> jax.Array:
     raise TypeError(f"{what} is a {type(value).__name__}; return arrays and numbers.")
 
 
-def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
+def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_monoid: bool = False) -> None:
     where = f"{rules.name}: output{leaf.path}"
     several, each = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
     of_parts = f"a callable, which gets the part of every {each}"
@@ -316,6 +316,11 @@ def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules) -> None:
             raise ValueError(
                 f"{where} has {array.shape[0]} rows, but only {rules.rows} of those that the part sees are its own. "
                 f"Return its own alone: out[{before or ''}:{-after if after else ''}]."
+            )
+        if is_of_monoid:
+            raise ValueError(
+                f"{where} is a statistic of {rules.rows} rows, but was given an array of shape {array.shape}. Give it "
+                f"an entry a row; reshape the array before the call."
             )
         other = of_parts if rules.is_sliced else '"stack" for one entry a replica'
         raise ValueError(

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import jax
-import numpy as np
 
 from .._base.errors import SynkError, public_api
 from .._base.pytree import PyTree, abstract_array
+from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
 from .._runtime.group import Group
 from .._tracing.context import current_trace, eager
@@ -23,17 +23,6 @@ from .state import AbstractState, VariableState, refuse_inside, refuse_traced
 from .value import conform, spec_of_value
 
 _numbers, _made, _lock = count(), count(1), threading.RLock()
-
-
-def _refused(variable: Shared, how: str) -> str:
-    return f"{variable.name} is a shared variable, {how}: its value is {variable.name}.value."
-
-
-def _refusal(how: str, kind: type[Exception] = TypeError) -> Any:
-    def refuse(self: Shared, *others: Any, **options: Any) -> Any:
-        raise kind(_refused(self, how))
-
-    return refuse
 
 
 class Shared:
@@ -210,34 +199,8 @@ class Shared:
         logical = shapes if self._spec.buffers is None else self._spec.shapes
         return self._spec.pack(conform(self._spec, new, logical, self.name, call))
 
-    # What users try instead of `.value`.
 
-    __array_ufunc__ = __array__ = _refusal("used as an array")
-    # JAX looks this up without calling it, and replaces a TypeError by one that names no variable.
-    __jax_array__ = property(_refusal("used as an array", SynkError))
-
-
-def _equal(self: Shared, other: Any) -> bool:
-    """The same variable; its value is compared with nothing."""
-    if isinstance(other, bool | int | float | complex | np.generic | np.ndarray | jax.Array):
-        raise TypeError(_refused(self, "compared with a number"))
-    return self is other
-
-
-Shared.__eq__, Shared.__hash__ = _equal, object.__hash__
-_BINARY = "add sub mul truediv floordiv mod pow matmul divmod and or xor".split()
-_UNARY = "neg pos abs invert lt le gt ge bool int float complex index round".split()
-for _name in [*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY]:
-    setattr(Shared, f"__{_name}__", _refusal("used as a number"))
-for _name in "getitem setitem delitem contains len".split():
-    setattr(Shared, f"__{_name}__", _refusal("indexed as a tree or an array"))
-
-
-def _no_member(self: Shared, member: str) -> NoReturn:
-    raise AttributeError(member if member == "name" else _refused(self, f"without .{member}"))
-
-
-setattr(Shared, "__getattr__", _no_member)  # noqa: B010  # unseen by checkers of types, which find typing errors
+refuse_use(Shared, lambda self, how: f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
 
 
 def newest() -> int:

@@ -127,6 +127,36 @@ def test_refused():
         assert_same(f(data, batch_s=[[0, 1], [0]])[:], x[[0, 1, 3]] * 2)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda r: r + 1, lambda r: 1 - r, lambda r: -r, lambda r: r > 1, lambda r: r == 1, lambda r: r * jnp.ones(6),
+        lambda r: jnp.ones(6) * r, lambda r: float(r), lambda r: jnp.mean(r), lambda r: jax.jit(jnp.sum)(r),
+        lambda r: r.mean(), lambda r: r.T,
+    ],
+)  # fmt: skip
+def test_it_is_no_array(use):
+    """Used as one it says where its rows lie, and what to do."""
+    x = numbers(6, 3)
+    with group_of("devices", 2):
+        made = doubled()(x)
+        with pytest.raises(
+            (TypeError, AttributeError, synk.SynkError), match=r"lie on the replicas\. Pass it .* np\.asarray"
+        ):
+            use(made)
+        with pytest.raises((TypeError, AttributeError, synk.SynkError), match=r"x is a .*lie on the host\. Pass it"):
+            use(synk.data(x, name="x"))
+        for array in (
+            np.asarray(made),
+            jnp.asarray(made),
+            made * np.float32(1),
+            np.ones(()) * made,
+            np.abs(made) * np.sign(made),
+        ):
+            np.testing.assert_allclose(array, 2 * x, rtol=1e-6)
+        assert made and len(made) == 6 and made == made and made != synk.data(x) and {made: 1}[made] == 1
+
+
 def test_rows_of_a_variable():
     """A variable that holds rows brings them too."""
     x = numbers(7, 3)

@@ -305,13 +305,19 @@ REFUSED = [
     (lambda x: stats.histogram(x, jnp.linspace(0, 1, 3)), TypeError, "bins is made by jax.numpy in a trace; make edges by NumPy"),
     (lambda x: stats.bincount(x, 5), TypeError, "it counts integers, but this array has dtype float32"),
     (lambda x: stats.cov(x[:, 0]), ValueError, "give rows of columns"),
+    *[(of, ValueError, "entry a row; reshape the array before the call") for of in (
+        lambda x: stats.quantile(x.reshape(-1), 0.5), lambda x: stats.top_k(x.reshape(-1), 1),
+        lambda x: stats.argmax(x.reshape(-1)), lambda x: stats.argmin(x[:1]), lambda x: stats.quantile(x.sum(0), [0.1]),
+    )],
     (lambda x: stats.quantile(x, 1.5), ValueError, "give numbers from 0 to 1"),
     (lambda x: stats.std(x.sum()), ValueError, "stats.std: a scalar has no rows"),
     (lambda x: stats.confusion(x[:, 0].astype(int), jnp.zeros(99, int), 3), ValueError, "labels have shape"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fn", "error", "message"), REFUSED, ids=[message for *_, message in REFUSED])
+@pytest.mark.parametrize(
+    ("fn", "error", "message"), REFUSED, ids=[f"{i} {message}" for i, (*_, message) in enumerate(REFUSED)]
+)
 def test_refuses(few_replicas, fn, error, message):
     """Before anything runs, and a good call after it works."""
     f = synk.function(fn)
@@ -329,6 +335,26 @@ def test_refuses_other_ops(few_replicas):
         synk.function(lambda x: stats.var(x), reduce="mean")(rows_of(7))
     with pytest.raises(TypeError, match=r"must be a synk.Monoid, as synk.stats makes"):
         synk.function(lambda x: x.sum(), outputs="merge")(rows_of(7))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda m: m[0], lambda m: [*m], lambda m: m + 1, lambda m: 1 - m, lambda m: np.ones(2) * m, lambda m: float(m),
+        lambda m: m > 1, lambda m: m == 1, lambda m: np.asarray(m), lambda m: np.sqrt(m), lambda m: jnp.asarray(m),
+        lambda m: m.shape, lambda m: len(m), lambda m: bool(m),
+    ],
+)  # fmt: skip
+def test_a_monoid_is_no_array(few_replicas, use):
+    """Used as one, outside or in a function, it says where its value is."""
+    with pytest.raises(
+        (TypeError, AttributeError, synk.SynkError), match=r"its value is `\.value`; returned .* finished"
+    ):
+        use(stats.histogram(rows_of(7), 3, (0, 1)))
+    with pytest.raises(
+        (TypeError, AttributeError, synk.SynkError), match=r"its value is `\.value`; returned .* finished"
+    ):
+        synk.function(lambda x: use(stats.moments(x)))(rows_of(7))
 
 
 def test_finished_by_hand():
