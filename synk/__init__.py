@@ -1,6 +1,6 @@
 """Data parallelism for plain JAX functions: write the serial program, run it on every device."""
 
-import importlib
+import importlib as _importlib
 import typing as _typing
 
 from ._base import old_names as _old_names
@@ -71,8 +71,18 @@ if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `
     from . import typing as typing
 
 
+_AT_FIRST_USE = ("orbax", "stats", "train", "typing")
+
+
 def __getattr__(name: str) -> _typing.Any:
-    """`synk.stats`, `synk.train`, `synk.typing` and `synk.orbax` need no import: their first use loads them."""
-    if name in ("train", "typing", "orbax", "stats"):
-        return importlib.import_module(f"synk.{name}")
+    """Load a module of synk's at its first use, which needs no import."""
+    if name in _AT_FIRST_USE:
+        return _importlib.import_module(f"synk.{name}")
+    if name == "pytensor":  # whoever looks through all members must not switch JAX's 64-bit mode by that
+        raise AttributeError("synk.pytensor is not loaded yet: import synk.pytensor, which sets JAX's 64-bit mode.")
     raise _old_names.refuse_function(name)
+
+
+def __dir__() -> list[str]:
+    """List what users use, of modules those too that are not loaded yet."""
+    return sorted([*__all__, *_AT_FIRST_USE, "pytensor", *(name for name in globals() if name.startswith("__"))])

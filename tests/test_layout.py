@@ -4,6 +4,8 @@ import ast
 import doctest
 import importlib
 import inspect
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -138,6 +140,20 @@ def test_public_names():
     public = {name for name, value in vars(synk).items() if name[0] != "_" and not isinstance(value, ModuleType)}
     assert list(synk.__all__) == sorted(public)
     assert {getattr(synk, name).__module__ for name in synk.__all__} == {"synk"}
+
+
+def test_names_that_are_completed():
+    """What dir(synk) lists loads nothing, and looking through all of it leaves JAX's 64-bit mode as it is."""
+    program = """
+import inspect, sys, jax, synk
+names = {name for name in dir(synk) if name[0] != "_"}
+assert not {"synk.stats", "synk.train", "synk.typing", "synk.orbax", "synk.pytensor"} & {*sys.modules}
+assert names == {*synk.__all__, "stats", "train", "typing", "orbax", "pytensor"}
+assert {name for name, _ in inspect.getmembers(synk) if name[0] != "_"} == names - {"pytensor"}
+assert "optax" not in sys.modules and not jax.config.jax_enable_x64
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ended.stderr, ended.returncode) == ("", 0)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
