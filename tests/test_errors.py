@@ -490,6 +490,13 @@ ERRORS = {
         rows_read_by(lambda w: synk.function(loss, then=lambda m: w.value)(X)),
         ValueError, r"loss.then: held holds \[3, 2, 2, 2\] rows",
     ),
+    # Modules, and other trees with leaves that are no arrays.
+    "a module": (lambda: sum_with_w()(X, {"f": jnp.tanh, "w": 1.0}), TypeError, r"w\['f'\] .* equinox\.partition\(model"),
+    "a static module": (
+        lambda: synk.function(act, {"w": "static"})(X, {"f": jnp.tanh, "w": X}), TypeError,
+        r'w is a dict, .* no hash.* its arrays as "broadcast", and keep the rest outside, e.g. with equinox\.partition',
+    ),
+    "a static array": (lambda: synk.function(act, {"w": "static"})(X, X), TypeError, 'no hash.*; pass arrays as "broadcast"'),
     # Collectives.
     "no variable": (lambda: synk.all_reduce(3), TypeError, "synk.all_reduce: 3 is no shared variable"),
     "much that is no variable": (

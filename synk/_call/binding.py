@@ -21,6 +21,7 @@ from .._data.overlap import Overlap, halo_of
 
 MODES = ("scatter", "broadcast", "static")
 OPTIONS = frozenset("batch batch_s num_slices output_subset batches prefetch rtol atol update".split())
+KEEP_OUTSIDE = "keep the rest outside, e.g. with equinox.partition(model, equinox.is_array)"
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -187,9 +188,11 @@ class ArgumentBinder:
         try:
             hash(argument)
         except TypeError:
+            is_tree = not jax.tree_util.all_leaves([argument])
+            cure = f'pass its arrays as "broadcast", and {KEEP_OUTSIDE}' if is_tree else 'pass arrays as "broadcast"'
             raise TypeError(
                 f"{self.name}: the static argument {parameter} is a {type(argument).__name__}, which has no hash. "
-                f'Static ones are compile-time constants; pass arrays as "broadcast".'
+                f"Static ones are compile-time constants; {cure}."
             ) from None
         return argument
 

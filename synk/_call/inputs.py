@@ -26,7 +26,7 @@ from .._data.transfer import gather_rows
 from .._runtime.group import Group
 from .._variables.combine import rows_held
 from .._variables.variable import Shared
-from .binding import BoundArguments
+from .binding import KEEP_OUTSIDE, BoundArguments
 from .row_input import Picks, RowCall, RowInput, row_input
 
 _NO_ROWS = Selection(None, 0, 0)
@@ -80,7 +80,7 @@ def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, i
             if i in spec.broadcast:
                 raise TypeError(f"{name}: argument {spec.names[i]} is synk.local rows, but it is broadcast.")
         elif not isinstance(leaf, SCALARS):
-            values[i] = _as_array(leaf, f"{name}: argument {spec.names[i]}")
+            values[i] = _as_array(leaf, f"{name}: argument {spec.names[i]}", spec.names[i] not in spec.parameters)
         elif isinstance(leaf, int):
             check_fits(leaf, f"{name}: argument {spec.names[i]}")
     return Arguments([values[i] for i in spec.scattered], [values[i] for i in spec.broadcast], tuple(keys))
@@ -91,12 +91,13 @@ def passes_variables(bound: BoundArguments) -> bool:
     return any([isinstance(leaf, Shared) for leaf in bound.leaves])
 
 
-def _as_array(leaf: Any, what: str) -> Source:
+def _as_array(leaf: Any, what: str, is_in_tree: bool) -> Source:
     if isinstance(leaf, Shared):
         raise TypeError(
             f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead."
         )
-    return as_source(leaf, what, 'give arrays, numbers, or pass it as "static"')
+    other = f"and {KEEP_OUTSIDE}" if is_in_tree else 'or pass it as "static"'
+    return as_source(leaf, what, f"give arrays, numbers, {other}")
 
 
 def check_slices(num_slices: Any, name: str) -> None:

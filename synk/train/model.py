@@ -192,9 +192,16 @@ class TrainingModel:
             return (out,)
         if isinstance(out, tuple) and len(out) == len(names) > 1:
             return out
-        got = f"{len(out)} values" if isinstance(out, tuple | list) else f"one {type(out).__name__}"
-        want = f"{' and '.join(names)}, as a tuple" if len(names) > 1 else "the loss alone"
-        raise TypeError(f"{self.name}: it returned {got}; with the state= and aux= that were given, return {want}.")
+        count = len(out) if isinstance(out, tuple | list) else 1
+        got = "one value" if count == 1 else f"{count} values"
+        given = " and ".join(["state="] * (self.state is not None) + ["aux="] * self.has_aux)
+        if given:
+            want = f"with {given} return {' and '.join(names)}, as a tuple"
+        else:
+            op = 'aux="mean" (or another op)'
+            cures = {2: f"say {op} for the second, or state=", 3: f"say state= for the second, and {op} for the third"}
+            want = cures.get(count, "return the loss alone")
+        raise TypeError(f"{self.name}: it returned {got}; {want}.")
 
     def step(self, held: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array) -> PyTree:
         """Take a step inside `then`; return the new parameters.

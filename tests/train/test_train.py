@@ -716,7 +716,7 @@ WRONG = {
     "no state": (stepping(lambda p, *x: 0.0, state=1.0, name="f"), TypeError, "the parameters and the state first"),
     "a loss a row": (stepping(lambda p, x, y: x[:, 0]), TypeError, r"returned a loss of float32\[1\]; return the mean"),
     "an integer": (stepping(lambda p, x, y: x.shape[0]), TypeError, r"a loss of int32\[\]; .*one floating number"),
-    "aux unannounced": (stepping(with_aux), TypeError, "with_aux: it returned 2 values; .*return the loss alone"),
+    "aux unannounced": (stepping(with_aux), TypeError, r"it returned 2 values; say aux=\"mean\" \(or another op\) for the second, or state=\."),
     "aux missing": (stepping(mean_loss, aux="sum"), TypeError, "one .*; .*return the loss and aux outputs, as a tuple"),
     "aux op": (stepping(with_aux, aux="average"), ValueError, 'mean_loss|with_aux: op "?\'?average.*"mean"'),
     "aux tree": (stepping(with_aux, aux=("sum",)), ValueError, "with_aux: outputs=.* is no prefix"),
