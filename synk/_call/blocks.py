@@ -77,7 +77,7 @@ class Builder(Protocol):
     def empty_states(self) -> list[jax.Array]: ...
     def state_shapes(self, entries: dict[bool, int]) -> list[jax.ShapeDtypeStruct]: ...
     def run_part(
-        self, size: int | None, *, state: Any, arrays: PartArrays, part: Part, tall: int | None, consts: Any = None
+        self, size: int | None, *, state: Any, arrays: PartArrays, part: Part, tall: int | None, known: Sequence[Any]
     ) -> list[jax.Array]: ...
     def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]: ...
     def states_of_present(self, states: Sequence[jax.Array], is_present: Any) -> list[jax.Array]: ...
@@ -101,7 +101,8 @@ def run_blocks(builder: Builder, state: dict[Any, list[jax.Array]], arrays: Part
             leaves, its_consts, broadcast = own
             its_rows = PartArrays([(each, None) for each in seen], None, broadcast)
             its_state = dict(zip(state, leaves, strict=True))
-            return builder.run_part(size, state=its_state, arrays=its_rows, part=its, tall=size, consts=its_consts)
+            known = builder.traced[size].known(its_consts)
+            return builder.run_part(size, state=its_state, arrays=its_rows, part=its, tall=size, known=known)
 
         if builder.selects_branches:
             new = set_apart(builder.group, run(*set_apart(builder.group, (seen, own), part)), part)

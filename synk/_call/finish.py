@@ -156,8 +156,8 @@ class Finisher:
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)
-        own_leaves = chain(*(state[v] for v in traced.variables))
-        values = traced.run(*own_leaves, *results, *chosen, rank, rank)  # as if each replica had one row
+        own_leaves, known = chain(*(state[v] for v in traced.variables)), traced.known(traced.consts)
+        values = traced.run(*own_leaves, *results, *chosen, rank, rank, known=known)  # as if each replica had one row
         count = traced.outputs[0].num_leaves
         return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
 

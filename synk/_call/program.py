@@ -1,6 +1,6 @@
 """Program: the bodies that one kind of call compiles: run the parts, and add up their states on each replica."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain, groupby
 from typing import Any
@@ -125,12 +125,15 @@ class ProgramBuilder:
             rows = {i: row for i, row in enumerate(self._read(1, state, arrays, part)) if i not in sent}
             arrays = arrays._replace(spares=spare_rows(rows, part.count > 0, 0 in sizes))
 
+        # Outside branches and loops, where XLA computes with constants beforehand.
+        known = {size: traced.known(traced.consts) for size, traced in self.traced.items()}
+
         def run(size: int | None) -> list[jax.Array]:
             is_cut = runs_all and self.call.is_composed
             its = arrays.map(partial(constant_unless, part.count == size)) if is_cut else arrays
             if self.call.is_composed and self.call.is_sliced:
-                return self._run_slices(size, its, part)
-            return self.run_part(size, state=state, arrays=its, part=part, tall=tall)
+                return self._run_slices(size, its, part, known)
+            return self.run_part(size, state=state, arrays=its, part=part, tall=tall, known=known[size])
 
         branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
@@ -171,9 +174,9 @@ class ProgramBuilder:
         return self.group.is_simulated and (refuses_map if self.call.is_plain else self._has_callbacks)
 
     def run_part(
-        self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None, consts: Any = None
+        self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None, known: Sequence[Any]
     ) -> list[jax.Array]:
-        """Run `fn` over a part of so many rows."""
+        """Run `fn` over a part of so many rows; `known` is what its captured arrays determine."""
         traced = self.traced[size]
         first_row = jnp.asarray(part.first_row, jnp.int32)
         seen = iter(self._read(size, state, arrays, part))
@@ -183,7 +186,7 @@ class ProgramBuilder:
         held = [*chain(*map(state_seen.__getitem__, traced.variables))]
 
         def run(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            return traced.run(*held, *leaves, part.rank, first_row, consts=traced.consts if consts is None else consts)
+            return traced.run(*held, *leaves, part.rank, first_row, known=known)
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         if self.call.block is not None:
@@ -321,7 +324,9 @@ class ProgramBuilder:
                 found |= zip(places, each.merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
         return found
 
-    def _run_slices(self, size: int | None, arrays: PartArrays, part: Part) -> list[jax.Array]:
+    def _run_slices(
+        self, size: int | None, arrays: PartArrays, part: Part, known: Mapping[int | None, Sequence[Any]]
+    ) -> list[jax.Array]:
         """Run `fn` over the slices of a part, one after the other; there are no variables."""
         total = sum(self.call.lengths or ())
         # Where each slice has its entries: that of the longest part, so that all replicas agree.
@@ -338,7 +343,7 @@ class ProgramBuilder:
                 first_row = jnp.asarray(part.first_row, jnp.int32) + start
                 its = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number, total=total)
                 its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
-                new = self.run_part(rows, state={}, arrays=its_rows, part=its, tall=rows)
+                new = self.run_part(rows, state={}, arrays=its_rows, part=its, tall=rows, known=known[rows])
                 return self.accumulate(before, new, its), None
 
             states, _ = lax.scan(add, states, (chunks, numbers, starts, places[numbers]), unroll=self.selects_branches)

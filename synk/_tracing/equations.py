@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from .._runtime.group import AXIS
+
 # Those that call a function with their very arguments.
 _CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
 
@@ -21,11 +23,21 @@ def called_by(equation: Any) -> Any:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those of inner functions too."""
+    """Yield all equations, those of inner functions too."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _inner(equation):
-            yield from equations(inner)
+        yield from equations_inside(equation)
+
+
+def equations_inside(equation: Any) -> Iterator[Any]:
+    """Yield the equations of the functions inside one equation."""
+    for inner in _inner(equation):
+        yield from equations(inner)
+
+
+def is_over_axis(equation: Any) -> bool:
+    """Does it communicate over the axis of the replicas, or ask for a place on it?"""
+    return AXIS in str(equation.params.get("axis_name", equation.params.get("axes", "")))
 
 
 def narrowest_float(found: Iterable[Any]) -> np.dtype | None:

@@ -10,11 +10,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import SynkError
-from .._base.pytree import PyTree, as_keys, key_of
+from .._base.pytree import PyTree, as_keys
 from .._runtime.group import AXIS
+from .captured import split, without_places
 from .context import TraceContext, tracing
-from .equations import equations, fingerprint, flops, merge_equal, narrowest_float
+from .equations import equations, fingerprint, flops, is_over_axis, merge_equal, narrowest_float
 from .lines import first_bad_line
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
@@ -40,8 +40,9 @@ class TraceRequest:
 class TracedFunction:
     """A function of plain arrays: leaves of variables and of arguments, rank, first row -> outputs, new leaves."""
 
-    run: Callable[..., list[jax.Array]]  # `consts=` are others of the same values
+    run: Callable[..., list[jax.Array]]  # takes what is `known` by name
     consts: Sequence[Any]  # arrays that it closes over
+    known: Callable[[Sequence[Any]], Sequence[Any]]  # what they alone determine, for constants of the same values
     blame_line: Callable[..., str | None]  # of the same arguments: the line that makes the first number not finite
     variables: tuple[Any, ...]  # those whose leaves come first, in this order
     reads: tuple[Any, ...]  # the same in the order in which they are read
@@ -72,21 +73,23 @@ def trace(request: TraceRequest) -> TracedFunction:
         if set(found["reads"]) <= set(variables):
             break
         variables = tuple(dict.fromkeys((*variables, *found["reads"])))
+    closed = without_places(closed, request.sees.name)
     closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
     is_used = [variable in found["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
     found_equations = list(equations(closed.jaxpr))
     found["uses_rank"] |= any(map(_tells_ranks_apart, found_equations))
-    consts = _constants(closed, request.sees.name)
+    parts = split(closed)
     return TracedFunction(
-        run=_runner(closed, consts, is_used),
-        consts=consts,
-        blame_line=lambda *args: first_bad_line(closed.jaxpr, consts, _all_of(closed.jaxpr, is_used, args)),
+        run=_runner(closed, parts.late, is_used),
+        consts=closed.consts,
+        known=lambda consts: jax.core.eval_jaxpr(parts.early, consts),
+        blame_line=lambda *args: first_bad_line(closed.jaxpr, closed.consts, _all_of(closed.jaxpr, is_used, args)),
         variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
         has_callbacks=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations),
-        refuses_map=any(map(_refuses_map, found_equations)) and not any(map(_is_over_axis, found_equations)),
+        refuses_map=any(map(_refuses_map, found_equations)) and not any(map(is_over_axis, found_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
         narrowest=narrowest_float(found_equations),
         fingerprint=fingerprint(closed.jaxpr),
@@ -124,34 +127,13 @@ def _tells_ranks_apart(equation: Any) -> bool:
     if name == "io_callback":  # a host's answers need not be the same for each
         return True
     by_rank = name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
-    return _is_over_axis(equation) and (by_rank or params.get("axis_index_groups") is not None)
-
-
-def _is_over_axis(equation: Any) -> bool:
-    return AXIS in str(equation.params.get("axis_name", equation.params.get("axes", "")))
+    return is_over_axis(equation) and (by_rank or params.get("axis_index_groups") is not None)
 
 
 def _refuses_map(equation: Any) -> bool:
     """Does it call the host in an order, or without saying how it is mapped?"""
     name, params = equation.primitive.name, equation.params
     return params.get("ordered", False) or (name == "pure_callback" and params["vmap_method"] is None)
-
-
-def _constants(closed: Any, name: str) -> list[Any]:
-    if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
-        raise SynkError(
-            f"{name}: it uses values of a transformation around the call (jit, grad, vmap, ...) that are not among its "
-            f'arguments. Pass them as "broadcast" arguments.'
-        )
-    if any(isinstance(const, jax.Ref) for const in closed.consts):
-        raise TypeError(
-            f"{name}: it uses a jax.Ref from outside, which lies on one device and which every replica would write. "
-            f"Keep what changes in a synk.shared variable, or return it; a jax.Ref made inside works."
-        )
-    # A constant that lives on one device cannot enter a program over several; on the host it can.
-    return [
-        np.asarray(c) if isinstance(c, jax.Array) and key_of(c) is None and c.committed else c for c in closed.consts
-    ]
 
 
 def _all_of(jaxpr: Any, is_used: Sequence[bool], args: Sequence[Any]) -> list[Any]:
@@ -162,11 +144,11 @@ def _all_of(jaxpr: Any, is_used: Sequence[bool], args: Sequence[Any]) -> list[An
     return [next(given) if one else np.zeros(s.shape, s.dtype) for one, s in zip(used, shapes, strict=True)]
 
 
-def _runner(closed: Any, own: Sequence[Any], is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
-    def run(*args: jax.Array, consts: Sequence[Any] = own) -> list[jax.Array]:
+def _runner(closed: Any, late: Any, is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
+    def run(*args: jax.Array, known: Sequence[Any]) -> list[jax.Array]:
         given = iter(args)
         variables = [next(given) if used else None for used in is_used]
-        results = jax.core.eval_jaxpr(closed.jaxpr, consts, *variables, *given)
+        results = jax.core.eval_jaxpr(late, known, *variables, *given)
         # A result that depends on nothing is a number of Python's, or one of NumPy's.
         return [
             result if isinstance(result, jax.Array) else jnp.asarray(result, aval.dtype)

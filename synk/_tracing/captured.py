@@ -1,0 +1,197 @@
+"""Captured: arrays that a function closes over, which enter its programs as NumPy arrays do, wherever they lie."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import linear_util
+from jax.extend.core import Jaxpr, Literal
+
+from .._base.errors import SynkError
+from .._base.pytree import key_of
+from .equations import equations_inside, is_over_axis
+
+# Equations that only say where an array lies.
+_PLACES = frozenset(("sharding_constraint", "reshard", "mesh_cast"))
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+# Rules of jax.custom_jvp and jax.custom_vjp, which JAX traces when they are asked for: each gives a jaxpr and its
+# constants first.
+_RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
+
+
+def without_places(closed: Any, name: str) -> Any:
+    """Return a jaxpr whose constants lie on the host and whose types name no mesh.
+
+    JAX writes the mesh of a captured array into the type of all that is computed from it. Inside `jax.shard_map` the
+    mesh is another one, and JAX refuses to mix the two, mostly in inner functions ("Mesh for all inputs should be
+    equal"), in JAX 0.8 to 0.12.
+
+    Args:
+      closed: a closed jaxpr, traced outside any mesh.
+      name: the function that messages name.
+    """
+    return _Rewriter(name).closed(closed)
+
+
+class _Rewriter:
+    """Rewrites a jaxpr and those inside; one that occurs several times stays one object, which is lowered once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._done: dict[int, tuple[Any, Any]] = {}  # by id: the jaxpr or constant, which must live, and the new one
+
+    def _once(self, old: Any, make: Callable[[Any], Any]) -> Any:
+        if id(old) not in self._done:
+            self._done[id(old)] = old, make(old)
+        return self._done[id(old)][1]
+
+    def closed(self, closed: Any) -> Any:
+        """Rewrite a closed jaxpr and its constants."""
+
+        def make(closed: Any) -> Any:
+            consts = [self._once(const, self._constant) for const in closed.consts]
+            return closed.replace(jaxpr=self.jaxpr(closed.jaxpr), consts=consts)
+
+        return self._once(closed, make)
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        """Rewrite a jaxpr without its constants."""
+        return self._once(jaxpr, self._jaxpr)
+
+    def _jaxpr(self, jaxpr: Any) -> Any:
+        new: dict[Any, Any] = {}
+
+        def read(atoms: Iterable[Any]) -> list[Any]:
+            return [atom if isinstance(atom, Literal) else new[atom] for atom in atoms]
+
+        def make(variables: Iterable[Any]) -> list[Any]:
+            made = []
+            for variable in variables:
+                aval = _without_mesh(variable.aval)
+                new[variable] = variable if aval is variable.aval else type(variable)(aval)
+                made.append(new[variable])
+            return made
+
+        constvars, invars, eqns = make(jaxpr.constvars), make(jaxpr.invars), []
+        for equation in jaxpr.eqns:
+            ins = read(equation.invars)
+            if equation.primitive.name in _PLACES:
+                new |= zip(equation.outvars, ins, strict=True)
+                continue
+            params = {key: self._param(key, value) for key, value in equation.params.items()}
+            ctx = equation.ctx if equation.ctx.cur_abstract_mesh.empty else self._once(equation.ctx, _outside_meshes)
+            eqns.append(equation.replace(invars=ins, outvars=make(equation.outvars), params=params, ctx=ctx))
+        return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=read(jaxpr.outvars))
+
+    def _param(self, key: str, value: Any) -> Any:
+        if isinstance(value, tuple | list) and type(value) in (tuple, list):
+            return type(value)([self._param(key, each) for each in value])
+        if key in _RULES:
+            return linear_util.wrap_init(self._rule(value), debug_info=value.debug_info)
+        if isinstance(value, jax.sharding.NamedSharding):
+            return None
+        if hasattr(value, "jaxpr"):
+            return self.closed(value)
+        return self.jaxpr(value) if hasattr(value, "eqns") else value
+
+    def _rule(self, rule: Any) -> Callable[..., Any]:
+        def traced(*zeros: bool) -> Any:
+            jaxpr, consts, *rest = rule.call_wrapped(*zeros)
+            return self.jaxpr(jaxpr), [self._once(const, self._constant) for const in consts], *rest
+
+        return traced
+
+    def _constant(self, const: Any) -> Any:
+        if isinstance(const, jax.core.Tracer):
+            raise SynkError(
+                f"{self.name}: it uses values of a transformation around the call (jit, grad, vmap, ...) that are not "
+                f'among its arguments. Pass them as "broadcast" arguments.'
+            )
+        if isinstance(const, jax.Ref):
+            raise TypeError(
+                f"{self.name}: it uses a jax.Ref from outside, which lies on one device and which every replica would "
+                f"write. Keep what changes in a synk.shared variable, or return it; a jax.Ref made inside works."
+            )
+        if not isinstance(const, jax.Array):
+            return const
+        if not (const.is_fully_addressable or const.is_fully_replicated):
+            raise ValueError(
+                f"{self.name}: it uses an array from outside, {const.dtype.name}{list(const.shape)}, whose parts lie "
+                f"in other processes. Pass it as an argument, or keep it in a synk.shared variable."
+            )
+        impl = key_of(const)
+        if impl is None:
+            return np.asarray(const)
+        with jax.ensure_compile_time_eval():
+            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(const)), impl=impl)
+
+
+def _outside_meshes(context: Any) -> Any:
+    """Return what surrounded an equation, but for a mesh: what JAX notes of an equation that is traced there."""
+    with context.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
+        return jax.make_jaxpr(jax.lax.neg)(1.0).eqns[0].ctx
+
+
+def _without_mesh(aval: Any) -> Any:
+    if hasattr(aval, "inner_aval"):  # of a jax.Ref
+        inner = _without_mesh(aval.inner_aval)
+        return aval if inner is aval.inner_aval else aval.update(inner_aval=inner)
+    sharding = getattr(aval, "sharding", None)
+    return aval if sharding is None or sharding.mesh.empty else aval.update(sharding=None)
+
+
+class Split(NamedTuple):
+    """A function in two parts, run one after the other.
+
+    Attributes:
+      early: what captured arrays alone determine; its constants are theirs.
+      late: all else; its constants are the results of `early`.
+    """
+
+    early: Any
+    late: Any
+
+
+def split(closed: Any) -> Split:
+    """Split off what captured arrays alone determine, unless it is larger than they are.
+
+    Inside a branch or a loop XLA does not compute with constants beforehand, so a program of uneven rows would make
+    `table / table.max()` anew in each call, and carry a copy of the table in each branch.
+    """
+    jaxpr = closed.jaxpr
+    known = dict.fromkeys(jaxpr.constvars)
+    early: list[Any] = []
+    late: list[Any] = []
+    for equation in jaxpr.eqns:
+        is_early = _is_known(equation, known) and _size(equation.outvars) <= _size(equation.invars)
+        (early if is_early else late).append(equation)
+        known |= dict.fromkeys(equation.outvars) if is_early else {}
+    used = {atom for equation in late for atom in equation.invars if not isinstance(atom, Literal)}
+    used |= {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    passed = [variable for variable in known if variable in used]
+    of_none = jaxpr.debug_info._replace(arg_names=(), result_paths=None)
+    return Split(
+        Jaxpr(jaxpr.constvars, [], passed, early, debug_info=of_none),
+        Jaxpr(passed, jaxpr.invars, jaxpr.outvars, late, jaxpr.effects, jaxpr.debug_info),
+    )
+
+
+def _is_known(equation: Any, known: dict[Any, None]) -> bool:
+    """Does an equation compute with captured arrays alone, and nothing else than compute?"""
+    given = [atom for atom in equation.invars if not isinstance(atom, Literal)]
+    if equation.effects or not given or not all(atom in known for atom in given):
+        return False
+    inside = [equation, *equations_inside(equation)]
+    return not any(is_over_axis(each) or each.primitive.name == "pure_callback" for each in inside)
+
+
+def _size(atoms: Sequence[Any]) -> int:
+    """Return the bytes of arrays; a PRNG key counts as its data, for which four words are enough."""
+    return sum(
+        atom.aval.size * (atom.aval.dtype.itemsize if isinstance(atom.aval.dtype, np.dtype) else 16)
+        for atom in atoms
+        if hasattr(atom.aval, "size") and not jnp.issubdtype(atom.aval.dtype, jax.dtypes.float0)
+    )
