@@ -28,6 +28,7 @@ class UnequalOutput(NamedTuple):
     """A combined output that is not the serial one."""
 
     leaf: OutputLeaf
+    name: tuple[str, bool]  # what messages call it, and whether its op is the user's
     serial: np.ndarray
     got: np.ndarray
     parts: tuple[np.ndarray, np.ndarray] | None  # as they come, and the rows of each; None where their shapes differ
@@ -43,20 +44,21 @@ class Finding(NamedTuple):
 
 def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolerance], str | None]) -> Finding:
     """Why it differs; `cause` looks for more than ops and rounding, of numbers that differ by a tolerance."""
-    leaf, off = output.leaf, difference(output.serial, output.got)
+    leaf, off, (name, is_users) = output.leaf, difference(output.serial, output.got), output.name
     if leaf.op == "merge":
-        return Finding(f"output{leaf.path}: {off}; is merge associative, and the state that of all rows?")
+        return Finding(f"{name}: {off}; is merge associative, and the state that of all rows?")
     op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
-    said, fits, inside = f"output{leaf.path} combined by {op}: {off}; ", _fitting(output, tolerance), output.inside
+    said, fits, inside = f"{name}{f' combined by {op}' * is_users}: {off}", _fitting(output, tolerance), output.inside
+    likely: str | None = None
     if fits is None and inside is not None and _is_narrower(inside, leaf.reduced.dtype):
         coarse = rounding(inside, output.serial, *(output.parts or ())[:1])
         if coarse.admits(output.serial, output.got):
-            return Finding(said + _of_rounding(output, inside, tolerance), is_rounding=True)
+            return Finding(f"{said}; " + _of_rounding(output, inside, tolerance), is_rounding=True)
         tolerance, fits = coarse, _fitting(output, coarse)
     if fits is None:
         likely = OVERFLOW if _overflows(output) else cause(tolerance)
-        fits = "no op would have matched" + ("" if likely is None else f". Likely cause: {likely}")
-    return Finding(f"{said}{fits}.")
+        fits = "no op would have matched"
+    return Finding(f"{said}{f'; {fits}' * is_users}{'' if likely is None else f'. Likely cause: {likely}'}.")
 
 
 def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:

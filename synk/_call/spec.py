@@ -1,8 +1,8 @@
 """Spec: what a function is asked to do, and all that the programs of one kind of call depend on."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -78,6 +78,16 @@ class FunctionSpec:
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`
     gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array
     advice: str = "Name ops with outputs= or reduce=, and update shared variables in then."  # where it breaks the law
+
+    # Of synk's own functions, what users call an output, and whether they have named its op, by the start of its path.
+    output_names: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+
+    def name_of_output(self, path: str) -> tuple[str, bool]:
+        """Return what messages call an output, and whether its op is the user's."""
+        for start, (name, is_named) in self.output_names.items():
+            if path.startswith(start):
+                return name + path[len(start) :], is_named
+        return f"output{path}", True
 
     def gathering(self) -> "FunctionSpec":
         """The same for where rows cannot stay on replicas: under a trace, in the serial run, and to compare."""

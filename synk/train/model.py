@@ -153,7 +153,13 @@ class TrainingModel:
         wire = None if self.wire is None else {**dict.fromkeys(ops), "loss": (None, self.wire)}
         options: dict[str, Any] = {"donate": self.donate, "nan": self.nan, "wire": wire, "blocks": self.blocks}
         made = function(fn, self.inputs, ops, then=then, name=self.name, **options)
-        made._spec = replace(made._spec, advice=_ADVICE)
+        names = {
+            "['loss'][0]": ("the loss", False),
+            "['loss'][1]": (f"the gradient of {self.params.name}", False),
+            "['state']": ("state" if self.state is None else self.state.name, False),
+            "['aux']": ("aux", True),
+        }
+        made._spec = replace(made._spec, advice=_ADVICE, output_names=names)
         if self._low_rank is not None or self._sharded is not None:
             sums = False if not self.adds_up else {**dict.fromkeys(ops, False), "loss": (False, True)}
             own = [] if self._low_rank is None else [self._low_rank.feedback]

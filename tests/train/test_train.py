@@ -697,6 +697,26 @@ def test_half_precision(devices):
                  jax.tree.map(lambda v: v.astype(jnp.float32), want), rtol=2e-2)  # fmt: skip
 
 
+def test_a_check_speaks_of_loss_and_gradient(four):
+    """It names no op that a step does not take, nor what differs because these do; of aux outputs it names the op."""
+
+    def said(loss, **options):
+        step = synk.train.step(loss, {"w": np.float32(1)}, optax.sgd(0.1), **options)
+        with pytest.raises(synk.LawError) as caught:
+            step.check(np.arange(9, dtype=np.float32))
+        return str(caught.value).splitlines()[1:]
+
+    summed = said(lambda p, x: jnp.sum((p["w"] * x - 1) ** 2))
+    assert [line.split(":")[0].strip() for line in summed[:-1]] == ["the loss", "the gradient of params['w']"]
+    assert "would have matched" not in "".join(summed) and summed[-1].startswith("  A loss is that of its rows")
+    spread = said(lambda p, x: jnp.std(p["w"] * x))
+    assert "serially 2.58199. Likely cause: a statistic across rows" in spread[0]
+    of_aux = said(lambda p, x: (jnp.mean(p["w"] * x), {"total": x.sum()}), aux="mean")
+    assert of_aux[0].startswith("  aux['total'] combined by") and '"sum" would have matched' in of_aux[0]
+    of_state = said(lambda p, s, x: (jnp.mean(p["w"] * x), {"m": x.mean() ** 2}), state={"m": np.float32(0)})
+    assert of_state[0].startswith("  state['m']: it is") and len(of_state) == 2
+
+
 # Errors.
 
 
@@ -757,7 +777,7 @@ def test_messages(case):
 def test_without_optax(monkeypatch):
     """Importing needs none; using it says how to get it."""
     monkeypatch.setitem(sys.modules, "optax", None)
-    with pytest.raises(ImportError, match=r"synk.train: it needs optax.*synk-jax\[examples\]"):
+    with pytest.raises(ImportError, match=r"synk.train: optax is not installed. .*pip install optax"):
         synk.train.step(mean_loss, START, None)
 
 
