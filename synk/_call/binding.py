@@ -22,6 +22,7 @@ from .._data.overlap import Overlap, halo_of
 MODES = ("scatter", "broadcast", "static")
 OPTIONS = frozenset("batch batch_s num_slices output_subset batches prefetch rtol atol update".split())
 KEEP_OUTSIDE = "keep the rest outside, e.g. with equinox.partition(model, equinox.is_array)"
+_LISTED = object()  # in the place of the spec of a tree that has lists
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -181,8 +182,13 @@ class ArgumentBinder:
             kwargs = {name: _array_of_numbers(argument, what) for name, argument in kwargs.items()}
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # A treedef could hold static values too, but its hash leaves them out, so that all would meet in one place.
-        key = (treedef, *[(name, told_apart(value)) for name, value in statics.items()])
-        return BoundArguments(self._specs.get(key, lambda: self._spec(treedef, statics)), leaves)
+        told = [(name, told_apart(value)) for name, value in statics.items()]
+        spec = self._specs.get((treedef, *told), lambda: self._spec_unless_listed(treedef, statics))
+        if spec is _LISTED:  # a tree alone does not tell a list of numbers, which is an array, from a list of arrays
+            leaves, listed = jax.tree.flatten(_with_arrays((args, kwargs), f"{self.name}: an argument"))
+            key = (listed, *told, *[_LISTED] * _has_list(listed))
+            spec = self._specs.get(key, lambda: self._spec(listed, statics))
+        return BoundArguments(spec, leaves)
 
     def _hashable(self, parameter: str, argument: Any) -> Any:
         try:
@@ -195,6 +201,10 @@ class ArgumentBinder:
                 f"Static ones are compile-time constants; {cure}."
             ) from None
         return argument
+
+    def _spec_unless_listed(self, treedef: Any, statics: Mapping[str, Any]) -> Any:
+        """Make the spec of a tree without lists; return `_LISTED` for one with lists."""
+        return _LISTED if _has_list(treedef) else self._spec(treedef, statics)
 
     def _spec(self, treedef: Any, statics: Mapping[str, Any]) -> ArgumentSpec:
         places = range(treedef.num_leaves)
@@ -280,6 +290,21 @@ def _array_of_numbers(argument: Any, what: str) -> Any:
     """A list of numbers (or of such lists) as an array; anything else as it is."""
     is_array = type(argument) is list and argument and _is_numbers(argument)
     return array_of_list(argument, what) if is_array else argument
+
+
+def _with_arrays(tree: PyTree, what: str) -> PyTree:
+    """Make an array of every list of numbers in a tree."""
+
+    def of_leaf(leaf: Any) -> Any:
+        found = _array_of_numbers(leaf, what)
+        return [_with_arrays(item, what) for item in found] if type(found) is list else found
+
+    return jax.tree.map(of_leaf, tree, is_leaf=lambda leaf: type(leaf) is list)
+
+
+def _has_list(treedef: Any) -> bool:
+    node = treedef.node_data()
+    return node is not None and (node[0] is list or any(map(_has_list, treedef.children())))
 
 
 def _is_numbers(value: Any) -> bool:

@@ -299,6 +299,26 @@ def test_then_sees_first_everywhere():
     assert_close((f(X), f(numbers(8)), f(numbers(2))), (X[0], numbers(8)[0], numbers(2)[0]))
 
 
+def test_lists_of_numbers_in_trees_are_arrays():
+    """A list of numbers, nested or not, is an array wherever it stands; a list of arrays stays a tree, then too."""
+    f = synk.function(lambda rows: jax.tree.map(lambda x: x.sum(0), rows))
+    ids, mask, pair = [[1, 2], [3, 4], [5, 6]], [1.5, 0.5, 1.0], [numbers(3), numbers(3, 2)]
+    forms = [{"ids": ids, "mask": mask}, ({"deep": {"ids": ids}}, mask), {"pair": pair}, {"pair": pair, "mask": mask}]
+    for _ in range(2):  # the second time warm
+        for form in forms:
+            want = jax.tree.map(lambda x: np.sum(x, 0), form, is_leaf=lambda x: x is ids or x is mask)
+            assert_close((f(form), f.serial(form)), (want, want))
+            assert_close((next(f.stream([{"rows": form}])), f.over(form, batches=[[2, 0], [1]])), (want, want))
+    before = f.stats.compilations
+    f({"ids": np.asarray(ids), "mask": np.asarray(mask)})
+    assert f.stats.compilations == before
+    scaled = synk.function(lambda x, cfg: x.sum() * cfg["scale"][0] * cfg["scale"][1], ["x"])
+    for scale in ([2.0, 3.0], [np.float32(2), jnp.float32(3)], [2.0, 3.0]):
+        assert_close(scaled(X, {"scale": scale}), X.sum() * 6)
+    with pytest.raises(ValueError, match="f: an argument is a list that makes no array"):
+        synk.function(lambda rows: rows, name="f")({"ids": [[1, 2], [3]]})
+
+
 def test_a_function_without_rows():
     """Parts are replicas then, and each counts once."""
     f = synk.function(lambda w: (w, w, synk.rank()), ["broadcast"], ("sum", "mean", "stack"))
