@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from contextlib import suppress
@@ -161,6 +162,12 @@ class Prefetch(Iterator[R], Generic[T, R]):
             with suppress(TypeError, NotImplementedError):  # a loader may have a len() that says it has none
                 self._length = len(source)
         self._options = options_of_thread()
+        self._unused = name.removesuffix(": prefetch")  # what it was made by, until a loop asks
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:  # an argument, which outlives globals
+        call = getattr(self, "_unused", "")
+        if call.endswith((".iterate", ".stream")):
+            warn(f"{call}: no loop asked for its results, so it ran nothing.", RuntimeWarning, 2)
 
     def __len__(self) -> int:
         if self._length is None:
@@ -169,6 +176,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     @public_api
     def __next__(self) -> R:
+        self._unused = ""
         self._refuse()
         steps = self._steps
         if steps is None:
@@ -220,6 +228,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     def close(self) -> None:
         """Stop the thread; nothing more comes."""
+        self._unused = ""
         self._steps = self._source = None  # a generator closes, and arguments are let go of
         if self._worker is not None:
             self._worker.stop()

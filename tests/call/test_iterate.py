@@ -140,8 +140,8 @@ def test_length():
     results = rows.iterate(X, batches=batches)
     with tqdm.tqdm(results, disable=True) as bar:
         assert (len(results), bar.total, len(list(bar))) == (6, 6, 6)
-    with pytest.raises(TypeError, match="len"):
-        len(rows.iterate(X, batches=iter(batches)))
+    with rows.iterate(X, batches=iter(batches)) as results, pytest.raises(TypeError, match="len"):
+        len(results)
 
 
 def test_statistics_count_every_call():
@@ -323,6 +323,19 @@ def test_what_never_begins_has_no_thread():
     results = rows.iterate(X, batches=endless())
     assert not threads()
     results.close()
+
+
+def test_what_never_begins_says_so():
+    """On the line that let go of it; what was begun or closed, and batches that are prefetched alone, say nothing."""
+    for make in (lambda: rows.iterate(X, batches=[2]), lambda: rows.stream([X])):
+        with pytest.warns(RuntimeWarning, match="rows.*: no loop asked for its results, so it ran nothing") as caught:
+            make()
+        assert caught[0].filename == __file__
+        for use in (next, list, lambda loop: loop.close(), lambda loop: loop.__exit__()):
+            use(make())
+    synk.prefetch([X])
+    with pytest.raises(ValueError, match="prefetch is -1"):
+        rows.iterate(X, batches=[2], prefetch=-1)
 
 
 @of_every_size

@@ -83,10 +83,11 @@ def test_its_length(four):
         def __len__(self):
             raise TypeError("no")
 
-    assert len(scaled.stream(ITEMS)) == 6
+    with scaled.stream(ITEMS) as results:
+        assert len(results) == 6
     for source in (Endless(), iter(ITEMS)):
-        with pytest.raises(TypeError, match="number of items"):
-            len(scaled.stream(source))
+        with scaled.stream(source) as results, pytest.raises(TypeError, match="number of items"):
+            len(results)
     assert len(list(scaled.stream(Endless()))) == 6
 
 
