@@ -314,7 +314,7 @@ ERRORS = {
     "data of a scalar": (lambda: synk.data(np.float32(3), name="x"), ValueError, "x: its value is a scalar and has no rows"),
     "data of strings": (lambda: synk.data(["a"], name="x"), TypeError, "x: its value has dtype <U1"),
     "data of long doubles": (lambda: synk.data(np.ones(4, np.longdouble), name="x"), TypeError, "x: its value has dtype .*; give numbers or booleans that JAX has"),
-    "data of keys": (lambda: synk.data(jax.random.split(jax.random.key(0)), name="x"), TypeError, "x: .*PRNG keys; give .*key_data"),
+    "data of a key": (lambda: synk.data(jax.random.key(0), name="x"), ValueError, "x: its value is a scalar and has no rows"),
     "data of a masked array": (lambda: synk.data(np.ma.array(X), name="x"), TypeError, "x: .* masked array.*filled"),
     "data of a tracer": (lambda: jax.jit(lambda x: synk.data(x, name="x"))(X), synk.SynkError, "x: its value"),
     "data of too many rows": (

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._base.errors import SynkError, checked_integer, public_api
-from .._base.pytree import narrow
+from .._base.pytree import key_of, narrow
 from .._base.refusals import refuse_use
 from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, uninterrupted
@@ -51,7 +51,10 @@ class Data:
         self._length = len(source)
         self._row_shape = source.shape[1:]
         self._dtype = source.dtype if dtype is None else as_number_dtype(dtype, name)
-        self._key = key  # the PRNG implementation, where it holds raw data of typed keys
+        # The PRNG implementation, where it holds typed keys as raw data.
+        self._key = _key_of(value) if key is None else key
+        if self._key is not None and dtype is not None:
+            raise TypeError(f"{name}: it holds PRNG keys, which have no other dtype; leave dtype out.")
         self._version = 0  # counts changes
         self._group: Group | None = None
         self._copy: jax.Array | None = None  # on the devices of that group
@@ -135,6 +138,8 @@ class Data:
           (3, 2)
         """
         source = _as_source(value, self.name)
+        if _key_of(value) not in (None, self._key):
+            raise TypeError(f"{self.name}.set_value: these are PRNG keys, but its rows are {self._key or 'none'}.")
         if source.shape[1:] != self._row_shape:
             raise ValueError(
                 f"{self.name}.set_value: the new rows have shape {source.shape[1:]}, but its rows have "
@@ -228,6 +233,10 @@ def _check_place(place: str, name: str) -> None:
         raise ValueError(f"{name}: place is {place!r}; use {', '.join(map(repr, get_args(Place)))}.")
 
 
+def _key_of(value: Any) -> Any:
+    return value._key if isinstance(value, Data) else key_of(value)
+
+
 def _as_source(value: Any, name: str) -> Source:
     if not isinstance(value, Data):
         return as_rows(value, name)
@@ -314,7 +323,8 @@ def data(
 
     Args:
       value: an array of shape (rows, ...), held without a copy: NumPy's, memory-mapped, of jax, or any that gives rows
-        by position (h5py, zarr), which is read in parts. Inside `jax.jit` it is a constant, as any such array is.
+        by position (h5py, zarr), which is read in parts. Inside `jax.jit` it is a constant, as any such array is. Typed
+        PRNG keys are held as raw data, which `shape`, indexing and NumPy show; functions see keys.
       place: where the rows live. "host": in memory or on disk, picked by threads and sent as needed. "scatter": on the
         replicas, each its part; `batch_s` picks from it without communication. "broadcast": every replica holds all.
         Rows move when a function first reads them.

@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 from .._base.errors import public_api
 from .._base.partition import split_rows
-from .._base.pytree import refuse_tracer
+from .._base.pytree import key_of, refuse_tracer
 from .._runtime.executable import peers_explain, run_collective
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import put
@@ -57,6 +57,8 @@ def local(value: Any) -> ProcessLocalRows:
       2.0
     """
     refuse_tracer(value, "synk.local: its value")
+    if key_of(value) is not None:
+        raise TypeError("synk.local: its value is an array of typed PRNG keys; give jax.random.key_data of it.")
     advice = "give one array; for a tree of them, jax.tree.map(synk.local, tree)"
     source = as_source(value, "synk.local: its value", advice)
     if source.ndim == 0:

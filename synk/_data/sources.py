@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import shown
-from .._base.pytree import array_of_list, is_number, key_of, refuse_tracer
+from .._base.pytree import array_of_list, as_data, is_number, refuse_tracer
 from .._runtime.dispatch import LOCK
 
 BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
@@ -122,10 +122,9 @@ def as_rows(value: Any, name: str) -> Source:
     refuse_tracer(value, f"{name}: its value")
     if isinstance(value, list):
         value = array_of_list(value, f"{name}: its value")
-    if key_of(value) is not None:
-        raise TypeError(f"{name}: it is an array of typed PRNG keys; give jax.random.key_data of it.")
-    source = as_source(value, f"{name}: its value", "give one array; for a tree of them, jax.tree.map(synk.data, tree)")
-    if source.ndim == 0:
+    advice = "give one array; for a tree of them, jax.tree.map(synk.data, tree)"
+    source = as_source(as_data(value), f"{name}: its value", advice)
+    if source.ndim == 0 or getattr(value, "ndim", None) == 0:  # the raw data of one key has an axis
         raise ValueError(f"{name}: its value is a scalar and has no rows. Pass numbers as they are, as broadcast ones.")
     return source
 

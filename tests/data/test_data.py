@@ -414,6 +414,31 @@ def test_what_is_freed_is_freed_on_devices(four, place):
         assert len(jax.live_arrays()) == before
 
 
+@pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
+def test_typed_keys(four, place):
+    """Functions see keys, of any place and selection, as of the array itself; NumPy sees raw data."""
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 10)
+
+    def seen(keys):
+        assert str(jax.random.key_impl(keys)) == "rbg" and keys.ndim == 1
+        return jax.random.key_data(keys)
+
+    f = synk.function(seen, reduce="concat")
+    data, want = synk.data(keys, place=place, name="keys"), f(keys)
+    for _ in range(2):
+        assert_same((f(data), f(data, batch=[3, 1, 9]), f.serial(data)), (want, want[np.array([3, 1, 9])], want))
+        assert_same(list(f.iterate(data, batches=[[4, 2, 3], [1]])), [want[np.array([4, 2, 3])], want[1:2]])
+    assert_same((f(synk.data(data)), f(data.to("host")), np.asarray(data)), (want, want, jax.random.key_data(keys)))
+    data.set_value(keys[:4])
+    assert_same(f(data), want[:4])
+    for act in (
+        lambda: data.set_value(jax.random.split(jax.random.key(0), 4)), lambda: synk.data(keys, dtype=np.int32),
+        lambda: synk.data(np.zeros((4, 4), np.uint32)).set_value(keys), lambda: synk.local(keys),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="PRNG keys"):
+            act()
+
+
 def test_attributes():
     """It looks like the array that it holds, and shares its memory."""
     x = np.zeros((5, 2, 3), np.int16)
