@@ -439,48 +439,83 @@ def helped(fn):
 
 
 @pytest.mark.parametrize("how", KINDS_OF_HOLDING)
-def test_another_variable_that_was_there_before(few_replicas, how):
-    """It is seen wherever the function's lines come to it, and back again."""
+def test_what_a_function_captures_is_fixed_when_it_is_traced(few_replicas, how):
+    """Calls go on with it, the serial run has it as it is now, and check says so and blames no op; until another
+    variable is made, which has every function look again."""
     one, hundred = synk.shared(np.float32(1)), synk.shared(np.float32(100))
     holder = Holder(one)
     f = synk.function(KINDS_OF_HOLDING[how](holder), reduce="concat")
-    for value, w in [(1, one), (100, hundred), (1, one)]:
-        holder.put(w)
-        for _ in range(2):
-            np.testing.assert_array_equal(f(X), value * X)
-            np.testing.assert_array_equal(f.serial(X), value * X)
+    for _ in range(2):
+        np.testing.assert_array_equal(f(X), X)
+    f.check(X)
+    holder.put(hundred)
+    for _ in range(2):
+        np.testing.assert_array_equal(f(X), X)
+        np.testing.assert_array_equal(f.serial(X), 100 * X)
+        with pytest.raises(synk.LawError, match="something that it reads from outside has changed") as caught:
+            f.check(X)
+        assert "matched" not in str(caught.value)
+    made = synk.shared(np.float32(7))
+    np.testing.assert_array_equal(f(X), 100 * X)
+    f.check(X)
+    assert made not in f.shared
 
 
-def test_variables_in_a_list(few_replicas):
-    """Whichever are in it, in whichever order; a list that grows with what is not used compiles nothing."""
-    a, b, c = (synk.shared(np.float32(n)) for n in (1, 10, 100))
-    layers, used = [a, b], 2
-    f = synk.function(lambda x: x.mean() + sum((n + 1) * w.value for n, w in enumerate(layers[:used])), reduce="mean")
-    ones = np.ones(7, np.float32)
+def numbers_by_names():
+    """What changes under a function's own names, how, and what it gives then."""
+    scale, table, which = 2.0, np.ones(8, np.float32), [synk.shared(np.float32(1)), synk.shared(np.float32(100))]
+    w = which[0]
 
-    def both():
-        return [round(float(f(ones)), 3), round(float(f.serial(ones)), 3)]
+    def helper(x):
+        return x
 
-    assert both() == [22, 22]
-    layers[:] = [b, a]
-    assert both() == [13, 13]
-    layers.pop()
-    assert both() == [11, 11]
-    layers.append(a)
-    assert both() == [13, 13]
+    def change(number):
+        nonlocal scale, table, w, helper
+        scale, table, w = 2.0 * number, np.full(8, number, np.float32), which[number - 1]
+
+        def helper(x):
+            return x * number
+
+    return {
+        "number": lambda x: x * scale / 2,
+        "array": lambda x: x * jnp.take(jnp.asarray(table), jnp.int32(3)),
+        "variable": lambda x: x * jnp.where(w.value > 1, 2, w.value),
+        "function": lambda x: helper(x),
+        "partial": partial(lambda number, x: x * number() / 2, lambda: scale),
+    }, change
+
+
+@pytest.mark.parametrize("what", ["number", "array", "variable", "function"])
+@pytest.mark.parametrize("slices", [1, slow(2)])
+def test_another_object_under_a_name_of_its_own(few_replicas, what, slices):
+    """It is seen at the next call, also in slices; and back again."""
+    functions, change = numbers_by_names()
+    f = synk.function(functions[what], reduce="concat")
+    for number in (1, 2, 2, 1, 2):
+        change(number)
+        for rows in (7, 16):
+            np.testing.assert_array_equal(f(X[:rows], num_slices=slices), number * X[:rows])
+        f.check(X, num_slices=slices)
     count = f.stats.compilations
-    for each in (c, None, c):
-        layers.append(each)
-        assert both() == [13, 13] and f.stats.compilations == count
-    layers.insert(0, c)
-    assert both() == [121, 121]
-    table = {name: each for name, each in zip("pq", (a, b), strict=True)}
-    g = synk.function(lambda x: x.mean() + sum(w.value for w in table.values()), reduce="mean")
-    assert round(float(g(ones)), 3) == 12
-    table["r"] = c
-    assert round(float(g(ones)), 3) == 112
-    del table["p"]
-    assert round(float(g(ones)), 3) == 111
+    change(2)
+    f(X, num_slices=slices)
+    assert f.stats.compilations == count  # an equal program
+
+
+def test_what_is_done_to_a_number_deeper_down_is_told_by_check(few_replicas):
+    """As any mutable object that a function reads."""
+    settings = {"scale": 1.0}
+    f = synk.function(lambda x: jnp.mean(x * settings["scale"]), reduce="mean")
+    f.check(X)
+    assert float(f(X)) == pytest.approx(X.mean())
+    settings["scale"] = 3.0
+    assert float(f(X)) == pytest.approx(X.mean()) and float(f.serial(X)) == pytest.approx(3 * X.mean())
+    with pytest.raises(synk.LawError, match="reads from outside has changed since it was traced"):
+        f.check(X)
+    with pytest.raises(synk.LawError, match="reads from outside has changed since it was traced"):
+        f.check(X, num_slices=2) if f(X, num_slices=2) is None else f.check(X)
+    settings["scale"] = 1.0
+    f.check(X)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from .look import Where
 from .plan import PlanCache
 from .prepare import prepare
 from .row_input import RowRequest
+from .slices import is_stale
 from .spec import FunctionSpec
 from .traces import cannot_update_rows, shared_in
 from .views import one_device, split_at, view_of_one, view_of_simulated
@@ -56,16 +57,24 @@ class Runner:
             for variable in (*shared_in(self.function.fn), *shared_in(self.function.then)):
                 if variable._state.rows_per_replica is not None:
                     view(variable)
-        return Where(one_device(self.home), view, self.home, may_donate=False)
+        return Where(one_device(self.home), view, self.home, may_donate=False, retraces=True)
 
     @cached_property
     def parallel(self) -> Where:
         """The replicas; one is the serial program itself, but two simulated ones are not."""
         if self.home.size > 1:
-            return Where(self.home, may_donate=False)
+            return Where(self.home, may_donate=False, retraces=True)
         group = self.home._simulated(2)
         view = view_of_simulated(self.home, group, self.request.batch_s)
-        return Where(group, view, self.home, may_donate=False)
+        return Where(group, view, self.home, may_donate=False, retraces=True)
+
+    def refuse_stale(self) -> None:
+        """LawError where calls go on with what the function captured when it was traced, and that has changed."""
+        if is_stale(self.function, self.plans, self.bound, self.request, Where(self.home)):
+            raise LawError(
+                f"{self.function.name}: something that it reads from outside has changed since it was traced, as under "
+                f"jax.jit: a number, an array, a flag, or which variable it uses. Pass what changes as an argument."
+            )
 
     def ready(self, where: Where, function: FunctionSpec) -> ReadyCall:
         """A call of the function, or of one made of it."""
@@ -105,6 +114,7 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
 def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
     """Compare both ways from one state; LawError names what differs."""
     with LOCK:
+        runner.refuse_stale()
         function, serial, parallel = runner.function, runner.serial, runner.parallel
         many, one = runner.run(parallel, mapping), runner.run(serial, mapping)
         outputs = list(_differing_outputs(runner, mapping, one, many, tolerance))

@@ -39,6 +39,7 @@ class Where(NamedTuple):
     data_group: Group | None = None  # which scattered data lies in, where that is another one
     may_donate: bool = True  # whether old values may be overwritten
     is_abstract: bool = False  # whether shapes are enough: the call is compiled, and not run
+    retraces: bool = False  # whether the function runs as it is now, whatever it captured when it was traced
 
     def state(self, variable: Shared) -> VariableState:
         """What a variable holds, as the call sees it."""
@@ -149,9 +150,8 @@ def _rows_of_variable(
         found = _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
         return Traced(traces.touched, (*traces.record, None if holder is None else holder._number), lambda: found)
 
-    holder = plans.find(
-        function, where.group, ("holder", call, taken, function.per_part), where.abstract, trace
-    ).variable
+    key = ("holder", call, taken, function.per_part)
+    holder = plans.find(function, where.group, key, where.abstract, trace, retraces=where.retraces).variable
     lengths = None if holder is None else where.state(holder).rows_per_replica
     if holder is not None and function.blocks is not None:
         raise rows_not_in_blocks(name, holder.name, function.blocks)

@@ -16,7 +16,7 @@ from .._reductions.results import ResultSpec
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
-from .._tracing.ways import Ways, ways_to
+from .._tracing.names import Names
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared, newest
 from .causes import Compiled
@@ -87,30 +87,23 @@ class Traced(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """How a function came to the variables of a plan when it was last traced. It holds none of them: the plan does, and
-    goes with its group, which they hold."""
+    """What a plan's trace depended on outside its function; it holds no variable, since variables hold their group."""
 
     made: int  # the number of the newest variable there was
+    names: Names  # the function's own
     record: tuple[Any, ...]  # of what was traced
-    ways: Ways  # by which its lines reach them
-    elsewhere: frozenset[int]  # the numbers of those to which no way was found
 
     def is_current(self) -> bool:
-        """Does it reach the same variables still? A cell that is run again makes others in their places."""
-        return self.made >= newest() and self.ways.are_intact()
-
-    def is_lost(self, touched: set[int]) -> bool:
-        """Have variables lost their places, when a call touches those of these numbers? Those to which there was no way
-        most likely, where others were made since."""
-        return bool(self.ways.lost()) or (bool(self.elsewhere - touched) and max(touched, default=0) > self.made)
+        """Was no variable made since, and do the function's own names have the same objects?"""
+        return self.made >= newest() and self.names.are_same()
 
 
 class PlanCache:
     """Plans of one function: for each kind of call those made for different states of the variables they touch.
 
     They live in their group, and go with it or with the function; those that hold on to the function go with it alone.
-    Where names that reach these variables have others now, or there are variables made since, which may have taken
-    their places in some other way, a plan is for a call only if what is traced once more makes the same programs.
+    Where a variable was made since a plan's trace, or a name of the function has another object, the call is traced
+    once more, and the plan stays if that makes the same programs.
     """
 
     def __init__(self) -> None:
@@ -133,28 +126,26 @@ class PlanCache:
         *,
         holds_function: bool = False,
         twin: Callable[[Any], Hashable] = lambda plan: None,
+        retraces: bool = False,
     ) -> Any:
-        """The plan of a function for a key; made where there is none, and then for a twin of the key too, if any."""
+        """The plan of a function for a key; made where there is none, and then for a twin of the key too, if any.
+
+        With `retraces` the function is traced in any case, since what it captures may have changed.
+        """
         plans: list[Any] = self.kept(group, key, list, holds_function)
-
-        def fits(plan: Any) -> bool:
-            return all([abstract(variable) in accepted for variable, accepted in plan.accepts.items()])
-
-        for plan in plans:
-            if self._is_current(plan) and fits(plan):
-                return plan
-        made, traced = newest(), trace()  # a failure is not kept
-        touched, all_reached = {variable._number for variable in traced.touched}, dict(list(self._reached.items()))
-        known = [plan for plan in plans if plan in all_reached]  # another thread may have found some stale
-        same = [plan for plan in known if all_reached[plan].record == traced.record]
-        lost = {plan for plan, reached in all_reached.items() if reached.is_lost(touched)}.difference(same)
-        # One for another state of its variables may touch others, and is asked again when they are in that state.
-        others = [plan for plan in known if plan not in same and plan not in lost and not fits(plan)]
-        self._forget(group, {*plans, *lost}.difference(same, others), set(traced.touched))
-        plan = next(filter(fits, same), None) or traced.finish()
-        ways = ways_to([each for each in (function.fn, function.then) if each is not None], plan.accepts, Shared)
-        elsewhere = frozenset([variable._number for variable in plan.accepts if not ways.lead_to(id(variable))])
-        self._reached.update(dict.fromkeys((plan, *same), Reached(made, traced.record, ways, elsewhere)))
+        if not retraces and (plan := self._current(plans, abstract)) is not None:
+            return plan
+        made, names = newest(), Names([function.fn, function.then])
+        traced = trace()  # a failure is not kept
+        known = dict(list(self._reached.items()))  # another thread may find some stale
+        same = [plan for plan in plans if plan in known and known[plan].record == traced.record]
+        # One for another state of its variables is asked again when they are in that state.
+        others = [plan for plan in plans if plan in known and plan not in same and not _fits(plan, abstract)]
+        touched = set(traced.touched)
+        stale = {plan for plan, reached in known.items() if plan.accepts.keys() - touched and not reached.is_current()}
+        self._forget(group, {*plans, *stale}.difference(same, others), touched)
+        plan = next((plan for plan in same if _fits(plan, abstract)), None) or traced.finish()
+        self._reached.update(dict.fromkeys((plan, *same), Reached(made, names, traced.record)))
         self._touched.update(dict.fromkeys(plan.accepts))
         if isinstance(plan, CallPlan) and plan not in same:
             states = WeakKeyDictionary(plan.accepts)
@@ -165,19 +156,29 @@ class PlanCache:
             self.kept(group, other, list, holds_function).insert(0, plan)
         return plan
 
-    def _is_current(self, plan: Any) -> bool:
-        reached = self._reached.get(plan)  # none where another thread has found it stale
-        return reached is not None and reached.is_current()
+    def is_stale(
+        self, group: Group, key: Any, abstract: Callable[[Shared], AbstractState], trace: Callable[[], Traced]
+    ) -> bool:
+        """Would the function make another program now than the one that calls of this kind run?"""
+        plan = self._current(self.kept(group, key, list, holds_function=False), abstract)
+        return plan is not None and self._reached[plan].record != trace().record
+
+    def _current(self, plans: list[Any], abstract: Callable[[Shared], AbstractState]) -> Any:
+        for plan in plans:
+            reached = self._reached.get(plan)  # none where another thread has found it stale
+            if reached is not None and reached.is_current() and _fits(plan, abstract):
+                return plan
+        return None
 
     def _forget(self, group: Group, stale: Set[Any], touched: Set[Shared]) -> None:
-        """Plans of variables that have lost their places to others, and those that nothing else touches."""
+        """Drop plans, and variables that no plan is left for, with all programs, which hold them."""
         for plan in stale:
             self._reached.pop(plan, None)
         gone = {variable for plan in stale for variable in plan.accepts} - touched
         gone.difference_update(*[plan.accepts for plan in list(self._reached)])
         for variable in gone:
             self._touched.pop(variable, None)
-        if gone:  # with all programs, which hold them
+        if gone:
             group._caches.pop(self, None)
             self._holding = BoundedCache(MAX_GROUPS)
 
@@ -187,6 +188,11 @@ class PlanCache:
         if not holds_function:
             return group._cached(self, key, make)
         return self._holding.get(group, BoundedCache).get(key, make)
+
+
+def _fits(plan: Any, abstract: Callable[[Shared], AbstractState]) -> bool:
+    """Are the variables in a state that the plan is for?"""
+    return all([abstract(variable) in accepted for variable, accepted in plan.accepts.items()])
 
 
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:

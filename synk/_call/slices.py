@@ -21,6 +21,7 @@ from .._variables.variable import Shared
 from .binding import BoundArguments
 from .execute import ReadyCall, execute, explained
 from .feeding import launches
+from .inputs import AUTO
 from .look import FORM_FIELDS, Looked, Where, look
 from .memory import data_beside, memory_needed, most_rows, variable_bytes
 from .plan import CallPlan, NeedsLengths, PlanCache, SliceChoice, Traced, plan_key, trace_plan
@@ -64,7 +65,30 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
         return plan_key(function, call._replace(donate=not call.donate)) if is_one else None
 
     key = plan_key(function, call)
-    return plans.find(function, where.group, key, where.abstract, trace, holds_function=call.is_over, twin=twin)
+    options = {"holds_function": call.is_over, "twin": twin, "retraces": where.retraces}
+    return plans.find(function, where.group, key, where.abstract, trace, **options)
+
+
+def is_stale(
+    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, where: Where
+) -> bool:
+    """Do calls run another program than the function would make now, since what it captures has changed?"""
+    if request.num_slices == AUTO:
+        slices = choose_slices(function, plans, bound, request, None, where).slices
+        request = request._replace(num_slices=slices)
+    looked, slices = look(function, plans, bound, request, None, where), request.num_slices
+    lengths = looked.rows.lengths
+    short = looked.call(slices, function)
+    long = short._replace(lengths=lengths, num_slices=len(launches(lengths or (), slices)))
+    return any(
+        plans.is_stale(
+            where.group,
+            plan_key(function, call),
+            where.abstract,
+            partial(trace_plan, function, where.group, call, where.view, plans),
+        )
+        for call in (short, long)
+    )
 
 
 def choose_slices(

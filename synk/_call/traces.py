@@ -13,7 +13,7 @@ from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
 from .._tracing.context import TraceContext
-from .._tracing.names import follow
+from .._tracing.names import named_objects
 from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, refuse_narrow
@@ -59,7 +59,7 @@ class CallTraces:
         return {variable: [next(rest) for _ in self.abstract(variable).shapes] for variable in variables}
 
     def _expected(self, fn: Any) -> list[Shared]:
-        """So that one trace is enough; of others a trace raises, if it reads them."""
+        """Return the variables that `fn` probably reads and that can be read now."""
         return list(filter(self._is_readable, shared_in(fn))) if self._view is None else []
 
     def _is_readable(self, variable: Shared) -> bool:
@@ -101,7 +101,7 @@ class CallTraces:
                 instead=_instead_of_communicating(call),
                 block=call.block,
             ),
-            variables=self._expected(function.fn),
+            variables=[*self._expected(function.fn), *self.touched],
             merges_equal=call.block is not None,
             keeps_lines=keeps_lines,
         )
@@ -192,8 +192,8 @@ class CallTraces:
 
 
 def shared_in(fn: Any) -> list[Shared]:
-    """The variables that a function's own lines name."""
-    return list(dict.fromkeys(value for _, value in follow(fn)[0] if isinstance(value, Shared)))
+    """Return the variables under a function's own names, which it probably reads: guessing right saves a trace."""
+    return list(dict.fromkeys(value for _, value in named_objects([fn]) if isinstance(value, Shared)))
 
 
 def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueError:

@@ -22,8 +22,28 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
-def without_places(closed: Any, name: str) -> Any:
-    """Return a jaxpr whose constants lie on the host and whose types name no mesh.
+class Captured:
+    """The arrays that a function captured; equal to others of the same bytes."""
+
+    def __init__(self, arrays: Iterable[Any]) -> None:
+        self.arrays = [np.asarray(jax.random.key_data(each) if key_of(each) is not None else each) for each in arrays]
+
+    def __hash__(self) -> int:
+        return hash(tuple([(each.shape, each.dtype) for each in self.arrays]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Captured) and (
+            len(self.arrays) == len(other.arrays) and all(map(_is_same, self.arrays, other.arrays))
+        )
+
+
+def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
+    is_like = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return one is other or (is_like and one.tobytes() == other.tobytes())
+
+
+def without_places(closed: Any, name: str) -> tuple[Any, Captured]:
+    """Return a jaxpr whose constants lie on the host and whose types name no mesh, and all its constants.
 
     JAX writes the mesh of a captured array into the type of all that is computed from it. Inside `jax.shard_map` the
     mesh is another one, and JAX refuses to mix the two, mostly in inner functions ("Mesh for all inputs should be
@@ -33,7 +53,9 @@ def without_places(closed: Any, name: str) -> Any:
       closed: a closed jaxpr, traced outside any mesh.
       name: the function that messages name.
     """
-    return _Rewriter(name).closed(closed)
+    rewriter = _Rewriter(name)
+    with jax.ensure_compile_time_eval():
+        return rewriter.closed(closed), Captured(rewriter.constants)
 
 
 class _Rewriter:
@@ -41,6 +63,7 @@ class _Rewriter:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.constants: list[Any] = []
         self._done: dict[int, tuple[Any, Any]] = {}  # by id: the jaxpr or constant, which must live, and the new one
 
     def _once(self, old: Any, make: Callable[[Any], Any]) -> Any:
@@ -100,11 +123,16 @@ class _Rewriter:
     def _rule(self, rule: Any) -> Callable[..., Any]:
         def traced(*zeros: bool) -> Any:
             jaxpr, consts, *rest = rule.call_wrapped(*zeros)
-            return self.jaxpr(jaxpr), [self._once(const, self._constant) for const in consts], *rest
+            with jax.ensure_compile_time_eval():
+                return self.jaxpr(jaxpr), [self._once(const, self._constant) for const in consts], *rest
 
         return traced
 
     def _constant(self, const: Any) -> Any:
+        self.constants.append(self._on_host(const))
+        return self.constants[-1]
+
+    def _on_host(self, const: Any) -> Any:
         if isinstance(const, jax.core.Tracer):
             raise SynkError(
                 f"{self.name}: it uses values of a transformation around the call (jit, grad, vmap, ...) that are not "
@@ -125,8 +153,7 @@ class _Rewriter:
         impl = key_of(const)
         if impl is None:
             return np.asarray(const)
-        with jax.ensure_compile_time_eval():
-            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(const)), impl=impl)
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(const)), impl=impl)
 
 
 def _outside_meshes(context: Any) -> Any:

@@ -1,7 +1,7 @@
 """Tracer: trace a user's function once a shape, and learn what it reads, writes, returns and communicates."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ class TracedFunction:
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
     narrowest: np.dtype | None  # of the floats that it computes
     flops: Callable[[Sequence[int]], int]  # of matrix products and convolutions, for these of its results
-    fingerprint: int  # of what it computes, as far as equations tell
+    fingerprint: Hashable  # of what it computes, as far as equations and captured arrays tell
 
 
 def trace(request: TraceRequest) -> TracedFunction:
@@ -73,7 +73,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         if set(found["reads"]) <= set(variables):
             break
         variables = tuple(dict.fromkeys((*variables, *found["reads"])))
-    closed = without_places(closed, request.sees.name)
+    closed, captured = without_places(closed, request.sees.name)
     closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
     is_used = [variable in found["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
@@ -92,7 +92,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         refuses_map=any(map(_refuses_map, found_equations)) and not any(map(is_over_axis, found_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
         narrowest=narrowest_float(found_equations),
-        fingerprint=fingerprint(closed.jaxpr),
+        fingerprint=(fingerprint(closed.jaxpr), captured),
         flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
         **found,
     )

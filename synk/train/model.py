@@ -149,6 +149,7 @@ class TrainingModel:
     def function(self, fn: Callable[..., PyTree], outputs: dict[str, PyTree], then: Callable[..., PyTree]) -> Function:
         """A function of rows that looks like the loss, in messages and to `inputs`."""
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
+        fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # whose names are looked up at each call
         ops = {**outputs, "aux": self.aux_ops}
         wire = None if self.wire is None else {**dict.fromkeys(ops), "loss": (None, self.wire)}
         options: dict[str, Any] = {"donate": self.donate, "nan": self.nan, "wire": wire, "blocks": self.blocks}
