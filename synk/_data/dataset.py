@@ -24,9 +24,8 @@ _numbers = itertools.count()
 class Data:
     """Rows for the inputs of functions; made by `synk.data`.
 
-    It holds the array given, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. Copies on devices
-    follow: a write marks them stale, and the next call that reads them sends what is stale. (Write through the `Data`:
-    a write past it is not seen by devices that have a copy.)
+    It holds the array given, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call that
+    reads copies on devices sends them what was written; a write past the `Data` goes unseen.
 
     Attributes:
       name: what messages call it.
@@ -51,10 +50,7 @@ class Data:
         self._length = len(source)
         self._row_shape = source.shape[1:]
         self._dtype = source.dtype if dtype is None else as_number_dtype(dtype, name)
-        # The PRNG implementation, where it holds typed keys as raw data.
-        self._key = _key_of(value) if key is None else key
-        if self._key is not None and dtype is not None:
-            raise TypeError(f"{name}: it holds PRNG keys, which have no other dtype; leave dtype out.")
+        self._key = key or _key_of(value)  # the implementation of PRNG keys, held as raw data
         self._version = 0  # counts changes
         self._group: Group | None = None
         self._copy: jax.Array | None = None  # on the devices of that group
@@ -217,15 +213,13 @@ class Data:
                 setattr(self, name, value)
 
 
-def _said(data: Data, how: str) -> str:
-    where = "host" if data.place == "host" else "replicas"
-    return (
-        f"{data.name} is a synk.Data, {how}: its rows lie on the {where}. Pass it to a synk function, or use "
-        f"np.asarray(...)."
-    )
-
-
-refuse_use(Data, _said)
+refuse_use(
+    Data,
+    lambda self, how: (
+        f"{self.name} is a synk.Data, {how}: its rows lie on the {'host' if self.place == 'host' else 'replicas'}. "
+        f"Pass it to a synk function, or use np.asarray(...)."
+    ),
+)
 
 
 def _check_place(place: str, name: str) -> None:
@@ -323,8 +317,8 @@ def data(
 
     Args:
       value: an array of shape (rows, ...), held without a copy: NumPy's, memory-mapped, of jax, or any that gives rows
-        by position (h5py, zarr), which is read in parts. Inside `jax.jit` it is a constant, as any such array is. Typed
-        PRNG keys are held as raw data, which `shape`, indexing and NumPy show; functions see keys.
+        by position (h5py, zarr), which is read in parts. Inside `jax.jit` it is a constant. Typed PRNG keys, which
+        functions see, are held as raw data.
       place: where the rows live. "host": in memory or on disk, picked by threads and sent as needed. "scatter": on the
         replicas, each its part; `batch_s` picks from it without communication. "broadcast": every replica holds all.
         Rows move when a function first reads them.

@@ -432,7 +432,7 @@ def test_typed_keys(four, place):
     data.set_value(keys[:4])
     assert_same(f(data), want[:4])
     for act in (
-        lambda: data.set_value(jax.random.split(jax.random.key(0), 4)), lambda: synk.data(keys, dtype=np.int32),
+        lambda: data.set_value(jax.random.split(jax.random.key(0), 4)),
         lambda: synk.data(np.zeros((4, 4), np.uint32)).set_value(keys), lambda: synk.local(keys),
     ):  # fmt: skip
         with pytest.raises(TypeError, match="PRNG keys"):
