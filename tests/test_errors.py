@@ -112,7 +112,7 @@ def other_group():
 
 def with_reserved(name):
     scope = {}
-    exec(f"def step(x, {name}): return x", scope)
+    exec(f"def step(x, *, {name}): return x", scope)
     return lambda: synk.function(scope["step"])
 
 
@@ -194,7 +194,7 @@ ERRORS = {
     "static subtree": (lambda: synk.function(loss, {"x": ["static"]}), ValueError, r"mode of x is \['static'\]"),
     "inputs of a wrong kind": (lambda: synk.function(loss, 3), TypeError, "loss: inputs is 3"),
     **{
-        f"parameter {name}": (with_reserved(name), ValueError, f"step: its parameter '{name}' .* Rename it")
+        f"parameter {name}": (with_reserved(name), ValueError, f"step: its parameter '{name}' comes by keyword alone.* Rename it")
         for name in ("batch", "batch_s", "num_slices", "output_subset", "batches", "prefetch", "rtol", "atol", "update")
     },
     "then twice": (twice_then, synk.SynkError, "loss: it has a then already"),

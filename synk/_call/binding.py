@@ -18,6 +18,7 @@ from .._base.bounded_cache import BoundedCache
 from .._base.errors import shown
 from .._base.pytree import PyTree, array_of_list
 from .._data.overlap import Overlap, halo_of
+from .._tracing.names import links
 
 MODES = ("scatter", "broadcast", "static")
 OPTIONS = frozenset("batch batch_s num_slices output_subset batches prefetch rtol atol update".split())
@@ -81,24 +82,27 @@ class ArgumentBinder:
         self.name = name
         self.signature = _signature(fn)
         self.parameters = dict(self.signature.parameters)
-        clash = [p for p in self.parameters if p in OPTIONS]
+        clash = [p for p, q in self.parameters.items() if p in OPTIONS and q.kind == q.KEYWORD_ONLY]
         if clash:
             raise ValueError(
-                f"{name}: its parameter {clash[0]!r} has the name of an option of every synk function. Rename it."
+                f"{name}: its parameter {clash[0]!r} comes by keyword alone, but has the name of an option of every "
+                f"synk function. Rename it, or let it come by position."
             )
         self.modes = self._modes(inputs)
         self.static_names = {p for p, mode in self.modes.items() if isinstance(mode, str) and mode == "static"}
         self.positions = [
             p for p, q in self.parameters.items() if q.kind in (q.POSITIONAL_ONLY, q.POSITIONAL_OR_KEYWORD)
         ]
-        # A default that has arrays is dealt out like any other value; what a partial has bound is a constant.
+        # A default that has arrays is dealt out like any other value. What a partial on the way has bound is a
+        # constant, and so are defaults behind a wrapper, such as jax.vmap, which may not pass them on as arguments.
         self._arrays = {
             p: q.default
             for p, q in self.parameters.items()
             if _is_dealt_out(q.default)
             and p not in self.static_names
             and q.kind != q.POSITIONAL_ONLY
-            and p not in (fn.keywords if isinstance(fn, functools.partial) else ())
+            and not _is_behind_wrapper(fn)
+            and p not in _bound_by_partials(fn)
         }
         self._only_by_position = {
             p for p in self.static_names if self.parameters[p].kind == inspect.Parameter.POSITIONAL_ONLY
@@ -163,8 +167,6 @@ class ArgumentBinder:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
         """Leaves of a call's arguments, and how they are dealt out."""
-        for option in OPTIONS.intersection(kwargs):
-            raise TypeError(f"{self.name}: {option} is an option of other ways to call it; this one takes none.")
         if self._arrays:
             kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
         statics: dict[str, Any] = {}
@@ -212,7 +214,8 @@ class ArgumentBinder:
         try:
             given = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"{self.name}: {error}.") from None
+            hint = next((f" {p} comes by position; {p}= is an option." for p in OPTIONS if repr(p) in str(error)), "")
+            raise TypeError(f"{self.name}: {error}.{hint}") from None
         modes: dict[int, Any] = {}
         names: dict[int, str] = {}
         for parameter, tree in given.items():
@@ -259,6 +262,19 @@ def _signature(fn: Callable[..., PyTree]) -> inspect.Signature:
         if not any(parameter.kind in _VARIADIC for parameter in own.parameters.values()):
             return own
     return inspect.signature(fn)
+
+
+def _is_behind_wrapper(fn: Callable[..., PyTree]) -> bool:
+    """Does the signature come from what a wrapper calls? Wrappers of jax.jit pass on whatever they get."""
+    outermost = next(link for link in links(fn) if not isinstance(link, jax.stages.Wrapped))
+    with suppress(TypeError, ValueError):
+        return inspect.signature(outermost, follow_wrapped=False) != _signature(outermost)
+    return False
+
+
+def _bound_by_partials(fn: Callable[..., PyTree]) -> set[str]:
+    """Return the names of parameters that a partial has bound, on whatever way to the function."""
+    return {name for link in links(fn) if isinstance(link, functools.partial) for name in link.keywords}
 
 
 def _is_dealt_out(default: Any) -> bool:

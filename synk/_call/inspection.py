@@ -16,7 +16,7 @@ from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, settle
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
-from .binding import ArgumentBinder, BoundArguments
+from .binding import OPTIONS, ArgumentBinder, BoundArguments
 from .blame import Blame, blame
 from .check import Runner, check, check_blocks, check_wires, run_serial
 from .compare import Tolerance
@@ -46,6 +46,8 @@ class Inspection:
         in_turn()
         self._refuse(call)
         check_slices(num_slices, self.name)
+        for option in OPTIONS.intersection(kwargs):
+            raise TypeError(f"{self.name}: {option} is an option of other ways to call it; this one takes none.")
         return self._binder.bind(args, kwargs)
 
     def _refuse(self, call: str = "") -> None:

@@ -10,7 +10,8 @@ from weakref import ref
 
 def named_objects(functions: Iterable[Any]) -> list[tuple[Callable[[], Any], Any]]:
     """Return what looks up each global name and each cell of these functions, with its object now."""
-    look_ups = [look_up for fn in functions for plain in _plain(fn) for look_up in _look_ups(plain)]
+    plain = [link for fn in functions for link in links(fn) if isinstance(link, FunctionType)]
+    look_ups = [look_up for fn in plain for look_up in _look_ups(fn)]
     return [(look_up, look_up()) for look_up in look_ups]
 
 
@@ -28,14 +29,13 @@ class Names:
         return all([look_up() is reference() for look_up, reference in self._known])
 
 
-def _plain(fn: Any) -> Iterator[FunctionType]:
-    """Yield the plain functions behind partials, methods and wrappers, each wrapper before what it wraps."""
+def links(fn: Any) -> Iterator[Any]:
+    """Yield a callable, and what is behind it: each partial, method and wrapper before what it calls."""
     for _ in range(64):  # a function that wraps itself has no end
-        if isinstance(fn, FunctionType):
-            yield fn
-        fn = next((found for name in ("func", "__func__", "__wrapped__") if (found := _attribute(fn, name))), None)
         if fn is None:
             return
+        yield fn
+        fn = next((found for name in ("func", "__func__", "__wrapped__") if (found := _attribute(fn, name))), None)
 
 
 def _attribute(fn: Any, name: str) -> Any:
