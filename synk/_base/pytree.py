@@ -45,6 +45,14 @@ def is_number(dtype: np.dtype) -> bool:
     return dtype.kind not in "OSUMm" and dtype.fields is None and dtype.type not in no_numbers
 
 
+@lru_cache(maxsize=256)
+def bits_of(dtype: Any) -> int:
+    """Return how many bits a number of a dtype has, which may be fewer than a byte."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.finfo(dtype).bits
+    return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * np.dtype(dtype).itemsize
+
+
 def narrow(dtype: np.dtype) -> np.dtype:
     """As JAX has it: 64 bits as 32 unless they are enabled, in the machine's order."""
     return _narrow(dtype, config.jax_enable_x64)

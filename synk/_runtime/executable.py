@@ -13,7 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .dispatch import LOCK, InFlight, OnFailure, drain, ignore_failure, note_launch, retire_finished, wait_for_capacity
+from .._base.pytree import bits_of
+from .dispatch import (
+    JAXLIB,
+    LOCK,
+    InFlight,
+    OnFailure,
+    drain,
+    ignore_failure,
+    note_launch,
+    retire_finished,
+    wait_for_capacity,
+)
 from .engine import Body, spmd
 from .group import AXIS, Group
 from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
@@ -24,6 +35,7 @@ from .watchdog import WATCHDOG
 COMBINE_BYTES = 8 * 2**20
 # What process 0 sends the others at a time of what it has read. Less would wait more often, more need not fit.
 CHUNK_BYTES = 2**24
+_REFUSES_SUB_BYTES = JAXLIB < (0, 12)
 _COMBINE = "xla_gpu_{}_combine_threshold_bytes"
 
 
@@ -51,6 +63,7 @@ class Executable:
             [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(*each, strict=True)]
             for each in zip(spec.shapes, spec.ins, strict=True)
         ]
+        options = compiler_options(group) | dict(spec.options)
         lowered = _jit(group, spec).lower(*structs)
         self.group, self.name, self.may_fail_alone = group, spec.name, False
         if group._is_multi_process:
@@ -59,12 +72,16 @@ class Executable:
             group._peers.agree(self.name, "\n".join([*spec.variables, text]))
             self.may_fail_alone = "callback" in text  # which may raise in one process
         start = perf_counter()
-        self.compiled = lowered.compile(compiler_options=compiler_options(group) | dict(spec.options))
+        self.compiled = lowered.compile(compiler_options=options)
         self.seconds = perf_counter() - start
+        # Compiled programs refuse arrays of less than a byte a number, which jax.jit takes, at the price of compiling
+        # once more ("input layouts that disagree"); drop this when we require jaxlib>=0.12.
+        is_refused = _REFUSES_SUB_BYTES and any([bits_of(s.dtype) < 8 for s in chain(*structs)])
+        self._run = _jit(group, spec, options) if is_refused else self.compiled
 
     def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
         """Start the program on its lists of arguments; `on_failure` is told should it die later."""
-        results = _launch(self.group, self.name, self.compiled, args, on_failure)
+        results = _launch(self.group, self.name, self._run, args, on_failure)
         if self.may_fail_alone:  # the next program's collectives would meet those of this one in other processes
             drain()
         return results
@@ -122,7 +139,7 @@ def peers_explain(group: Group) -> Generator[None]:
         raise gone from error
 
 
-def _jit(group: Group, spec: ProgramSpec) -> Any:
+def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None) -> Any:
     """Under `jax.jit`, by the name that logs and profiles show, with an extra scalar output per replica. We wait on it
     to know that the program has finished; real outputs may be donated or deleted by then."""
 
@@ -139,7 +156,7 @@ def _jit(group: Group, spec: ProgramSpec) -> Any:
 
     of_lists.__name__ = of_lists.__qualname__ = spec.name
     shardings = [sharding_of(group, each) for each in layouts]
-    return jax.jit(of_lists, donate_argnums=spec.donate, out_shardings=shardings)
+    return jax.jit(of_lists, donate_argnums=spec.donate, out_shardings=shardings, compiler_options=options)
 
 
 def run_collective(
@@ -259,7 +276,7 @@ def as_bits(array: jax.Array) -> jax.Array:
         return array.astype(jnp.uint32)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return as_bits(jnp.stack([array.real, array.imag], -1))
-    bits = jax.lax.bitcast_convert_type(array, np.dtype(f"u{array.dtype.itemsize}"))
+    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{bits_of(array.dtype)}"))
     return bits.astype(jnp.uint32) if array.dtype.itemsize < 4 else bits
 
 
@@ -270,4 +287,4 @@ def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         parts = from_bits(bits, jnp.finfo(dtype).dtype)
         return jax.lax.complex(parts[..., 0], parts[..., 1])
-    return jax.lax.bitcast_convert_type(bits.astype(f"u{np.dtype(dtype).itemsize}"), dtype)
+    return jax.lax.bitcast_convert_type(bits.astype(f"uint{bits_of(dtype)}"), dtype)
