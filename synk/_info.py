@@ -23,7 +23,13 @@ def report() -> str:
     Starts JAX's backend, as the first use of any device does.
     """
     devices, trouble = _started()
-    return "\n".join([*_versions(), *_devices(devices), *_settings(), *_troubles(devices, trouble)])
+    return "\n".join([*_versions(), *_devices(devices), settings(), *_troubles(devices, trouble)])
+
+
+def machine(device: Device) -> str:
+    """Describe what programs on a device run on: versions, its kind and what it can do."""
+    cores = "" if device.platform != "cpu" else f", {os.cpu_count()} cores"
+    return "\n".join([*_versions(), f"device: {device.device_kind}{cores}", *_of_kind(device)])
 
 
 def _started() -> tuple[Sequence[Device], str | None]:
@@ -53,17 +59,22 @@ def _devices(devices: Sequence[Device]) -> Iterator[str]:
         yield f"devices: none, {os.cpu_count()} CPU cores"
         return
     yield f"devices: {len(devices)} {devices[0].device_kind} ({devices[0].platform}), {os.cpu_count()} CPU cores"
-    memory = None if devices[0].platform == "cpu" else (devices[0].memory_stats() or {}).get("bytes_limit")
+    yield from _of_kind(devices[0])
+
+
+def _of_kind(device: Device) -> Iterator[str]:
+    memory = None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
     yield f"memory of a device that JAX uses: {size_text(memory)}"
-    known = known_accelerator(devices[0])
+    known = known_accelerator(device)
     if known is not None:
         speeds = f"{size_text(known.bandwidth)}/s, {number_text(known.flops)}flop/s in bfloat16"
         yield f"  by its data sheet: {size_text(known.memory)}, {speeds}"
 
 
-def _settings() -> Iterator[str]:
+def settings() -> str:
+    """Name the environment variables that matter."""
     found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)}
-    yield "settings: " + (", ".join(f"{name}={value}" for name, value in found.items()) or "none")
+    return "settings: " + (", ".join(f"{name}={value}" for name, value in found.items()) or "none")
 
 
 def _troubles(devices: Sequence[Device], trouble: str | None) -> Iterator[str]:

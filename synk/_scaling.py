@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 
+from ._base.units import counted
 from ._call.picture import draw_svg
 from ._distributed.init import group, init
-from ._info import report
+from ._info import machine, settings
 from ._scaling_page import page, words
 
 
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     environment = {"JAX_NUM_CPU_DEVICES": str(max(8, *counts))} | os.environ
     found: list[dict[str, Any]] = []
     for count in counts:
-        print(f"{count} replica{'s' * (count > 1)}: ", end="", flush=True)
+        print(f"{counted(count, 'replica')}: ", end="", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "found.json"
             own = ["--only", str(count), "--of", str(max(counts)), "--json", str(path)]
@@ -40,10 +41,12 @@ def main(arguments: Sequence[str]) -> int:
                 [sys.executable, "-m", "synk", "bench", *arguments, *own], env=environment, stdout=sys.stderr
             )
             if done.returncode:
-                print(f"python -m synk bench: it failed on {count} replicas, with exit status {done.returncode}.")
+                status = f"exit status {done.returncode}"
+                print(f"python -m synk bench: it failed on {counted(count, 'replica')}, with {status}.")
                 return 1
             found.append(json.loads(path.read_text()))
         print(words(found, options.unit))
+    found[-1]["machine"] += f"\n{settings()}"  # the user's own, without those of the processes above
     options.out.write_text(page(options, found), encoding="utf-8")
     print(options.out)
     return 0
@@ -135,7 +138,8 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(3):
         jax.block_until_ready(step(*args, **batch))
     seconds = median(_timed(lambda: step(*args, **batch), options.steps) for _ in range(options.rounds))
-    about = {"explained": str(explained), "svg": draw_svg(explained), "info": report(), "platform": group().platform}
+    about = {"explained": str(explained), "svg": draw_svg(explained)}
+    about |= {"machine": machine(group().devices[0]), "platform": group().platform}
     return {
         "replicas": options.only,
         "rows": rows,

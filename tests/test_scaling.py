@@ -75,7 +75,9 @@ def test_a_page_is_written(folder, more, rows):
     cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td>.*?)</tr>", page)]
     assert [row[:2] for row in cells] == [[n, r] for n, r in zip("123", rows, strict=True)]
     assert cells[0][4:] == ["1.00", "100 %"]
-    assert all(word in page for word in ("3 replicas", "slope", "jaxlib"))
+    assert all(word in page for word in ("3 replicas", "slope", "jaxlib", "<h2>The machine</h2>"))
+    assert "JAX_NUM_CPU_DEVICES" not in page and "8 cpu" not in page  # which the user has not set
+    assert not re.search(r"Group\(.*</h|\b1 replicas|\(s\)", page)
     assert set(re.findall(r"https?://[\w.]+", page)) == {"http://www.w3.org"}  # the name of SVG; nothing is loaded
 
 

@@ -8,6 +8,11 @@ import numpy as np
 UNKNOWN = "unknown"
 
 
+def counted(count: int, noun: str) -> str:
+    """Write a number of things."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def size_text(count: float | None) -> str:
     """Bytes; None is unknown."""
     return UNKNOWN if count is None else f"{number_text(count)}B"

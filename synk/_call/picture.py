@@ -5,17 +5,24 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._base.units import number_text, size_text
+from .._base.units import counted, number_text, size_text
 
 WIDTH, MARGIN, LINE = 900, 24, 20
 _STYLE = (
-    "body{margin:2em auto;max-width:60em;padding:0 1em;font-family:sans-serif;color:#222;background:#fff}"
-    "pre{overflow-x:auto;padding:1em;background:#f4f4f4}table{border-collapse:collapse}"
-    "td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}td:first-child{text-align:left}"
+    ":root{color-scheme:light dark}body{margin:2em auto;max-width:60em;padding:0 1em;font-family:sans-serif}"
+    "pre{white-space:pre-wrap;overflow-wrap:anywhere;padding:1em;background:#8882}table{border-collapse:collapse}"
+    "td,th{padding:.2em .8em;text-align:right;white-space:nowrap;border-bottom:1px solid #8886}"
+    "td:first-child{text-align:left}"
 )
-_BLUE, _RED, _GREEN, _GREY, _DARK = "#4c78a8", "#e45756", "#54a24b", "#d0d0d0", "#333333"
+# Each colour means one thing; text takes that of the page around it.
+TEXT, EMPTY, ROWS, _COMPUTATION = "#333333", "#88888833", "#5f9ea0", "#4c78a8"
+_ARGUMENTS, _TEMPORARY, _RESULTS, _RESIDENT = "#b279a2", "#e8b33f", "#9d755d", "#ff9da6"
 # What a bar of the schedule means, by whether its bytes travel behind computation.
-_KINDS = {True: (_GREEN, "behind computation"), False: (_RED, "nothing runs meanwhile"), None: (_GREY, "unknown")}
+_KINDS = {
+    True: ("#54a24b", "travels behind computation"),
+    False: ("#e45756", "travels alone"),
+    None: ("#a0a0a0", "travels; beside what is unknown"),
+}
 
 
 class Mark(NamedTuple):
@@ -25,25 +32,37 @@ class Mark(NamedTuple):
     y: float
     width: float = 0
     height: float = 0
-    color: str = _DARK
+    color: str = TEXT
     text: str = ""
     size: int = 12
 
 
 def draw_svg(e: Any) -> str:
-    """An explanation as SVG text."""
-    return svg_of(*_marks(e), WIDTH, e.function)
+    """Draw an explanation as SVG text."""
+    return svg_of(*_marks(e), WIDTH, title_of(e))
+
+
+def title_of(e: Any) -> str:
+    """Return in words what an explanation is about."""
+    where, _, _ = e.group.removeprefix("Group(").removesuffix(")").partition(" on ")
+    return f"A call of {e.function} on {where}"
+
+
+def scrolled(wide: str) -> str:
+    """Put HTML in a box of its own to scroll in, so that a narrow page stays where it is."""
+    return f'<div style="overflow-x:auto">{wide}</div>'
 
 
 def svg_of(marks: Iterable[Mark], height: int, width: int, label: str) -> str:
     """Marks as SVG text."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="100%" '
-        f'style="max-width:{width}px;background:#ffffff" font-family="sans-serif" role="img" '
+        f'style="min-width:{0.9 * width:.0f}px;max-width:{width}px" font-family="sans-serif" role="img" '
         f'aria-label="{escape(label, quote=True)}">'
     ]
     for m in marks:
-        place = f'x="{m.x:.1f}" y="{m.y:.1f}" fill="{m.color}"'
+        color = "currentColor" if m.color == TEXT else m.color
+        place = f'x="{m.x:.1f}" y="{m.y:.1f}" fill="{color}"'
         if m.text:
             parts.append(f'<text {place} font-size="{m.size}">{escape(m.text)}</text>')
         else:
@@ -62,18 +81,18 @@ def html(title: str, body: str) -> str:
 
 def page(e: Any, text: str) -> str:
     """An explanation as a page of HTML, which needs nothing beside it."""
-    title = escape(f"{e.function} on {e.group}")
     rows = "".join(
-        f"<tr><td>{escape(p.role)}</td><td>{p.launches}</td><td>{c.kind}</td><td>{c.operand_bytes}</td>"
-        f"<td>{c.result_bytes}</td><td>{_KINDS[c.behind][1]}</td></tr>"
+        f"<tr><td>{escape(p.role)}</td><td>{p.launches}</td><td>{c.kind}</td>"
+        f"<td>{size_text(c.operand_bytes)}</td><td>{size_text(c.result_bytes)}</td><td>{_KINDS[c.behind][1]}</td></tr>"
         for p in e.programs
         for c in p.collectives
     )
     table = (
-        "<table><tr><th>program</th><th>launches</th><th>collective</th><th>bytes given</th><th>bytes got</th>"
+        "<table><tr><th>program</th><th>launches</th><th>collective</th><th>given</th><th>got</th>"
         f"<th>overlap</th></tr>{rows}</table>"
     )
-    return html(title, f"{draw_svg(e)}<h2>In words</h2><pre>{escape(text)}</pre><h2>Collectives</h2>{table}")
+    found = f"{scrolled(draw_svg(e))}<h2>In words</h2><pre>{escape(text)}</pre><h2>Collectives</h2>{scrolled(table)}"
+    return html(escape(title_of(e)), found)
 
 
 def draw_png(e: Any, path: str | Path) -> None:
@@ -99,8 +118,8 @@ def draw_png(e: Any, path: str | Path) -> None:
 
 def _marks(e: Any) -> tuple[list[Mark], int]:
     """All that is drawn, and how high that is."""
-    marks: list[Mark] = [Mark(MARGIN, 34, text=f"{e.function}  on  {e.group}"[:110], size=17)]
-    y = 60.0
+    marks: list[Mark] = []
+    y = 10.0
     for draw in (_rows, _schedules, _memory):
         found = list(draw(e, y))
         marks += found
@@ -113,53 +132,54 @@ def _rows(e: Any, y: float) -> Iterator[Mark]:
     if not e.lengths:
         yield Mark(MARGIN, y + 14, text="no rows: each replica runs it once")
         return
-    yield Mark(MARGIN, y + 12, text=f"{sum(e.lengths)} rows, {size_text(e.sent_bytes)} sent from the host by each call")
+    sent = f"each call sends {size_text(e.sent_bytes)} from the host"
+    yield Mark(MARGIN, y + 12, text=f"{e.function}: {counted(sum(e.lengths), 'row')} by replica; {sent}")
     count, most = len(e.lengths), max(e.lengths)
     step = (WIDTH - 2 * MARGIN) / count
     for rank, rows in enumerate(e.lengths):
         height = 44 * rows / most
         x = MARGIN + rank * step
-        yield Mark(x, y + 24 + 44 - height, step * 0.86, height, _BLUE)
+        yield Mark(x, y + 24 + 44 - height, step * 0.86, height, ROWS)
         if count <= 16:
-            yield Mark(x, y + 84, text=f"{rank}: {rows}", size=11)
+            yield Mark(x, y + 84, text=f"{rank}: {rows}")
 
 
 def _schedules(e: Any, y: float) -> Iterator[Mark]:
     """A strip a program: what it computes, and under it what travels meanwhile."""
     width = WIDTH - 2 * MARGIN
-    yield Mark(MARGIN, y + 12, text="schedule, from left to right:")
-    legend = [(_BLUE, "convolution or matrix product"), *_KINDS.values()]
-    x = MARGIN + 190.0
-    for color, words in legend:
-        yield Mark(x, y + 2, 11, 11, color)
-        yield Mark(x + 16, y + 12, text=words, size=11)
-        x += 26 + 6.2 * len(words)
-    y += 24
+    met = {each.behind for program in e.programs for each in program.collectives}
+    legend = [(_COMPUTATION, "convolution or matrix product"), *(_KINDS[behind] for behind in _KINDS if behind in met)]
+    yield from _legend(legend, y)
+    y, is_first = y + 24, True
     for program in e.programs:
         if program.role == "begin":
             continue
         times = f" x {program.launches}" if program.launches > 1 else ""
-        yield Mark(MARGIN, y + 12, text=f"{program.role}{times}: {len(program.collectives)} collective(s)", size=11)
+        yield Mark(MARGIN, y + 12, text=f"{program.role}{times}: {counted(len(program.collectives), 'collective')}")
         y += LINE
-        yield Mark(MARGIN, y, width, 16, "#eeeeee")
+        yield Mark(MARGIN, y, width, 16, EMPTY)
         for at in program.heavy:
-            yield Mark(MARGIN + at * width, y, max(width / 600, 1.2), 16, _BLUE)
+            yield Mark(MARGIN + at * width, y, max(width / 600, 1.2), 16, _COMPUTATION)
         y += 20
+        if is_first:
+            for at, words in ((0, "first instruction"), (0.5, "middle"), (1, "last")):
+                yield Mark(MARGIN + at * width - 6.2 * len(words) * at, y + 10, text=words)
+            y, is_first = y + 18, False
         for each in program.collectives[:40]:
             words = f"{each.kind}, {size_text(each.operand_bytes)}"
             if each.begin is None:
-                yield Mark(MARGIN, y, 11, 9, _GREY)
-                yield Mark(MARGIN + 16, y + 9, text=words, size=10)
+                yield Mark(MARGIN, y, 11, 11, _KINDS[None][0])
+                yield Mark(MARGIN + 16, y + 10, text=words)
             else:
                 begin, length = MARGIN + each.begin * width, max((each.end - each.begin) * width, 3)
-                yield Mark(begin, y, length, 9, _KINDS[each.behind][0])
+                yield Mark(begin, y, length, 11, _KINDS[each.behind][0])
                 right = begin + length + 6
-                x = right if right < WIDTH - 190 else begin - 6.4 * len(words)
-                yield Mark(x, y + 9, text=words, size=10)
-            y += 13
+                x = right if right < WIDTH - 190 else begin - 6.6 * len(words)
+                yield Mark(x, y + 10, text=words)
+            y += 16
         if len(program.collectives) > 40:
-            yield Mark(MARGIN, y + 10, text=f"and {len(program.collectives) - 40} more", size=10)
-            y += 13
+            yield Mark(MARGIN, y + 10, text=f"and {len(program.collectives) - 40} more")
+            y += 16
         y += 8
 
 
@@ -170,27 +190,32 @@ def _memory(e: Any, y: float) -> Iterator[Mark]:
         return
     largest = max(e.programs, key=lambda program: program.total_bytes or 0)
     scale = (WIDTH - 2 * MARGIN) / max(e.memory_bytes, e.memory_limit or 0, 1)
-    fits = {True: "fits in", False: "does not fit in", None: "of"}[e.fits]
-    limit = size_text(e.memory_limit)
-    yield Mark(MARGIN, y + 12, text=f"memory of a device: {size_text(e.memory_bytes)}, {fits} {limit}")
+    yield Mark(MARGIN, y + 12, text=f"memory of a device: {e.memory_text}")
     y += 20
     if e.memory_limit is not None:
-        yield Mark(MARGIN, y, e.memory_limit * scale, 18, "#eeeeee")
+        yield Mark(MARGIN, y, e.memory_limit * scale, 18, EMPTY)
     x = float(MARGIN)
     parts = [
-        ("arguments", largest.argument_bytes, _GREEN),
-        ("temporary", largest.temporary_bytes, _RED),
-        ("results not in place", largest.result_bytes - largest.aliased_bytes, _BLUE),
+        (_ARGUMENTS, "arguments", largest.argument_bytes),
+        (_TEMPORARY, "temporary", largest.temporary_bytes),
+        (_RESULTS, "results not in place", largest.result_bytes - largest.aliased_bytes),
+        (_RESIDENT, "kept beside it", largest.resident_bytes),
     ]
-    for _, size, color in parts:
+    for color, _, size in parts:
         yield Mark(x, y, size * scale, 18, color)
         x += size * scale
-    x = float(MARGIN)
-    for name, size, color in parts:
-        words = f"{name} {size_text(size)}"
-        yield Mark(x, y + 25, 11, 11, color)
-        yield Mark(x + 16, y + 35, text=words, size=11)
-        x += 34 + 6.4 * len(words)
+    yield from _legend([(color, f"{name} {size_text(size)}") for color, name, size in parts], y + 23)
     if e.lower_bound_seconds is not None:
-        words = f"{number_text(e.flops)}flop; lower bound of the time {e.lower_bound_seconds * 1e3:.3g} ms"
-        yield Mark(x, y + 35, text=words, size=11)
+        words = (
+            f"{number_text(e.flops)}flop: no device of this kind takes less than {e.lower_bound_seconds * 1e3:.3g} ms"
+        )
+        yield Mark(MARGIN, y + 58, text=words)
+
+
+def _legend(items: Iterable[tuple[str, str]], y: float) -> Iterator[Mark]:
+    """Colours and what they mean, in a row."""
+    x = float(MARGIN)
+    for color, words in items:
+        yield Mark(x, y + 2, 11, 11, color)
+        yield Mark(x + 16, y + 12, text=words)
+        x += 34 + 6.4 * len(words)

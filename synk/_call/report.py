@@ -8,7 +8,7 @@ from pathlib import Path
 from .._base.units import UNKNOWN, number_text, size_text
 from .hlo import Collective
 from .memory import ProgramMemory
-from .picture import draw_png, draw_svg, page
+from .picture import draw_png, draw_svg, page, scrolled
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,14 @@ class Explanation:
         return self.memory_bytes <= self.memory_limit
 
     @property
+    def memory_text(self) -> str:
+        """In words, what a device needs, and whether that fits."""
+        if self.fits is None:
+            return f"{size_text(self.memory_bytes)}; what a device has is unknown"
+        fits = "fits in" if self.fits else "DOES NOT FIT in"
+        return f"{size_text(self.memory_bytes)}, {fits} {size_text(self.memory_limit)}"
+
+    @property
     def sent_bytes(self) -> int:
         """What one call sends from the host, to all replicas."""
         return sum(each.sent_bytes for each in self.inputs)
@@ -191,7 +199,7 @@ class Explanation:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return draw_svg(self)
+        return scrolled(draw_svg(self))
 
     def json(self) -> str:
         """All of it as JSON text; what is unknown is null."""
@@ -229,9 +237,8 @@ def _lines(e: Explanation) -> Iterator[str]:
     for program in e.programs:
         yield from _program_lines(program)
     yield f"  work: {number_text(e.flops)}flop in matrix products and convolutions on the replica with the most rows"
-    fits = {True: "fits in", False: "DOES NOT FIT in", None: "of"}[e.fits]
     would = "" if e.rows_that_fit is None else f"; {e.rows_that_fit} rows would"
-    yield f"  memory of a device: {size_text(e.memory_bytes)}, {fits} {size_text(e.memory_limit)}{would}"
+    yield f"  memory of a device: {e.memory_text}{would}"
     bound = UNKNOWN if e.lower_bound_seconds is None else f"{e.lower_bound_seconds * 1e3:.3g} ms"
     yield f"  lower bound of the time, by flops and bytes against the device's figures: {bound}"
     if e.measured is not None:

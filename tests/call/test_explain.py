@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from html.parser import HTMLParser
 
 import jax
@@ -293,5 +294,11 @@ def test_what_it_writes(tmp_path):
     page.feed((tmp_path / "call.html").read_text())
     assert page.open == page.loaded == []
     assert {"svg", "rect", "table"} <= page.seen
+    text = (tmp_path / "call.html").read_text()
+    assert re.findall("<h1>(.*?)</h1>", text) == ["A call of a&lt;b on 2 replicas"]
+    assert "(s)" not in text and "combine: 1 collective<" in text and "of unknown" not in text
+    squares = r'fill="(#\w+)" width="11.0" height="11.0"/>\n<text [^>]*>(.*?)(?:, .*| [0-9.]+ .*)?</text>'
+    meanings = {(color, words) for color, words in re.findall(squares, text) if words != "all-reduce"}
+    assert len(meanings) == len({color for color, _ in meanings}) >= 5 and "#5f9ea0" not in dict(meanings)  # of rows
     e.png(tmp_path / "call.png")
     assert (tmp_path / "call.png").read_bytes().startswith(b"\x89PNG")
