@@ -13,6 +13,7 @@ from jax import lax
 
 from .._reductions.reduction import UPDATES, combine_replicas
 from .._reductions.results import ResultSpec, result_spec
+from .._runtime.engine import one_by_one
 from .._runtime.group import AXIS
 from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
@@ -157,7 +158,13 @@ class Finisher:
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)
         own_leaves, known = chain(*(state[v] for v in traced.variables)), traced.known(traced.consts)
-        values = traced.run(*own_leaves, *results, *chosen, rank, rank, known=known)  # as if each replica had one row
+
+        def run(known: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
+            return traced.run(*args, known=known)
+
+        in_turn = traced.maps_in_turn and not self.call.is_composed
+        run = one_by_one(self.group, run) if in_turn else run
+        values = run(known, [*own_leaves, *results, *chosen, rank, rank])  # as if each replica had one row
         count = traced.outputs[0].num_leaves
         return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
 

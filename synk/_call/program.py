@@ -15,6 +15,7 @@ from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, constant_unless, prepare_parts
 from .._reductions.results import result_spec
+from .._runtime.engine import one_by_one
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
 from .blocks import Blocks, run_blocks, weighted_apart
@@ -185,8 +186,14 @@ class ProgramBuilder:
         state_seen = state | self.traces.leaves_of(self._held, seen)
         held = [*chain(*map(state_seen.__getitem__, traced.variables))]
 
+        def run_all(known: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
+            return traced.run(*args, known=known)
+
+        in_turn = traced.maps_in_turn and self.call.is_plain and not (self.call.is_composed or self.runs_each_rank)
+        run_all = one_by_one(self.group, run_all) if in_turn else run_all
+
         def run(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            return traced.run(*held, *leaves, part.rank, first_row, known=known)
+            return run_all(known, [*held, *leaves, part.rank, first_row])
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         if self.call.block is not None:

@@ -1,9 +1,10 @@
 """Engine: the one place that knows how JAX maps a program over replicas."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,6 +21,11 @@ def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "s
     elif engine == "pmap" and jax.process_count() > 1:
         engine = "shard_map"  # under jit jax.pmap knows this process's devices only, and maps over those
     return ENGINES[engine](group, body, ins, outs)
+
+
+def one_by_one(group: Group, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Have simulated replicas run a function one after another, so that a branch of one is a branch."""
+    return jax.custom_batching.sequential_vmap(run) if group.is_simulated else run
 
 
 def run_in_turn(

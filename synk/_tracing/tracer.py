@@ -53,6 +53,7 @@ class TracedFunction:
     has_effects: bool  # prints or the like, so that a part must run once
     has_callbacks: bool  # these, and pure calls of the host: it must not run on rows that are not there
     refuses_map: bool  # whether it calls the host as `jax.vmap` does not, and names no axis of replicas
+    maps_in_turn: bool  # whether simulated replicas run it one by one, since mapped together they all call the host
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
     narrowest: np.dtype | None  # of the floats that it computes
     flops: Callable[[Sequence[int]], int]  # of matrix products and convolutions, for these of its results
@@ -79,6 +80,8 @@ def trace(request: TraceRequest) -> TracedFunction:
     is_used = [variable in found["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
     found_equations = list(equations(closed.jaxpr))
     found["uses_rank"] |= any(map(_tells_ranks_apart, found_equations))
+    communicates = any(map(is_over_axis, found_equations))
+    has_callbacks = bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations)
     parts = split(closed)
     return TracedFunction(
         run=_runner(closed, parts.late, is_used),
@@ -88,8 +91,9 @@ def trace(request: TraceRequest) -> TracedFunction:
         variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
-        has_callbacks=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations),
-        refuses_map=any(map(_refuses_map, found_equations)) and not any(map(is_over_axis, found_equations)),
+        has_callbacks=has_callbacks,
+        refuses_map=any(map(_refuses_map, found_equations)) and not communicates,
+        maps_in_turn=has_callbacks and not communicates,
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
         narrowest=narrowest_float(found_equations),
         fingerprint=(fingerprint(closed.jaxpr), captured),

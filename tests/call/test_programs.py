@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.experimental import io_callback
 
 import synk
 
@@ -188,3 +190,39 @@ def test_profiles_show_names(tmp_path):
     names = path.read_bytes()
     for name in (b"total", b"jit(total)", b"synk.combine.reduce_body", b"jit(synk.combine.reduce_body)"):
         assert re.search(rb"[^\w.(]" + re.escape(name) + rb"[^\w.)]", names), name
+
+
+@pytest.mark.parametrize("call", ["debug", "io", "pure"])
+@pytest.mark.parametrize("rows", [6, 7])
+def test_a_branch_of_one_replica_calls_the_host_once(call, rows):
+    """In the function and in then, on devices and on simulated replicas."""
+    told = []
+
+    def note(value):
+        told.append(float(value))
+        return np.float32(0)
+
+    def tell(value):
+        if call == "debug":
+            jax.debug.callback(note, value)
+        elif call == "io":
+            io_callback(note, jax.ShapeDtypeStruct((), np.float32), value)
+        else:
+            return jax.pure_callback(note, jax.ShapeDtypeStruct((), np.float32), value, vmap_method="sequential")
+        return jnp.float32(0)
+
+    def part(x):
+        total = x.sum()
+        return total + lax.cond(synk.rank() == 0, tell, lambda value: jnp.float32(0), total)
+
+    def then(total):
+        return total + lax.cond(synk.rank() == 0, tell, lambda value: jnp.float32(0), total)
+
+    for kind in ("devices", "simulated"):
+        with group_of(kind, 3):
+            f = synk.function(part, then=then)
+            for _ in range(2):
+                told.clear()
+                assert float(f(np.ones(rows, np.float32))) == rows
+                jax.effects_barrier()
+                assert sorted(told) == [float(-(-rows // 3)), float(rows)]
