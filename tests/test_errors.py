@@ -442,7 +442,7 @@ ERRORS = {
     "subset is one key": (lambda: mean()(X, output_subset="a"), TypeError, "loss: output_subset is 'a'"),
     "then takes too few": (
         lambda: synk.function(lambda x: (x.sum(), x.sum()), then=lambda a: a, name="f")(X),
-        TypeError, r"f.then: it takes 1 argument\(s\), but f has 2 output",
+        TypeError, r"f.then: it takes 1 argument, but f has 2 outputs",
     ),
     "then takes too many": (
         lambda: synk.function(loss, then=lambda a, b: a)(X), TypeError, "loss.then: its parameter 'b' .* \"broadcast\" or",

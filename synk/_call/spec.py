@@ -11,6 +11,7 @@ import numpy as np
 
 from .._base.errors import shown
 from .._base.pytree import PyTree
+from .._base.units import counted
 from .._data.feed import InputFeed
 from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
@@ -186,9 +187,10 @@ def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., Py
         """Names of the parameters that `then` has after the outputs."""
         if any(p.kind == p.VAR_POSITIONAL for p in parameters):
             return []
+        there = counted(outputs, "output")
         if len(parameters) < outputs:
             raise TypeError(
-                f"{spec.name}.then: it takes {len(parameters)} argument(s), but {spec.name} has {outputs} output(s). "
+                f"{spec.name}.then: it takes {counted(len(parameters), 'argument')}, but {spec.name} has {there}. "
                 f"Give it one parameter for each."
             )
         names = []
@@ -198,7 +200,7 @@ def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., Py
                 names.append(parameter.name)
             elif parameter.default is parameter.empty:
                 raise TypeError(
-                    f"{spec.name}.then: its parameter {parameter.name!r} follows the {outputs} output(s), so it must "
+                    f"{spec.name}.then: its parameter {parameter.name!r} follows {there}, so it must "
                     f'be a "broadcast" or "static" parameter of {spec.name}, which it is not.'
                 )
         return names

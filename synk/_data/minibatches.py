@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._base.errors import checked_integer, public_api
+from .._base.units import counted
 
 
 @dataclass(frozen=True)
@@ -78,5 +79,6 @@ def minibatches(
             f"synk.minibatches: {rows} rows make no batch of {batch_size} with drop_last=True. Make batches smaller."
         )
     if (total := epochs * batches.per_epoch) < start:
-        raise ValueError(f"synk.minibatches: start={start} is beyond the {total} batches of {epochs} epoch(s).")
+        there = f"{total} batches of {counted(epochs, 'epoch')}"
+        raise ValueError(f"synk.minibatches: start={start} is beyond the {there}.")
     return batches

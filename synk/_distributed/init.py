@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._base.errors import checked_integer, public_api, shown
-from .._base.units import parse_memory
+from .._base.units import counted, parse_memory
 from .._runtime.dispatch import drain, leave_to_runtime
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
@@ -192,11 +192,12 @@ def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
         return tuple(have[:n])
     if have[0].platform == "cpu":
         raise ValueError(
-            f"synk.init: {n} replicas were asked for, but JAX has started with {len(have)} CPU device(s). "
+            f"synk.init: {n} replicas were asked for, but JAX has started with {counted(len(have), 'CPU device')}. "
             f"Set JAX_NUM_CPU_DEVICES={n} before Python starts, call synk.init({n}) before any other use of JAX, "
             f"or use synk.simulate({n})."
         )
+    found = f"{counted(len(have), f'{have[0].platform} device')} {'is' if len(have) == 1 else 'are'}"
     raise ValueError(
-        f"synk.init: {n} replicas were asked for, but there are {len(have)} {have[0].platform} device(s). "
+        f"synk.init: {n} replicas were asked for, but {found} here. "
         f"Ask for at most {len(have)}, or use synk.simulate({n})."
     )

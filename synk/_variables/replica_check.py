@@ -56,9 +56,10 @@ def check_replicas(*variables: Shared) -> None:
     for i, name in enumerate(names):
         wrong = [rank for rank in range(group.size) if (table[rank, i] != table[0, i]).any()]
         if wrong:
+            ranks = f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}"
             raise DivergedError(
-                f"{name}: rank(s) {', '.join(map(str, wrong))} differ from rank 0 in some bit. Make them equal with "
-                f"synk.broadcast or synk.all_reduce; update shared variables in then, so that they stay so."
+                f"{name}: on {ranks} it differs from rank 0 in some bit. Make them equal with synk.broadcast or "
+                f"synk.all_reduce; update shared variables in then, so that they stay so."
             )
 
 

@@ -107,7 +107,7 @@ def test_virtual_devices_before_jax_starts():
 def test_virtual_devices_after_jax_has_started():
     """Then it raises and says what to set."""
     code = "import jax, synk\njax.devices()\ntry: synk.init(4)\nexcept ValueError as error: print(error)"
-    assert "4 replicas were asked for, but JAX has started with 1 CPU device(s). Set JAX_NUM_CPU_DEVICES=4" in run(code)
+    assert "4 replicas were asked for, but JAX has started with 1 CPU device. Set JAX_NUM_CPU_DEVICES=4" in run(code)
 
 
 def test_the_environment_counts():
