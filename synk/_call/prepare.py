@@ -26,8 +26,16 @@ def prepare(
     if request.num_slices == AUTO:
         choice = choose_slices(function, plans, bound, request, subset, where)
         request = request._replace(num_slices=choice.slices)
-    looked, slices = look(function, plans, bound, request, subset, where), request.num_slices
-    call, plan = find_plan(function, plans, looked, slices, where)
+    while True:
+        looked, slices = look(function, plans, bound, request, subset, where), request.num_slices
+        try:
+            call, plan = find_plan(function, plans, looked, slices, where)
+            break
+        except MemoryError:  # of a device, while XLA tried kernels
+            if choice is None or choice.slices == choice.most or where.group._is_multi_process:
+                raise
+            choice.slices = min(2 * choice.slices, choice.most)
+            request = request._replace(num_slices=choice.slices)
     if plan.least_rows > 1 and not function.is_over:
         check_row_count(name, plan.least_rows, looked.rows.lengths)
     if plan.staying:

@@ -57,7 +57,17 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
 
     def trace() -> Traced:
         traced: Traced = timed(partial(trace_plan, function, where.group, call, where.view, plans))
-        return traced._replace(finish=partial(timed, traced.finish))
+
+        def compile() -> CallPlan | NeedsLengths:
+            try:
+                return timed(traced.finish)
+            except jax.errors.JaxRuntimeError as error:  # XLA tries kernels on a GPU, which may not do for them
+                found = explained(error, function.name)
+                if found is error:
+                    raise
+                raise found from error
+
+        return traced._replace(finish=compile)
 
     def twin(plan: CallPlan | NeedsLengths) -> Hashable:
         """What updates nothing donates nothing."""
@@ -107,31 +117,54 @@ def choose_slices(
     key = ("slices", plan_key(function, CallSpec(*whole.form)), lengths)
 
     def trace() -> Traced:
-        whole = find_plan(function, plans, ask(1), 1, where)[1]
-        return Traced(whole.accepts, (ref(whole),), partial(_choose, function, plans, where, ask, max(lengths)))
+        fewest, plan = _fewest_that_compile(function, plans, where, ask, max(lengths))
+        choose = partial(_choose, function, plans, where, ask, max(lengths), fewest, plan)
+        return Traced(plan.accepts, (ref(plan),), choose)
 
     return plans.find(function, where.group, key, where.abstract, trace)
 
 
-def _choose(
+def _fewest_that_compile(
     function: FunctionSpec, plans: PlanCache, where: Where, ask: Callable[[int], Looked], tall: int
+) -> tuple[int, CallPlan]:
+    """Return the fewest slices, 1 or doubled, for which a device's memory does to compile programs, and their plan."""
+    slices = 1
+    while True:
+        try:
+            return slices, find_plan(function, plans, ask(slices), slices, where)[1]
+        except MemoryError:
+            if slices == tall or where.group._is_multi_process:  # which would not know what the others found
+                raise
+            slices = min(2 * slices, tall)
+
+
+def _choose(
+    function: FunctionSpec,
+    plans: PlanCache,
+    where: Where,
+    ask: Callable[[int], Looked],
+    tall: int,
+    fewest: int,
+    first: CallPlan,
 ) -> SliceChoice:
-    """For replicas that have up to `tall` rows."""
+    """Choose for replicas that have up to `tall` rows, whose programs compile in `fewest` slices, as `first` has."""
     group, name = where.group, function.name
     limit = _limit(group, name)
-    looked = ask(1)
-    limit = max(0, limit - data_beside(looked.rows, group))
-    whole = find_plan(function, plans, looked, 1, where)[1]
+    limit = max(0, limit - data_beside(ask(1).rows, group))
     needs: dict[int, int] = {}
 
     def need(rows: int) -> int:
         slices = -(-tall // rows)
-        plan = whole if slices == 1 else find_plan(function, plans, ask(slices), slices, where, is_probe=True)[1]
+        plan = (
+            first if slices == fewest == 1 else find_plan(function, plans, ask(slices), slices, where, is_probe=True)[1]
+        )
         needs[rows] = _bytes(plan, group, name)
         return needs[rows]
 
     # Rows as slices cut them: 10 in slices of 4 or fewer are three slices, the longest of which has 4; of 6, 5.
-    rows = most_rows(need, limit, tall, variable_bytes(whole, group), lambda rows: -(-tall // -(-tall // rows)))
+    rows = most_rows(
+        need, limit, -(-tall // fewest), variable_bytes(first, group), lambda rows: -(-tall // -(-tall // rows))
+    )
     if not rows:
         raise MemoryError(
             f"{name}: in slices of one row it still needs {size_text(needs[1])} of a device, results and variables "
@@ -140,7 +173,7 @@ def _choose(
     slices = -(-tall // rows)
     while slices < tall and _bytes(find_plan(function, plans, ask(slices), slices, where)[1], group, name) > limit:
         slices += 1  # parts of very different lengths, of which a probe showed one alone
-    return SliceChoice(slices, tall, whole.accepts)
+    return SliceChoice(slices, tall, first.accepts)
 
 
 def _limit(group: Group, name: str) -> int:

@@ -1,6 +1,7 @@
 """num_slices="auto": the fewest slices that fit into memory, the same answer, and nothing lost where memory does not do."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -277,6 +278,36 @@ def test_out_of_memory(donate):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("slices ")
+
+
+@pytest.mark.parametrize("limit", [3, 7])
+def test_out_of_memory_while_compiling(monkeypatch, limit):
+    """As where XLA's autotuner tries kernels on a GPU: MemoryError, and in more slices by itself. No machine without a
+    GPU does so, so the compiler is made to say what it said there."""
+    compiled = jax.stages.Lowered.compile
+    said = (
+        "NOT_FOUND: Failed to get configs for: 2 out of 3 instructions\n  HLO: %dot.1\n  RESOURCE_EXHAUSTED: Failed to "
+        "allocate request for 2.00GiB on device ordinal 0"
+    )
+
+    def compile(lowered, *args, **options):
+        rows = [int(each) for each in re.findall(r"tensor<(\d+)x5xf32>", lowered.as_text())]
+        if max(rows, default=0) > limit:
+            raise jax.errors.JaxRuntimeError(said)
+        return compiled(lowered, *args, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+    w, x = synk.shared(np.float32(0)), np.ones((16, 5), np.float32)
+    f = synk.function(lambda x: jnp.tanh(x).sum(), name="f", then=lambda s: setattr(w, "value", w.value + s))
+    with synk.init(1, memory="1GB"):
+        for _ in range(2):
+            with pytest.raises(MemoryError, match=r"f: NOT_FOUND: Failed to get configs.*num_slices=2 or more"):
+                f(x)
+        assert float(w.value) == 0
+        for turn in (1, 2, 3):
+            f(x, num_slices="auto")
+            assert f.stats.slices == {3: 8, 7: 4}[limit]
+            np.testing.assert_allclose(w.value, turn * np.tanh(x).sum(), rtol=1e-5)
 
 
 @pytest.mark.target
