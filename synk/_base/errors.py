@@ -3,6 +3,8 @@
 import dis
 import functools
 import os
+import sys
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -159,6 +161,14 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return synk_call
+
+
+def warn(message: str) -> None:
+    """Warn of a line of the user's: the first one outside synk."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def hide_internal_frames(error: Exception) -> None:

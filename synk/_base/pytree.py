@@ -31,6 +31,13 @@ def key_of(leaf: Any) -> Any:
     return found[0]
 
 
+def is_prng_key(leaf: Any) -> bool:
+    """Is it one PRNG key of JAX's, typed or raw?"""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return False
+    return (leaf.ndim == 0 and key_of(leaf) is not None) or (leaf.shape == (2,) and leaf.dtype == np.uint32)
+
+
 def as_data(leaf: Any) -> Any:
     """A typed PRNG key array as raw data; anything else as it is."""
     if key_of(leaf) is None:

@@ -198,6 +198,9 @@ class Function(Inspection):
     ) -> Prefetch[Any, PyTree]:
         """Call the function for each batch; the next ones are picked and sent while the current one runs.
 
+        A PRNG key given whole draws the same noise in every batch, which a warning says: give each batch its own by
+        `synk.each(jax.random.split(key, number_of_batches))`.
+
         Args:
           *args: as in a call.
           batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
@@ -218,12 +221,32 @@ class Function(Inspection):
           >>> [int(t) for t in total.iterate(x, batches=synk.minibatches(len(x), 4, shuffle=False))]
           [6, 9]
         """
-        bound = self._bind(args, kwargs, num_slices, "iterate")
-        group = current_group()
-        group._refuse_if_absent(f"{self.name}.iterate")
-        rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), group)
-        call = partial(self._launch, subset=output_subset)
-        return iterate(rows, batches, prefetch, call, lambda: self._refuse("iterate"))
+        return self._each_batch("iterate", args, kwargs, batches, prefetch, num_slices, self._caller(output_subset))
+
+    def _caller(self, subset: Any) -> Callable[[BoundArguments, RowRequest], PyTree]:
+        return partial(self._launch, subset=subset)
+
+    def _each_batch(
+        self,
+        name: Literal["iterate", "over"],
+        args: Any,
+        kwargs: Any,
+        batches: Iterable[Any],
+        prefetch: int,
+        num_slices: Any,
+        call: Callable[[BoundArguments, RowRequest], PyTree],
+    ) -> Prefetch[Any, PyTree]:
+        """Give `call` the arguments of each batch."""
+        if not (args or kwargs) and any(p.default is p.empty for p in self._binder.parameters.values()):
+            instead = "stream(loader)" if name == "iterate" else "over(source=loader)"
+            raise TypeError(
+                f"{self.name}.{name}: batches pick rows of its arguments, but there is none. If each item of a loader "
+                f"brings its own, write {self.name}.{instead}."
+            )
+        bound, group = self._bind(args, kwargs, num_slices, name), current_group()
+        group._refuse_if_absent(f"{self.name}.{name}")
+        rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), group, name)
+        return iterate(rows, batches, prefetch, call, lambda: self._refuse(name))
 
     @public_api
     def stream(
@@ -263,10 +286,21 @@ class Function(Inspection):
           >>> [float(y) for y in dot.stream(loader)]
           [6.0, 6.0, 3.0]
         """
+        return self._each_item("stream", source, prefetch, num_slices, self._caller(output_subset))
+
+    def _each_item(
+        self,
+        name: Literal["stream", "over"],
+        source: Iterable[Any],
+        prefetch: int,
+        num_slices: Any,
+        call: Callable[[BoundArguments, RowRequest], PyTree],
+    ) -> Prefetch[Any, PyTree]:
+        """Give `call` the arguments that each item of a loader brings."""
         check_slices(num_slices, self.name)
-        self._refuse("stream")
+        self._refuse(name)
         group = current_group()
-        group._refuse_if_absent(f"{self.name}.stream")
+        group._refuse_if_absent(f"{self.name}.{name}")
         return stream(
             self._spec,
             self._binder,
@@ -274,15 +308,17 @@ class Function(Inspection):
             RowRequest(num_slices=num_slices),
             group,
             size=prefetch,
-            call=partial(self._launch, subset=output_subset),
-            refuse=lambda: self._refuse("stream"),
+            call=call,
+            refuse=lambda: self._refuse(name),
+            name=f"{self.name}.{name}",
         )
 
     @public_api
     def over(
         self,
         *args: Any,
-        batches: Iterable[Any],
+        batches: Iterable[Any] | None = None,
+        source: Iterable[Any] | None = None,
         prefetch: int = 2,
         num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
@@ -290,16 +326,23 @@ class Function(Inspection):
     ) -> PyTree:
         """Return the answer of one call over all rows of all batches, whatever their sizes.
 
-        What batches give adds up on the replicas, which combine once, at the end: as many collectives as one call, and
-        the memory of one batch (of rows or parts that an op keeps, of all of them). Wrap `batches` in tqdm for a bar.
+        Partial results add up on each replica, and replicas combine once, at the end: as many collectives as one call,
+        and the memory of one batch (of rows or parts that an op keeps, of all of them). So an evaluation over a loader
+        whose last batch is short is exact, where a mean of batch means is not. Wrap `batches` or `source` in tqdm for a
+        bar.
 
         Args:
           *args: as for `iterate`, as all others; the rows are those of the batches, one after another.
+          batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
+          source: instead of arguments and batches, an iterable of the arguments of each batch, as `stream` takes them:
+            a `torch.utils.data.DataLoader`, a generator.
+          prefetch: how many batches are taken ahead; 0 for none.
 
         Returns:
           As a call.
 
         Raises:
+          TypeError: neither `batches` nor `source` is given, or arguments beside `source`.
           ValueError: there is no batch; the function has a then or updates shared variables; or outputs of two batches
             have different shapes.
 
@@ -311,11 +354,20 @@ class Function(Inspection):
           >>> x = np.arange(7.0)
           >>> float(mean.over(x, batches=synk.minibatches(len(x), 3)))  # 3, 3 and 1
           3.0
+          >>> float(mean.over(source=(x[i : i + 3] for i in range(0, 7, 3))))
+          3.0
         """
-        bound, where = self._bind(args, kwargs, num_slices, "over"), Where(current_group())
-        where.group._refuse_if_absent(f"{self.name}.over")
-        total = Accumulation(self._spec, self._plans, where, output_subset)
-        rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), where.group, "over")
-        for _ in iterate(rows, batches, prefetch, total.add, lambda: self._refuse("over")):
+        if (batches is None) == (source is None):
+            raise TypeError(
+                f"{self.name}.over: give batches=, which pick rows of its arguments, or source=, a loader of arguments."
+            )
+        total = Accumulation(self._spec, self._plans, Where(current_group()), output_subset)
+        if batches is not None:
+            loop = self._each_batch("over", args, kwargs, batches, prefetch, num_slices, total.add)
+        elif args or kwargs:
+            raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
+        else:
+            loop = self._each_item("over", source or (), prefetch, num_slices, total.add)
+        for _ in loop:
             pass
         return total.finish()

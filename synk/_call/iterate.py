@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from itertools import count
+from operator import is_
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from .._base.errors import public_api, shown
-from .._base.pytree import PyTree, as_keys, narrow
+from .._base.errors import public_api, shown, warn
+from .._base.pytree import PyTree, as_keys, is_prng_key, narrow
 from .._data.dataset import Data, source_of
 from .._data.prefetch import Prefetch
 from .._data.process_rows import ProcessLocalRows
@@ -89,6 +90,8 @@ class Batches:
         self.name = f"{function.name}.{call}"
         self._each = self._values_of_each(bound)
         self._next = self._values_of_batch()
+        if call == "iterate":
+            warn_of_keys(self.name, bound, "synk.each(jax.random.split(key, number_of_batches))")
         self.bound = bound = self._with_values(bound, self._next)
         looked = check_leaves(bound, function.name, group)
         self.sources, self.keys = looked.scattered, [looked.keys[i] for i in bound.spec.scattered]
@@ -200,6 +203,16 @@ class Batches:
         return as_keys(there, self.keys[i])
 
 
+def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:
+    """Warn of a PRNG key that is the same for every batch."""
+    for i in bound.spec.broadcast:
+        if is_prng_key(bound.leaves[i]):
+            warn(
+                f"{name}: {bound.spec.names[i]} is one PRNG key for all batches, so each of them draws the same noise. "
+                f"Give each batch its own: {cure}."
+            )
+
+
 def iterate(
     rows: Batches,
     batches: Iterable[Any],
@@ -225,15 +238,21 @@ def stream(
     size: int,
     call: Callable[[BoundArguments, RowRequest], PyTree],
     refuse: Callable[[], None],
+    name: str,
 ) -> Prefetch[Any, PyTree]:
-    """Call a function for each item; `refuse` raises where nothing may be launched."""
-    name = f"{function.name}.stream"
+    """Call a function for each item; `refuse` raises where nothing may be launched, `name` is for messages."""
     if not isinstance(source, Iterable):
         raise TypeError(f"{name}: its source is {shown(source)}; give an iterable of arguments, e.g. a data loader.")
+
+    before: list[Any] = []
 
     def ahead(item: Any) -> Ahead:
         args, kwargs = _arguments(item)
         bound = binder.bind(args, kwargs)
+        keys = [leaf for leaf in bound.leaves if is_prng_key(leaf)]
+        if keys and len(keys) == len(before) and all(map(is_, keys, before)):
+            warn_of_keys(name, bound, "split the key as the loader goes on, as synk.each does for iterate")
+        before[:] = keys
         for leaf, argument in zip(bound.leaves, bound.spec.names, strict=True):
             if isinstance(leaf, Each):
                 raise ValueError(

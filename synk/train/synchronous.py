@@ -78,7 +78,11 @@ class Step:
 
     @public_api
     def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
-        """Take a step for each of `batches`, and return an iterator of the results; see `synk.Function.iterate`."""
+        """Take a step for each of `batches`, and return an iterator of the results; see `synk.Function.iterate`.
+
+        For dropout and augmentation give each batch a PRNG key of its own, by `synk.each`: one key for all of them
+        draws the same noise in every step.
+        """
         return self.function.iterate(*args, **options)
 
     @public_api

@@ -547,3 +547,24 @@ def test_what_was_wrong_ahead_may_be_right(group, place, prefetch):
         with pytest.raises(IndexError, match=r"f: batch holds the index 8, but .* has 4 rows"):
             next(results)
         assert list(results) == []
+
+
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+def test_one_key_for_all_batches_warns(key):
+    """It draws the same noise in each; synk.each gives each batch its own, and over each row."""
+    with group_of("devices", 2):
+        f = synk.function(
+            lambda x, key: x + jax.vmap(jax.random.normal)(synk.row_keys(key)), ["x"], reduce="concat", name="f"
+        )
+        x, batches = np.zeros(8, np.float32), [[0, 1], [2, 3], [4, 5]]
+        with pytest.warns(UserWarning, match=r"f\.iterate: key is one PRNG key for all batches.* synk\.each") as caught:
+            same = list(f.iterate(x, key(0), batches=batches))
+        assert len(caught) == 1 and caught[0].filename == __file__
+        assert len(set(np.ravel(same).tolist())) == 2
+        own = list(f.iterate(x, synk.each(jax.random.split(key(0), 3)), batches=batches))
+        assert len(set(np.ravel(own).tolist())) == 6
+        assert len(set(f.over(x, key(0), batches=batches).tolist())) == 6
+        one = key(0)
+        with pytest.warns(UserWarning, match=r"f\.stream: key is one PRNG key"):
+            list(f.stream([(x, one), (x, one)]))
+        assert len(list(f.stream([(x, one), (x, key(1)), (x[:2], key(2))]))) == 3

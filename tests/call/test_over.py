@@ -245,3 +245,67 @@ def test_under_debug_infs():
         ):
             assert_same(got[:2], (rows.max(0), rows.min(0)))
             np.testing.assert_allclose(got[2], np.cos(rows).prod(0), rtol=1e-5)
+
+
+class TestSources:
+    """f.over(source=loader): the items bring all arguments."""
+
+    @pytest.mark.parametrize("slices", [1, 2])
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    def test_a_loader_with_a_short_last_batch(self, group, slices, prefetch):
+        """Equal to NumPy over all rows, whatever the sizes of batches; tuples and mappings; fresh and warm."""
+        x = np.random.default_rng(0).normal(3, 2, 1001).astype(np.float32)
+        y = np.arange(1001, dtype=np.float32) % 7
+        f = synk.function(
+            lambda x, y: {"mean": jnp.mean(x * y), "std": synk.stats.std(x), "y": y},
+            {"x": "scatter", "y": "scatter"},
+            {"mean": "mean", "std": "merge", "y": "concat"},
+        )
+        for size in (64, 1001, 300):
+            pairs = [(x[i : i + size], y[i : i + size]) for i in range(0, 1001, size)]
+            for items in (pairs, iter([{"y": b, "x": a} for a, b in pairs])):
+                found = f.over(source=items, prefetch=prefetch, num_slices=slices)
+                np.testing.assert_allclose(found["mean"], np.mean(np.float64(x) * y), rtol=1e-6)
+                np.testing.assert_allclose(found["std"], np.std(np.float64(x)), rtol=1e-5)
+                np.testing.assert_array_equal(found["y"], y)
+
+    def test_arguments_may_be_anything_that_stream_takes(self, group):
+        """A generator whose memory is used again, and one array an item."""
+
+        def loader():
+            kept = np.zeros(4, np.float32)
+            for number, rows in enumerate((4, 4, 1)):
+                kept[:] = number
+                yield kept[:rows]
+
+        f = synk.function(lambda x: x.sum())
+        assert float(f.over(source=loader())) == 0 * 4 + 1 * 4 + 2
+        assert float(f.over(source=loader())) == 6
+
+    def test_what_is_refused(self, group):
+        """In words that say what to write."""
+        f = synk.function(lambda x, y: x.sum(), name="f")
+        loader = [(np.ones(3), np.ones(3))]
+        with pytest.raises(TypeError, match=r"f\.over: batches pick rows of its arguments.*f\.over\(source=loader\)"):
+            f.over(batches=loader)
+        with pytest.raises(TypeError, match=r"f\.iterate: batches pick rows.*f\.stream\(loader\)"):
+            f.iterate(batches=loader)
+        for wrong in (lambda: f.over(loader), lambda: f.over(batches=loader, source=loader)):
+            with pytest.raises(TypeError, match=r"f\.over: give batches=, .* or source=, a loader"):
+                wrong()
+        with pytest.raises(TypeError, match=r"f\.over: source= brings all arguments"):
+            f.over(np.ones(3), source=loader)
+        with pytest.raises(TypeError, match=r"f\.over: its source is 3"):
+            f.over(source=3)
+        with pytest.raises(ValueError, match="there was no batch"):
+            f.over(source=[])
+        assert float(f.over(source=loader)) == 3
+
+
+def test_a_torch_data_loader():
+    """As it is, the short last batch too."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x = np.random.default_rng(0).normal(size=(1001, 3)).astype(np.float32)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.from_numpy(x)), batch_size=64)
+    f = synk.function(lambda x: jnp.mean(x), reduce="mean")
+    np.testing.assert_allclose(f.over(source=loader), x.mean(dtype=np.float64), rtol=1e-6)
