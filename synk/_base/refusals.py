@@ -23,9 +23,9 @@ def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
       say: makes the message, from an object and what was tried ("used as a number").
     """
 
-    def refusal(how: str, error: type[Exception] = TypeError) -> Any:
+    def refusal(how: str) -> Any:
         def refuse(self: Any, *others: Any, **options: Any) -> NoReturn:
-            raise error(say(self, how))
+            raise TypeError(say(self, how))
 
         return refuse
 
@@ -39,7 +39,13 @@ def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
             return self is other or NotImplemented
         raise TypeError(say(self, "compared with a number"))
 
+    # JAX looks one of these up without calling it, and replaces a TypeError by one that names no object. What NumPy can
+    # convert refuses "sharding" alone, for which jnp.asarray, which converts it too, does not ask.
+    of_jax = "sharding" if hasattr(cls, "__array__") else "__jax_array__"
+
     def no_member(self: Any, member: str) -> NoReturn:
+        if member == of_jax:
+            raise SynkError(say(self, "used as an array of JAX's"))
         raise AttributeError(member if member.startswith("_") else say(self, f"without .{member}"))
 
     found: dict[str, Any] = dict.fromkeys([*_BINARY, *(f"r{name}" for name in _BINARY), *_ORDER], operator)
@@ -47,11 +53,7 @@ def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
     found |= {"eq": equal, "hash": object.__hash__, "getattr": no_member}
     if not hasattr(cls, "__getitem__"):
         found |= dict.fromkeys(_INDEXED, refusal("used as a tree or an array"))
-    # JAX looks these up without calling anything, and replaces a TypeError by one that names no object.
-    of_jax = property(refusal("used as an array of JAX's", SynkError))
-    of_arrays = {"sharding": of_jax}  # which jnp.asarray does not ask for
     if not hasattr(cls, "__array__"):
         found |= dict.fromkeys(("array", "array_ufunc"), refusal("used as an array"))
-        of_arrays = {"__jax_array__": of_jax}
-    for name, refuse in {**{f"__{name}__": refuse for name, refuse in found.items()}, **of_arrays}.items():
-        setattr(cls, name, refuse)
+    for name, refuse in found.items():
+        setattr(cls, f"__{name}__", refuse)
