@@ -219,7 +219,7 @@ ERRORS = {
         "loss: argument x has dtype .* give numbers or booleans that JAX has",
     ),
     "rows of long doubles": (lambda: mean()(np.ones(4, np.clongdouble)), TypeError, "loss: argument x has dtype .* that JAX has"),
-    "a shared variable": (lambda: mean()(held()), TypeError, "argument x is the shared variable held; read held.value"),
+    "a shared variable": (lambda: synk.function(lambda tree: tree["w"])({"w": held()}), TypeError, r"argument tree\['w'\] is the shared variable held; read held.value"),
     "a scalar to scatter": (lambda: mean()(1.0), ValueError, 'x is a scalar .* inputs={"x": "broadcast"}'),
     "rows differ": (lambda: synk.function(act)(X, X[:5]), ValueError, "argument w has 5 rows, but x has 9"),
     "no rows": (lambda: mean()(X[:0]), ValueError, "argument x has 0 rows"),

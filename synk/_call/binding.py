@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import chain, repeat
 from typing import Any, NamedTuple
+from weakref import ref
 
 import jax
 import jax.core
@@ -19,12 +20,22 @@ from .._base.errors import shown
 from .._base.pytree import PyTree, array_of_list
 from .._data.overlap import Overlap, halo_of
 from .._tracing.names import links
+from .._variables.variable import Shared
 
 MODES = ("scatter", "broadcast", "static")
 OPTIONS = frozenset("batch batch_s num_slices output_subset batches prefetch rtol atol update".split())
 KEEP_OUTSIDE = "keep the rest outside, e.g. with equinox.partition(model, equinox.is_array)"
 _LISTED = object()  # in the place of the spec of a tree that has lists
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class VariableReference(ref[Shared]):
+    """A shared variable that a call was given, kept for as long as the caller has it."""
+
+
+def constant_of(value: Any) -> Any:
+    """Return a constant, or the variable that is kept in its place."""
+    return value() if isinstance(value, VariableReference) else value
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +69,9 @@ class ArgumentSpec:
 
     def call(self, fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
         """Call `fn`, static arguments put in."""
-        placed = map(self.statics.get, chain(self.positions, repeat("")), args)
-        return fn(*placed, **{name: self.statics.get(name, value) for name, value in kwargs.items()})
+        statics = {name: constant_of(value) for name, value in self.statics.items()}
+        placed = map(statics.get, chain(self.positions, repeat("")), args)
+        return fn(*placed, **{name: statics.get(name, value) for name, value in kwargs.items()})
 
 
 class BoundArguments(NamedTuple):
@@ -170,11 +182,13 @@ class ArgumentBinder:
         if self._arrays:
             kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
         statics: dict[str, Any] = {}
-        if self.static_names:
+        if self.static_names or Shared in map(type, args) or Shared in map(type, kwargs.values()):
             for name in self._only_by_position & kwargs.keys():
                 raise TypeError(f"{self.name}: {name!r} names a static parameter given by position, and a keyword.")
             given = {**dict(zip(self.positions, args, strict=False)), **kwargs}
-            statics = {name: self._hashable(name, given[name]) for name in sorted(self.static_names & given.keys())}
+            statics = {
+                name: self._hashable(name, given[name]) for name in sorted(given) if self._is_static(name, given)
+            }
             named = zip(args, chain(self.positions, repeat("")), strict=False)
             args = tuple([None if name in statics else argument for argument, name in named])
             kwargs = {name: None if name in statics else argument for name, argument in kwargs.items()}
@@ -192,7 +206,14 @@ class ArgumentBinder:
             spec = self._specs.get(key, lambda: self._spec(listed, statics))
         return BoundArguments(spec, leaves)
 
+    def _is_static(self, parameter: str, given: Mapping[str, Any]) -> bool:
+        """Is an argument a constant of programs: by its mode, or as a variable, which is bound by identity?"""
+        is_data = isinstance(self.mode(parameter), Overlap)  # of which a variable brings its rows
+        return parameter in self.static_names or (type(given[parameter]) is Shared and not is_data)
+
     def _hashable(self, parameter: str, argument: Any) -> Any:
+        if type(argument) is Shared:
+            return VariableReference(argument)
         try:
             hash(argument)
         except TypeError:
@@ -221,9 +242,9 @@ class ArgumentBinder:
         for parameter, tree in given.items():
             for path, place in jax.tree_util.tree_leaves_with_path(tree):
                 names[place] = f"{parameter}{keystr(path)}"
-            if parameter not in self.static_names:
+            if parameter not in statics:
                 self._assign(parameter, tree, modes)
-        parameters = {p: tree for p, tree in given.items() if p not in self.static_names}
+        parameters = {p: tree for p, tree in given.items() if p not in statics}
         defaults = {p: q.default for p, q in self.parameters.items() if q.default is not q.empty}
         scattered = tuple(i for i in places if modes[i] != "broadcast")
         overlaps = [mode if isinstance(mode, Overlap) else None for mode in map(modes.get, scattered)]
@@ -286,6 +307,8 @@ def _is_dealt_out(default: Any) -> bool:
 
 def told_apart(value: Any) -> Any:
     """A key of a static value: 1, 1.0 and True are equal, as are 0.0 and -0.0, and compile to other programs."""
+    if isinstance(value, VariableReference):  # which lives while it is given
+        return VariableReference, value()._number
     if isinstance(value, tuple | frozenset):
         return type(value), value, (frozenset if isinstance(value, frozenset) else tuple)(map(told_apart, value))
     if is_dataclass(value) and not isinstance(value, type):

@@ -11,6 +11,7 @@ from .._data.feed import InputFeed
 from .._runtime.group import Group
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
+from .binding import constant_of
 from .spec import CallSpec
 
 _LAYOUTS = {
@@ -81,7 +82,8 @@ def _of_arguments(old: CallSpec, new: CallSpec) -> Iterator[str]:
     old_values, new_values = {**one.constants, **one.statics}, {**two.constants, **two.statics}
     statics = [name for name in new_values if name in old_values and not _is_same(old_values[name], new_values[name])]
     for name in statics:
-        yield f"static {name} is {new_values[name]!r}, was {old_values[name]!r}"
+        new_value, old_value = constant_of(new_values[name]), constant_of(old_values[name])
+        yield f"static {name} is {new_value!r}, was {old_value!r}"
     added, gone = sorted(two.parameters.keys() - one.parameters), sorted(one.parameters.keys() - two.parameters)
     for name in added:
         yield f"{name} is given, and was not"

@@ -18,6 +18,7 @@ from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, refuse_narrow
 from .._variables.variable import Shared
+from .binding import constant_of
 from .spec import CallSpec, FunctionSpec
 
 View = Callable[[Shared], VariableState]  # of a variable as another group sees it
@@ -157,7 +158,7 @@ class CallTraces:
         numbers = outputs.treedef.unflatten(range(len(shapes)))
         given = numbers if type(numbers) is tuple else (numbers,)
         names = function.then_parameters(len(given))
-        constants = {name: arguments.constants[name] for name in names if name in arguments.constants}
+        constants = {name: constant_of(arguments.constants[name]) for name in names if name in arguments.constants}
         trees = {name: arguments.parameters[name] for name in names if name in arguments.parameters}
         places = jax.tree.leaves(trees)
         request = TraceRequest(

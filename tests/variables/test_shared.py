@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import gc
 import inspect
 import operator
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -646,3 +648,52 @@ def test_repr_of_rows(four):
     assert repr(w) == "Shared(w: float32[22, 3], int32[22]; 22 rows on 4 replicas)"
     synk.all_gather(w)
     assert repr(w) == "Shared(w: float32[22, 3], int32[22])"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_variable_is_an_argument_by_identity(rows):
+    """The function reads and writes the one that it is given; taking turns compiles each once."""
+    x = np.ones(rows, np.float32)
+    with group_of("devices", 2):
+        a, b = synk.shared(np.float32(1), "a"), synk.shared(np.float32(10), "b")
+        read = synk.function(lambda w, x: w.value * x.sum())
+
+        @synk.function(inputs={"w": "broadcast"})
+        def add(x, w, scale=1.0):
+            return x.sum() * scale
+
+        @add.then
+        def add(total, w):
+            w.value = w.value + total
+            return w.value
+
+        counts = []
+        for _ in range(3):
+            for w in (a, b):
+                before = float(w.value)
+                assert float(read(w, x)) == float(read(x=x, w=w)) == float(read.serial(w, x)) == before * rows
+                read.check(w, x)
+                assert [float(got) for got in read.iterate(w, x, batches=[[0], [1, 2]])] == [before, 2 * before]
+                assert float(add(x, w)) == before and float(w.value) == before + rows
+                add.check(x, w)
+            counts.append((read.stats.compilations, add.stats.compilations))
+        assert len(set(counts)) == 1
+        assert set(read.shared) == set(add.shared) == {a, b}
+        with pytest.raises(synk.SynkError, match=r"b is a shared variable, used as .*: its value is b\.value"):
+            synk.function(lambda w, x: x * w)(b, x)
+        with pytest.raises(synk.SynkError, match="shared variable"):
+            jax.jit(lambda x: read(a, x))(x)
+
+
+def test_a_variable_that_was_an_argument_is_not_kept():
+    """Of many that take turns and go, as in folds, the last one is left."""
+    with group_of("devices", 2):
+        f = synk.function(lambda w, x: w.value * x.sum())
+        gone = []
+        for fold in range(4):
+            w = synk.shared(np.float32(fold))
+            assert float(f(w, np.ones(3, np.float32))) == 3 * fold
+            gone.append(weakref.ref(w))
+        gc.collect()
+        assert [each() is None for each in gone] == [True, True, True, False]
