@@ -308,7 +308,8 @@ def _is_dealt_out(default: Any) -> bool:
 def told_apart(value: Any) -> Any:
     """A key of a static value: 1, 1.0 and True are equal, as are 0.0 and -0.0, and compile to other programs."""
     if isinstance(value, VariableReference):  # which lives while it is given
-        return VariableReference, value()._number
+        variable = value()
+        return VariableReference, None if variable is None else variable._number
     if isinstance(value, tuple | frozenset):
         return type(value), value, (frozenset if isinstance(value, frozenset) else tuple)(map(told_apart, value))
     if is_dataclass(value) and not isinstance(value, type):

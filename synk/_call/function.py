@@ -221,7 +221,7 @@ class Function(Inspection):
           >>> [int(t) for t in total.iterate(x, batches=synk.minibatches(len(x), 4, shuffle=False))]
           [6, 9]
         """
-        return self._each_batch("iterate", args, kwargs, batches, prefetch, num_slices, self._caller(output_subset))
+        return self._each_batch("iterate", (args, kwargs), batches, prefetch, num_slices, self._caller(output_subset))
 
     def _caller(self, subset: Any) -> Callable[[BoundArguments, RowRequest], PyTree]:
         return partial(self._launch, subset=subset)
@@ -229,21 +229,20 @@ class Function(Inspection):
     def _each_batch(
         self,
         name: Literal["iterate", "over"],
-        args: Any,
-        kwargs: Any,
+        given: tuple[tuple[Any, ...], dict[str, Any]],
         batches: Iterable[Any],
         prefetch: int,
         num_slices: Any,
         call: Callable[[BoundArguments, RowRequest], PyTree],
     ) -> Prefetch[Any, PyTree]:
-        """Give `call` the arguments of each batch."""
-        if not (args or kwargs) and any(p.default is p.empty for p in self._binder.parameters.values()):
+        """Give `call` the arguments of each batch; positional and keyword ones are given."""
+        if not any(given) and any(p.default is p.empty for p in self._binder.parameters.values()):
             instead = "stream(loader)" if name == "iterate" else "over(source=loader)"
             raise TypeError(
                 f"{self.name}.{name}: batches pick rows of its arguments, but there is none. If each item of a loader "
                 f"brings its own, write {self.name}.{instead}."
             )
-        bound, group = self._bind(args, kwargs, num_slices, name), current_group()
+        bound, group = self._bind(*given, num_slices, name), current_group()
         group._refuse_if_absent(f"{self.name}.{name}")
         rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), group, name)
         return iterate(rows, batches, prefetch, call, lambda: self._refuse(name))
@@ -363,7 +362,7 @@ class Function(Inspection):
             )
         total = Accumulation(self._spec, self._plans, Where(current_group()), output_subset)
         if batches is not None:
-            loop = self._each_batch("over", args, kwargs, batches, prefetch, num_slices, total.add)
+            loop = self._each_batch("over", (args, kwargs), batches, prefetch, num_slices, total.add)
         elif args or kwargs:
             raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
         else:

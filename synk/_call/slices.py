@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import jax
@@ -75,8 +75,8 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
         return plan_key(function, call._replace(donate=not call.donate)) if is_one else None
 
     key = plan_key(function, call)
-    options = {"holds_function": call.is_over, "twin": twin, "retraces": where.retraces}
-    return plans.find(function, where.group, key, where.abstract, trace, **options)
+    find = partial(plans.find, function, where.group, key, where.abstract, trace)
+    return find(holds_function=call.is_over, twin=twin, retraces=where.retraces)
 
 
 def is_stale(
@@ -117,21 +117,33 @@ def choose_slices(
     key = ("slices", plan_key(function, CallSpec(*whole.form)), lengths)
 
     def trace() -> Traced:
-        fewest, plan = _fewest_that_compile(function, plans, where, ask, max(lengths))
-        choose = partial(_choose, function, plans, where, ask, max(lengths), fewest, plan)
-        return Traced(plan.accepts, (ref(plan),), choose)
+        first = _fewest_that_compile(function, plans, where, ask, max(lengths))
+        choose = partial(_choose, function, plans, where, ask, max(lengths), first)
+        return Traced(first.plan.accepts, (ref(first.plan),), choose)
 
     return plans.find(function, where.group, key, where.abstract, trace)
 
 
+class _Sliced(NamedTuple):
+    """A call in so many slices.
+
+    Attributes:
+      slices: how many.
+      plan: how such calls run.
+    """
+
+    slices: int
+    plan: CallPlan
+
+
 def _fewest_that_compile(
     function: FunctionSpec, plans: PlanCache, where: Where, ask: Callable[[int], Looked], tall: int
-) -> tuple[int, CallPlan]:
-    """Return the fewest slices, 1 or doubled, for which a device's memory does to compile programs, and their plan."""
+) -> _Sliced:
+    """Return the fewest slices, 1 or doubled, for which a device's memory does to compile programs."""
     slices = 1
     while True:
         try:
-            return slices, find_plan(function, plans, ask(slices), slices, where)[1]
+            return _Sliced(slices, find_plan(function, plans, ask(slices), slices, where)[1])
         except MemoryError:
             if slices == tall or where.group._is_multi_process:  # which would not know what the others found
                 raise
@@ -144,10 +156,9 @@ def _choose(
     where: Where,
     ask: Callable[[int], Looked],
     tall: int,
-    fewest: int,
-    first: CallPlan,
+    first: _Sliced,
 ) -> SliceChoice:
-    """Choose for replicas that have up to `tall` rows, whose programs compile in `fewest` slices, as `first` has."""
+    """Choose for replicas that have up to `tall` rows; fewer slices than `first` has do not compile."""
     group, name = where.group, function.name
     limit = _limit(group, name)
     limit = max(0, limit - data_beside(ask(1).rows, group))
@@ -155,16 +166,16 @@ def _choose(
 
     def need(rows: int) -> int:
         slices = -(-tall // rows)
-        plan = (
-            first if slices == fewest == 1 else find_plan(function, plans, ask(slices), slices, where, is_probe=True)[1]
-        )
+        if slices == first.slices == 1:
+            plan = first.plan
+        else:
+            plan = find_plan(function, plans, ask(slices), slices, where, is_probe=True)[1]
         needs[rows] = _bytes(plan, group, name)
         return needs[rows]
 
     # Rows as slices cut them: 10 in slices of 4 or fewer are three slices, the longest of which has 4; of 6, 5.
-    rows = most_rows(
-        need, limit, -(-tall // fewest), variable_bytes(first, group), lambda rows: -(-tall // -(-tall // rows))
-    )
+    most, fixed = -(-tall // first.slices), variable_bytes(first.plan, group)
+    rows = most_rows(need, limit, most, fixed, lambda rows: -(-tall // -(-tall // rows)))
     if not rows:
         raise MemoryError(
             f"{name}: in slices of one row it still needs {size_text(needs[1])} of a device, results and variables "
@@ -173,7 +184,7 @@ def _choose(
     slices = -(-tall // rows)
     while slices < tall and _bytes(find_plan(function, plans, ask(slices), slices, where)[1], group, name) > limit:
         slices += 1  # parts of very different lengths, of which a probe showed one alone
-    return SliceChoice(slices, tall, first.accepts)
+    return SliceChoice(slices, tall, first.plan.accepts)
 
 
 def _limit(group: Group, name: str) -> int:

@@ -110,7 +110,7 @@ class _Rewriter:
         return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=read(jaxpr.outvars))
 
     def _param(self, key: str, value: Any) -> Any:
-        if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        if type(value) in (tuple, list):
             return type(value)([self._param(key, each) for each in value])
         if key in _RULES:
             return linear_util.wrap_init(self._rule(value), debug_info=value.debug_info)
@@ -153,7 +153,7 @@ class _Rewriter:
         impl = key_of(const)
         if impl is None:
             return np.asarray(const)
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(const)), impl=impl)
+        return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(const))), impl=impl)
 
 
 def _outside_meshes(context: Any) -> Any:
