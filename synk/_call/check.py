@@ -68,14 +68,6 @@ class Runner:
         view = view_of_simulated(self.home, group, self.request.batch_s)
         return Where(group, view, self.home, may_donate=False, retraces=True)
 
-    def refuse_stale(self) -> None:
-        """LawError where calls go on with what the function captured when it was traced, and that has changed."""
-        if is_stale(self.function, self.plans, self.bound, self.request, Where(self.home)):
-            raise LawError(
-                f"{self.function.name}: something that it reads from outside has changed since it was traced, as under "
-                f"jax.jit: a number, an array, a flag, or which variable it uses. Pass what changes as an argument."
-            )
-
     def ready(self, where: Where, function: FunctionSpec) -> ReadyCall:
         """A call of the function, or of one made of it."""
         request = self.request._replace(num_slices=1) if where is self.serial else self.request
@@ -111,10 +103,19 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
     return outcome.plan.result.tree(leaves)
 
 
+def refuse_stale(function: FunctionSpec, runner: Runner) -> None:
+    """LawError where calls of a function go on with what it captured when it was traced, and that has changed."""
+    with LOCK:
+        if is_stale(function, runner.plans, runner.bound, runner.request, Where(runner.home)):
+            raise LawError(
+                f"{function.name}: something that it reads from outside has changed since it was traced, as under "
+                f"jax.jit: a number, an array, a flag, or which variable it uses. Pass what changes as an argument."
+            )
+
+
 def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
     """Compare both ways from one state; LawError names what differs."""
     with LOCK:
-        runner.refuse_stale()
         function, serial, parallel = runner.function, runner.serial, runner.parallel
         many, one = runner.run(parallel, mapping), runner.run(serial, mapping)
         outputs = list(_differing_outputs(runner, mapping, one, many, tolerance))

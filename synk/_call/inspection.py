@@ -18,7 +18,7 @@ from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .binding import OPTIONS, ArgumentBinder, BoundArguments
 from .blame import Blame, blame
-from .check import Runner, check, check_blocks, check_wires, run_serial
+from .check import Runner, check, check_blocks, check_wires, refuse_stale, run_serial
 from .compare import Tolerance
 from .execute import ReadyCall
 from .explain import explain
@@ -120,6 +120,7 @@ class Inspection:
           >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
         """
         runner = self._runner(self._bind(args, kwargs, num_slices, "check"), RowRequest(batch, batch_s, num_slices))
+        refuse_stale(self._spec, runner)
         narrow, tolerance = replace(runner.function, then=None), Tolerance(rtol, atol)
         exact = replace(runner, function=runner.function.exact())
         check(exact, narrow.exact(), tolerance)
