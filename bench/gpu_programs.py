@@ -1,6 +1,6 @@
 """GPU programs: what of a training step's gradients travels behind its backward pass, as XLA schedules it for GPUs.
 
-    pip install 'synk-jax[bench,target]'
+    pip install '.[bench,target]'
     python bench/gpu_programs.py [--device h100] [--replicas 8] [--hosts 1] [--models resnet50,gpt2,mlp]
         [--ways synk,shard_map,pmap,jit,bf16,int8,PowerSGD,sharded] [--combine-mb 4,16] [--json OUT] [--plot OUT.png]
 

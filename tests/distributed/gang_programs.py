@@ -472,6 +472,41 @@ def whole(array):
 
 
 @case
+def captured(group, noted):
+    """Values that lie on all processes, closed over; what is stale; and a variable as an argument."""
+    x = numbers(group.size + 1)
+    w = synk.shared(np.float32([2, -1]), name="w")
+    value = w.value
+
+    def model(x):
+        rows = jax.vmap(lambda row: jax.nn.relu(jnp.dot(row, value)) + jnp.where(row[0] > 0, value, -value).sum())(x)
+        return rows + jnp.sort(value)[0] + value.at[0].set(1.0).sum()
+
+    wanted = np.maximum(x @ [2, -1], 0) + np.where(x[:, 0] > 0, 1, -1) - 1 + 0
+    f = synk.function(model, reduce="concat")
+    for rows in (len(x), group.size, len(x)):
+        close(f(x[:rows]), wanted[:rows])
+        close(f.serial(x[:rows]), wanted[:rows])
+    close(f(x, num_slices=2), wanted)
+    close(jax.jit(f)(x), wanted)
+    f.check(x)
+    key = synk.function(lambda x: jax.random.key_data(jax.random.key(3)), ["broadcast"], "max")(1.0)
+    noise = synk.function(
+        lambda x: x[:, 0] + jax.vmap(jax.random.normal)(synk.row_keys(jax.random.wrap_key_data(key))), reduce="concat"
+    )
+    close(noise(x), noise.serial(x))
+    settings = {"scale": 1.0}
+    g = synk.function(lambda x: x.sum() * settings["scale"])
+    close(g(x), x.sum())
+    settings["scale"] = 3.0
+    raises(synk.LawError, "reads from outside has changed", lambda: g.check(x))
+    read = synk.function(lambda w, x: w.value[0] * x.sum())
+    other = synk.shared(np.float32([5, 5]), name="other")
+    for variable, times in [(w, 2), (other, 5), (w, 2)]:
+        close(read(variable, x), times * x.sum())
+
+
+@case
 def pmap(group, noted):
     """The other engine gives the same bits."""
     n = group.size
