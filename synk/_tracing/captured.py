@@ -22,28 +22,14 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
-class Captured:
-    """The arrays that a function captured; equal to others of the same bytes."""
-
-    def __init__(self, arrays: Iterable[Any]) -> None:
-        self.arrays = [np.asarray(jax.random.key_data(each) if key_of(each) is not None else each) for each in arrays]
-
-    def __hash__(self) -> int:
-        return hash(tuple([(each.shape, each.dtype) for each in self.arrays]))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Captured) and (
-            len(self.arrays) == len(other.arrays) and all(map(_is_same, self.arrays, other.arrays))
-        )
+def _digest(const: Any) -> tuple[Any, ...]:
+    """Return what tells a constant from others, a hash of 64 bits among it, so that nothing keeps the array alive."""
+    array = np.asarray(jax.random.key_data(const) if key_of(const) is not None else const)
+    return array.shape, array.dtype, hash(array.tobytes())
 
 
-def _is_same(one: np.ndarray, other: np.ndarray) -> bool:
-    is_like = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return one is other or (is_like and one.tobytes() == other.tobytes())
-
-
-def without_places(closed: Any, name: str) -> tuple[Any, Captured]:
-    """Return a jaxpr whose constants lie on the host and whose types name no mesh, and all its constants.
+def without_places(closed: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Return a jaxpr whose constants lie on the host and whose types name no mesh, and a digest of each constant.
 
     JAX writes the mesh of a captured array into the type of all that is computed from it. Inside `jax.shard_map` the
     mesh is another one, and JAX refuses to mix the two, mostly in inner functions ("Mesh for all inputs should be
@@ -55,7 +41,8 @@ def without_places(closed: Any, name: str) -> tuple[Any, Captured]:
     """
     rewriter = _Rewriter(name)
     with jax.ensure_compile_time_eval():
-        return rewriter.closed(closed), Captured(rewriter.constants)
+        closed = rewriter.closed(closed)
+        return closed, tuple(map(_digest, rewriter.constants))
 
 
 class _Rewriter:
