@@ -66,6 +66,8 @@ class Inspection:
     def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:
         """Run `fn` and `then` once, on one device, over all selected rows: what every other call must equal.
 
+        It runs the function as it is now: it traces it in each call, and compiles only if that makes another program.
+
         Args:
           *args: as in a call.
           batch, batch_s: as in a call.
