@@ -1,5 +1,6 @@
 """Errors: each names the call, what was given, what was expected and what to do; and none loses anything."""
 
+import collections
 import os
 import traceback
 
@@ -219,6 +220,11 @@ ERRORS = {
         "loss: argument x has dtype .* give numbers or booleans that JAX has",
     ),
     "rows of long doubles": (lambda: mean()(np.ones(4, np.clongdouble)), TypeError, "loss: argument x has dtype .* that JAX has"),
+    "a mapping that JAX does not know": (lambda: synk.function(lambda batch: batch["x"])(collections.UserDict(x=X)), TypeError, r"argument batch is a UserDict, whose items JAX does not see: pass dict"),
+    "a ragged list": (lambda: mean()([[1, 2], [3]]), ValueError, "argument x is a list that makes no array"),
+    "a seed for a key": (lambda: synk.row_keys(0, 3), TypeError, r"synk.row_keys: the key is 0; give a PRNG key, such as jax.random.key"),
+    "variables for each batch": (lambda: synk.function(lambda w, x: x.sum(), ["x"], name="f").iterate(synk.each([held()]), X, batches=[[0]]), TypeError, "synk.each gives values, not shared variables"),
+    "a misspelt attribute": (lambda: setattr(held(), "valeu", 1), AttributeError, "valeu"),
     "a shared variable": (lambda: synk.function(lambda tree: tree["w"])({"w": held()}), TypeError, r"argument tree\['w'\] is the shared variable held; read held.value"),
     "a scalar to scatter": (lambda: mean()(1.0), ValueError, 'x is a scalar .* inputs={"x": "broadcast"}'),
     "rows differ": (lambda: synk.function(act)(X, X[:5]), ValueError, "argument w has 5 rows, but x has 9"),

@@ -8,7 +8,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from .errors import SynkError
+from .errors import SynkError, shown
 from .jax_context import config
 
 PyTree: TypeAlias = Any
@@ -38,6 +38,12 @@ def is_prng_key(leaf: Any) -> bool:
     return (leaf.ndim == 0 and key_of(leaf) is not None) or (leaf.shape == (2,) and leaf.dtype == np.uint32)
 
 
+def check_key(key: Any, call: str) -> None:
+    """TypeError for what is no array, as a seed is none."""
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"{call}: the key is {shown(key)}; give a PRNG key, such as jax.random.key(0).")
+
+
 def as_data(leaf: Any) -> Any:
     """A typed PRNG key array as raw data; anything else as it is."""
     if key_of(leaf) is None:
@@ -58,6 +64,12 @@ def bits_of(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.finfo(dtype).bits
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * np.dtype(dtype).itemsize
+
+
+def refuse_two_bits(leaf: Any, what: str) -> None:
+    """TypeError for numbers of less than half a byte, which XLA's collectives mix up (int2, jaxlib 0.8 to 0.12)."""
+    if isinstance(leaf.dtype, np.dtype) and bits_of(leaf.dtype) < 4:
+        raise TypeError(f"{what} is {leaf.dtype.name}, of which XLA sends wrong numbers between devices. Use int4.")
 
 
 def narrow(dtype: np.dtype) -> np.dtype:

@@ -193,9 +193,9 @@ class ArgumentBinder:
             args = tuple([None if name in statics else argument for argument, name in named])
             kwargs = {name: None if name in statics else argument for name, argument in kwargs.items()}
         if list in map(type, args) or list in map(type, kwargs.values()):
-            what = f"{self.name}: an argument"
-            args = tuple([_array_of_numbers(argument, what) for argument in args])
-            kwargs = {name: _array_of_numbers(argument, what) for name, argument in kwargs.items()}
+            named = zip(args, chain(self.positions, repeat("")), strict=False)
+            args = tuple([_array_of_numbers(argument, f"{self.name}: argument {name}") for argument, name in named])
+            kwargs = {name: _array_of_numbers(value, f"{self.name}: argument {name}") for name, value in kwargs.items()}
         leaves, treedef = jax.tree.flatten((args, kwargs))
         # A treedef could hold static values too, but its hash leaves them out, so that all would meet in one place.
         told = [(name, told_apart(value)) for name, value in statics.items()]
@@ -236,7 +236,7 @@ class ArgumentBinder:
             given = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             hint = next((f" {p} comes by position; {p}= is an option." for p in OPTIONS if repr(p) in str(error)), "")
-            raise TypeError(f"{self.name}: {error}.{hint}") from None
+            raise TypeError(f"{self.name}: {error}; {self._has()}.{hint}") from None
         modes: dict[int, Any] = {}
         names: dict[int, str] = {}
         for parameter, tree in given.items():

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,6 +96,8 @@ def _as_array(leaf: Any, what: str, is_in_tree: bool) -> Source:
         raise TypeError(
             f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead."
         )
+    if isinstance(leaf, Mapping):
+        raise TypeError(f"{what} is a {type(leaf).__name__}, whose items JAX does not see: pass dict(...) of it.")
     other = f"and {KEEP_OUTSIDE}" if is_in_tree else 'or pass it as "static"'
     return as_source(leaf, what, f"give arrays, numbers, {other}")
 

@@ -19,6 +19,7 @@ from .._data.selection import Selection, select
 from .._data.sources import copied
 from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
+from .._variables.variable import Shared
 from .binding import ArgumentBinder, BoundArguments
 from .inputs import check_leaves, common_rows, refuse_together
 from .row_input import RowRequest
@@ -144,6 +145,10 @@ class Batches:
     def _values_of_batch(self) -> dict[int, Any]:
         """The next value of each, with memory of its own: who gives it may fill the same array anew."""
         found = {i: next(values, _END) for i, values in self._each.items()}
+        if any(isinstance(value, Shared) for value in found.values()):
+            raise TypeError(
+                f"{self.name}: synk.each gives values, not shared variables. For these call the function in a loop."
+            )
         return {i: copied(value) for i, value in found.items()}
 
     def rows(self) -> int:
@@ -248,7 +253,15 @@ def stream(
 
     def ahead(item: Any) -> Ahead:
         args, kwargs = _arguments(item)
-        bound = binder.bind(args, kwargs)
+        try:
+            bound = binder.bind(args, kwargs)
+        except TypeError as error:
+            if not isinstance(item, Mapping):
+                raise
+            raise TypeError(
+                f"{error} An item that is a mapping gives arguments by name; one that is the only argument comes as "
+                f"(item,)."
+            ) from None
         keys = [leaf for leaf in bound.leaves if is_prng_key(leaf)]
         if keys and len(keys) == len(before) and all(map(is_, keys, before)):
             warn_of_keys(name, bound, "split the key as the loader goes on, as synk.each does for iterate")

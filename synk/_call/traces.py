@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import SynkError
+from .._base.pytree import refuse_two_bits
 from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
@@ -79,6 +80,8 @@ class CallTraces:
         seen = [(rows or 0) + halo_of(overlap) for overlap in call.arguments.overlaps]
         structs = [jax.ShapeDtypeStruct((n, *shape), dtype) for n, (shape, dtype) in zip(seen, call.rows, strict=True)]
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
+        for leaf, argument in zip(leaves, call.arguments.names, strict=True):
+            refuse_two_bits(leaf, f"{function.name}: argument {argument}")
         overlaps = [overlap for overlap in call.arguments.overlaps if overlap]
         widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
         rules = OutputRules(

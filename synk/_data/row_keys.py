@@ -8,6 +8,7 @@ import numpy as np
 
 from .._base.errors import checked_integer, public_api
 from .._base.jax_context import config
+from .._base.pytree import check_key
 from .._tracing.context import current_trace, own_row_numbers
 
 
@@ -46,6 +47,7 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
       >>> bool(jnp.all(noise == jax.vmap(jax.random.normal)(synk.row_keys(key, 7))))
       True
     """
+    check_key(key, "synk.row_keys")
     _refuse_generator(key)
     numbers = own_row_numbers("row_keys") if rows is None else jnp.arange(_checked(rows))
     return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers.astype(jnp.uint32))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from .._base.pytree import PyTree, as_data, key_of, narrowed
+from .._base.pytree import PyTree, as_data, key_of, narrowed, refuse_two_bits
 from .monoid import Gathered, Merge, Monoid
 from .reduction import (
     MEAN_OF_ROWS,
@@ -278,6 +278,7 @@ def _as_array(value: Any, what: str) -> jax.Array:
             f"return zeros in its place."
         )
     if isinstance(value, jax.Array):
+        refuse_two_bits(value, what)
         return narrowed(value)
     is_number = isinstance(value, bool | int | float | complex | np.generic | np.ndarray)
     if is_number and np.asarray(value).dtype.kind in "biufcV":

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
-from .._base.pytree import PyTree
+from .._base.pytree import PyTree, check_key
 from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, in_callback, is_under_way, settle
 from .._runtime.group import current_group
@@ -242,6 +242,7 @@ def part_key(key: jax.Array) -> jax.Array:
       ...     bool(a != b)
       True
     """
+    check_key(key, "synk.part_key")
     return jax.random.fold_in(key, _own_part("part_key", "there are parts").first_row.astype(jnp.uint32))
 
 

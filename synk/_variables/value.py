@@ -24,6 +24,7 @@ from .._base.pytree import (
     narrow,
     narrowed,
     refuse_tracer,
+    refuse_two_bits,
 )
 from .._tracing.context import current_trace
 
@@ -165,6 +166,8 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
 
 def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
     """A leaf as an array of synk's own; TypeError where it is none."""
+    if isinstance(leaf, jax.Array | np.ndarray):
+        refuse_two_bits(leaf, name)
     if isinstance(leaf, jax.Array):
         leaf = narrowed(leaf)
         return leaf if borrow else as_keys(jnp.array(as_data(leaf), copy=True), key_of(leaf))

@@ -39,6 +39,20 @@ class Shared:
       (Shared(w: float32[3]), [1.0, 1.0, 1.0])
     """
 
+    # So that a misspelt w.valeu = ... raises.
+    __slots__ = (
+        "__weakref__",
+        "_cures",
+        "_given_name",
+        "_group",
+        "_is_own",
+        "_number",
+        "_spec",
+        "_state",
+        "_superseded",
+        "name",
+    )
+
     _living: ClassVar[OrderedDict[int, ref[Shared]]] = OrderedDict()  # by number, which grows with each
 
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:

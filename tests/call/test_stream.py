@@ -322,3 +322,12 @@ def test_items_that_bring_no_rows(four):
         assert [float(y) for y in totals.stream(batches)] == [5, 10]
     with pytest.raises(ValueError, match="batches pick rows of scattered inputs, but this call has none"):
         doubled.iterate(3.0, batches=[[0]])
+
+
+def test_a_mapping_is_keywords():
+    """For a mapping as the only argument the message says what to yield."""
+    with group_of("devices", 2):
+        f = synk.function(lambda b: b["x"].sum(), name="f")
+        with pytest.raises(TypeError, match=r"missing a required argument: 'b'.*gives arguments by name.*\(item,\)"):
+            list(f.stream([{"x": np.ones(3)}]))
+        assert [float(out) for out in f.stream([({"x": np.ones(3)},)])] == [3]

@@ -47,3 +47,20 @@ def test_functions_take_and_give_them(dtype, replicas, tmp_path):
         synk.all_gather(w)
         synk.load(tmp_path, {"w": w})
         assert w.value.astype(int).tolist() == (integers + 2).tolist()
+
+
+@pytest.mark.skipif(not hasattr(jnp, "int2"), reason="this JAX has no int2")
+def test_numbers_of_two_bits_are_refused():
+    """XLA's collectives mix them up, and may end the program; inside a function they serve."""
+    x = np.ones(7).astype(jnp.int2)
+    with group_of("devices", 2):
+        for wrong in (
+            lambda: synk.function(lambda x: x.astype(jnp.int32), reduce="concat")(x),
+            lambda: synk.function(lambda x: x.astype(jnp.int2), reduce="concat")(np.ones(7)),
+            lambda: synk.function(lambda w, x: x, ["x"], reduce="concat")(x, np.ones(7)),
+            lambda: synk.shared(x),
+        ):
+            with pytest.raises(TypeError, match=r"is int2, of which XLA sends wrong numbers between devices\. Use int4"):
+                wrong()
+        f = synk.function(lambda i: jnp.asarray(x)[i].astype(jnp.int32), reduce="concat")
+        assert f(np.arange(7)).tolist() == [1] * 7
