@@ -39,8 +39,9 @@ def is_prng_key(leaf: Any) -> bool:
 
 
 def check_key(key: Any, call: str) -> None:
-    """TypeError for what is no array, as a seed is none."""
-    if not hasattr(key, "dtype"):
+    """TypeError for a number, as a seed is one."""
+    dtype = getattr(key, "dtype", None)
+    if dtype is None or (np.ndim(key) == 0 and not jnp.issubdtype(dtype, jax.dtypes.prng_key)):
         raise TypeError(f"{call}: the key is {shown(key)}; give a PRNG key, such as jax.random.key(0).")
 
 

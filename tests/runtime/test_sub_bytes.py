@@ -60,7 +60,9 @@ def test_numbers_of_two_bits_are_refused():
             lambda: synk.function(lambda w, x: x, ["x"], reduce="concat")(x, np.ones(7)),
             lambda: synk.shared(x),
         ):
-            with pytest.raises(TypeError, match=r"is int2, of which XLA sends wrong numbers between devices\. Use int4"):
+            with pytest.raises(
+                TypeError, match=r"is int2, of which XLA sends wrong numbers between devices\. Use int4"
+            ):
                 wrong()
         f = synk.function(lambda i: jnp.asarray(x)[i].astype(jnp.int32), reduce="concat")
         assert f(np.arange(7)).tolist() == [1] * 7
