@@ -502,6 +502,21 @@ def test_another_object_under_a_name_of_its_own(few_replicas, what, slices):
     assert f.stats.compilations == count  # an equal program
 
 
+def test_a_function_that_counts_its_traces(few_replicas):
+    """Under a name of its own, as one does with jax.jit: calls of a kind seen before trace nothing."""
+    traces = 0
+
+    def count(x):
+        nonlocal traces
+        traces += 1
+        return x.sum()
+
+    f = synk.function(count)
+    for _ in range(3):
+        f(X)
+    assert traces == 1
+
+
 def test_what_is_done_to_a_number_deeper_down_is_told_by_check(few_replicas):
     """As any mutable object that a function reads."""
     settings = {"scale": 1.0}

@@ -135,8 +135,8 @@ class PlanCache:
         plans: list[Any] = self.kept(group, key, list, holds_function)
         if not retraces and (plan := self._current(plans, abstract)) is not None:
             return plan
-        made, names = newest(), Names([function.fn, function.then])
-        traced = trace()  # a failure is not kept
+        made, traced = newest(), trace()  # a failure is not kept
+        names = Names([function.fn, function.then])  # after the trace, in which a function may count its traces
         known = dict(list(self._reached.items()))  # another thread may find some stale
         same = [plan for plan in plans if plan in known and known[plan].record == traced.record]
         # One for another state of its variables is asked again when they are in that state.
