@@ -75,14 +75,13 @@ def function(
       then: runs on every replica on the combined outputs; see `Function.then`.
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
       donate: whether old values of shared variables that are updated may be overwritten in place.
-      nan: "raise" for FloatingPointError where outputs (all of them), or updates of what was, are not finite, which
-        names the row to blame (`Function.blame`): such a call updates nothing. Each call is waited for. Not under `jit`
-        and the like.
-      wire: as what sums of floats travel between replicas ("sum", "mean", `synk.Weighted`): "bf16" or "int8" (with a
-        scale for each 256), half or a quarter of the bytes; a pytree prefix of the outputs, None for as they are. They
-        are added in float32, and all replicas get the same bits; the answer is the serial one to that rounding.
-        As int8 one that is not finite makes all 256 NaN. Leaves of fewer numbers, and of float64, travel as they are,
-        and all do under `jit`, `grad` and the like.
+      nan: "raise" raises FloatingPointError, naming the row to blame (`Function.blame`), if an output or a newly
+        updated value is not finite. Such a call updates nothing. Each call is waited for. Not under `jit` and the like.
+      wire: how sums of floats ("sum", "mean", `synk.Weighted`) are sent between replicas: "bf16" or "int8" (with a
+        scale for each 256 numbers), half or a quarter of the bytes; a pytree prefix of the outputs, None sends them as
+        they are. They are added in float32, and all replicas get the same bits; the answer is the serial one to that
+        rounding. With int8 one NaN or infinity turns its block of 256 to NaN. Arrays below 256 numbers, float64, and
+        all arrays under `jit` or `grad` are sent unrounded.
       blocks: cut the rows into blocks of so many, run `fn` on each, and combine them by one fixed tree: the bits of the
         answer depend on neither replicas nor slices, and `f.serial` has them too. Replicas get whole blocks. Not with
         "stack", "first", "scatter", callables, `batch_s`, rows that variables hold, or under `jit` and the like.

@@ -65,7 +65,8 @@ def minibatches(
     Example:
       >>> import synk
       >>> batches = synk.minibatches(5, 2, seed=1)
-      >>> len(batches), [len(batch) for batch in batches], sorted(int(i) for batch in batches for i in batch)
+      >>> rows = sorted(int(i) for batch in batches for i in batch)
+      >>> len(batches), [len(batch) for batch in batches], rows
       (3, [2, 2, 1], [0, 1, 2, 3, 4])
     """
     given = {"rows": rows, "batch_size": batch_size, "seed": seed, "epochs": epochs, "start": start}

@@ -42,7 +42,9 @@ class LocalSteps:
 
     Example:
       >>> import numpy as np, optax, synk.train
-      >>> with synk.train.local_steps(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.25)) as train:
+      >>> def loss(w, x):
+      ...     return ((w - x) ** 2).mean()
+      >>> with synk.train.local_steps(loss, np.float32(0), optax.sgd(0.25)) as train:
       ...     print(*[train(np.ones(9)) for _ in range(2)])
       1.0 0.25
       >>> print(train.params.value)
@@ -327,7 +329,8 @@ def local_steps(
       >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
       >>> def loss(params, x, y):
       ...     return jnp.mean((params["w"] * x - y) ** 2)
-      >>> with synk.train.local_steps(loss, {"w": np.float32(0)}, optax.sgd(0.1), every=2) as step:
+      >>> start = {"w": np.float32(0)}
+      >>> with synk.train.local_steps(loss, start, optax.sgd(0.1), every=2) as step:
       ...     print(*[f"{step(np.ones(9), np.full(9, 5.0)):.2f}" for _ in range(3)])
       25.00 16.00 10.24
       >>> print(f"{step.params.value['w']:.2f} after {step.steps} steps")
