@@ -55,7 +55,7 @@ class Inspection:
         if current is not None:
             raise SynkError(
                 f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
-                f"Call {self.name}.fn there."
+                f"{self._spec.inside or f'Call {self.name}.fn there.'}"
             )
         if call and is_traced():
             raise SynkError(

@@ -78,6 +78,7 @@ class FunctionSpec:
     per_part: PerPart = ""  # of which outputs the parts are kept as they come, for `f.check`
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`
     gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array
+    inside: str | None = None  # what to do inside another function, where none can be called
     advice: str = "Name ops with outputs= or reduce=, and update shared variables in then."  # where it breaks the law
 
     # Of synk's own functions, what users call an output, and whether they have named its op, by the start of its path.

@@ -160,7 +160,8 @@ class TrainingModel:
             "['state']": ("state" if self.state is None else self.state.name, False),
             "['aux']": ("aux", True),
         }
-        made._spec = replace(made._spec, advice=_ADVICE, output_names=names)
+        inside = f"Read {self.params.name}.value there."
+        made._spec = replace(made._spec, advice=_ADVICE, output_names=names, inside=inside)
         if self._low_rank is not None or self._sharded is not None:
             sums = False if not self.adds_up else {**dict.fromkeys(ops, False), "loss": (False, True)}
             own = [] if self._low_rank is None else [self._low_rank.feedback]

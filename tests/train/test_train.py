@@ -810,3 +810,11 @@ def test_steps_of_a_checkpoint(four, tmp_path):
         synk.load(tmp_path, made[1].variables)
         assert made[1].steps == made[0].steps
     assert made[1].steps == 4
+
+
+def test_a_step_inside_a_loss(devices):
+    """The message says how to read what another step trains."""
+    teacher = synk.train.step(mean_loss, START, optax.sgd(0.1))
+    student = synk.train.step(lambda p, x, y: teacher(x, y) * 0 + mean_loss(p, x, y), START, optax.sgd(0.1))
+    with pytest.raises(synk.SynkError, match=r"calls the synk function mean_loss inside.*Read params\.value there"):
+        student(*rows_of(8))
