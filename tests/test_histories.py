@@ -1404,3 +1404,80 @@ def test_a_number_that_does_not_fit():
     w = synk.shared({"i": np.int32(0)}, name="w")
     with pytest.raises(ValueError, match=r"w\['i'\] is 1099511627776, more than int32 holds"):
         w.set_value({"i": 2**40})
+
+
+def test_what_equations_do_not_show_tells_programs_apart(few_replicas):
+    """Numbers of NumPy's among their parameters, callbacks, and which constant is used where."""
+    pad, power, host = np.int64(0), np.int64(1), [lambda v: np.asarray(v * 2), lambda v: np.asarray(v * 3)]
+    one, ten = np.ones(3, np.float32), np.full(3, 10, np.float32)
+    call, third = host[0], one
+    x = np.arange(1, 8, dtype=np.float32)
+
+    def padded(x):
+        return jnp.sum(x) * 0 + jnp.sum(jnp.pad(jnp.float32([5, 6]), (pad, 2 - pad))[0]) * x.shape[0]
+
+    def raised(x):
+        return jnp.sum(lax.integer_pow(x, power))
+
+    def called(x):
+        return jnp.sum(jax.pure_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"))
+
+    def inner(x):
+        parts = jax.jit(lambda t: t[:, None] + one[None])(x) + jax.jit(lambda t: t[:, None] * ten[None])(x)
+        return jnp.sum(parts - jax.jit(lambda t: t[:, None] - third[None])(x))
+
+    for fn in (padded, raised, called, inner):
+        f = synk.function(fn)
+        for _ in range(2):
+            for number in (0, 1):
+                pad, power, call = np.int64(number), np.int64(number + 1), host[number]
+                third = (one, ten)[number]
+                np.testing.assert_allclose(f(x), fn(x), rtol=1e-6)
+                np.testing.assert_allclose(f.serial(x), fn(x), rtol=1e-6)
+                np.testing.assert_allclose(f(x, num_slices=2), fn(x), rtol=1e-6)
+                f.check(x)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_serial_run_leaves_calls_as_they_are(replicas):
+    """Also on one replica, where both would run one program."""
+    with synk.simulate(replicas):
+        box = {"k": 2.0}
+        f = synk.function(lambda x: jnp.sum(x) * box["k"])
+        assert float(f.serial(X)) == float(f(X)) == float(2 * X.sum())
+        f.check(X)
+        box["k"] = 3.0
+        assert float(f.serial(X)) == pytest.approx(3 * X.sum()) and float(f(X)) == pytest.approx(2 * X.sum())
+        box["k"] = 2.0
+        f.check(X)
+        assert float(f.serial(X)) == float(f(X)) == pytest.approx(2 * X.sum())
+
+
+def test_variables_that_were_arguments_go(few_replicas):
+    """Those of serial runs and checks too."""
+    f, gone = synk.function(lambda x, w: jnp.sum(x) * w.value[0]), []
+    for _ in range(4):
+        w = synk.shared(np.ones(100, np.float32))
+        f(X, w), f.serial(X, w), f.check(X, w)
+        gone.append(weakref.ref(w))
+    w = None
+    gc.collect()
+    assert sum(each() is not None for each in gone) <= 1
+
+
+def test_a_check_without_rows(few_replicas):
+    """Of arguments that are all broadcast, of none, and of variables alone."""
+    w = synk.shared(np.float32(2))
+    synk.function(lambda a: a * 2, inputs=["broadcast"], reduce="max").check(np.float32(1))
+    synk.function(lambda: jnp.float32(1), reduce="max").check()
+    synk.function(lambda: w.value * 2, reduce="max").check()
+
+
+def test_a_captured_array_that_is_changed_in_place(few_replicas):
+    """It is as it was traced, under a new jit too."""
+    table = np.ones(3, np.float32)
+    f = synk.function(lambda x: jnp.sum(x) * jnp.asarray(table).sum())
+    wanted = float(f(X))
+    assert float(jax.jit(lambda x: f(x))(X)) == pytest.approx(wanted)
+    table *= 2
+    assert float(f(X)) == float(jax.jit(lambda x: f(x) * 1)(X)) == pytest.approx(wanted)

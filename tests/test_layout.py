@@ -28,7 +28,7 @@ ROOMS = {
     "_runtime": (BASE, "watchdog dispatch group layout engine executable target"),
     "_distributed": (CORE, "kv_store coordinator agreement liveness preemption console guard gang launcher init"),
     "_reductions": (CORE, "collectives pieces wire reduction tree monoid statistics outputs results"),
-    "_tracing": (CORE, "context equations captured elementwise lines names tracer"),
+    "_tracing": (CORE, "context equations captured elementwise fingerprint lines names tracer"),
     "_data": (
         [*CORE, "_tracing"],
         "host_buffers sources selection transfer overlap feed resident_rows exchange dataset process_rows prefetch minibatches row_keys",

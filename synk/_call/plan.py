@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import numpy as np
 
@@ -110,6 +110,7 @@ class PlanCache:
         self._touched: WeakKeyDictionary[Shared, None] = WeakKeyDictionary()
         self._reached: WeakKeyDictionary[Any, Reached] = WeakKeyDictionary()  # of each plan: here, for it holds `fn`
         self._holding = BoundedCache(MAX_GROUPS)  # for a group
+        self._groups: WeakSet[Group] = WeakSet()  # in which plans live
         self.compiled: deque[Compiled] = deque(maxlen=64)  # the newest plans, to tell why one had to be made
 
     def variables(self) -> tuple[Shared, ...]:
@@ -132,27 +133,35 @@ class PlanCache:
 
         With `retraces` the function is traced in any case, since what it captures may have changed.
         """
+        self._groups.add(group)
         plans: list[Any] = self.kept(group, key, list, holds_function)
         if not retraces and (plan := self._current(plans, abstract)) is not None:
             return plan
         made, traced = newest(), trace()  # a failure is not kept
         names = Names([function.fn, function.then])  # after the trace, in which a function may count its traces
-        known = dict(list(self._reached.items()))  # another thread may find some stale
-        same = [plan for plan in plans if plan in known and known[plan].record == traced.record]
+        # What calls run stays what they run, whatever the serial run has met since.
+        now = self.kept(group, ("as it is now", key), list, holds_function)
+        known, touched = dict(list(self._reached.items())), set(traced.touched)  # another thread may find some stale
+        same = [plan for plan in (*plans, *now) if plan in known and known[plan].record == traced.record]
+        plans = now if retraces else plans
         # One for another state of its variables is asked again when they are in that state.
         others = [plan for plan in plans if plan in known and plan not in same and not _fits(plan, abstract)]
-        touched = set(traced.touched)
         stale = {plan for plan, reached in known.items() if plan.accepts.keys() - touched and not reached.is_current()}
-        self._forget(group, {*plans, *stale}.difference(same, others), touched)
+        dropped = stale if retraces else {*plans, *stale}  # calls may share what the serial run had
+        self._forget(dropped.difference(same, others), touched)
         plan = next((plan for plan in same if _fits(plan, abstract)), None) or traced.finish()
+        is_new = plan not in same
         self._reached.update(dict.fromkeys((plan, *same), Reached(made, names, traced.record)))
         self._touched.update(dict.fromkeys(plan.accepts))
-        if isinstance(plan, CallPlan) and plan not in same:
+        if isinstance(plan, CallPlan) and is_new:
             states = WeakKeyDictionary(plan.accepts)
             self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], states))
-        plans = self.kept(group, key, list, holds_function)
+        if retraces and not is_new:
+            return plan
+        plans = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)
         plans[:] = [plan, *(each for each in (*same, *others) if each is not plan)][:64]
-        if plan not in same and (other := twin(plan)) is not None:
+        if is_new and (other := twin(plan)) is not None:
+            other = ("as it is now", other) if retraces else other
             self.kept(group, other, list, holds_function).insert(0, plan)
         return plan
 
@@ -170,7 +179,7 @@ class PlanCache:
                 return plan
         return None
 
-    def _forget(self, group: Group, stale: Set[Any], touched: Set[Shared]) -> None:
+    def _forget(self, stale: Set[Any], touched: Set[Shared]) -> None:
         """Drop plans, and variables that no plan is left for, with all programs, which hold them."""
         for plan in stale:
             self._reached.pop(plan, None)
@@ -179,7 +188,8 @@ class PlanCache:
         for variable in gone:
             self._touched.pop(variable, None)
         if gone:
-            group._caches.pop(self, None)
+            for group in list(self._groups):
+                group._caches.pop(self, None)
             self._holding = BoundedCache(MAX_GROUPS)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:

@@ -88,8 +88,9 @@ def is_stale(
         request = request._replace(num_slices=slices)
     looked, slices = look(function, plans, bound, request, None, where), request.num_slices
     lengths = looked.rows.lengths
-    short = looked.call(slices, function)
-    long = short._replace(lengths=lengths, num_slices=len(launches(lengths or (), slices)))
+    calls = [looked.call(slices, function)]
+    if lengths is not None:
+        calls.append(calls[0]._replace(lengths=lengths, num_slices=len(launches(lengths, slices))))
     return any(
         plans.is_stale(
             where.group,
@@ -97,7 +98,7 @@ def is_stale(
             where.abstract,
             partial(trace_plan, function, where.group, call, where.view, plans),
         )
-        for call in (short, long)
+        for call in calls
     )
 
 

@@ -22,14 +22,8 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
-def _digest(const: Any) -> tuple[Any, ...]:
-    """Return what tells a constant from others, a hash of 64 bits among it, so that nothing keeps the array alive."""
-    array = np.asarray(jax.random.key_data(const) if key_of(const) is not None else const)
-    return array.shape, array.dtype, hash(array.tobytes())
-
-
-def without_places(closed: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return a jaxpr whose constants lie on the host and whose types name no mesh, and a digest of each constant.
+def without_places(closed: Any, name: str) -> Any:
+    """Return a jaxpr whose constants lie on the host and whose types name no mesh.
 
     JAX writes the mesh of a captured array into the type of all that is computed from it. Inside `jax.shard_map` the
     mesh is another one, and JAX refuses to mix the two, mostly in inner functions ("Mesh for all inputs should be
@@ -39,10 +33,8 @@ def without_places(closed: Any, name: str) -> tuple[Any, tuple[Any, ...]]:
       closed: a closed jaxpr, traced outside any mesh.
       name: the function that messages name.
     """
-    rewriter = _Rewriter(name)
     with jax.ensure_compile_time_eval():
-        closed = rewriter.closed(closed)
-        return closed, tuple(map(_digest, rewriter.constants))
+        return _Rewriter(name).closed(closed)
 
 
 class _Rewriter:
@@ -50,7 +42,6 @@ class _Rewriter:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.constants: list[Any] = []
         self._done: dict[int, tuple[Any, Any]] = {}  # by id: the jaxpr or constant, which must live, and the new one
 
     def _once(self, old: Any, make: Callable[[Any], Any]) -> Any:
@@ -97,8 +88,9 @@ class _Rewriter:
         return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=read(jaxpr.outvars))
 
     def _param(self, key: str, value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)([self._param(key, each) for each in value])
+        if isinstance(value, tuple | list):
+            parts = [self._param(key, each) for each in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         if key in _RULES:
             return linear_util.wrap_init(self._rule(value), debug_info=value.debug_info)
         if isinstance(value, jax.sharding.NamedSharding):
@@ -116,10 +108,6 @@ class _Rewriter:
         return traced
 
     def _constant(self, const: Any) -> Any:
-        self.constants.append(self._on_host(const))
-        return self.constants[-1]
-
-    def _on_host(self, const: Any) -> Any:
         if isinstance(const, jax.core.Tracer):
             raise SynkError(
                 f"{self.name}: it uses values of a transformation around the call (jit, grad, vmap, ...) that are not "
@@ -131,7 +119,7 @@ class _Rewriter:
                 f"write. Keep what changes in a synk.shared variable, or return it; a jax.Ref made inside works."
             )
         if not isinstance(const, jax.Array):
-            return const
+            return np.array(const)  # whoever captured it may change it in place
         if not (const.is_fully_addressable or const.is_fully_replicated):
             raise ValueError(
                 f"{self.name}: it uses an array from outside, {const.dtype.name}{list(const.shape)}, whose parts lie "

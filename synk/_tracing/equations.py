@@ -1,7 +1,6 @@
 """Equations: what there is in a jaxpr, inner functions included, the work it asks for, and what it does twice."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
 from math import prod
 from typing import Any
 
@@ -86,42 +85,6 @@ def _merge_inside(value: Any) -> Any:
 
 def _is_dropped(variable: Any) -> bool:
     return type(variable).__name__ == "DropVar"
-
-
-_TOLD = frozenset((int, float, complex, str, bool, type(None)))
-
-
-def fingerprint(jaxpr: Any) -> int:
-    """Of what it computes: equal ones for equal jaxprs. Neither functions among parameters count, nor constants."""
-    numbers: dict[Any, int] = {}
-    found: list[Any] = []
-
-    def takes(variables: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple([np.asarray(v.val).tobytes() if isinstance(v, Literal) else numbers[v] for v in variables])
-
-    def makes(variables: Iterable[Any]) -> tuple[Any, ...]:
-        for variable in variables:
-            numbers[variable] = len(numbers)
-        return tuple([(getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in variables])
-
-    found.append(makes((*jaxpr.constvars, *jaxpr.invars)))
-    for each in jaxpr.eqns:
-        params = tuple([(name, _told(value)) for name, value in each.params.items()])
-        found.append((each.primitive.name, takes(each.invars), makes(each.outvars), params))
-    return hash((*found, takes(jaxpr.outvars)))
-
-
-def _told(value: Any) -> Any:
-    """A parameter of an equation, as far as it tells the same of the same."""
-    kind = type(value)
-    if kind in _TOLD:
-        return kind.__name__, value
-    if issubclass(kind, tuple | list):
-        return tuple(map(_told, value))
-    inner = getattr(value, "jaxpr", value)
-    if hasattr(inner, "eqns"):
-        return fingerprint(inner)
-    return repr(value) if issubclass(kind, Enum | np.dtype | type) else kind.__name__
 
 
 def flops(jaxpr: Any, outs: Sequence[Any]) -> int:

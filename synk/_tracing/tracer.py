@@ -14,7 +14,8 @@ from .._base.pytree import PyTree, as_keys
 from .._runtime.group import AXIS
 from .captured import split, without_places
 from .context import TraceContext, tracing
-from .equations import equations, fingerprint, flops, is_over_axis, merge_equal, narrowest_float
+from .equations import equations, flops, is_over_axis, merge_equal, narrowest_float
+from .fingerprint import fingerprint
 from .lines import first_bad_line
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
@@ -74,7 +75,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         if set(found["reads"]) <= set(variables):
             break
         variables = tuple(dict.fromkeys((*variables, *found["reads"])))
-    closed, captured = without_places(closed, request.sees.name)
+    closed = without_places(closed, request.sees.name)
     closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
     # Variables that other branches read are in the jaxpr, but nothing in it uses them.
     is_used = [variable in found["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
@@ -96,7 +97,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         maps_in_turn=has_callbacks and not communicates,
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
         narrowest=narrowest_float(found_equations),
-        fingerprint=(fingerprint(closed.jaxpr), captured),
+        fingerprint=fingerprint(closed),
         flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
         **found,
     )
