@@ -485,6 +485,7 @@ def numbers_by_names():
     }, change
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("what", ["number", "array", "variable", "function"])
 @pytest.mark.parametrize("slices", [1, slow(2)])
 def test_another_object_under_a_name_of_its_own(few_replicas, what, slices):
@@ -502,6 +503,7 @@ def test_another_object_under_a_name_of_its_own(few_replicas, what, slices):
     assert f.stats.compilations == count  # an equal program
 
 
+@pytest.mark.smoke
 def test_a_function_that_counts_its_traces(few_replicas):
     """Under a name of its own, as one does with jax.jit: calls of a kind seen before trace nothing."""
     traces = 0
@@ -517,6 +519,7 @@ def test_a_function_that_counts_its_traces(few_replicas):
     assert traces == 1
 
 
+@pytest.mark.smoke
 def test_what_is_done_to_a_number_deeper_down_is_told_by_check(few_replicas):
     """As any mutable object that a function reads."""
     settings = {"scale": 1.0}
@@ -1406,6 +1409,7 @@ def test_a_number_that_does_not_fit():
         w.set_value({"i": 2**40})
 
 
+@pytest.mark.smoke
 def test_what_equations_do_not_show_tells_programs_apart(few_replicas):
     """Numbers of NumPy's among their parameters, callbacks, and which constant is used where."""
     pad, power, host = np.int64(0), np.int64(1), [lambda v: np.asarray(v * 2), lambda v: np.asarray(v * 3)]
@@ -1438,6 +1442,7 @@ def test_what_equations_do_not_show_tells_programs_apart(few_replicas):
                 f.check(x)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_a_serial_run_leaves_calls_as_they_are(replicas):
     """Also on one replica, where both would run one program."""

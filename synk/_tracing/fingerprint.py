@@ -9,6 +9,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.extend import linear_util
 from jax.extend.core import Literal
@@ -59,9 +60,8 @@ class _Teller:
 
     def closed(self, closed: Any) -> Any:
         """Tell a closed jaxpr and its constants."""
-        return self._once(
-            closed, lambda: (self.jaxpr(closed.jaxpr), [self._constant(const) for const in closed.consts])
-        )
+        # In JAX 0.12 a closed jaxpr and its jaxpr are one object, which must not count as told already.
+        return self._once(closed, lambda: (self._jaxpr(closed.jaxpr), [self._constant(each) for each in closed.consts]))
 
     def _once(self, value: Any, tell: Any) -> Any:
         if id(value) in self._told:
