@@ -1486,3 +1486,57 @@ def test_a_captured_array_that_is_changed_in_place(few_replicas):
     assert float(jax.jit(lambda x: f(x))(X)) == pytest.approx(wanted)
     table *= 2
     assert float(f(X)) == float(jax.jit(lambda x: f(x) * 1)(X)) == pytest.approx(wanted)
+
+
+@pytest.mark.smoke
+def test_what_a_callback_writes_is_no_change(few_replicas):
+    """It reads when it runs; the calls before do not make another program."""
+    told, table = [], {"scale": 1.0}
+
+    def f(x):
+        jax.debug.callback(lambda total: told.append((float(total), table["scale"])), x.sum())
+        return x.sum()
+
+    f = synk.function(f)
+    counts = []
+    for _ in range(3):
+        f(X), f.serial(X), f.check(X)
+        jax.effects_barrier()
+        table["scale"] += 1
+        counts.append(f.stats.compilations)
+    assert len(set(counts)) == 1 and told
+
+
+@jax.custom_vjp
+def doubled(x):
+    return x * 2
+
+
+doubled.defvjp(lambda x: (x * 2, x), lambda x, g: (g * 2,))
+
+TRACED_ANEW = {
+    "solve": lambda x: jax.vmap(lambda row: jax.scipy.sparse.linalg.cg(lambda u: 4 * u, row)[0])(x),
+    "checkpoint": lambda x: jax.checkpoint(jnp.sin, policy=jax.checkpoint_policies.save_only_these_names("a"))(x),
+    "print": lambda x: jax.debug.print("{}", x.sum()) or x,
+    "activations": lambda x: jax.nn.relu(x) + jax.nn.gelu(x) + jax.random.normal(jax.random.key(0), (2,)),
+    "callback": lambda x: jax.debug.callback(lambda total: None, x.sum()) or x,
+    "root": lambda x: x + lax.custom_root(lambda y: y - 1.0, jnp.float32(1), lambda f, y: y, lambda g, y: y / g(1.0)),
+    "custom": lambda x: doubled(x) + jax.grad(lambda x: doubled(x).sum())(x),
+    "loops": lambda x: lax.fori_loop(0, 3, lambda i, z: z * 2, x) + lax.associative_scan(jnp.add, x, axis=1),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", TRACED_ANEW)
+def test_traces_of_one_function_are_one_program(few_replicas, kind):
+    """Whatever new objects JAX makes in each: nothing is compiled again, and check finds nothing stale."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        f, counts = synk.function(TRACED_ANEW[kind], reduce="concat"), []
+        for _ in range(2):
+            f(X), f.serial(X), synk.shared(np.float32(0))
+            if kind != "activations":  # noise by shape is no serial answer
+                f.check(X)
+            counts.append(f.stats.compilations)
+        made = synk.shared(np.float32(0))
+        f(X), f.serial(X)
+        assert counts[0] == counts[1] == f.stats.compilations and made is not None

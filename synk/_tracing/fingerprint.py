@@ -42,13 +42,12 @@ class _Object:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Object) or type(self.value) is not type(other.value):
             return False
-        if self.value is other.value:
-            return True
-        is_of_jax = isinstance(self.value, CodeType) or type(self.value).__module__.partition(".")[0] in (
-            "jax",
-            "jaxlib",
-        )
-        return is_of_jax and bool(self.value == other.value)
+        is_by_value = isinstance(self.value, CodeType | set) or _is_of_jax(self.value)
+        return self.value is other.value or (is_by_value and bool(self.value == other.value))
+
+
+def _is_of_jax(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 class _Teller:
@@ -93,46 +92,63 @@ class _Teller:
 
         found: list[Any] = [makes((*jaxpr.constvars, *jaxpr.invars))]
         for each in jaxpr.eqns:
-            params = [(name, None if name in _RULES else self._value(value, 0)) for name, value in each.params.items()]
+            params = [(name, None if name in _RULES else self._value(value)) for name, value in each.params.items()]
             found.append((each.primitive.name, takes(each.invars), makes(each.outvars), params))
         return found, takes(jaxpr.outvars)
 
-    def _value(self, value: Any, depth: int) -> Any:
-        """Tell a parameter of an equation, or what a callback among them holds."""
+    def _value(self, value: Any, depth: int = 0) -> Any:
+        """Tell a parameter of an equation, or what a callback among them holds, which is deeper."""
         kind = type(value)
         if kind in _EXACT or issubclass(kind, float | complex | Enum | np.dtype):
             return kind.__name__, repr(value)
-        if issubclass(kind, np.generic | np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
+        if isinstance(value, np.generic):
             return kind.__name__, self._constant(value)
+        if depth <= _DEEPEST and (parts := _parts(value)) is not None:
+            return kind.__name__, [self._value(each, depth + 1) for each in parts]
+        if isinstance(value, tuple):
+            return kind.__name__, [self._value(each, depth) for each in value]
+        if issubclass(kind, set | frozenset) and (depth == 0 or kind is frozenset):
+            return kind.__name__, sorted([repr(self._value(each)) for each in value])
+        if kind is dict and not value:
+            return "{}"  # as JAX makes one in each trace
         if hasattr(value, "jaxpr") and hasattr(value, "consts"):
             return self.closed(value)
         if hasattr(value, "eqns"):
             return self.jaxpr(value)
-        if issubclass(kind, tuple | list):
-            return kind.__name__, [self._value(each, depth) for each in value]
-        if issubclass(kind, set | frozenset):
-            return kind.__name__, sorted([repr(self._value(each, depth)) for each in value])
-        if issubclass(kind, Mapping) and depth <= _DEEPEST:
-            return kind.__name__, [(self._value(k, depth), self._value(v, depth)) for k, v in value.items()]
+        if _is_of_jax(value) and (about := getattr(value, "__dict__", None)) and not isinstance(value, type):
+            # A record, which JAX makes anew in each trace.
+            return kind.__name__, self._once(value, lambda: [(name, self._value(about[name], depth)) for name in about])
+        # What a callback holds and may change, as a list that it appends to, it reads when it runs.
+        return (kind.__name__, "object", self._object(value)) if depth else self._parameter(value)
+
+    def _parameter(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
+            return kind.__name__, self._constant(value)
+        if isinstance(value, list):
+            return kind.__name__, [self._value(each) for each in value]
+        if isinstance(value, Mapping):
+            return kind.__name__, [(self._value(key), self._value(value[key])) for key in value]
         if isinstance(value, linear_util.WrappedFun):
-            return "WrappedFun"
-        if depth <= _DEEPEST and (parts := _parts(value)) is not None:
-            return kind.__name__, [self._value(each, depth + 1) for each in parts]
+            return kind.__name__
+        if is_dataclass(value) and not isinstance(value, type):
+            return kind.__name__, [self._value(getattr(value, field.name, None)) for field in fields(value)]
+        return kind.__name__, "object", self._object(value)
+
+    def _object(self, value: Any) -> int:
         self.objects.append(_Object(value))
-        return kind.__name__, "object"
+        return len(self.objects)
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return what a function, or a record that holds one, is made of; a function is new in each trace."""
+    """Return what a function is made of, which may be a new object in each trace."""
     if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
+        return [value.func, value.args, *value.keywords.items()]
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
         return [value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name, None) for field in fields(value)]
     return None
 
 
