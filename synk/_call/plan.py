@@ -87,7 +87,7 @@ class Traced(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """What a plan's trace depended on outside its function; it holds no variable, since variables hold their group."""
+    """Record what a plan's trace depended on outside its function. It holds no variable: variables hold their group."""
 
     made: int  # the number of the newest variable there was
     names: Names  # the function's own

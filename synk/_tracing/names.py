@@ -19,7 +19,7 @@ _GONE = object()
 
 
 class Names:
-    """Which objects a function's own names and cells had; keeps none alive that may be referred to weakly."""
+    """Record of the objects under a function's own names and cells, kept alive only if no weak reference serves."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
         self._known = [(look_up, _reference(value)) for look_up, value in named_objects(functions)]
