@@ -33,7 +33,7 @@ from record import about, say
 
 import synk
 import synk.train
-from synk._call.hlo import read_schedule
+from synk._explain.hlo import read_schedule
 from synk._runtime import executable
 
 BENCH = Path(__file__).resolve()

@@ -13,11 +13,6 @@ from ._base.errors import (
     SharedLostError,
     SynkError,
 )
-from ._call.decorator import function
-from ._call.function import Function
-from ._call.iterate import each
-from ._call.pairs import pairs
-from ._call.scan import scan
 from ._data.dataset import Data, data
 from ._data.minibatches import minibatches
 from ._data.overlap import Overlap
@@ -26,10 +21,15 @@ from ._data.process_rows import local
 from ._data.row_keys import row_keys
 from ._distributed.init import close, group, init, simulate
 from ._distributed.preemption import preempted
+from ._function.decorator import function
+from ._function.function import Function
+from ._loops.iterate import each
 from ._reductions.monoid import Monoid
 from ._reductions.reduction import Weighted
 from ._runtime.group import Group
 from ._runtime.target import target
+from ._skeletons.pairs import pairs
+from ._skeletons.scan import scan
 from ._synkhronos import build_inputs, fork
 from ._tracing.context import part_key, rank, row_numbers, size
 from ._variables.checkpoint import load, save

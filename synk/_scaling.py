@@ -16,8 +16,8 @@ from typing import Any
 import jax
 
 from ._base.units import counted
-from ._call.picture import draw_svg
 from ._distributed.init import group, init
+from ._explain.picture import draw_svg
 from ._info import machine, settings
 from ._scaling_page import page, words
 

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from ._base.units import counted, number_text
-from ._call.picture import EMPTY, ROWS, Mark, html, scrolled, svg_of
+from ._explain.picture import EMPTY, ROWS, Mark, html, scrolled, svg_of
 
 _WIDTH, _HEIGHT, _LEFT, _BASE = 640, 260, 90, 30
 

@@ -1,9 +1,9 @@
 """What calls of functions give beside arrays: types to annotate with. Nobody makes one by hand."""
 
-from ._call.blame import Blame
-from ._call.hlo import Collective
-from ._call.report import Explanation, InputReport, Measured, ProgramReport, VariableReport
 from ._call.spec import Stats
+from ._check.blame import Blame
+from ._explain.hlo import Collective
+from ._explain.report import Explanation, InputReport, Measured, ProgramReport, VariableReport
 
 __all__ = [
     "Blame", "Collective", "Explanation", "InputReport", "Measured", "ProgramReport", "Stats", "VariableReport",

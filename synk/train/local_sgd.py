@@ -12,11 +12,11 @@ import numpy as np
 from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
 from .._base.turns import in_turn
-from .._call import decorator
-from .._call.decorator import Inputs
-from .._call.function import Function
 from .._call.inputs import check_slices
 from .._data.prefetch import Prefetch
+from .._function import decorator
+from .._function.decorator import Inputs
+from .._function.function import Function
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import Weighted
 from .._runtime.dispatch import drain, retire_finished, settle

@@ -12,10 +12,10 @@ import numpy as np
 
 from .._base.errors import shown
 from .._base.pytree import PyTree
-from .._call.decorator import Inputs, function
-from .._call.function import Function
 from .._call.spec import ThenSums
 from .._data.overlap import halo_of
+from .._function.decorator import Inputs, function
+from .._function.function import Function
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._reductions.wire import check_wire

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from .._base.errors import public_api
 from .._base.pytree import PyTree
-from .._call.blame import Blame
-from .._call.decorator import Inputs
-from .._call.function import Function
-from .._call.report import Explanation
 from .._call.spec import Stats
+from .._check.blame import Blame
 from .._data.prefetch import Prefetch
+from .._explain.report import Explanation
+from .._function.decorator import Inputs
+from .._function.function import Function
 from .._reductions.reduction import Weighted
 from .._variables.variable import Shared
 from .model import TrainingModel, rows_of, state_of_part, state_of_parts, state_ops

@@ -11,7 +11,7 @@ import pytest
 
 import synk
 from synk import stats
-from synk._call import over
+from synk._loops import over
 
 from ..helpers import assert_same, group_of, numbers, slow_but
 

@@ -10,7 +10,7 @@ import pytest
 
 import synk
 import synk.train
-from synk._call.search import Found, find_first
+from synk._check.search import Found, find_first
 
 from ..helpers import group_of, mapped, parts_of, slow, slow_but
 

@@ -8,13 +8,13 @@ import jax
 from .._base.errors import checked_integer, public_api, shown
 from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
+from .._call.binding import ArgumentBinder
+from .._call.spec import FunctionSpec, Stats, with_then
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
 from .._reductions.wire import check_wire
 from .._runtime.engine import ENGINES
-from .binding import ArgumentBinder
 from .function import Function
-from .spec import FunctionSpec, Stats, with_then
 
 Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
 

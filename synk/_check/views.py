@@ -10,6 +10,7 @@ import numpy as np
 
 from .._base.errors import DivergedError
 from .._base.partition import lengths_of
+from .._call.traces import View
 from .._data.selection import merge_replicas, select_on_replicas
 from .._runtime.executable import copy_to_replicas
 from .._runtime.group import Group
@@ -18,7 +19,6 @@ from .._variables.access import bind, divergence, group_of, host_leaves, stacked
 from .._variables.pieces import abstract_pieces, stored_pieces
 from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .traces import View
 
 
 def one_device(group: Group) -> Group:

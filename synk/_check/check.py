@@ -12,6 +12,16 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import LawError
 from .._base.pytree import PyTree
+from .._call.binding import BoundArguments
+from .._call.execute import Outcome, ReadyCall, evaluate
+from .._call.feeding import launches
+from .._call.look import Where
+from .._call.plan import PlanCache
+from .._call.prepare import prepare
+from .._call.row_input import RowRequest
+from .._call.slices import is_stale
+from .._call.spec import FunctionSpec
+from .._call.traces import cannot_update_rows, shared_in
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS
 from .._reductions.wire import largest_error, may_be_nan
@@ -23,19 +33,9 @@ from .._variables.access import commit_all, state_of_copies, state_of_rows
 from .._variables.pieces import whole_on_host
 from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .binding import BoundArguments
 from .compare import Tolerance, difference
 from .diagnosis import Finding, UnequalOutput, finding, likely_cause
-from .execute import Outcome, ReadyCall, evaluate
-from .feeding import launches
 from .host_rows import HostRows
-from .look import Where
-from .plan import PlanCache
-from .prepare import prepare
-from .row_input import RowRequest
-from .slices import is_stale
-from .spec import FunctionSpec
-from .traces import cannot_update_rows, shared_in
 from .views import one_device, split_at, view_of_one, view_of_simulated
 
 

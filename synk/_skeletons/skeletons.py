@@ -16,6 +16,10 @@ from .._base.jax_context import is_traced, trace_options
 from .._base.partition import lengths_of
 from .._base.pytree import SCALARS, PyTree, key_of, narrow, to_jax
 from .._base.turns import in_turn
+from .._call.binding import told_apart
+from .._call.compose import in_blocks, own_mesh, place_traced, run_inlined
+from .._call.execute import run
+from .._call.parts import spare_rows
 from .._data.dataset import Data, data_of_replicas, is_result, resident, source_of
 from .._reductions.collectives import all_gather, merge_leading_axes
 from .._runtime.dispatch import LOCK
@@ -26,10 +30,6 @@ from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
 from .._variables.combine import rows_held
 from .._variables.variable import Shared
-from .binding import told_apart
-from .compose import in_blocks, own_mesh, place_traced, run_inlined
-from .execute import run
-from .parts import spare_rows
 
 Leaves: TypeAlias = Sequence[jax.Array]
 Results: TypeAlias = Literal["concat", "scatter"]

@@ -7,11 +7,11 @@ from time import perf_counter
 
 import jax
 
+from .._call.execute import ReadyCall, evaluate
 from .._runtime.executable import relayout
 from .._runtime.group import Group
 from .._variables.access import bind
 from .._variables.state import VariableState
-from .execute import ReadyCall, evaluate
 from .report import Measured
 
 

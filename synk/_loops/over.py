@@ -12,6 +12,16 @@ import numpy as np
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
+from .._call.binding import BoundArguments
+from .._call.compiler import Compiler
+from .._call.execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
+from .._call.feeding import launches
+from .._call.inputs import RowInputs
+from .._call.look import MOST_ROWS, Where
+from .._call.plan import CallPlan, PlanCache
+from .._call.prepare import check_row_count, prepare, start
+from .._call.row_input import RowRequest
+from .._call.spec import FunctionSpec
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective
 from .._runtime.layout import constant, layouts, put
@@ -19,16 +29,6 @@ from .._tracing.lines import is_finite
 from .._variables.access import bind
 from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .binding import BoundArguments
-from .compiler import Compiler
-from .execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
-from .feeding import launches
-from .inputs import RowInputs
-from .look import MOST_ROWS, Where
-from .plan import CallPlan, PlanCache
-from .prepare import check_row_count, prepare, start
-from .row_input import RowRequest
-from .spec import FunctionSpec
 
 _TOGETHER = 32  # pieces that are joined at a time
 

@@ -12,6 +12,10 @@ import jax
 
 from .._base.errors import public_api, shown, warn
 from .._base.pytree import PyTree, as_keys, is_prng_key, narrow
+from .._call.binding import ArgumentBinder, BoundArguments
+from .._call.inputs import check_leaves, common_rows, refuse_together
+from .._call.row_input import RowRequest
+from .._call.spec import FunctionSpec
 from .._data.dataset import Data, source_of
 from .._data.prefetch import Prefetch
 from .._data.process_rows import ProcessLocalRows
@@ -20,10 +24,6 @@ from .._data.sources import copied
 from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .._variables.variable import Shared
-from .binding import ArgumentBinder, BoundArguments
-from .inputs import check_leaves, common_rows, refuse_together
-from .row_input import RowRequest
-from .spec import FunctionSpec
 
 _END = object()  # of values that have ended
 

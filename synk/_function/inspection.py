@@ -13,24 +13,24 @@ from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced
 from .._base.pytree import PyTree
 from .._base.turns import in_turn
+from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments
+from .._call.execute import ReadyCall
+from .._call.inputs import check_slices
+from .._call.look import Where
+from .._call.plan import PlanCache
+from .._call.prepare import prepare
+from .._call.row_input import RowRequest
+from .._call.spec import FunctionSpec
+from .._check.blame import Blame, blame
+from .._check.check import Runner, check, check_blocks, check_wires, refuse_stale, run_serial
+from .._check.compare import Tolerance
+from .._check.views import view_of_absent
+from .._explain.explain import explain
+from .._explain.measure import measure
+from .._explain.report import Explanation
 from .._runtime.dispatch import LOCK, settle
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
-from .binding import OPTIONS, ArgumentBinder, BoundArguments
-from .blame import Blame, blame
-from .check import Runner, check, check_blocks, check_wires, refuse_stale, run_serial
-from .compare import Tolerance
-from .execute import ReadyCall
-from .explain import explain
-from .inputs import check_slices
-from .look import Where
-from .measure import measure
-from .plan import PlanCache
-from .prepare import prepare
-from .report import Explanation
-from .row_input import RowRequest
-from .spec import FunctionSpec
-from .views import view_of_absent
 
 
 class Inspection:

@@ -7,22 +7,22 @@ from typing import Any
 
 import jax
 
+from .._call.blocks import Blocks
+from .._call.causes import causes
+from .._call.execute import ReadyCall
+from .._call.feeding import exchange_programs, launches
+from .._call.inputs import RowInputs
+from .._call.look import Where
+from .._call.memory import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
+from .._call.plan import CallPlan, PlanCache
+from .._call.slices import rows_that_fit
 from .._data.overlap import widened
 from .._runtime.executable import Executable
 from .._runtime.group import Accelerator
 from .._runtime.target import known_accelerator
 from .._variables.state import AbstractState
-from .blocks import Blocks
-from .causes import causes
-from .execute import ReadyCall
-from .feeding import exchange_programs, launches
 from .hlo import read_schedule
-from .inputs import RowInputs
-from .look import Where
-from .memory import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
-from .plan import CallPlan, PlanCache
 from .report import Explanation, InputReport, ProgramReport, VariableReport
-from .slices import rows_that_fit
 
 
 def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool, where: Where) -> Explanation:

@@ -14,22 +14,22 @@ from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced
 from .._base.old_names import refuse_member
 from .._base.pytree import PyTree
+from .._call.binding import ArgumentBinder, BoundArguments
+from .._call.compose import compose
+from .._call.execute import NotFinite
+from .._call.inputs import check_slices
+from .._call.look import Where
+from .._call.prepare import prepare, start
+from .._call.row_input import RowRequest
+from .._call.slices import execute_fitting
+from .._call.spec import FunctionSpec, with_then
 from .._data.prefetch import Prefetch
+from .._loops.iterate import Batches, iterate, stream
+from .._loops.over import Accumulation
 from .._runtime.dispatch import LOCK
 from .._runtime.group import current_group
 from .._variables.variable import Shared
-from .binding import ArgumentBinder, BoundArguments
-from .compose import compose
-from .execute import NotFinite
-from .inputs import check_slices
 from .inspection import Inspection
-from .iterate import Batches, iterate, stream
-from .look import Where
-from .over import Accumulation
-from .prepare import prepare, start
-from .row_input import RowRequest
-from .slices import execute_fitting
-from .spec import FunctionSpec, with_then
 
 
 class Function(Inspection):

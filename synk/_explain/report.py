@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .._base.units import UNKNOWN, number_text, size_text
+from .._call.memory import ProgramMemory
 from .hlo import Collective
-from .memory import ProgramMemory
 from .picture import draw_png, draw_svg, page, scrolled
 
 

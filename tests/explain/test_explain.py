@@ -13,7 +13,7 @@ import pytest
 
 import synk
 import synk.train
-from synk._call.hlo import read_schedule, size_in_bytes
+from synk._explain.hlo import read_schedule, size_in_bytes
 from synk._runtime.group import Accelerator
 
 from ..helpers import group_of, slow
@@ -153,7 +153,7 @@ def test_rows_that_are_exchanged():
 
 def test_the_lower_bound_is_one(monkeypatch):
     """Of rows that lie there those that are picked count, of slices what is new, of branches the shortest."""
-    monkeypatch.setattr("synk._call.explain.known_accelerator", lambda _: Accelerator("one", 0, 0, 1e30, 1.0, 1.0))
+    monkeypatch.setattr("synk._explain.explain.known_accelerator", lambda _: Accelerator("one", 0, 0, 1e30, 1.0, 1.0))
     x = np.ones((1000, 25), np.float32)
     f = synk.function(lambda x: (x.sum(), x @ x.T), outputs=("sum", "scatter"))
     with group_of("devices", 2):

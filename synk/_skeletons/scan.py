@@ -11,10 +11,10 @@ from jax import lax
 from .._base.errors import public_api
 from .._base.partition import lengths_of
 from .._base.pytree import PyTree, exactly, first_change
+from .._call.parts import fill_up
 from .._reductions.collectives import all_gather
 from .._reductions.reduction import constant_unless
 from .._runtime.group import AXIS, current_group
-from .parts import fill_up
 from .skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
 
 

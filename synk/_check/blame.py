@@ -12,6 +12,16 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
+from .._call.binding import BoundArguments
+from .._call.execute import Outcome, ReadyCall, evaluate
+from .._call.feeding import feed_rows, launches
+from .._call.inputs import check_leaves
+from .._call.look import Where
+from .._call.plan import PlanCache
+from .._call.prepare import prepare
+from .._call.row_input import RowRequest
+from .._call.spec import FunctionSpec, Stats
+from .._call.traces import CallTraces
 from .._data.dataset import Data
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.monoid import Monoid
@@ -23,18 +33,8 @@ from .._runtime.layout import Layout, layouts
 from .._tracing.context import current_trace
 from .._variables.access import bind
 from .._variables.variable import Shared
-from .binding import BoundArguments
-from .execute import Outcome, ReadyCall, evaluate
-from .feeding import feed_rows, launches
 from .host_rows import HostRows
-from .inputs import check_leaves
-from .look import Where
-from .plan import PlanCache
-from .prepare import prepare
-from .row_input import RowRequest
 from .search import Found, find_first
-from .spec import FunctionSpec, Stats
-from .traces import CallTraces
 from .views import one_device, view_of_one
 
 

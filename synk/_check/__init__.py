@@ -1,0 +1,1 @@
+"""The serial answer, the law, and which row is bad."""

@@ -1,0 +1,1 @@
+"""`synk.function` and its members."""

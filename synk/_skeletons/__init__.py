@@ -1,0 +1,1 @@
+"""Operations on rows that communicate while they run."""
