@@ -77,7 +77,14 @@ class Builder(Protocol):
     def empty_states(self) -> list[jax.Array]: ...
     def state_shapes(self, entries: dict[bool, int]) -> list[jax.ShapeDtypeStruct]: ...
     def run_part(
-        self, size: int | None, *, state: Any, arrays: PartArrays, part: Part, tall: int | None, known: Sequence[Any]
+        self,
+        size: int | None,
+        *,
+        state: Any,
+        arrays: PartArrays,
+        part: Part,
+        max_rows: int | None,
+        known: Sequence[Any],
     ) -> list[jax.Array]: ...
     def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]: ...
     def states_of_present(self, states: Sequence[jax.Array], is_present: Any) -> list[jax.Array]: ...
@@ -85,10 +92,11 @@ class Builder(Protocol):
 
 def run_blocks(builder: Builder, state: dict[Any, list[jax.Array]], arrays: PartArrays, part: Part) -> list[jax.Array]:
     """Run `fn` over this replica's blocks, one after the other: each by the same computation wherever it runs."""
-    blocks, states = Blocks(builder.call), builder.empty_states()  # which replica has how many is data: see `set_apart`
+    # How many blocks a replica has is data, not a constant: see `fusion_barrier`.
+    blocks, states = Blocks(builder.call), builder.empty_states()
     total, full = int(blocks.lengths.sum()), part.count // blocks.size
     # What XLA knows it computes with beforehand, on one device and not on several.
-    consts = {size: set_apart(builder.group, list(builder.traced[size].consts), part) for size in blocks.sizes}
+    consts = {size: fusion_barrier(builder.group, list(builder.traced[size].consts), part) for size in blocks.sizes}
 
     def add(before: list[jax.Array], chunk: Any, size: int = blocks.size) -> tuple[list[jax.Array], None]:
         slot, first, is_there = chunk
@@ -102,10 +110,10 @@ def run_blocks(builder: Builder, state: dict[Any, list[jax.Array]], arrays: Part
             its_rows = PartArrays([(each, None) for each in seen], None, broadcast)
             its_state = dict(zip(state, leaves, strict=True))
             known = builder.traced[size].known(its_consts)
-            return builder.run_part(size, state=its_state, arrays=its_rows, part=its, tall=size, known=known)
+            return builder.run_part(size, state=its_state, arrays=its_rows, part=its, max_rows=size, known=known)
 
         if builder.selects_branches:
-            new = set_apart(builder.group, run(*set_apart(builder.group, (seen, own), part)), part)
+            new = fusion_barrier(builder.group, run(*fusion_barrier(builder.group, (seen, own), part)), part)
         else:  # nothing is fused into a branch, or out of it
             new = lax.cond(is_there, run, lambda *_: _nothing(builder, size), seen, own)
         return builder.accumulate(before, new, its), None
@@ -128,11 +136,11 @@ def weighted_apart(builder: Builder, results: Sequence[jax.Array], part: Part) -
     """The same results of `fn`: weights, and what they are to multiply, do not meet the divisions that `fn` made."""
     pairs = [(i, leaf.weight) for i, leaf in zip(builder.combined, builder.reduced, strict=True)]
     weighted = sorted({each for i, weight in pairs if weight is not None for each in (i, builder.combined[weight])})
-    apart = dict(zip(weighted, set_apart(builder.group, [results[i] for i in weighted], part), strict=True))
+    apart = dict(zip(weighted, fusion_barrier(builder.group, [results[i] for i in weighted], part), strict=True))
     return [apart.get(i, result) for i, result in enumerate(results)]
 
 
-def set_apart(group: Group, values: PyTree, part: Part) -> PyTree:
+def fusion_barrier(group: Group, values: PyTree, part: Part) -> PyTree:
     """The same values, behind what no fusion crosses: else bits depend on what is around, as where a product and a
     sum become one operation."""
     if group.platform != "cpu":

@@ -157,8 +157,8 @@ class Compiler:
         state = self.traces.leaves_of(self.reads[launch.is_last], given)
         carry, rest = list(islice(given, len(launch.carry))), list(given)
         table, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
-        tall = launch.sizes[0] if launch.sizes else None
-        return _Taken(state, carry, rest, part_of(table, rank, tall, self.group.size))
+        max_rows = launch.sizes[0] if launch.sizes else None
+        return _Taken(state, carry, rest, part_of(table, rank, max_rows, self.group.size))
 
     def _run(self, launch: _Launch, taken: _Taken, sizes: Sequence[int | None]) -> list[jax.Array]:
         """The states of a replica, whose part has one of these sizes."""
@@ -236,11 +236,11 @@ class Compiler:
         carry: Placed = [("stacked", jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.carry]
         rest: Placed = []
         if launch.sizes:
-            tall = launch.sizes[0] or 0
+            max_rows = launch.sizes[0] or 0
             for row, feed in zip(call.row_shapes, call.feeds, strict=True):
-                rest += feed.arrays(row, tall, size)
+                rest += feed.arrays(row, max_rows, size)
             if call.held_index is not None:
-                rest.append(("stacked", index_shape(call.held_index, tall, size)))
+                rest.append(("stacked", index_shape(call.held_index, max_rows, size)))
         rest.extend(("replicated", shape) for shape in call.broadcast_shapes)
         if not call.is_plain:
             rest.append(("replicated", jax.ShapeDtypeStruct((TABLE_ROWS, size), np.int32)))

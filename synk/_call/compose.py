@@ -203,13 +203,13 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     if call.lengths is not None and not call.is_plain:
         table = np.array(part_table(launches(call.lengths, 1)[0], call.lengths), np.int32)
 
-    sizes, tall = call.part_sizes[0], call.part_sizes[0][0]
+    sizes, max_rows = call.part_sizes[0], call.part_sizes[0][0]
 
     def run(rank: jax.Array, values: Sequence[jax.Array], sizes: Sequence[int | None]) -> list[jax.Array]:
-        return builder.states(sizes, {}, arrays_of(call, values), part_of(table, rank, tall, group.size), tall)
+        return builder.states(sizes, {}, arrays_of(call, values), part_of(table, rank, max_rows, group.size), max_rows)
 
     def finish(states: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.Array]:
-        part = part_of(table, lax.axis_index(AXIS), tall, group.size)
+        part = part_of(table, lax.axis_index(AXIS), max_rows, group.size)
         results, _ = finisher.finish_values(states, {}, arrays_of(call, values).broadcast, part)
         return [results[i] for i in result.picked]
 

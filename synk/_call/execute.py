@@ -14,7 +14,7 @@ from .._base.pytree import PyTree
 from .._data.dataset import data_of_replicas
 from .._data.transfer import PartRows
 from .._runtime.dispatch import ignore_failure, uninterrupted
-from .._runtime.executable import Executable, peers_explain, relayout
+from .._runtime.executable import Executable, relayout, translate_peer_errors
 from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
 from .._variables.access import bind, divergence, invalidate, restore
@@ -87,7 +87,7 @@ def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
     """Wait, where the function wants that, and tell whether something is not finite."""
     if not ready.plan.has_flag:
         return False
-    with peers_explain(ready.group):
+    with translate_peer_errors(ready.group):
         return bool(np.asarray(values.pop()))
 
 
@@ -128,7 +128,7 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
     values = _launch(ready, _before_last(ready, states), ignore_failure)
     is_refused = _is_refused(ready, values)
     if ready.group._is_multi_process:
-        with peers_explain(ready.group):
+        with translate_peer_errors(ready.group):
             jax.block_until_ready(values)
     return Outcome(values[: len(ready.plan.result.picked)], _updates(ready, values, states), ready.plan, is_refused)
 
@@ -170,7 +170,7 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
     for j, parts in enumerate(launches(lengths, ready.num_slices)):
         values = [*values_of(ready, rows, parts), place_table(ready, parts, slot, j)]
         carry = run(ready.function.name, plan.program_of(parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
-        slot += parts.tall
+        slot += parts.max_rows
     whole = launches(lengths, 1)[0]
     return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, place_table(ready, whole)]]
 
@@ -241,13 +241,13 @@ def run(
     try:
         return program.launch(arguments, on_failure)
     except Exception as error:
-        found = explained(error, name, advice)
+        found = translate_error(error, name, advice)
         if found is error:
             raise
         raise found from error
 
 
-def explained(error: Exception, name: str, advice: str = _FEWER) -> Exception:
+def translate_error(error: Exception, name: str, advice: str = _FEWER) -> Exception:
     """What JAX says of a launch, in words that name the function."""
     if isinstance(error, SynkError):
         return error

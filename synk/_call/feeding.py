@@ -56,9 +56,9 @@ def exchange_programs(group: Group, rows: RowInputs) -> Iterator[tuple[int, Exec
     """The programs that `exchanged` runs, each with the number of the argument whose rows it brings."""
     for i, one in enumerate(rows.each):
         if one.scattered_rows is not None:
-            tall = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap).tall
+            max_rows = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap).max_rows
             data = jax.ShapeDtypeStruct(one.source.shape, one.source.dtype)
-            yield i, exchange_program(group, data, one.scattered_rows, tall)
+            yield i, exchange_program(group, data, one.scattered_rows, max_rows)
 
 
 def feed_rows(group: Group, rows: RowInputs, part_rows: PartRows) -> list[Any]:
@@ -103,7 +103,7 @@ def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | 
     parts = list(zip(chosen.chosen, rows.offsets, rows.counts, strict=True))
     if kind == "slice":
         return send_index(group, np.array([s.start + o if n else 0 for s, o, n in parts], np.int32))
-    index = np.zeros((len(parts), rows.tall), np.int32)
+    index = np.zeros((len(parts), rows.max_rows), np.int32)
     for row, (selection, offset, count) in zip(index, parts, strict=True):
         row[:count] = selection.positions(offset, offset + count)
     return send_index(group, index)

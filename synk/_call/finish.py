@@ -17,7 +17,7 @@ from .._runtime.engine import one_by_one
 from .._runtime.group import AXIS
 from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
-from .blocks import Blocks, set_apart
+from .blocks import Blocks, fusion_barrier
 from .feeding import launches
 from .parts import Part
 from .program import ProgramBuilder
@@ -58,7 +58,7 @@ class Finisher:
             for j, launch in enumerate(launches(lengths, self.call.num_slices)):  # each has its place
                 rows.append(rank * self.builder.slots[True] + slot + np.arange(launch.counts[rank]))
                 parts += [rank * self.builder.slots[False] + j] * bool(launch.counts[rank])
-                slot += launch.tall
+                slot += launch.max_rows
         return {True: np.concatenate(rows), False: np.array(parts, np.int64)}
 
     def combine(self, states: Sequence[jax.Array], present: Any = None) -> list[jax.Array]:
@@ -106,7 +106,7 @@ class Finisher:
         for launch in launches(lengths, self.call.num_slices):
             for row, offset, count in zip(order, launch.offsets, launch.counts, strict=True):
                 row[offset : offset + count] = slot + np.arange(count)
-            slot += launch.tall
+            slot += launch.max_rows
         return order
 
     @cached_property
@@ -146,7 +146,7 @@ class Finisher:
         if self.then is None:
             return results, new
         if self.call.block is not None:
-            results = set_apart(self.group, results, part)
+            results = fusion_barrier(self.group, results, part)
         elif self.group.platform == "gpu" and not self.call.is_composed:
             # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other. Those
             # that then adds up have no sum yet.

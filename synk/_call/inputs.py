@@ -156,7 +156,7 @@ def select_rows(call: RowCall) -> RowInputs:
         if overlap is not None or call.block is not None:
             dealt_out = lengths_of(count or 0, group.size, call.block)
             lengths = on_replicas.lengths if on_replicas and data_group is None else dealt_out
-            picks = picks._replace(overlap=overlap, tall=max(lengths) + halo_of(overlap))
+            picks = picks._replace(overlap=overlap, max_rows=max(lengths) + halo_of(overlap))
         each.append(row_input(call, leaf, picks))
     if on_replicas is not None and data_group is None:
         return RowInputs(tuple(each), on_replicas.lengths, on_replicas)

@@ -115,9 +115,9 @@ class ProgramBuilder:
     # The states of parts.
 
     def states(
-        self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, tall: int | None
+        self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, max_rows: int | None
     ) -> list[jax.Array]:
-        """This replica's states, of a part of one of these sizes; of what is gathered, `tall` entries."""
+        """This replica's states, of a part of one of these sizes; of what is gathered, `max_rows` entries."""
         if self.call.block is not None:
             return run_blocks(self, state, arrays, part)
         # Over simulated replicas JAX maps a switch to a select.
@@ -134,9 +134,9 @@ class ProgramBuilder:
             its = arrays.map(partial(constant_unless, part.count == size)) if is_cut else arrays
             if self.call.is_composed and self.call.is_sliced:
                 return self._run_slices(size, its, part, known)
-            return self.run_part(size, state=state, arrays=its, part=part, tall=tall, known=known[size])
+            return self.run_part(size, state=state, arrays=its, part=part, max_rows=max_rows, known=known[size])
 
-        branches = [partial(self._no_rows, state, tall) if size == 0 else partial(run, size) for size in sizes]
+        branches = [partial(self._no_rows, state, max_rows) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
             return branches[0]()
         number = sum(i * (part.count == size).astype(jnp.int32) for i, size in enumerate(sizes[1:], 1))
@@ -175,7 +175,14 @@ class ProgramBuilder:
         return self.group.is_simulated and (refuses_map if self.call.is_plain else self._has_callbacks)
 
     def run_part(
-        self, size: int | None, *, state: State, arrays: PartArrays, part: Part, tall: int | None, known: Sequence[Any]
+        self,
+        size: int | None,
+        *,
+        state: State,
+        arrays: PartArrays,
+        part: Part,
+        max_rows: int | None,
+        known: Sequence[Any],
     ) -> list[jax.Array]:
         """Run `fn` over a part of so many rows; `known` is what its captured arrays determine."""
         traced = self.traced[size]
@@ -205,7 +212,7 @@ class ProgramBuilder:
             *self._prepare_updates(state, results[len(self.outputs.leaves) :], part),
         ]
         pairs = zip(states, self.reductions, strict=True)
-        return [pad_rows(each, tall) if reduction.has_row_entries else each for each, reduction in pairs]
+        return [pad_rows(each, max_rows) if reduction.has_row_entries else each for each, reduction in pairs]
 
     @cached_property
     def _held(self) -> list[Shared]:
@@ -266,10 +273,10 @@ class ProgramBuilder:
                 shapes[i] = jax.ShapeDtypeStruct(shape, shapes[i].dtype)
         return shapes
 
-    def _no_rows(self, state: State, tall: int | None) -> list[jax.Array]:
+    def _no_rows(self, state: State, max_rows: int | None) -> list[jax.Array]:
         """The states of no part: identities; and old values of what would be written."""
         olds = [*(None for _ in (*self.own, *self.reduced)), *chain(*(state[variable] for variable, _ in self.updates))]
-        shapes = self.state_shapes(self.slots if self.call.is_composed else {True: tall or 0, False: 1})
+        shapes = self.state_shapes(self.slots if self.call.is_composed else {True: max_rows or 0, False: 1})
         return [
             jnp.full(shape.shape, reduction.identity(shape.dtype), shape.dtype)
             if old is None or reduction is not UPDATES["last"]
@@ -350,7 +357,7 @@ class ProgramBuilder:
                 first_row = jnp.asarray(part.first_row, jnp.int32) + start
                 its = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number, total=total)
                 its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
-                new = self.run_part(rows, state={}, arrays=its_rows, part=its, tall=rows, known=known[rows])
+                new = self.run_part(rows, state={}, arrays=its_rows, part=its, max_rows=rows, known=known[rows])
                 return self.accumulate(before, new, its), None
 
             states, _ = lax.scan(add, states, (chunks, numbers, starts, places[numbers]), unroll=self.selects_branches)

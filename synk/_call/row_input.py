@@ -56,7 +56,7 @@ class Picks(NamedTuple):
     batch: Any  # what picks them
     is_on_replicas: bool  # whether that picks on each replica
     overlap: Overlap | None = None  # which neighbours come with them
-    tall: int = 0  # with these, rows of the longest part
+    max_rows: int = 0  # with these, rows of the longest part
 
 
 def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
@@ -65,7 +65,7 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
     Resident data is sent too where the call has another group, where `batch_s` picks from other data, and where CPU
     devices share the host's memory. Rows of the whole scattered data that a batch names are exchanged first.
     """
-    selection, batch, is_on_replicas, overlap, tall = picks
+    selection, batch, is_on_replicas, overlap, max_rows = picks
     is_all = isinstance(leaf, Data) and selection.indexes is None and selection.rows == len(leaf)
     is_all = is_all and call.block is None  # which are dealt out in another way than data is
     sending = SENT if overlap is None else SENT._replace(overlap=overlap)
@@ -101,8 +101,8 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
         return at(InputFeed("stacked", of_slice, array.shape[1], overlap, held))
     if not is_global:  # picked on its replica; one replica has all rows
         return at(InputFeed("stacked", kind, array.shape[1]))
-    tall = tall or -(-selection.rows // group.size)
-    return at(InputFeed("stacked", of_slice, tall, overlap), len(leaf))
+    max_rows = max_rows or -(-selection.rows // group.size)
+    return at(InputFeed("stacked", of_slice, max_rows, overlap), len(leaf))
 
 
 def _keeps_place(call: RowCall, leaf: Any, is_all: bool) -> bool:

@@ -19,7 +19,7 @@ from .._variables.access import bind
 from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .binding import BoundArguments
-from .execute import ReadyCall, execute, explained
+from .execute import ReadyCall, execute, translate_error
 from .feeding import launches
 from .inputs import AUTO
 from .look import FORM_FIELDS, Looked, Where, look
@@ -62,7 +62,7 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
             try:
                 return timed(traced.finish)
             except jax.errors.JaxRuntimeError as error:  # XLA tries kernels on a GPU, which may not do for them
-                found = explained(error, function.name)
+                found = translate_error(error, function.name)
                 if found is error:
                     raise
                 raise found from error
@@ -138,7 +138,7 @@ class _Sliced(NamedTuple):
 
 
 def _fewest_that_compile(
-    function: FunctionSpec, plans: PlanCache, where: Where, ask: Callable[[int], Looked], tall: int
+    function: FunctionSpec, plans: PlanCache, where: Where, ask: Callable[[int], Looked], max_rows: int
 ) -> _Sliced:
     """Return the fewest slices, 1 or doubled, for which a device's memory does to compile programs."""
     slices = 1
@@ -146,9 +146,9 @@ def _fewest_that_compile(
         try:
             return _Sliced(slices, find_plan(function, plans, ask(slices), slices, where)[1])
         except MemoryError:
-            if slices == tall or where.group._is_multi_process:  # which would not know what the others found
+            if slices == max_rows or where.group._is_multi_process:  # which would not know what the others found
                 raise
-            slices = min(2 * slices, tall)
+            slices = min(2 * slices, max_rows)
 
 
 def _choose(
@@ -156,17 +156,17 @@ def _choose(
     plans: PlanCache,
     where: Where,
     ask: Callable[[int], Looked],
-    tall: int,
+    max_rows: int,
     first: _Sliced,
 ) -> SliceChoice:
-    """Choose for replicas that have up to `tall` rows; fewer slices than `first` has do not compile."""
+    """Choose for replicas that have up to `max_rows` rows; fewer slices than `first` has do not compile."""
     group, name = where.group, function.name
     limit = _limit(group, name)
     limit = max(0, limit - data_beside(ask(1).rows, group))
     needs: dict[int, int] = {}
 
     def need(rows: int) -> int:
-        slices = -(-tall // rows)
+        slices = -(-max_rows // rows)
         if slices == first.slices == 1:
             plan = first.plan
         else:
@@ -175,17 +175,17 @@ def _choose(
         return needs[rows]
 
     # Rows as slices cut them: 10 in slices of 4 or fewer are three slices, the longest of which has 4; of 6, 5.
-    most, fixed = -(-tall // first.slices), variable_bytes(first.plan, group)
-    rows = most_rows(need, limit, most, fixed, lambda rows: -(-tall // -(-tall // rows)))
+    most, fixed = -(-max_rows // first.slices), variable_bytes(first.plan, group)
+    rows = most_rows(need, limit, most, fixed, lambda rows: -(-max_rows // -(-max_rows // rows)))
     if not rows:
         raise MemoryError(
             f"{name}: in slices of one row it still needs {size_text(needs[1])} of a device, results and variables "
             f"included, but programs may use {size_text(limit)}. Make these or a row smaller, or raise memory=."
         )
-    slices = -(-tall // rows)
-    while slices < tall and _bytes(find_plan(function, plans, ask(slices), slices, where)[1], group, name) > limit:
+    slices = -(-max_rows // rows)
+    while slices < max_rows and _bytes(find_plan(function, plans, ask(slices), slices, where)[1], group, name) > limit:
         slices += 1  # parts of very different lengths, of which a probe showed one alone
-    return SliceChoice(slices, tall, first.plan.accepts)
+    return SliceChoice(slices, max_rows, first.plan.accepts)
 
 
 def _limit(group: Group, name: str) -> int:
@@ -222,15 +222,15 @@ def rows_that_fit(ready: ReadyCall, plans: PlanCache, where: Where) -> int | Non
     if group.memory is None or memory_needed(ready.plan) is None:
         return None
 
-    def need(tall: int) -> int:
-        if tall == max(lengths):
+    def need(max_rows: int) -> int:
+        if max_rows == max(lengths):
             return memory_needed(ready.plan) or 0
-        looked = Looked(ready.rows._replace(lengths=(tall,) * group.size), [], ready.call[:FORM_FIELDS])
+        looked = Looked(ready.rows._replace(lengths=(max_rows,) * group.size), [], ready.call[:FORM_FIELDS])
         plan = find_plan(function, plans, looked, ready.num_slices, where, is_probe=True)[1]
         return memory_needed(plan) or 0
 
-    tall = most_rows(need, group.memory, max(lengths), variable_bytes(ready.plan, group))
-    return min(tall * group.size, sum(lengths))
+    max_rows = most_rows(need, group.memory, max(lengths), variable_bytes(ready.plan, group))
+    return min(max_rows * group.size, sum(lengths))
 
 
 def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
@@ -260,7 +260,7 @@ def _execute_first(ready: ReadyCall, choice: SliceChoice) -> Any:
         result = execute(ready)
         jax.block_until_ready((result, [update.variable._state.leaves for update in ready.plan.updates]))
     except Exception as error:
-        found = explained(error, ready.function.name)
+        found = translate_error(error, ready.function.name)
         if not isinstance(found, MemoryError):
             raise
         drain()  # which tells variables that a program of theirs has died

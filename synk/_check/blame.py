@@ -27,7 +27,7 @@ from .._data.process_rows import ProcessLocalRows
 from .._reductions.monoid import Monoid
 from .._reductions.reduction import REDUCTIONS, Weighted
 from .._runtime.dispatch import LOCK, settle
-from .._runtime.executable import peers_explain, relayout, run_collective
+from .._runtime.executable import relayout, run_collective, translate_peer_errors
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts
 from .._tracing.context import current_trace
@@ -263,7 +263,7 @@ def _look_at(group: Group, leaf: jax.Array, layout: Layout, *olds: jax.Array) ->
     """Of which kinds is it on some replica, other than what was infinite before?"""
     ins: list[Layout] = [layout] * (1 + len(olds))
     (kinds,) = run_collective(group, _kinds_anywhere, ins, layouts("replicated", 1), [leaf, *olds])
-    with peers_explain(group):
+    with translate_peer_errors(group):
         return np.asarray(kinds)
 
 

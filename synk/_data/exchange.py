@@ -29,27 +29,27 @@ def exchange(group: Group, data: jax.Array, rows: int, wanted: np.ndarray) -> ja
     return run_collective(group, body, _INS, _OUTS, [data, index])[0]
 
 
-def exchange_program(group: Group, data: jax.ShapeDtypeStruct, rows: int, tall: int) -> Executable:
-    """The same program, compiled for one who looks at it, where the longest part has `tall` rows."""
-    index = jax.ShapeDtypeStruct((group.size * tall,), np.int32)
-    body = _body(group.size, rows, tall)
+def exchange_program(group: Group, data: jax.ShapeDtypeStruct, rows: int, max_rows: int) -> Executable:
+    """The same program, compiled for one who looks at it, where the longest part has `max_rows` rows."""
+    index = jax.ShapeDtypeStruct((group.size * max_rows,), np.int32)
+    body = _body(group.size, rows, max_rows)
     spec = ProgramSpec(body, [_INS], [[data, index]], _OUTS, name="exchange")
     return group._cached(body, ("explained", data.shape, data.dtype), lambda: Executable(group, spec))
 
 
 @lru_cache(maxsize=1024)
-def _body(size: int, rows: int, tall: int) -> Body:
-    """The program: `size` replicas hold `rows` rows, and each wants `tall` of them."""
+def _body(size: int, rows: int, max_rows: int) -> Body:
+    """The program: `size` replicas hold `rows` rows, and each wants `max_rows` of them."""
     starts = np.array([part.start for part in split_rows(rows, size)], np.int32)
-    expected = tall / size
-    capacity = min(tall, int(np.ceil(expected + 4 * expected**0.5)) + 4)  # of one message, in rows
+    expected = max_rows / size
+    capacity = min(max_rows, int(np.ceil(expected + 4 * expected**0.5)) + 4)  # of one message, in rows
 
     def body(data: jax.Array, index: jax.Array) -> list[jax.Array]:
         rank = lax.axis_index(AXIS)
         dtype, is_small = data.dtype, data.dtype.itemsize < 4 and jnp.issubdtype(data.dtype, jnp.floating)
         if is_small:  # some back ends widen these on the way, and change some NaNs with it
             data = lax.bitcast_convert_type(data, jnp.uint8 if dtype.itemsize == 1 else jnp.uint16)
-        wanted = index.reshape(size, tall)  # by each replica
+        wanted = index.reshape(size, max_rows)  # by each replica
         owner = jnp.searchsorted(starts, wanted, side="right").astype(jnp.int32) - 1
         number, largest = _number_by_pair(owner)
         local, outgoing = wanted - jnp.asarray(starts)[rank], jnp.where(owner == rank, number, -1)
@@ -62,7 +62,7 @@ def _body(size: int, rows: int, tall: int) -> Body:
             return got.at[at].get(mode="promise_in_bounds")
 
         def later(turn: jax.Array, before: jax.Array) -> jax.Array:
-            is_new = (incoming // capacity == turn).reshape(tall, *[1] * (data.ndim - 1))
+            is_new = (incoming // capacity == turn).reshape(max_rows, *[1] * (data.ndim - 1))
             return jnp.where(is_new, exchanged(turn), before)
 
         found = lax.fori_loop(1, (largest + capacity - 1) // capacity, later, exchanged(0))

@@ -21,20 +21,26 @@ class InputFeed(NamedTuple):
     overlap: Overlap | None = None  # which neighbours a part sees
     held_rows: int = 0  # of a resident array whose neighbours the program exchanges, rows of all replicas
 
-    def arrays(self, row: jax.ShapeDtypeStruct, tall: int, replicas: int) -> list[tuple[Layout, jax.ShapeDtypeStruct]]:
-        """Layouts and global shapes, where the longest part has `tall` rows of this shape."""
-        tall += halo_of(self.overlap)
-        front = {"rows": (tall * replicas,), "stacked": (replicas, self.size or tall), "replicated": (self.size,)}
+    def arrays(
+        self, row: jax.ShapeDtypeStruct, max_rows: int, replicas: int
+    ) -> list[tuple[Layout, jax.ShapeDtypeStruct]]:
+        """Layouts and global shapes, where the longest part has `max_rows` rows of this shape."""
+        max_rows += halo_of(self.overlap)
+        front = {
+            "rows": (max_rows * replicas,),
+            "stacked": (replicas, self.size or max_rows),
+            "replicated": (self.size,),
+        }
         array = self.layout, jax.ShapeDtypeStruct((*front[self.layout], *row.shape), row.dtype)
-        return [array] if self.index is None else [array, ("stacked", index_shape(self.index, tall, replicas))]
+        return [array] if self.index is None else [array, ("stacked", index_shape(self.index, max_rows, replicas))]
 
 
 SENT = InputFeed()  # rows that each call brings
 
 
-def index_shape(kind: IndexKind, tall: int, replicas: int) -> jax.ShapeDtypeStruct:
+def index_shape(kind: IndexKind, max_rows: int, replicas: int) -> jax.ShapeDtypeStruct:
     """Global shape of what says which rows each replica reads."""
-    return jax.ShapeDtypeStruct((replicas,) if kind == "slice" else (replicas, tall), np.int32)
+    return jax.ShapeDtypeStruct((replicas,) if kind == "slice" else (replicas, max_rows), np.int32)
 
 
 def read_rows(array: jax.Array, index: jax.Array | None, rows: int) -> jax.Array:

@@ -88,7 +88,7 @@ def widened(parts: PartRows, overlap: Overlap | None) -> PartRows:
     """The rows of a launch with their neighbours, of a selection that begins with those before the first."""
     more = halo_of(overlap)
     counts = tuple([count + more if count else 0 for count in parts.counts])
-    return parts._replace(tall=parts.tall + more, counts=counts) if more else parts
+    return parts._replace(max_rows=parts.max_rows + more, counts=counts) if more else parts
 
 
 def fill_beyond(rows: jax.Array, overlap: Overlap | None, first_row: Any, total: Any) -> jax.Array:

@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from .._base.errors import public_api
 from .._base.partition import split_rows
 from .._base.pytree import key_of, refuse_tracer
-from .._runtime.executable import peers_explain, run_collective
+from .._runtime.executable import run_collective, translate_peer_errors
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import put
 from .selection import Selection
@@ -75,7 +75,7 @@ def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tu
     own = split_rows(rows or 0, len(group._local_ranks))
     told[group._local_ranks, 0] = -1 if rows is None else [part.rows for part in own]
     told[group._local_ranks, 1] = zlib.crc32(what.encode()) >> 1
-    with peers_explain(group):
+    with translate_peer_errors(group):
         (found,) = run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, told, "stacked")])
         every = np.asarray(found)
     if rows is None:

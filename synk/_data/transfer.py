@@ -18,7 +18,7 @@ from .sources import HostSource, Source, copy_rows, own_array
 class PartRows(NamedTuple):
     """The rows of one launch."""
 
-    tall: int  # rows of the longest part; others are filled up to as many
+    max_rows: int  # rows of the longest part; others are filled up to as many
     counts: tuple[int, ...]  # rows of each replica's part
     starts: tuple[int, ...]  # where each part begins among all rows of the call
     offsets: tuple[int, ...]  # and among its replica's own
@@ -32,18 +32,18 @@ class PartRows(NamedTuple):
         """Where this replica's rows lie in the source, filled up with real ones."""
         start, count = self.starts[rank], self.counts[rank]
         positions = selection.positions(start, start + count)
-        if count == self.tall:
+        if count == self.max_rows:
             return positions
         filler = positions[:1] if count else selection.positions(0, 1)
-        return np.concatenate([positions, np.repeat(filler, self.tall - count)])
+        return np.concatenate([positions, np.repeat(filler, self.max_rows - count)])
 
 
 def send_rows(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> Any:
     """Bring each replica its rows of the selection, as one array of the layout "rows". It never shares memory with an
     array of the user's, unless it is that `jax.Array` itself, in its place."""
-    tall = part_rows.tall
+    max_rows = part_rows.max_rows
     if isinstance(source, jax.Array):
-        is_all = selection.indexes is None and len(source) == selection.rows == tall * group.size
+        is_all = selection.indexes is None and len(source) == selection.rows == max_rows * group.size
         if is_all and source.dtype == dtype:
             return source if is_placed(group, source, "rows") else put(group, source, "rows")
         host = to_host(group, source)
@@ -52,17 +52,17 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
             return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
-    shape, ranks = (tall * group.size, *source.shape[1:]), group._local_ranks
+    shape, ranks = (max_rows * group.size, *source.shape[1:]), group._local_ranks
     ranges = zip(part_rows.starts, part_rows.counts, strict=True)
     if group._has_one_device:
         whole = acquire(shape, dtype)
-        fill_parts([whole[at : at + tall] for at in range(0, len(whole), tall)], source, selection, ranges)
+        fill_parts([whole[at : at + max_rows] for at in range(0, len(whole), max_rows)], source, selection, ranges)
         return whole  # One device: let the compiled call transfer the NumPy array itself; a device_put is slower.
-    parts = acquire_parts(len(ranks), (tall, *shape[1:]), dtype)
+    parts = acquire_parts(len(ranks), (max_rows, *shape[1:]), dtype)
     fill_parts(parts, source, selection, list(ranges)[ranks.start : ranks.stop])
 
     def part_at(index: Any) -> np.ndarray:
-        return parts[(index[0].start or 0) // tall - ranks.start]
+        return parts[(index[0].start or 0) // max_rows - ranks.start]
 
     return jax.make_array_from_callback(shape, group.stacked, part_at)
 
@@ -118,8 +118,8 @@ def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: 
     host, rows, size = to_host(group, source), selection.rows, group.size
     with LOCK if host is None else nullcontext():  # programs pick rows on devices
         if is_cut and rows % size == 0:
-            tall = rows // size
-            parts = PartRows(tall, (tall,) * size, tuple(range(0, rows, tall)), (0,) * size)
+            max_rows = rows // size
+            parts = PartRows(max_rows, (max_rows,) * size, tuple(range(0, rows, max_rows)), (0,) * size)
             sent = send_rows(group, source, selection, parts, dtype)
             if isinstance(source, jax.Array) and (sent is source or group._has_one_device):
                 return own_array(sent)  # which its owner may donate

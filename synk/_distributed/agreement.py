@@ -96,7 +96,7 @@ class JaxPeers(Peers):
         raise _KNOWN[kind](result) if kind in _KNOWN else OSError(f"{what}: process 0 failed: {kind}: {result}")
 
     def after_failure(self, what: str, error: Exception) -> Exception:
-        gone = self.explain(error)
+        gone = self.translate_error(error)
         if gone is None:  # it is this process that has failed, and the others wait, or take its next sum for this one
             why = f"{what}: its program died ({str(error).strip().splitlines()[-1][:200]})"
             me = jax.process_index()
@@ -104,7 +104,7 @@ class JaxPeers(Peers):
             gone = self.end(_peer_failed({str(me): why}))
         return gone
 
-    def explain(self, error: BaseException) -> SynkError | None:
+    def translate_error(self, error: BaseException) -> SynkError | None:
         if isinstance(error, PeerError | DisagreementError):
             return error
         if not kv_store.is_running() or not _GONE.search(str(error)):

@@ -91,7 +91,7 @@ def _noted_exit(before: Any, status: Any = None, /) -> NoReturn:
 def _at_error(before: Any, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
     """At an uncaught error this process would wait for the others, and they for it, so it ends at once."""
     faulthandler.cancel_dump_traceback_later()
-    gone = PEERS.explain(error)
+    gone = PEERS.translate_error(error)
     if gone is None:
         publish_failure(f"{kind.__name__}: {error}")
     before(kind, error, traceback)

@@ -96,8 +96,8 @@ def _inputs(ready: ReadyCall) -> Iterator[InputReport]:
             continue
         how = "rows that every replica holds" if one.feed.layout == "replicated" else "rows that lie on the replicas"
         if one.scattered_rows is not None:
-            tall = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap).tall
-            yield InputReport(name, "rows exchanged between replicas", count, 4 * tall * size * size)
+            max_rows = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap).max_rows
+            yield InputReport(name, "rows exchanged between replicas", count, 4 * max_rows * size * size)
             continue
         index = 4 * (size if one.feed.index == "slice" else count) if one.feed.index else 0
         yield InputReport(name, how, count, index)
@@ -110,7 +110,10 @@ def _sent_rows(ready: ReadyCall, rows: RowInputs, one: Any) -> int:
     row = jax.ShapeDtypeStruct(one.shape, one.dtype)
     parts = launches(rows.lengths or (), ready.num_slices)
     return (
-        sum(widened(each, one.feed.overlap).tall for each in parts) * ready.group.size * row.size * row.dtype.itemsize
+        sum(widened(each, one.feed.overlap).max_rows for each in parts)
+        * ready.group.size
+        * row.size
+        * row.dtype.itemsize
     )
 
 
@@ -125,7 +128,7 @@ def _variables(plan: CallPlan) -> Iterator[VariableReport]:
 def _flops(ready: ReadyCall) -> int:
     """On the replica with the most rows."""
     plan, lengths = ready.plan, ready.rows.lengths
-    sizes: list[int | None] = [None] if lengths is None else [p.tall for p in launches(lengths, ready.num_slices)]
+    sizes: list[int | None] = [None] if lengths is None else [p.max_rows for p in launches(lengths, ready.num_slices)]
     if ready.call.block is not None:
         sizes = list(Blocks(ready.call).sizes_of_longest)
     return sum(plan.flops[size] for size in sizes) + plan.flops_of_then

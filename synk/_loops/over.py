@@ -38,7 +38,7 @@ class _Piece(NamedTuple):
 
     batch: int
     counts: tuple[int, ...]  # rows of each replica
-    tall: int  # places that each replica has for them
+    max_rows: int  # places that each replica has for them
     leaves: list[jax.Array]
 
 
@@ -93,7 +93,7 @@ class Accumulation:
             self._carry = found[:count]
             self._seen |= np.array(parts.counts) > 0
             if compiler.kept_kinds:
-                self._pieces.append(_Piece(self._batches, parts.counts, parts.tall, found[count : len(found)]))
+                self._pieces.append(_Piece(self._batches, parts.counts, parts.max_rows, found[count : len(found)]))
         self._rows += sum(lengths)
         self._batches += 1
 
@@ -141,7 +141,7 @@ class Accumulation:
         plan, compiler, name = ready.plan, _compiler(ready.plan), self._function.name
         check_row_count(name, plan.least_rows, (rows,))
         index = {is_row: _row_order(self._pieces, is_row) for is_row in compiler.kept_kinds}
-        places = {True: sum(piece.tall for piece in self._pieces), False: len(self._pieces)}
+        places = {True: sum(piece.max_rows for piece in self._pieces), False: len(self._pieces)}
         totals = {is_row: len(numbers) for is_row, numbers in index.items()}
         key = ("over", plan, *places.values(), *totals.values())
         with LOCK:
@@ -169,7 +169,7 @@ def _shape(leaf: Any, state: jax.ShapeDtypeStruct) -> tuple[int, ...]:
 
 def _row_order(pieces: Sequence[_Piece], is_row: bool) -> np.ndarray:
     """Where the rows, or the parts, of all batches lie among what the replicas have kept, in row order."""
-    starts = np.cumsum([0, *(piece.tall if is_row else 1 for piece in pieces)]).tolist()
+    starts = np.cumsum([0, *(piece.max_rows if is_row else 1 for piece in pieces)]).tolist()
     found: list[np.ndarray] = []
     for _, batch in groupby(zip(pieces, starts, strict=False), key=lambda each: each[0].batch):
         launched = list(batch)

@@ -117,7 +117,7 @@ def _launch(
         with jax.profiler.TraceAnnotation(name):
             results = run(*args)
     except Exception as error:  # on CPU it may be here that another process is found gone
-        gone = group._peers.explain(error)
+        gone = group._peers.translate_error(error)
         if gone is None and isinstance(error, jax.errors.JaxRuntimeError) and "INVALID_ARGUMENT" not in str(error):
             group._peers.after_failure(name, error)  # which has begun, and others go on
         if gone is None or gone is error:
@@ -128,12 +128,12 @@ def _launch(
 
 
 @contextmanager
-def peers_explain(group: Group) -> Generator[None]:
+def translate_peer_errors(group: Group) -> Generator[None]:
     """Where what is waited for died since another process is gone, say so by PeerError."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        gone = group._peers.explain(error)
+        gone = group._peers.translate_error(error)
         if gone is None:
             raise
         raise gone from error

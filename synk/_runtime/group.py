@@ -65,7 +65,7 @@ class Peers:
         """A program that every process has launched died here; what its variables are to say is the cause."""
         return error
 
-    def explain(self, error: BaseException) -> SynkError | None:
+    def translate_error(self, error: BaseException) -> SynkError | None:
         """An error of the communication between processes as synk's; None where it is another."""
 
     def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:

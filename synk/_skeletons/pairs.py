@@ -105,8 +105,8 @@ class _Ring(NamedTuple):
 
         found = lax.fori_loop(1, size, turn, (y, visit([], x, y, rank)))[1]
         if self.reduction.name == "concat":
-            tall = max(self.lengths)
-            valid = np.concatenate([i * tall + np.arange(count) for i, count in enumerate(self.lengths)])
+            max_rows = max(self.lengths)
+            valid = np.concatenate([i * max_rows + np.arange(count) for i, count in enumerate(self.lengths)])
             return [leaf[:, valid] for leaf in found]
         whole = zip(found, jax.eval_shape(self._every, x, y), strict=True)
         return [self.reduction.finalize(a, None).astype(result_dtype(v.dtype, self.reduction.name)) for a, v in whole]
@@ -119,10 +119,10 @@ class _Ring(NamedTuple):
 
     def _fold(self, before: list[jax.Array], x: Leaves, y: Leaves, whose: jax.Array) -> list[jax.Array]:
         """What pairs so far come to, with those of the rows of one replica, some of them at a time."""
-        own, tall = jnp.asarray(np.array(self.lengths, np.int32))[whose], y[0].shape[0]
-        count = max(1, min(tall, TOGETHER // x[0].shape[0]))
-        blocks = -(-tall // count)
-        numbers = jnp.minimum(jnp.arange(blocks * count, dtype=jnp.int32), tall - 1).reshape(blocks, count)
+        own, max_rows = jnp.asarray(np.array(self.lengths, np.int32))[whose], y[0].shape[0]
+        count = max(1, min(max_rows, TOGETHER // x[0].shape[0]))
+        blocks = -(-max_rows // count)
+        numbers = jnp.minimum(jnp.arange(blocks * count, dtype=jnp.int32), max_rows - 1).reshape(blocks, count)
         first = jnp.arange(blocks, dtype=jnp.int32) * count
 
         def add(states: list[jax.Array], block: tuple[jax.Array, jax.Array]) -> tuple[list[jax.Array], None]:
@@ -148,7 +148,7 @@ class _Ring(NamedTuple):
 
     def _keep(self, before: list[jax.Array], x: Leaves, y: Leaves, whose: jax.Array) -> list[jax.Array]:
         """All pairs so far, with those of the rows of one replica in their places."""
-        size, tall, values = len(self.lengths), y[0].shape[0], self._every(x, y)
-        empty = [jnp.zeros((v.shape[0], size * tall, *v.shape[2:]), v.dtype) for v in values]
+        size, max_rows, values = len(self.lengths), y[0].shape[0], self._every(x, y)
+        empty = [jnp.zeros((v.shape[0], size * max_rows, *v.shape[2:]), v.dtype) for v in values]
         pairs = zip(before or empty, values, strict=True)
-        return [lax.dynamic_update_slice_in_dim(one, value, whose * tall, 1) for one, value in pairs]
+        return [lax.dynamic_update_slice_in_dim(one, value, whose * max_rows, 1) for one, value in pairs]

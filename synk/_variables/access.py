@@ -181,7 +181,7 @@ def read(variable: Variable, copy: Callable[[list[jax.Array]], list[Any]]) -> li
         except Exception as error:
             if _end_well(state.leaves):  # what a handler of a signal has raised is no failure of the program
                 raise
-            gone = group._peers.explain(error)
+            gone = group._peers.translate_error(error)
             if gone is not None:
                 raise gone from error
             drain()  # which notes whose program it was

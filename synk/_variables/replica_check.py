@@ -11,7 +11,7 @@ from jax import lax
 
 from .._base.errors import DivergedError, public_api
 from .._runtime.engine import Body
-from .._runtime.executable import as_bits, peers_explain, run_collective
+from .._runtime.executable import as_bits, run_collective, translate_peer_errors
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout
 from .._tracing.context import eager
@@ -50,7 +50,7 @@ def check_replicas(*variables: Shared) -> None:
         body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpacker, v._spec.is_cut) for v in each))
         leaves = [leaf for state in states for leaf in state.leaves]
         layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
-        with peers_explain(group):
+        with translate_peer_errors(group):
             table = np.asarray(run_collective(group, body, layouts, ["replicated"], leaves)[0])
     names = [f"{variable.name}{path}" for variable in each for path in variable._spec.paths]
     for i, name in enumerate(names):
