@@ -115,6 +115,19 @@ class CallTraces:
             if has_axis or f"unbound axis name: {AXIS}" not in str(error):
                 raise
             raise ValueError(request.sees.without_axis(f"it communicates inside (over the axis {AXIS!r})")) from error
+        self._check_updates(traced)
+        return traced
+
+    def _trace(self, request: TraceRequest) -> TracedFunction:
+        traced = trace(request)
+        self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
+        reads, writes = [v._number for v in traced.variables], [(v._number, slices) for v, slices in traced.writes]
+        self.record += (*reads, *writes, traced.fingerprint)
+        return traced
+
+    def _check_updates(self, traced: TracedFunction) -> None:
+        """Refuse updates of variables that this kind of call cannot make."""
+        function, call = self.function, self.call
         for variable, slices in traced.writes:
             if call.block is not None:
                 raise ValueError(
@@ -130,14 +143,6 @@ class CallTraces:
                 raise cannot_update_rows(function.name, variable.name)
             if call.is_sliced:
                 self._check_slices(variable, slices)
-        return traced
-
-    def _trace(self, request: TraceRequest) -> TracedFunction:
-        traced = trace(request)
-        self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
-        reads, writes = [v._number for v in traced.variables], [(v._number, slices) for v, slices in traced.writes]
-        self.record += (*reads, *writes, traced.fingerprint)
-        return traced
 
     def _check_slices(self, variable: Shared, slices: str | None) -> None:
         name, shapes = self.function.name, self.abstract(variable).shapes
