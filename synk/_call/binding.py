@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
@@ -16,10 +17,15 @@ import numpy as np
 from jax.tree_util import keystr
 
 from .._base.bounded_cache import BoundedCache
-from .._base.errors import shown
-from .._base.pytree import PyTree, array_of_list
+from .._base.errors import checked_integer, shown
+from .._base.pytree import SCALARS, PyTree, array_of_list, as_data, check_fits, is_number, key_of
+from .._data.dataset import Data
 from .._data.overlap import Overlap, halo_of
+from .._data.process_rows import ProcessLocalRows
+from .._data.sources import Source, as_source
+from .._runtime.group import Group
 from .._tracing.names import links
+from .._variables.combine import rows_held
 from .._variables.variable import Shared
 
 MODES = ("scatter", "broadcast", "static")
@@ -351,3 +357,80 @@ def _is_numbers(value: Any) -> bool:
     if type(value) is list:
         return all(map(_is_numbers, value))
     return isinstance(value, bool | int | float | complex | np.generic)
+
+
+AUTO = "auto"  # for num_slices: as few as fit into memory
+
+
+class Arguments(NamedTuple):
+    """Leaves as arrays, numbers, `Data` or rows of this process: typed PRNG keys as raw data, and the kind of each
+    leaf's keys in the order of the tree."""
+
+    scattered: list[Any]
+    broadcast: list[Any]
+    keys: tuple[Any, ...]
+
+
+def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, is_abstract: bool = False) -> Arguments:
+    """Check what users have passed; `group` is where shared variables live, None under a trace."""
+    spec, values = bound.spec, list(bound.leaves)
+    overlapping = [i for i, overlap in zip(spec.scattered, spec.overlaps, strict=True) if overlap is not None]
+    keys: list[Any] = [None] * len(values)
+    for i, leaf in enumerate(values):
+        if isinstance(leaf, jax.Array):
+            if not isinstance(leaf.dtype, np.dtype):
+                keys[i], values[i] = key_of(leaf), as_data(leaf)
+                if leaf.ndim == 0 and i in spec.scattered:
+                    raise no_rows(name, spec.names[i])
+        elif (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and is_number(leaf.dtype):
+            pass
+        elif isinstance(leaf, Data):
+            keys[i] = leaf._key
+        elif isinstance(leaf, jax.ShapeDtypeStruct):
+            if not is_abstract:
+                raise TypeError(
+                    f"{name}: argument {spec.names[i]} is a shape alone, which compile and explain take; a call needs "
+                    f"an array."
+                )
+            keys[i], values[i] = key_of(leaf), as_data(leaf)
+        elif isinstance(leaf, Shared) and i in overlapping and group is not None:
+            values[i] = rows_held(leaf, group, f"{name}: argument {spec.names[i]}")
+            keys[i] = values[i]._key
+        elif isinstance(leaf, ProcessLocalRows):
+            if i in spec.broadcast:
+                raise TypeError(f"{name}: argument {spec.names[i]} is synk.local rows, but it is broadcast.")
+        elif not isinstance(leaf, SCALARS):
+            values[i] = _as_array(leaf, f"{name}: argument {spec.names[i]}", spec.names[i] not in spec.parameters)
+        elif isinstance(leaf, int):
+            check_fits(leaf, f"{name}: argument {spec.names[i]}")
+    return Arguments([values[i] for i in spec.scattered], [values[i] for i in spec.broadcast], tuple(keys))
+
+
+def passes_variables(bound: BoundArguments) -> bool:
+    """Is a shared variable among the arguments, whose rows the call takes as they are?"""
+    return any([isinstance(leaf, Shared) for leaf in bound.leaves])
+
+
+def _as_array(leaf: Any, what: str, is_in_tree: bool) -> Source:
+    if isinstance(leaf, Shared):
+        raise TypeError(
+            f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead."
+        )
+    if isinstance(leaf, Mapping):
+        raise TypeError(f"{what} is a {type(leaf).__name__}, whose items JAX does not see: pass dict(...) of it.")
+    other = f"and {KEEP_OUTSIDE}" if is_in_tree else 'or pass it as "static"'
+    return as_source(leaf, what, f"give arrays, numbers, {other}")
+
+
+def check_slices(num_slices: Any, name: str) -> None:
+    """`num_slices` is an integer >= 1, or "auto"."""
+    if not (isinstance(num_slices, str) and num_slices == AUTO):
+        checked_integer(num_slices, f"{name}: num_slices", 1, 'give an integer >= 1, or "auto"')
+
+
+def no_rows(name: str, argument: str) -> ValueError:
+    said = f"{name}: argument {argument} is a scalar and has no rows to scatter."
+    parameter = re.split(r"[.\[]", argument)[0]
+    if parameter == argument:
+        return ValueError(f'{said} Pass it as "broadcast": inputs={{"{parameter}": "broadcast"}}.')
+    return ValueError(f'{said} Make it a parameter of its own, or give {parameter} a tree of modes, "broadcast" there.')

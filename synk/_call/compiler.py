@@ -18,9 +18,9 @@ from .._runtime.group import AXIS
 from .._runtime.layout import Layout, Layouts, layouts
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
-from .feeding import launches
-from .finish import Finisher
 from .parts import POSITION, TABLE_ROWS, Part, any_not_finite, arrays_of, part_of, part_of_many
+from .program import Finisher
+from .rows import launches
 from .traces import State
 
 Arrays = Sequence[jax.Array]

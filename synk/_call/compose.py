@@ -30,16 +30,13 @@ from .._runtime.layout import Layout, layouts, put
 from .._variables.access import state_in
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
-from .binding import BoundArguments
-from .feeding import launches
-from .finish import Finisher
-from .inputs import AUTO, check_leaves, select_rows
-from .look import check_row_numbers, checked_subset, part_form
+from .binding import AUTO, BoundArguments, check_leaves
+from .kinds import check_row_numbers, checked_subset, part_form
 from .parts import arrays_of, part_of, part_table
 from .plan import PlanCache, Traced, plan_key
 from .prepare import check_row_count
-from .program import ProgramBuilder
-from .row_input import RowCall, RowRequest
+from .program import Finisher, ProgramBuilder
+from .rows import RowCall, RowRequest, launches, select_rows
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 

@@ -20,10 +20,9 @@ from .._runtime.layout import constant, shard_of_rank
 from .._variables.access import bind, divergence, invalidate, restore
 from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .feeding import exchanged, feed_rows, index_on_replicas, launches
-from .inputs import RowInputs
 from .parts import part_table
 from .plan import CallPlan, SliceChoice
+from .rows import RowInputs, exchanged, feed_rows, index_on_replicas, launches
 from .spec import CallSpec, FunctionSpec
 
 

@@ -21,8 +21,7 @@ from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared, newest
 from .causes import Compiled
 from .compiler import Compiler
-from .finish import Finisher
-from .program import ProgramBuilder
+from .program import Finisher, ProgramBuilder
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, View, rows_not_in_blocks
 

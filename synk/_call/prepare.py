@@ -6,13 +6,12 @@ from typing import Any
 
 from .._base.partition import lengths_of
 from .._runtime.dispatch import retire_finished
-from .binding import BoundArguments
+from .auto_slices import choose_slices, find_plan
+from .binding import AUTO, BoundArguments
 from .execute import ReadyCall
-from .inputs import AUTO
-from .look import Where, look
+from .kinds import Where, look
 from .plan import PlanCache
-from .row_input import RowRequest
-from .slices import choose_slices, find_plan
+from .rows import RowRequest
 from .spec import FunctionSpec
 
 

@@ -12,14 +12,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
-from .._call.binding import BoundArguments
+from .._call.binding import BoundArguments, check_leaves
 from .._call.execute import Outcome, ReadyCall, evaluate
-from .._call.feeding import feed_rows, launches
-from .._call.inputs import check_leaves
-from .._call.look import Where
+from .._call.kinds import Where
 from .._call.plan import PlanCache
 from .._call.prepare import prepare
-from .._call.row_input import RowRequest
+from .._call.rows import RowRequest, feed_rows, launches
 from .._call.spec import FunctionSpec, Stats
 from .._call.traces import CallTraces
 from .._data.dataset import Data

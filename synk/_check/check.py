@@ -12,14 +12,13 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import LawError
 from .._base.pytree import PyTree
+from .._call.auto_slices import is_stale
 from .._call.binding import BoundArguments
 from .._call.execute import Outcome, ReadyCall, evaluate
-from .._call.feeding import launches
-from .._call.look import Where
+from .._call.kinds import Where
 from .._call.plan import PlanCache
 from .._call.prepare import prepare
-from .._call.row_input import RowRequest
-from .._call.slices import is_stale
+from .._call.rows import RowRequest, launches
 from .._call.spec import FunctionSpec
 from .._call.traces import cannot_update_rows, shared_in
 from .._data.process_rows import ProcessLocalRows

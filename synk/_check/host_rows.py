@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 
 from .._base.pytree import as_keys
-from .._call.binding import BoundArguments
-from .._call.inputs import check_leaves, select_rows
-from .._call.row_input import RowCall, RowRequest
+from .._call.binding import BoundArguments, check_leaves
+from .._call.rows import RowCall, RowRequest, select_rows
 from .._data.transfer import gather_rows, to_host
 from .._runtime.group import Group
 from .._runtime.layout import everywhere

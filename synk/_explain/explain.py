@@ -7,15 +7,21 @@ from typing import Any
 
 import jax
 
+from .._call.auto_slices import (
+    ProgramMemory,
+    bytes_on_device,
+    data_beside,
+    memory_of,
+    rows_that_fit,
+    sizes_of,
+    variable_bytes,
+)
 from .._call.blocks import Blocks
 from .._call.causes import causes
 from .._call.execute import ReadyCall
-from .._call.feeding import exchange_programs, launches
-from .._call.inputs import RowInputs
-from .._call.look import Where
-from .._call.memory import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
+from .._call.kinds import Where
 from .._call.plan import CallPlan, PlanCache
-from .._call.slices import rows_that_fit
+from .._call.rows import RowInputs, exchange_programs, launches
 from .._data.overlap import widened
 from .._runtime.executable import Executable
 from .._runtime.group import Accelerator

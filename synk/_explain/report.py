@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .._base.units import UNKNOWN, number_text, size_text
-from .._call.memory import ProgramMemory
+from .._call.auto_slices import ProgramMemory
 from .hlo import Collective
 from .picture import draw_png, draw_svg, page, scrolled
 

@@ -14,14 +14,13 @@ from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced
 from .._base.old_names import refuse_member
 from .._base.pytree import PyTree
-from .._call.binding import ArgumentBinder, BoundArguments
+from .._call.auto_slices import execute_fitting
+from .._call.binding import ArgumentBinder, BoundArguments, check_slices
 from .._call.compose import compose
 from .._call.execute import NotFinite
-from .._call.inputs import check_slices
-from .._call.look import Where
+from .._call.kinds import Where
 from .._call.prepare import prepare, start
-from .._call.row_input import RowRequest
-from .._call.slices import execute_fitting
+from .._call.rows import RowRequest
 from .._call.spec import FunctionSpec, with_then
 from .._data.prefetch import Prefetch
 from .._loops.iterate import Batches, iterate, stream

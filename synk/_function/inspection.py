@@ -13,13 +13,12 @@ from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced
 from .._base.pytree import PyTree
 from .._base.turns import in_turn
-from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments
+from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments, check_slices
 from .._call.execute import ReadyCall
-from .._call.inputs import check_slices
-from .._call.look import Where
+from .._call.kinds import Where
 from .._call.plan import PlanCache
 from .._call.prepare import prepare
-from .._call.row_input import RowRequest
+from .._call.rows import RowRequest
 from .._call.spec import FunctionSpec
 from .._check.blame import Blame, blame
 from .._check.check import Runner, check, check_blocks, check_wires, refuse_stale, run_serial

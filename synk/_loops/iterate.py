@@ -12,9 +12,8 @@ import jax
 
 from .._base.errors import public_api, shown, warn
 from .._base.pytree import PyTree, as_keys, is_prng_key, narrow
-from .._call.binding import ArgumentBinder, BoundArguments
-from .._call.inputs import check_leaves, common_rows, refuse_together
-from .._call.row_input import RowRequest
+from .._call.binding import ArgumentBinder, BoundArguments, check_leaves
+from .._call.rows import RowRequest, common_rows, refuse_together
 from .._call.spec import FunctionSpec
 from .._data.dataset import Data, source_of
 from .._data.prefetch import Prefetch

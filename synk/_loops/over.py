@@ -15,12 +15,10 @@ from .._base.pytree import PyTree
 from .._call.binding import BoundArguments
 from .._call.compiler import Compiler
 from .._call.execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
-from .._call.feeding import launches
-from .._call.inputs import RowInputs
-from .._call.look import MOST_ROWS, Where
+from .._call.kinds import MOST_ROWS, Where
 from .._call.plan import CallPlan, PlanCache
 from .._call.prepare import check_row_count, prepare, start
-from .._call.row_input import RowRequest
+from .._call.rows import RowInputs, RowRequest, launches
 from .._call.spec import FunctionSpec
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective

@@ -12,7 +12,7 @@ import numpy as np
 from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
 from .._base.turns import in_turn
-from .._call.inputs import check_slices
+from .._call.binding import check_slices
 from .._data.prefetch import Prefetch
 from .._function import decorator
 from .._function.decorator import Inputs

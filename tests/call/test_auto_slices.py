@@ -14,7 +14,7 @@ import pytest
 
 import synk
 import synk.train
-from synk._call.memory import most_rows
+from synk._call.auto_slices import most_rows
 
 from ..helpers import HAS_PLUGIN, slow, slow_but
 

@@ -19,11 +19,9 @@ from .._runtime.layout import own_copy, put, replicate
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState
 from .._variables.variable import Shared
-from .binding import BoundArguments
-from .feeding import launches
-from .inputs import RowInputs, check_leaves, passes_variables, select_rows, values_given
+from .binding import BoundArguments, check_leaves, passes_variables
 from .plan import PlanCache, Traced
-from .row_input import RowCall, RowRequest
+from .rows import RowCall, RowInputs, RowRequest, launches, select_rows, values_given
 from .spec import CallSpec, FunctionSpec, PartForm
 from .traces import CallTraces, View, rows_not_in_blocks
 

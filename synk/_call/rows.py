@@ -1,36 +1,134 @@
-"""Inputs: the arguments of a call, checked, and which rows of the scattered ones it takes."""
+"""Row input: how the rows of one argument reach the replicas: sent from the host, or picked where they lie."""
 
 import itertools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .._base.errors import checked_integer
-from .._base.partition import lengths_of
-from .._base.pytree import SCALARS, as_data, check_fits, is_number, key_of, narrow
-from .._data.dataset import Data, is_result, source_of
-from .._data.overlap import halo_of
+from .._base.partition import lengths_of, split_rows
+from .._base.pytree import SCALARS, narrow
+from .._data.dataset import Data, abstract_rows, is_result, resident, source_of
+from .._data.exchange import exchange, exchange_program
+from .._data.feed import SENT, InputFeed
+from .._data.overlap import Overlap, halo_of, widened, with_neighbours
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
+    IndexKind,
     ReplicaSelection,
     Selection,
+    index_kind,
     merge_replicas,
     select,
     select_on_replicas,
 )
-from .._data.sources import Source, as_source
-from .._data.transfer import gather_rows
+from .._data.sources import is_in_memory
+from .._data.transfer import PartRows, gather_rows, send_index, send_rows
+from .._runtime.executable import Executable
 from .._runtime.group import Group
-from .._variables.combine import rows_held
-from .._variables.variable import Shared
-from .binding import KEEP_OUTSIDE, BoundArguments
-from .row_input import Picks, RowCall, RowInput, row_input
+from .._runtime.layout import constant
+from .binding import Arguments, no_rows
+
+
+class RowRequest(NamedTuple):
+    """Which rows a call asks for, as its user gave them."""
+
+    batch: Any = None
+    batch_s: Any = None
+    num_slices: Any = 1  # or "auto"
+    turn: int | None = None  # which item of a loop over batches it is
+
+
+class RowInput(NamedTuple):
+    """One scattered argument."""
+
+    source: Any  # on the host; or the resident array
+    selection: Selection  # which rows; of scattered data that keeps its rows, all
+    feed: InputFeed  # how they come
+    shape: tuple[int, ...]  # of one row
+    dtype: np.dtype  # as JAX has it
+    scattered_rows: int | None = None  # where a batch picks from all rows of scattered data: how many there are
+    rows_before: int = 0  # rows of the call that lie before the source's, in other processes
+
+
+class RowCall(NamedTuple):
+    """What the checks of the rows of one call share."""
+
+    name: str  # of the function
+    names: Sequence[str]  # of the scattered arguments
+    leaves: Sequence[Any]  # these, looked at
+    request: RowRequest  # which rows
+    group: Group  # which runs them
+    data_group: Group | None = None  # where scattered data lies in another group: that one; rows come from the host
+    overlaps: Sequence[Overlap | None] = ()  # which neighbours of its rows each brings; () for none
+    is_abstract: bool = False  # whether the call is compiled and not run, so that nothing is placed
+    block: int | None = None  # of how many rows are the blocks that replicas get whole; None: rows are dealt out evenly
+
+
+class Picks(NamedTuple):
+    """Which rows a call takes of one argument."""
+
+    selection: Selection
+    batch: Any  # what picks them
+    is_on_replicas: bool  # whether that picks on each replica
+    overlap: Overlap | None = None  # which neighbours come with them
+    max_rows: int = 0  # with these, rows of the longest part
+
+
+def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
+    """How one argument's rows come: sent from the host, or picked from resident data where they lie.
+
+    Resident data is sent too where the call has another group, where `batch_s` picks from other data, and where CPU
+    devices share the host's memory. Rows of the whole scattered data that a batch names are exchanged first.
+    """
+    selection, batch, is_on_replicas, overlap, max_rows = picks
+    is_all = isinstance(leaf, Data) and selection.indexes is None and selection.rows == len(leaf)
+    is_all = is_all and call.block is None  # which are dealt out in another way than data is
+    sending = SENT if overlap is None else SENT._replace(overlap=overlap)
+    if overlap is not None and not _keeps_place(call, leaf, is_all):
+        among = with_neighbours(selection.rows, overlap)
+        index = among + selection.start if selection.indexes is None else selection.indexes[among]
+        selection = Selection(index, 0, len(index))
+    if not isinstance(leaf, Data):
+        return RowInput(leaf, selection, sending, leaf.shape[1:], narrow(leaf.dtype))
+    shape, dtype, group = leaf.shape[1:], narrow(leaf.dtype), call.group
+    sent = RowInput(source_of(leaf), selection, sending, shape, dtype)
+    if leaf.place == "host" or call.data_group is not None:
+        return sent
+    if leaf.place == "scatter" and call.request.batch_s is not None and not is_on_replicas:
+        # `batch_s` gives replicas unequal rows, but scattered minibatch data is split evenly: send its rows.
+        return sent
+    may_differ = group.size > 1 or overlap is not None
+    is_global = leaf.place == "scatter" and may_differ and not (is_on_replicas or is_all)
+    if is_global and group.platform == "cpu" and is_in_memory(source_of(leaf)):
+        return sent  # which these devices' rows lie in, too
+    array = abstract_rows(leaf, group) if call.is_abstract else resident(leaf, group)
+
+    def at(feed: InputFeed, scattered_rows: int | None = None) -> RowInput:
+        return RowInput(array, selection, feed, shape, dtype, scattered_rows)
+
+    kind: IndexKind = index_kind(batch) if overlap is None else "gather"
+    if leaf.place == "broadcast":
+        return at(InputFeed("replicated", kind, len(leaf), overlap))
+    of_slice: IndexKind | None = "slice" if call.request.num_slices > 1 else None
+    if is_all and not is_on_replicas:
+        # Whole, each part begins where its replica's rows do, unless it is a slice of those.
+        held = 0 if overlap is None else len(leaf)
+        return at(InputFeed("stacked", of_slice, array.shape[1], overlap, held))
+    if not is_global:  # picked on its replica; one replica has all rows
+        return at(InputFeed("stacked", kind, array.shape[1]))
+    max_rows = max_rows or -(-selection.rows // group.size)
+    return at(InputFeed("stacked", of_slice, max_rows, overlap), len(leaf))
+
+
+def _keeps_place(call: RowCall, leaf: Any, is_all: bool) -> bool:
+    """Is it all of scattered data, whose replicas bring each other the neighbours?"""
+    return is_all and leaf.place == "scatter" and call.data_group is None and call.request.batch_s is None
+
 
 _NO_ROWS = Selection(None, 0, 0)
-AUTO = "auto"  # for num_slices: as few as fit into memory
 
 
 class RowInputs(NamedTuple):
@@ -40,72 +138,6 @@ class RowInputs(NamedTuple):
     lengths: tuple[int, ...] | None  # rows of each replica; None where nothing has brought any yet
     on_replicas: ReplicaSelection | None = None  # where `batch_s` picks from rows that lie on the replicas
     is_process_local: bool = False  # whether each process brings rows of its own
-
-
-class Arguments(NamedTuple):
-    """Leaves as arrays, numbers, `Data` or rows of this process: typed PRNG keys as raw data, and the kind of each
-    leaf's keys in the order of the tree."""
-
-    scattered: list[Any]
-    broadcast: list[Any]
-    keys: tuple[Any, ...]
-
-
-def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, is_abstract: bool = False) -> Arguments:
-    """Check what users have passed; `group` is where shared variables live, None under a trace."""
-    spec, values = bound.spec, list(bound.leaves)
-    overlapping = [i for i, overlap in zip(spec.scattered, spec.overlaps, strict=True) if overlap is not None]
-    keys: list[Any] = [None] * len(values)
-    for i, leaf in enumerate(values):
-        if isinstance(leaf, jax.Array):
-            if not isinstance(leaf.dtype, np.dtype):
-                keys[i], values[i] = key_of(leaf), as_data(leaf)
-                if leaf.ndim == 0 and i in spec.scattered:
-                    raise _no_rows(name, spec.names[i])
-        elif (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and is_number(leaf.dtype):
-            pass
-        elif isinstance(leaf, Data):
-            keys[i] = leaf._key
-        elif isinstance(leaf, jax.ShapeDtypeStruct):
-            if not is_abstract:
-                raise TypeError(
-                    f"{name}: argument {spec.names[i]} is a shape alone, which compile and explain take; a call needs "
-                    f"an array."
-                )
-            keys[i], values[i] = key_of(leaf), as_data(leaf)
-        elif isinstance(leaf, Shared) and i in overlapping and group is not None:
-            values[i] = rows_held(leaf, group, f"{name}: argument {spec.names[i]}")
-            keys[i] = values[i]._key
-        elif isinstance(leaf, ProcessLocalRows):
-            if i in spec.broadcast:
-                raise TypeError(f"{name}: argument {spec.names[i]} is synk.local rows, but it is broadcast.")
-        elif not isinstance(leaf, SCALARS):
-            values[i] = _as_array(leaf, f"{name}: argument {spec.names[i]}", spec.names[i] not in spec.parameters)
-        elif isinstance(leaf, int):
-            check_fits(leaf, f"{name}: argument {spec.names[i]}")
-    return Arguments([values[i] for i in spec.scattered], [values[i] for i in spec.broadcast], tuple(keys))
-
-
-def passes_variables(bound: BoundArguments) -> bool:
-    """Is a shared variable among the arguments, whose rows the call takes as they are?"""
-    return any([isinstance(leaf, Shared) for leaf in bound.leaves])
-
-
-def _as_array(leaf: Any, what: str, is_in_tree: bool) -> Source:
-    if isinstance(leaf, Shared):
-        raise TypeError(
-            f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead."
-        )
-    if isinstance(leaf, Mapping):
-        raise TypeError(f"{what} is a {type(leaf).__name__}, whose items JAX does not see: pass dict(...) of it.")
-    other = f"and {KEEP_OUTSIDE}" if is_in_tree else 'or pass it as "static"'
-    return as_source(leaf, what, f"give arrays, numbers, {other}")
-
-
-def check_slices(num_slices: Any, name: str) -> None:
-    """`num_slices` is an integer >= 1, or "auto"."""
-    if not (isinstance(num_slices, str) and num_slices == AUTO):
-        checked_integer(num_slices, f"{name}: num_slices", 1, 'give an integer >= 1, or "auto"')
 
 
 def select_rows(call: RowCall) -> RowInputs:
@@ -262,7 +294,7 @@ def common_rows(
         if isinstance(leaf, Data):
             source_of(leaf)  # SynkError where it was freed
         if isinstance(leaf, SCALARS) or leaf.ndim == 0:
-            raise _no_rows(name, names[i])
+            raise no_rows(name, names[i])
         count = leaf.shape[0]
         if rows is None:
             rows = count
@@ -292,14 +324,6 @@ def _cure_of_unequal(rows: dict[str, int], batch: Any) -> str:
     return '. Scattered ones share their rows; pass this one as "broadcast" if it has none to share.'
 
 
-def _no_rows(name: str, argument: str) -> ValueError:
-    said = f"{name}: argument {argument} is a scalar and has no rows to scatter."
-    parameter = re.split(r"[.\[]", argument)[0]
-    if parameter == argument:
-        return ValueError(f'{said} Pass it as "broadcast": inputs={{"{parameter}": "broadcast"}}.')
-    return ValueError(f'{said} Make it a parameter of its own, or give {parameter} a tree of modes, "broadcast" there.')
-
-
 def values_given(given: Arguments, rows: RowInputs) -> list[Any]:
     """What a call runs on, in host memory: rows that are picked, what picks on the replicas, and broadcast arguments.
     Rows of this process alone are not among them, nor what lies on other processes too."""
@@ -314,3 +338,93 @@ def values_given(given: Arguments, rows: RowInputs) -> list[Any]:
     values += [] if rows.on_replicas is None else [one.positions(0, one.rows) for one in rows.on_replicas.chosen]
     broadcast = [leaf[:] if isinstance(leaf, Data) else leaf for leaf in given.broadcast]
     return values + [leaf for leaf in broadcast if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable]
+
+
+@lru_cache(maxsize=1024)
+def launches(lengths: tuple[int, ...], num_slices: int) -> list[PartRows]:
+    """Which rows each replica runs in each launch: of each its slice with that number, of few rows none in the last.
+
+    Example:
+      >>> [parts.counts for parts in launches((3, 2), 2)]
+      [(2, 1), (1, 1)]
+    """
+    slices = min(num_slices, max(lengths))  # further ones would have no row
+    before, cuts = np.cumsum([0, *lengths]).tolist(), [split_rows(length, slices) for length in lengths]
+    found: list[PartRows] = []
+    for parts in zip(*cuts, strict=True):
+        offsets, counts = zip(*parts, strict=True)
+        starts = tuple(b + o for b, o in zip(before, offsets, strict=False))
+        found.append(PartRows(max(counts), counts, starts, offsets))
+    return found
+
+
+def exchanged(group: Group, rows: RowInputs) -> RowInputs:
+    """Where a global batch picks from scattered data, the rows picked in their place."""
+    if all([one.scattered_rows is None for one in rows.each]):
+        return rows
+
+    def bring(one: RowInput) -> RowInput:
+        if one.scattered_rows is None:
+            return one
+        parts = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap)
+        wanted = np.array([parts.positions(one.selection, rank) for rank in range(group.size)])
+        return one._replace(source=exchange(group, one.source, one.scattered_rows, wanted), scattered_rows=None)
+
+    return rows._replace(each=tuple(map(bring, rows.each)))
+
+
+def exchange_programs(group: Group, rows: RowInputs) -> Iterator[tuple[int, Executable]]:
+    """The programs that `exchanged` runs, each with the number of the argument whose rows it brings."""
+    for i, one in enumerate(rows.each):
+        if one.scattered_rows is not None:
+            max_rows = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap).max_rows
+            data = jax.ShapeDtypeStruct(one.source.shape, one.source.dtype)
+            yield i, exchange_program(group, data, one.scattered_rows, max_rows)
+
+
+def feed_rows(group: Group, rows: RowInputs, part_rows: PartRows) -> list[Any]:
+    """Bring a launch its rows, or what picks them."""
+    values: list[Any] = []
+    picks: dict[Any, Any] = {}
+    for one in rows.each:
+        layout, index, overlap = one.feed.layout, one.feed.index, one.feed.overlap
+        if layout == "rows":
+            here = widened(part_rows, overlap)
+            if rows.is_process_local:
+                here = here._replace(starts=tuple([start - one.rows_before for start in part_rows.starts]))
+            values.append(send_rows(group, one.source, one.selection, here, one.dtype))
+            continue
+        values.append(one.source)
+        if index is None:
+            continue
+        key = (layout, index, id(one.selection), overlap)
+        if key not in picks:
+            has_all = layout == "replicated" or (group.size == 1 and rows.on_replicas is None)
+            picks[key] = (
+                _index_of_all(group, one, widened(part_rows, overlap))
+                if has_all
+                else index_on_replicas(group, index, None if overlap else rows.on_replicas, part_rows)
+            )
+        values.append(picks[key])
+    return values
+
+
+def _index_of_all(group: Group, one: RowInput, rows: PartRows) -> Any:
+    """What picks a launch's rows among all."""
+    selection = one.selection
+    if one.feed.index == "slice":
+        return send_index(group, np.array([selection.start + start for start in rows.starts], np.int32))
+    return send_index(group, np.array([rows.positions(selection, r) for r in range(group.size)], np.int32))
+
+
+def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | None, rows: PartRows) -> Any:
+    """What picks a launch's rows among those that each replica holds."""
+    if chosen is None:  # slices of all of them, each from its offset on
+        return constant(group, "stacked", rows.offsets, "int32")
+    parts = list(zip(chosen.chosen, rows.offsets, rows.counts, strict=True))
+    if kind == "slice":
+        return send_index(group, np.array([s.start + o if n else 0 for s, o, n in parts], np.int32))
+    index = np.zeros((len(parts), rows.max_rows), np.int32)
+    for row, (selection, offset, count) in zip(index, parts, strict=True):
+        row[:count] = selection.positions(offset, offset + count)
+    return send_index(group, index)
