@@ -1,7 +1,7 @@
 """Errors: synk's own exceptions, and which frames of synk's a traceback shows."""
 
-import dis
 import functools
+import linecache
 import os
 import sys
 import warnings
@@ -202,6 +202,6 @@ def _is_internal(frame: TracebackType) -> bool:
 
 
 def _is_deliberate(frame: TracebackType) -> bool:
-    """Did a `raise` of synk's end here, and not a KeyError or the like that nobody meant?"""
-    raises = dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]  # a bare one of what has lost its frames: the second
-    return _is_ours(frame) and frame.tb_frame.f_code.co_code[frame.tb_lasti] in raises
+    """Check whether a `raise` statement of synk's ended here, and not a KeyError or the like that nobody meant."""
+    line = linecache.getline(frame.tb_frame.f_code.co_filename, frame.tb_lineno)
+    return _is_ours(frame) and line.lstrip().startswith("raise")

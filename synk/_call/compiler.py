@@ -12,7 +12,7 @@ from jax import lax
 
 from .._data.feed import InputFeed, index_shape
 from .._data.overlap import with_halos
-from .._runtime.engine import run_in_turn, spmd
+from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout, Layouts, layouts
@@ -185,7 +185,7 @@ class Compiler:
             return self._run(launch, self._unpack(launch, part, jnp.int32(rank)), [launch.counts[rank]])
 
         def body(*values: jax.Array) -> list[jax.Array]:
-            states = run_in_turn(self.group, run, self._with_all_halos(launch, values, given), given)
+            states = run_rank_by_rank(self.group, run, self._with_all_halos(launch, values, given), given)
             ins: list[Layout] = [*layouts("stacked", len(states)), *given]
 
             def finish(*values: jax.Array) -> list[jax.Array]:

@@ -24,7 +24,7 @@ from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
 from .._reductions.results import ResultSpec
-from .._runtime.engine import run_in_turn, spmd
+from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
 from .._variables.access import state_in
@@ -213,14 +213,14 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     def body(*values: jax.Array) -> list[jax.Array]:
         return finish(run(lax.axis_index(AXIS), values, sizes), values)
 
-    def in_turn(*values: jax.Array) -> Sequence[jax.Array]:
+    def rank_by_rank(*values: jax.Array) -> Sequence[jax.Array]:
         counts = call.lengths or sizes * group.size
-        states = run_in_turn(group, lambda r, part: run(jnp.int32(r), part, [counts[r]]), values, ins)
+        states = run_rank_by_rank(group, lambda r, part: run(jnp.int32(r), part, [counts[r]]), values, ins)
         count = len(states)
         given: list[Layout] = [*layouts("stacked", count), *ins]
         return spmd(group, lambda *v: finish(v[:count], v[count:]), given, outs)(*states, *values)
 
     ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
     outs = layouts("replicated", len(result.picked))
-    mapped = in_turn if builder.runs_each_rank else spmd(group, body, ins, outs)
+    mapped = rank_by_rank if builder.runs_each_rank else spmd(group, body, ins, outs)
     return ComposedPlan(jax.jit(mapped), result, {})

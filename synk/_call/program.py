@@ -7,6 +7,7 @@ from itertools import chain, groupby
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,7 +17,6 @@ from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import UPDATES, PartInfo, Reduction, combine_replicas, constant_unless, prepare_parts
 from .._reductions.results import ResultSpec, result_spec
-from .._runtime.engine import one_by_one
 from .._runtime.group import AXIS
 from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
@@ -171,12 +171,12 @@ class ProgramBuilder:
 
     @cached_property
     def runs_each_rank(self) -> bool:
-        """Must simulated replicas run one by one? Mapped together all run every branch, also what prints, and JAX maps
-        no callbacks that are ordered."""
-        if self.call.block is not None:  # mapped together, matrix products would add up in another order
-            return self.group.is_simulated
-        refuses_map = any(each.refuses_map for each in self.traced.values())
-        return self.group.is_simulated and (refuses_map if self.call.is_plain else self._has_callbacks)
+        """Check whether simulated replicas run one after another, and not mapped together by `jax.vmap`."""
+        # Mapped together, the matrix products of blocks would add up in another order, and all replicas would run every
+        # branch with the callbacks in it. What communicates needs all replicas at once, so it stays mapped.
+        communicates = any(traced.communicates for traced in self.traced.values())
+        needs_turns = self.call.block is not None or (self._has_callbacks and not communicates)
+        return self.group.is_simulated and needs_turns
 
     def run_part(
         self,
@@ -197,14 +197,8 @@ class ProgramBuilder:
         state_seen = state | self.traces.leaves_of(self._held, seen)
         held = [*chain(*map(state_seen.__getitem__, traced.variables))]
 
-        def run_all(known: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
-            return traced.run(*args, known=known)
-
-        in_turn = traced.maps_in_turn and self.call.is_plain and not (self.call.is_composed or self.runs_each_rank)
-        run_all = one_by_one(self.group, run_all) if in_turn else run_all
-
         def run(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            return run_all(known, [*held, *leaves, part.rank, first_row])
+            return traced.run(*held, *leaves, part.rank, first_row, known=known)
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         if self.call.block is not None:
@@ -506,8 +500,9 @@ class Finisher:
         def run(known: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
             return traced.run(*args, known=known)
 
-        in_turn = traced.maps_in_turn and not self.call.is_composed
-        run = one_by_one(self.group, run) if in_turn else run
+        # Mapped together, simulated replicas would all run the callbacks inside a branch of one.
+        if self.group.is_simulated and traced.has_callbacks and not (traced.communicates or self.call.is_composed):
+            run = jax.custom_batching.sequential_vmap(run)
         values = run(known, [*own_leaves, *results, *chosen, rank, rank])  # as if each replica had one row
         count = traced.outputs[0].num_leaves
         return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])

@@ -1,10 +1,9 @@
 """Engine: the one place that knows how JAX maps a program over replicas."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
-import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,15 +22,10 @@ def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "s
     return ENGINES[engine](group, body, ins, outs)
 
 
-def one_by_one(group: Group, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Have simulated replicas run a function one after another, so that a branch of one is a branch."""
-    return jax.custom_batching.sequential_vmap(run) if group.is_simulated else run
-
-
-def run_in_turn(
+def run_rank_by_rank(
     group: Group, run: Callable[[int, list[jax.Array]], Sequence[jax.Array]], values: Sequence[jax.Array], ins: Layouts
 ) -> list[jax.Array]:
-    """What `run(rank, arrays)` gives on simulated replicas, one after another, stacked."""
+    """Run `run(rank, arrays)` for one simulated replica after another, and stack the results."""
 
     def of_rank(array: jax.Array, layout: Layout, rank: int) -> jax.Array:
         if layout == "replicated":

@@ -53,8 +53,7 @@ class TracedFunction:
     uses_rank: bool  # whether its results may differ between replicas that were given equal values
     has_effects: bool  # prints or the like, so that a part must run once
     has_callbacks: bool  # these, and pure calls of the host: it must not run on rows that are not there
-    refuses_map: bool  # whether it calls the host as `jax.vmap` does not, and names no axis of replicas
-    maps_in_turn: bool  # whether simulated replicas run it one by one, since mapped together they all call the host
+    communicates: bool  # whether it names the axis of the replicas
     has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
     narrowest: np.dtype | None  # of the floats that it computes
     flops: Callable[[Sequence[int]], int]  # of matrix products and convolutions, for these of its results
@@ -81,7 +80,6 @@ def trace(request: TraceRequest) -> TracedFunction:
     is_used = [variable in found["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
     found_equations = list(equations(closed.jaxpr))
     found["uses_rank"] |= any(map(_tells_ranks_apart, found_equations))
-    communicates = any(map(is_over_axis, found_equations))
     has_callbacks = bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations)
     parts = split(closed)
     return TracedFunction(
@@ -93,8 +91,7 @@ def trace(request: TraceRequest) -> TracedFunction:
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
         has_callbacks=has_callbacks,
-        refuses_map=any(map(_refuses_map, found_equations)) and not communicates,
-        maps_in_turn=has_callbacks and not communicates,
+        communicates=any(map(is_over_axis, found_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
         narrowest=narrowest_float(found_equations),
         fingerprint=fingerprint(closed),
@@ -133,12 +130,6 @@ def _tells_ranks_apart(equation: Any) -> bool:
         return True
     by_rank = name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
     return is_over_axis(equation) and (by_rank or params.get("axis_index_groups") is not None)
-
-
-def _refuses_map(equation: Any) -> bool:
-    """Does it call the host in an order, or without saying how it is mapped?"""
-    name, params = equation.primitive.name, equation.params
-    return params.get("ordered", False) or (name == "pure_callback" and params["vmap_method"] is None)
 
 
 def _all_of(jaxpr: Any, is_used: Sequence[bool], args: Sequence[Any]) -> list[Any]:
