@@ -18,34 +18,34 @@ from .._runtime.layout import put
 from .._variables.access import bind
 from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .binding import AUTO, BoundArguments
+from .binding import AUTO, BoundArguments, CallOptions
 from .execute import ReadyCall, execute, translate_error
-from .kinds import FORM_FIELDS, Looked, Where, look
-from .plan import CallPlan, NeedsLengths, PlanCache, SliceChoice, Traced, plan_key, trace_plan
-from .rows import RowInputs, RowRequest, launches
-from .spec import CallSpec, FunctionSpec
+from .kinds import FORM_FIELDS, Looked, check_call
+from .plan import CallPlan, NeedsLengths, Site, SliceChoice, Traced, plan_key, trace_plan
+from .rows import RowInputs, launches
+from .spec import CallSpec
 
 
-def find_plan(
-    function: FunctionSpec, plans: PlanCache, looked: Looked, slices: int, where: Where, is_probe: bool = False
-) -> tuple[CallSpec, CallPlan]:
+def find_plan(site: Site, looked: Looked, slices: int, is_probe: bool = False) -> tuple[CallSpec, CallPlan]:
     """The plan of a call in so many slices, and its key; made where there is none.
 
     A probe shows what memory programs need: of those that run slices it has one alone, whose parts differ if any do,
     since that may run both sizes.
     """
-    call, lengths = looked.call(slices, function), looked.rows.lengths
+    call, lengths = looked.call(slices, site.function), looked.rows.lengths
     if is_probe:
         call = call._replace(part_sizes=(max(call.part_sizes, key=lambda sizes: (len(sizes), sizes)),))
-    plan = _find(function, plans, call, where)
+    plan = _find(site, call)
     if isinstance(plan, NeedsLengths):
         call = call._replace(lengths=lengths, num_slices=len(launches(lengths or (), slices)))
-        plan = _find(function, plans, call, where)
+        plan = _find(site, call)
     assert isinstance(plan, CallPlan)
     return call, plan
 
 
-def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where) -> CallPlan | NeedsLengths:
+def _find(site: Site, call: CallSpec) -> CallPlan | NeedsLengths:
+    function = site.function
+
     def timed(act: Callable[[], Any]) -> Any:
         start = perf_counter()
         found = act()
@@ -53,7 +53,7 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
         return found
 
     def trace() -> Traced:
-        traced: Traced = timed(partial(trace_plan, function, where.group, call, where.view, plans))
+        traced: Traced = timed(partial(trace_plan, site, call))
 
         def compile() -> CallPlan | NeedsLengths:
             try:
@@ -72,54 +72,42 @@ def _find(function: FunctionSpec, plans: PlanCache, call: CallSpec, where: Where
         return plan_key(function, call._replace(donate=not call.donate)) if is_one else None
 
     key = plan_key(function, call)
-    find = partial(plans.find, function, where.group, key, where.abstract, trace)
-    return find(holds_function=call.is_over, twin=twin, retraces=where.retraces)
+    return site.find(key, trace, holds_function=call.is_over, twin=twin)
 
 
-def is_stale(
-    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, where: Where
-) -> bool:
+def is_stale(site: Site, bound: BoundArguments, options: CallOptions) -> bool:
     """Do calls run another program than the function would make now, since what it captures has changed?"""
-    if request.num_slices == AUTO:
-        slices = choose_slices(function, plans, bound, request, None, where).slices
-        request = request._replace(num_slices=slices)
-    looked, slices = look(function, plans, bound, request, None, where), request.num_slices
+    if options.num_slices == AUTO:
+        options = options._replace(num_slices=choose_slices(site, bound, options).slices)
+    looked, slices = check_call(site, bound, options), options.num_slices
     lengths = looked.rows.lengths
-    calls = [looked.call(slices, function)]
+    calls = [looked.call(slices, site.function)]
     if lengths is not None:
         calls.append(calls[0]._replace(lengths=lengths, num_slices=len(launches(lengths, slices))))
     return any(
-        plans.is_stale(
-            where.group,
-            plan_key(function, call),
-            where.abstract,
-            partial(trace_plan, function, where.group, call, where.view, plans),
-        )
-        for call in calls
+        site.plans.is_stale(site, plan_key(site.function, call), partial(trace_plan, site, call)) for call in calls
     )
 
 
-def choose_slices(
-    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, where: Where
-) -> SliceChoice:
+def choose_slices(site: Site, bound: BoundArguments, options: CallOptions) -> SliceChoice:
     """In how many slices a call runs: the fewest whose programs fit, remembered with its plans."""
-    where = where._replace(is_abstract=True)
+    site = replace(site, is_abstract=True)
 
     def ask(slices: int) -> Looked:
-        return look(function, plans, bound, request._replace(num_slices=slices), subset, where)
+        return check_call(site, bound, options._replace(num_slices=slices))
 
     whole = ask(1)
     lengths = whole.rows.lengths
     if lengths is None:
         return SliceChoice(1, 1, {})
-    key = ("slices", plan_key(function, CallSpec(*whole.form)), lengths)
+    key = ("slices", plan_key(site.function, CallSpec(*whole.form)), lengths)
 
     def trace() -> Traced:
-        first = _fewest_that_compile(function, plans, where, ask, max(lengths))
-        choose = partial(_choose, function, plans, where, ask, max(lengths), first)
+        first = _fewest_that_compile(site, ask, max(lengths))
+        choose = partial(_choose, site, ask, max(lengths), first)
         return Traced(first.plan.accepts, (ref(first.plan),), choose)
 
-    return plans.find(function, where.group, key, where.abstract, trace)
+    return site.find(key, trace)
 
 
 class _Sliced(NamedTuple):
@@ -134,30 +122,21 @@ class _Sliced(NamedTuple):
     plan: CallPlan
 
 
-def _fewest_that_compile(
-    function: FunctionSpec, plans: PlanCache, where: Where, ask: Callable[[int], Looked], max_rows: int
-) -> _Sliced:
+def _fewest_that_compile(site: Site, ask: Callable[[int], Looked], max_rows: int) -> _Sliced:
     """Return the fewest slices, 1 or doubled, for which a device's memory does to compile programs."""
     slices = 1
     while True:
         try:
-            return _Sliced(slices, find_plan(function, plans, ask(slices), slices, where)[1])
+            return _Sliced(slices, find_plan(site, ask(slices), slices)[1])
         except MemoryError:
-            if slices == max_rows or where.group._is_multi_process:  # which would not know what the others found
+            if slices == max_rows or site.group._is_multi_process:  # which would not know what the others found
                 raise
             slices = min(2 * slices, max_rows)
 
 
-def _choose(
-    function: FunctionSpec,
-    plans: PlanCache,
-    where: Where,
-    ask: Callable[[int], Looked],
-    max_rows: int,
-    first: _Sliced,
-) -> SliceChoice:
+def _choose(site: Site, ask: Callable[[int], Looked], max_rows: int, first: _Sliced) -> SliceChoice:
     """Choose for replicas that have up to `max_rows` rows; fewer slices than `first` has do not compile."""
-    group, name = where.group, function.name
+    group, name = site.group, site.function.name
     limit = _limit(group, name)
     limit = max(0, limit - data_beside(ask(1).rows, group))
     needs: dict[int, int] = {}
@@ -167,7 +146,7 @@ def _choose(
         if slices == first.slices == 1:
             plan = first.plan
         else:
-            plan = find_plan(function, plans, ask(slices), slices, where, is_probe=True)[1]
+            plan = find_plan(site, ask(slices), slices, is_probe=True)[1]
         needs[rows] = _bytes(plan, group, name)
         return needs[rows]
 
@@ -180,7 +159,7 @@ def _choose(
             f"included, but programs may use {size_text(limit)}. Make these or a row smaller, or raise memory=."
         )
     slices = -(-max_rows // rows)
-    while slices < max_rows and _bytes(find_plan(function, plans, ask(slices), slices, where)[1], group, name) > limit:
+    while slices < max_rows and _bytes(find_plan(site, ask(slices), slices)[1], group, name) > limit:
         slices += 1  # parts of very different lengths, of which a probe showed one alone
     return SliceChoice(slices, max_rows, first.plan.accepts)
 
@@ -206,9 +185,9 @@ def _bytes(plan: CallPlan, group: Group, name: str) -> int:
     return found
 
 
-def rows_that_fit(ready: ReadyCall, plans: PlanCache, where: Where) -> int | None:
+def rows_that_fit(ready: ReadyCall, site: Site) -> int | None:
     """How many rows such a call may have in all for a device's memory; None where it is not known."""
-    group, lengths, function = ready.group, ready.rows.lengths, ready.function
+    group, lengths = ready.group, ready.rows.lengths
     if (
         lengths is None
         or ready.call.block
@@ -223,7 +202,7 @@ def rows_that_fit(ready: ReadyCall, plans: PlanCache, where: Where) -> int | Non
         if max_rows == max(lengths):
             return memory_needed(ready.plan) or 0
         looked = Looked(ready.rows._replace(lengths=(max_rows,) * group.size), [], ready.call[:FORM_FIELDS])
-        plan = find_plan(function, plans, looked, ready.num_slices, where, is_probe=True)[1]
+        plan = find_plan(site, looked, ready.num_slices, is_probe=True)[1]
         return memory_needed(plan) or 0
 
     max_rows = most_rows(need, group.memory, max(lengths), variable_bytes(ready.plan, group))

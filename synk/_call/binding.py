@@ -29,10 +29,31 @@ from .._variables.combine import rows_held
 from .._variables.variable import Shared
 
 MODES = ("scatter", "broadcast", "static")
-OPTIONS = frozenset("batch batch_s num_slices output_subset batches prefetch rtol atol update".split())
 KEEP_OUTSIDE = "keep the rest outside, e.g. with equinox.partition(model, equinox.is_array)"
 _LISTED = object()  # in the place of the spec of a tree that has lists
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class CallOptions(NamedTuple):
+    """Options of a call, as its user gave them.
+
+    Attributes:
+      batch: the rows of the whole input to take.
+      batch_s: the rows to take on each replica.
+      num_slices: in how many slices a replica runs its rows, or "auto".
+      output_subset: the outputs to return.
+      turn: which item of a loop the call runs, counted from 0.
+    """
+
+    batch: Any = None
+    batch_s: Any = None
+    num_slices: Any = 1
+    output_subset: Any = None
+    turn: int | None = None
+
+
+# A parameter may have one of these names, and then comes by position.
+OPTIONS = frozenset([*CallOptions._fields[:-1], "batches", "prefetch", "rtol", "atol", "update"])
 
 
 class VariableReference(ref[Shared]):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -27,16 +27,15 @@ from .._reductions.results import ResultSpec
 from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
-from .._variables.access import state_in
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
-from .binding import AUTO, BoundArguments, check_leaves
+from .binding import AUTO, BoundArguments, CallOptions, check_leaves
 from .kinds import check_row_numbers, checked_subset, part_form
 from .parts import arrays_of, part_of, part_table
-from .plan import PlanCache, Traced, plan_key
+from .plan import Site, Traced, plan_key
 from .prepare import check_row_count
 from .program import Finisher, ProgramBuilder
-from .rows import RowCall, RowRequest, launches, select_rows
+from .rows import RowCall, launches, select_rows
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 
@@ -51,38 +50,35 @@ class ComposedPlan:
 
 
 @transfers_on_purpose()
-def compose(
-    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, group: Group
-) -> PyTree:
+def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     """Trace the call into whatever transformation is under way."""
-    with own_mesh(function.name, group):
-        return _compose(function.gathering(), plans, bound, request, subset, group)
+    with own_mesh(site.function.name, site.group):
+        return _compose(replace(site, function=site.function.gathering()), bound, options)
 
 
-def _compose(
-    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, group: Group
-) -> PyTree:
+def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
+    function, group, subset = site.function, site.group, options.output_subset
     name, spec = function.name, bound.spec
-    if request.batch_s is not None:
+    if options.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
     if function.blocks is not None:
         raise ValueError(
             f"{name}: blocks={function.blocks} fixes the bits of a call, which a traced one cannot promise."
         )
-    if request.num_slices == AUTO:
+    if options.num_slices == AUTO:
         raise ValueError(f'{name}: num_slices="auto" looks at compiled programs, which a traced call has not. Name it.')
     if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
         raise ValueError(f"{name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
     looked = check_leaves(bound, name)
-    sources = _picked(RowCall(name, spec.scattered_names, looked.scattered, RowRequest(), group, group), request.batch)
+    sources = _picked(RowCall(name, spec.scattered_names, looked.scattered, CallOptions(), group, group), options.batch)
     broadcast = [to_jax(leaf) for leaf in looked.broadcast]
     rows = len(sources[0]) if sources else None
-    if rows is None and request.num_slices > 1:
+    if rows is None and options.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
     check_row_numbers(name, rows or 0)
     lengths = None if rows is None else lengths_of(rows, group.size)
     # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
-    slices = 1 if lengths is None else min(request.num_slices, max(lengths))
+    slices = 1 if lengths is None else min(options.num_slices, max(lengths))
     call = CallSpec(
         arguments=spec,
         options=(*trace_options(), *trace_surroundings()),
@@ -96,14 +92,11 @@ def _compose(
     )
     key, make = plan_key(function, call), partial(_make, function, group, call)
 
-    def abstract(variable: Shared) -> AbstractState:
-        return state_in(variable, group).abstract
-
     def trace() -> Traced:
         made = make()  # which touches no variable, or making it raises
         return Traced((), (ref(made),), lambda: made)
 
-    plan = plans.find(function, group, key, abstract, trace, holds_function=True)
+    plan = site.find(key, trace, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]
@@ -158,7 +151,7 @@ def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
         wide = batch if batch.dtype.itemsize >= 4 else batch.astype(jnp.int32)  # in which a number of rows fits
         return [to_jax(leaf).at[wide].get(mode="fill") for leaf in call.leaves]
     picked: list[jax.Array] = []
-    for each in select_rows(call._replace(request=RowRequest(batch))).each:
+    for each in select_rows(call._replace(options=CallOptions(batch))).each:
         array, selection = each.source, each.selection
         if not isinstance(array, jax.Array):  # a constant of the trace holds what is picked, and no other row
             picked.append(jnp.asarray(gather_rows(array, selection, each.dtype)))

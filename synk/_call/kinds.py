@@ -16,36 +16,16 @@ from .._data.dataset import Data, resident, source_of
 from .._data.selection import index_kind, select_on_replicas
 from .._runtime.group import Group
 from .._runtime.layout import own_copy, put, replicate
-from .._variables.access import state_in
-from .._variables.state import AbstractState, VariableState
+from .._variables.state import AbstractState
 from .._variables.variable import Shared
-from .binding import BoundArguments, check_leaves, passes_variables
-from .plan import PlanCache, Traced
-from .rows import RowCall, RowInputs, RowRequest, launches, select_rows, values_given
+from .binding import BoundArguments, CallOptions, check_leaves, passes_variables
+from .plan import Site, Traced
+from .rows import RowCall, RowInputs, launches, select_rows, values_given
 from .spec import CallSpec, FunctionSpec, PartForm
-from .traces import CallTraces, View, rows_not_in_blocks
+from .traces import CallTraces, rows_not_in_blocks
 
 FORM_FIELDS = CallSpec._fields.index("part_sizes")
 MOST_ROWS = 2**31 - 1  # of one call, whose rows have numbers in int32
-
-
-class Where(NamedTuple):
-    """Where a call runs, and how it sees what lies elsewhere."""
-
-    group: Group  # which runs it
-    view: View | None = None  # of variables, where that is not their own group
-    data_group: Group | None = None  # which scattered data lies in, where that is another one
-    may_donate: bool = True  # whether old values may be overwritten
-    is_abstract: bool = False  # whether shapes are enough: the call is compiled, and not run
-    retraces: bool = False  # whether the function runs as it is now, whatever it captured when it was traced
-
-    def state(self, variable: Shared) -> VariableState:
-        """What a variable holds, as the call sees it."""
-        return state_in(variable, self.group) if self.view is None else self.view(variable)
-
-    def abstract(self, variable: Shared) -> AbstractState:
-        """Its shapes, layout and rows."""
-        return self.state(variable).abstract
 
 
 class Looked(NamedTuple):
@@ -74,33 +54,32 @@ class _Holder:
     accepts: dict[Shared, tuple[AbstractState, ...]]
 
 
-def look(
-    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, where: Where
-) -> Looked:
+def check_call(site: Site, bound: BoundArguments, options: CallOptions) -> Looked:
     """Check a call's arguments and rows, and bring the broadcast ones to the replicas."""
+    function, group, slices = site.function, site.group, options.num_slices
+    name, is_abstract, data_group = function.name, site.is_abstract, site.data_group
     if function.blocks is not None:
-        check_blocks(function, bound, request)
-    name, group, slices = function.name, where.group, request.num_slices
-    looked = check_leaves(bound, name, where.data_group or group, where.is_abstract)
+        check_blocks(function, bound, options)
+    looked = check_leaves(bound, name, data_group or group, is_abstract)
     spec = bound.spec
     call_rows = RowCall(
         name,
         spec.scattered_names,
         looked.scattered,
-        request,
+        options,
         group,
-        where.data_group,
+        data_group,
         spec.overlaps,
-        where.is_abstract,
+        is_abstract,
         function.blocks,
     )
     rows = select_rows(call_rows)
-    if group._is_multi_process and not where.is_abstract:
+    if group._is_multi_process and not is_abstract:
         remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
         group._peers.compare_values(f"the arguments of {name}", lambda: values_given(looked, rows), remedy)
-    bring = abstract_broadcast if where.is_abstract else partial(place_broadcast, group, where.data_group, slices == 1)
+    bring = abstract_broadcast if is_abstract else partial(place_broadcast, group, data_group, slices == 1)
     broadcast = [bring(leaf) for leaf in looked.broadcast]
-    batch_s = None if where.data_group else request.batch_s
+    batch_s = None if data_group else options.batch_s
     form = (  # as many as FORM_FIELDS says
         spec,
         trace_options(),
@@ -109,11 +88,11 @@ def look(
         tuple([(b.shape, b.dtype, is_weak(a)) for a, b in zip(looked.broadcast, broadcast, strict=True)]),
         looked.keys,
         None if batch_s is None else index_kind(batch_s),
-        None if subset is None else checked_subset(subset, name),
-        where.may_donate and function.donates and not (checks_floats() or (spec.overlaps and passes_variables(bound))),
+        None if options.output_subset is None else checked_subset(options.output_subset, name),
+        site.may_donate and function.donates and not (checks_floats() or (spec.overlaps and passes_variables(bound))),
     )
     if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
-        rows = _rows_of_variable(function, plans, CallSpec(*form), rows, batch_s, where)
+        rows = _rows_of_variable(site, CallSpec(*form), rows, batch_s)
     check_row_numbers(name, sum(rows.lengths or ()))
     if rows.lengths is None and slices > 1:
         raise ValueError(f"{name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows.")
@@ -135,22 +114,21 @@ def part_form(lengths: tuple[int, ...] | None, slices: int, gathers: bool) -> Pa
     return PartForm((first, *dict.fromkeys(later)), None if is_data else lengths, is_even, num_slices)
 
 
-def _rows_of_variable(
-    function: FunctionSpec, plans: PlanCache, call: CallSpec, rows: RowInputs, batch_s: Any, where: Where
-) -> RowInputs:
+def _rows_of_variable(site: Site, call: CallSpec, rows: RowInputs, batch_s: Any) -> RowInputs:
     """Where a variable brings rows, or `batch_s` picks from those that it holds."""
+    function = site.function
     name, taken = function.name, None if rows.lengths is None else rows.lengths[0]
 
     def trace() -> Traced:
-        traces = CallTraces(function, where.group, call._replace(held_index=None), where.view)
+        traces = CallTraces(function, site.group, call._replace(held_index=None), site.view)
         traced = traces.of_rows(taken)
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
         found = _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
         return Traced(traces.touched, (*traces.record, None if holder is None else holder._number), lambda: found)
 
     key = ("holder", call, taken, function.per_part)
-    holder = plans.find(function, where.group, key, where.abstract, trace, retraces=where.retraces).variable
-    lengths = None if holder is None else where.state(holder).rows_per_replica
+    holder = site.find(key, trace).variable
+    lengths = None if holder is None else site.state(holder).rows_per_replica
     if holder is not None and function.blocks is not None:
         raise rows_not_in_blocks(name, holder.name, function.blocks)
     if batch_s is None:
@@ -169,10 +147,10 @@ def _rows_of_variable(
     return rows._replace(lengths=chosen.lengths, on_replicas=chosen)
 
 
-def check_blocks(function: FunctionSpec, bound: BoundArguments, request: RowRequest) -> None:
+def check_blocks(function: FunctionSpec, bound: BoundArguments, options: CallOptions) -> None:
     """What does not go with rows that are dealt out in blocks."""
     name, block = function.name, function.blocks
-    if request.batch_s is not None:
+    if options.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, but blocks={block} deals rows out. Use batch.")
     if any(bound.spec.overlaps):
         raise ValueError(

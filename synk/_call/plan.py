@@ -17,7 +17,8 @@ from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
 from .._tracing.names import Names
-from .._variables.state import AbstractState, with_layout
+from .._variables.access import state_in
+from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest
 from .causes import Compiled
 from .compiler import Compiler
@@ -118,20 +119,18 @@ class PlanCache:
 
     def find(
         self,
-        function: FunctionSpec,
-        group: Group,
+        site: "Site",
         key: Any,
-        abstract: Callable[[Shared], AbstractState],
         trace: Callable[[], Traced],
         *,
         holds_function: bool = False,
         twin: Callable[[Any], Hashable] = lambda plan: None,
-        retraces: bool = False,
     ) -> Any:
-        """The plan of a function for a key; made where there is none, and then for a twin of the key too, if any.
+        """Return the plan for a key. A missing plan is made, and kept for the key's twin too, if it has one.
 
-        With `retraces` the function is traced in any case, since what it captures may have changed.
+        Where `site.retraces` the function is always traced, since what it captures may have changed.
         """
+        function, group, abstract, retraces = site.function, site.group, site.abstract, site.retraces
         self._groups.add(group)
         plans: list[Any] = self.kept(group, key, list, holds_function)
         if not retraces and (plan := self._current(plans, abstract)) is not None:
@@ -164,11 +163,9 @@ class PlanCache:
             self.kept(group, other, list, holds_function).insert(0, plan)
         return plan
 
-    def is_stale(
-        self, group: Group, key: Any, abstract: Callable[[Shared], AbstractState], trace: Callable[[], Traced]
-    ) -> bool:
+    def is_stale(self, site: "Site", key: Any, trace: Callable[[], Traced]) -> bool:
         """Would the function make another program now than the one that calls of this kind run?"""
-        plan = self._current(self.kept(group, key, list, holds_function=False), abstract)
+        plan = self._current(self.kept(site.group, key, list, holds_function=False), site.abstract)
         return plan is not None and self._reached[plan].record != trace().record
 
     def _current(self, plans: list[Any], abstract: Callable[[Shared], AbstractState]) -> Any:
@@ -199,6 +196,43 @@ class PlanCache:
         return self._holding.get(group, BoundedCache).get(key, make)
 
 
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A function, the group that runs it, and how its calls see variables and data of another group.
+
+    Attributes:
+      function: the function.
+      plans: the plans of the function's calls.
+      group: the group that runs the calls.
+      view: gives the state of a variable that lives in another group.
+      data_group: the group in which scattered data lies, if that is another group.
+      may_donate: whether old values of variables may be overwritten.
+      is_abstract: whether shapes are enough, since calls are compiled and not run.
+      retraces: whether the function runs as it is now, whatever it captured when it was traced.
+    """
+
+    function: FunctionSpec
+    plans: PlanCache
+    group: Group
+    view: View | None = None
+    data_group: Group | None = None
+    may_donate: bool = True
+    is_abstract: bool = False
+    retraces: bool = False
+
+    def state(self, variable: Shared) -> VariableState:
+        """Return the state of a variable, as the calls see it."""
+        return state_in(variable, self.group) if self.view is None else self.view(variable)
+
+    def abstract(self, variable: Shared) -> AbstractState:
+        """Return the shapes, layout and rows of a variable."""
+        return self.state(variable).abstract
+
+    def find(self, key: Any, trace: Callable[[], Traced], **options: Any) -> Any:
+        """Return the plan for a key, as `PlanCache.find` does."""
+        return self.plans.find(self, key, trace, **options)
+
+
 def _fits(plan: Any, abstract: Callable[[Shared], AbstractState]) -> bool:
     """Are the variables in a state that the plan is for?"""
     return all([abstract(variable) in accepted for variable, accepted in plan.accepts.items()])
@@ -227,18 +261,18 @@ class NeedsLengths:
     accepts: dict[Shared, tuple[AbstractState, ...]]
 
 
-def trace_plan(function: FunctionSpec, group: Group, call: CallSpec, view: View | None, plans: PlanCache) -> Traced:
+def trace_plan(site: Site, call: CallSpec) -> Traced:
     """Trace a kind of call; what is not known yet is made as a `CallPlan`, or `NeedsLengths`."""
-    traces = CallTraces(function, group, call, view)
+    traces = CallTraces(site.function, site.group, call, site.view)
     builder = ProgramBuilder(traces)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         needs = NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
         return Traced(traces.touched, traces.record, lambda: needs)
     finisher = Finisher(builder)
-    if function.blocks is not None:
+    if site.function.blocks is not None:
         _check_blocks(traces)
     depends_on = _equality_dependencies(finisher)
-    return Traced(traces.touched, traces.record, partial(_make_plan, finisher, depends_on, plans))
+    return Traced(traces.touched, traces.record, partial(_make_plan, finisher, depends_on, site.plans))
 
 
 def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] | None], plans: PlanCache) -> CallPlan:

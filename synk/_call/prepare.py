@@ -7,39 +7,36 @@ from typing import Any
 from .._base.partition import lengths_of
 from .._runtime.dispatch import retire_finished
 from .auto_slices import choose_slices, find_plan
-from .binding import AUTO, BoundArguments
+from .binding import AUTO, BoundArguments, CallOptions
 from .execute import ReadyCall
-from .kinds import Where, look
-from .plan import PlanCache
-from .rows import RowRequest
+from .kinds import check_call
+from .plan import Site
 from .spec import FunctionSpec
 
 
-def prepare(
-    function: FunctionSpec, plans: PlanCache, bound: BoundArguments, request: RowRequest, subset: Any, where: Where
-) -> ReadyCall:
+def prepare(site: Site, bound: BoundArguments, options: CallOptions) -> ReadyCall:
     """Check a call's arguments and rows, and find or make its plan."""
-    choice, name = None, function.name
+    choice, function = None, site.function
     if function.blocks is not None:
-        request = request._replace(num_slices=1)  # one block at a time runs anyway
-    if request.num_slices == AUTO:
-        choice = choose_slices(function, plans, bound, request, subset, where)
-        request = request._replace(num_slices=choice.slices)
+        options = options._replace(num_slices=1)  # one block at a time runs anyway
+    if options.num_slices == AUTO:
+        choice = choose_slices(site, bound, options)
+        options = options._replace(num_slices=choice.slices)
     while True:
-        looked, slices = look(function, plans, bound, request, subset, where), request.num_slices
+        looked, slices = check_call(site, bound, options), options.num_slices
         try:
-            call, plan = find_plan(function, plans, looked, slices, where)
+            call, plan = find_plan(site, looked, slices)
             break
         except MemoryError:  # of a device, while XLA tried kernels
-            if choice is None or choice.slices == choice.most or where.group._is_multi_process:
+            if choice is None or choice.slices == choice.most or site.group._is_multi_process:
                 raise
             choice.slices = min(2 * choice.slices, choice.most)
-            request = request._replace(num_slices=choice.slices)
+            options = options._replace(num_slices=choice.slices)
     if plan.least_rows > 1 and not function.is_over:
-        check_row_count(name, plan.least_rows, looked.rows.lengths)
+        check_row_count(function.name, plan.least_rows, looked.rows.lengths)
     if plan.staying:
-        _check_dealt_out(name, looked.rows.lengths or (), where.group.size)
-    return ReadyCall(function, where.group, call, plan, looked.rows, looked.broadcast, slices, choice)
+        _check_dealt_out(function.name, looked.rows.lengths or (), site.group.size)
+    return ReadyCall(function, site.group, call, plan, looked.rows, looked.broadcast, slices, choice)
 
 
 def start(function: FunctionSpec, prepare: Callable[[], ReadyCall], run: Callable[[ReadyCall], Any]) -> Any:

@@ -29,16 +29,7 @@ from .._data.transfer import PartRows, gather_rows, send_index, send_rows
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import constant
-from .binding import Arguments, no_rows
-
-
-class RowRequest(NamedTuple):
-    """Which rows a call asks for, as its user gave them."""
-
-    batch: Any = None
-    batch_s: Any = None
-    num_slices: Any = 1  # or "auto"
-    turn: int | None = None  # which item of a loop over batches it is
+from .binding import Arguments, CallOptions, no_rows
 
 
 class RowInput(NamedTuple):
@@ -59,7 +50,7 @@ class RowCall(NamedTuple):
     name: str  # of the function
     names: Sequence[str]  # of the scattered arguments
     leaves: Sequence[Any]  # these, looked at
-    request: RowRequest  # which rows
+    options: CallOptions  # which rows
     group: Group  # which runs them
     data_group: Group | None = None  # where scattered data lies in another group: that one; rows come from the host
     overlaps: Sequence[Overlap | None] = ()  # which neighbours of its rows each brings; () for none
@@ -97,7 +88,7 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
     sent = RowInput(source_of(leaf), selection, sending, shape, dtype)
     if leaf.place == "host" or call.data_group is not None:
         return sent
-    if leaf.place == "scatter" and call.request.batch_s is not None and not is_on_replicas:
+    if leaf.place == "scatter" and call.options.batch_s is not None and not is_on_replicas:
         # `batch_s` gives replicas unequal rows, but scattered minibatch data is split evenly: send its rows.
         return sent
     may_differ = group.size > 1 or overlap is not None
@@ -112,7 +103,7 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
     kind: IndexKind = index_kind(batch) if overlap is None else "gather"
     if leaf.place == "broadcast":
         return at(InputFeed("replicated", kind, len(leaf), overlap))
-    of_slice: IndexKind | None = "slice" if call.request.num_slices > 1 else None
+    of_slice: IndexKind | None = "slice" if call.options.num_slices > 1 else None
     if is_all and not is_on_replicas:
         # Whole, each part begins where its replica's rows do, unless it is a slice of those.
         held = 0 if overlap is None else len(leaf)
@@ -125,7 +116,7 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
 
 def _keeps_place(call: RowCall, leaf: Any, is_all: bool) -> bool:
     """Is it all of scattered data, whose replicas bring each other the neighbours?"""
-    return is_all and leaf.place == "scatter" and call.data_group is None and call.request.batch_s is None
+    return is_all and leaf.place == "scatter" and call.data_group is None and call.options.batch_s is None
 
 
 _NO_ROWS = Selection(None, 0, 0)
@@ -198,7 +189,7 @@ def select_rows(call: RowCall) -> RowInputs:
 def _select_process_rows(call: RowCall) -> RowInputs:
     """Rows of this process: over several they meet those of the others where the call runs."""
     name, names, group, data_group = call.name, call.names, call.group, call.data_group
-    if call.request.batch_s is not None:
+    if call.options.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows that live on the replicas; batch picks from synk.local rows.")
     if any(call.overlaps):
         raise ValueError(
@@ -216,7 +207,7 @@ def _select_process_rows(call: RowCall) -> RowInputs:
     sources: list[Any] = [leaf.source for leaf in call.leaves]
     try:
         rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
-        selection = select(call.request.batch, rows, name, names[0], is_part=is_multi_process) if rows else _NO_ROWS
+        selection = select(call.options.batch, rows, name, names[0], is_part=is_multi_process) if rows else _NO_ROWS
     except Exception:
         if is_multi_process:
             refuse_together(home, name)
@@ -239,8 +230,8 @@ def _select_process_rows(call: RowCall) -> RowInputs:
 def _described(call: RowCall) -> str:
     """A call with rows of this process, but for their number."""
     shapes = ", ".join(f"{narrow(leaf.dtype)}{list(leaf.shape[1:])}" for leaf in call.leaves)
-    turn = "" if call.request.turn is None else f", item {call.request.turn} of a loop"
-    return f"{call.name}(synk.local rows of {shapes}), num_slices={call.request.num_slices}{turn}"
+    turn = "" if call.options.turn is None else f", item {call.options.turn} of a loop"
+    return f"{call.name}(synk.local rows of {shapes}), num_slices={call.options.num_slices}{turn}"
 
 
 def refuse_together(group: Group, name: str) -> None:

@@ -12,12 +12,11 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
-from .._call.binding import BoundArguments, check_leaves
+from .._call.binding import BoundArguments, CallOptions, check_leaves
 from .._call.execute import Outcome, ReadyCall, evaluate
-from .._call.kinds import Where
-from .._call.plan import PlanCache
+from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare
-from .._call.rows import RowRequest, feed_rows, launches
+from .._call.rows import feed_rows, launches
 from .._call.spec import FunctionSpec, Stats
 from .._call.traces import CallTraces
 from .._data.dataset import Data
@@ -151,9 +150,8 @@ class Prober:
         self.probes += 1
         count = sum(self.lengths or ())
         bound = self.bound if self.rows is None else self.rows.take(np.resize(np.asarray(rows), count))
-        request = RowRequest(num_slices=self.num_slices)
-        where = Where(self.group, may_donate=False)
-        ready = prepare(self.function, self.plans, bound, request, None, where)
+        site = Site(self.function, self.plans, self.group, may_donate=False)
+        ready = prepare(site, bound, CallOptions(num_slices=self.num_slices))
         self.reads = ready.plan.accepts
         return bool((np.asarray(evaluate(ready, None).leaves[0]) & self.kinds).any())
 
@@ -173,14 +171,13 @@ class Prober:
         return found
 
 
-def blame(
-    function: FunctionSpec, plans: tuple[PlanCache, PlanCache], bound: BoundArguments, request: RowRequest, group: Group
-) -> Blame | None:
-    """Find what makes a call's numbers not finite; `plans` are those of the function and of its probes."""
+def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: CallOptions) -> Blame | None:
+    """Find what makes a call's numbers not finite; `probe_plans` are the plans of its probes."""
+    function, group = site.function, site.group
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):  # which would raise in a probe
         settle()
-        whole = prepare(function, plans[0], bound, request, None, Where(group, may_donate=False))
-        prober = Prober(flagging(function), plans[1], bound, whole)
+        whole = prepare(replace(site, may_donate=False), bound, options)
+        prober = Prober(flagging(function), probe_plans, bound, whole)
         outcome = evaluate(whole, None)
         bad = list(_of_whole(whole, outcome))
         states = [*_of_state(whole)]
@@ -192,7 +189,7 @@ def blame(
             if variable is None or function.then is None:
                 return found
         count = sum(prober.lengths or ())
-        prober.rows = HostRows(bound, function.name, request, group) if count else None
+        prober.rows = HostRows(bound, function.name, options, group) if count else None
         is_seen = bad and infinite is None and not whole.plan.own
         rows = prober.find(np.any([kinds for _, kinds in bad], axis=0) if is_seen else prober.kinds)
         for variable, found in nans:  # what parts read comes before their rows, what then alone reads after these
@@ -223,8 +220,8 @@ def _is_bad_alone(prober: Prober, row: int) -> bool:
     """Is a row bad in a call of it alone? As often as the call has rows it may overflow where once it does not."""
     assert prober.rows is not None
     view = view_of_one(prober.group, None)
-    where = Where(one_device(prober.group), view, prober.group, may_donate=False)
-    ready = prepare(prober.function, PlanCache(), prober.rows.take([row]), RowRequest(), None, where)
+    site = Site(prober.function, PlanCache(), one_device(prober.group), view, prober.group, may_donate=False)
+    ready = prepare(site, prober.rows.take([row]), CallOptions())
     return bool((np.asarray(evaluate(ready, view).leaves[0]) & prober.kinds).any())
 
 
@@ -296,10 +293,9 @@ def _of_whole(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str, np.ndar
 def _line(function: FunctionSpec, bound: BoundArguments, group: Group) -> str | None:
     """Which line it is, of one row: the function as equations, one after the other on one device."""
     one, view = one_device(group), view_of_one(group, None)
-    where = Where(one, view, group, may_donate=False)
     try:
         plain = replace(function, then=None, stats=Stats(), refuses_nan=False)
-        ready = prepare(plain, PlanCache(), bound, RowRequest(), None, where)
+        ready = prepare(Site(plain, PlanCache(), one, view, group, may_donate=False), bound, CallOptions())
         traces = CallTraces(plain, one, ready.call, view)
         traced = traces.of_rows(1, keeps_lines=True)
         leaves = [

@@ -13,14 +13,13 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import LawError
 from .._base.pytree import PyTree
 from .._call.auto_slices import is_stale
-from .._call.binding import BoundArguments
+from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
-from .._call.kinds import Where
-from .._call.plan import PlanCache
+from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare
-from .._call.rows import RowRequest, launches
+from .._call.rows import launches
 from .._call.spec import FunctionSpec
-from .._call.traces import cannot_update_rows, shared_in
+from .._call.traces import View, cannot_update_rows, shared_in
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS
 from .._reductions.wire import largest_error, may_be_nan
@@ -45,39 +44,43 @@ class Runner:
     function: FunctionSpec  # what is run
     plans: PlanCache  # the function's own, also for views: a plan serves wherever an equal state is met
     bound: BoundArguments  # its arguments
-    request: RowRequest  # which rows
+    options: CallOptions  # which rows
     home: Group  # the group that shared variables and data live in
 
     @cached_property
-    def serial(self) -> Where:
+    def serial(self) -> Site:
         """One device, for all rows."""
-        view = view_of_one(self.home, self.request.batch_s)
+        view = view_of_one(self.home, self.options.batch_s)
         if self.home._is_multi_process:  # replicas give each other rows now, and not in a trace
             for variable in (*shared_in(self.function.fn), *shared_in(self.function.then)):
                 if variable._state.rows_per_replica is not None:
                     view(variable)
-        return Where(one_device(self.home), view, self.home, may_donate=False, retraces=True)
+        return self._site(one_device(self.home), view)
 
     @cached_property
-    def parallel(self) -> Where:
+    def parallel(self) -> Site:
         """The replicas; one is the serial program itself, but two simulated ones are not."""
         if self.home.size > 1:
-            return Where(self.home, may_donate=False, retraces=True)
+            return self._site(self.home)
         group = self.home._simulated(2)
-        view = view_of_simulated(self.home, group, self.request.batch_s)
-        return Where(group, view, self.home, may_donate=False, retraces=True)
+        view = view_of_simulated(self.home, group, self.options.batch_s)
+        return self._site(group, view)
 
-    def ready(self, where: Where, function: FunctionSpec) -> ReadyCall:
-        """A call of the function, or of one made of it."""
-        request = self.request._replace(num_slices=1) if where is self.serial else self.request
-        return prepare(function, self.plans, self.bound, request, None, where)
+    def _site(self, group: Group, view: View | None = None) -> Site:
+        data_group = None if view is None else self.home
+        return Site(self.function, self.plans, group, view, data_group, may_donate=False, retraces=True)
 
-    def run(self, where: Where, function: FunctionSpec) -> Outcome:
+    def ready(self, site: Site, function: FunctionSpec) -> ReadyCall:
+        """Prepare a call of the function, or of a function made of it."""
+        options = self.options._replace(num_slices=1) if site is self.serial else self.options
+        return prepare(replace(site, function=function), self.bound, options)
+
+    def run(self, site: Site, function: FunctionSpec) -> Outcome:
         """Its outcome."""
         settle()
-        outcome = evaluate(self.ready(where, function), where.view)
+        outcome = evaluate(self.ready(site, function), site.view)
         for variable, state in outcome.updates.items():
-            if self.request.batch_s is not None and state.rows_per_replica:
+            if self.options.batch_s is not None and state.rows_per_replica:
                 raise cannot_update_rows(function.name, variable.name)
         return outcome
 
@@ -105,7 +108,7 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
 def refuse_stale(function: FunctionSpec, runner: Runner) -> None:
     """LawError where calls of a function go on with what it captured when it was traced, and that has changed."""
     with LOCK:
-        if is_stale(function, runner.plans, runner.bound, runner.request, Where(runner.home)):
+        if is_stale(Site(function, runner.plans, runner.home), runner.bound, runner.options):
             raise LawError(
                 f"{function.name}: something that it reads from outside has changed since it was traced, as under "
                 f"jax.jit: a number, an array, a flag, or which variable it uses. Pass what changes as an argument."
@@ -228,14 +231,14 @@ def _of_the_same_outputs(runner: Runner, before: Outcome) -> tuple[Outcome, Outc
 def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolerance) -> str | None:
     """What rows do to each other in an output; None where it cannot be told."""
     bound, name, home = runner.bound, mapping.name, runner.home
-    if any(bound.spec.overlaps) or runner.request.batch_s is not None or not bound.spec.scattered:
+    if any(bound.spec.overlaps) or runner.options.batch_s is not None or not bound.spec.scattered:
         return None
     if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
         return None
-    rows = HostRows(bound, name, runner.request, home)
+    rows = HostRows(bound, name, runner.options, home)
 
     def run(index: np.ndarray) -> np.ndarray:
-        ready = prepare(mapping, runner.plans, rows.take(index), RowRequest(), None, runner.serial)
+        ready = prepare(replace(runner.serial, function=mapping), rows.take(index), CallOptions())
         return np.asarray(evaluate(ready, runner.serial.view).leaves[output])
 
     try:

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from .._base.pytree import as_keys
-from .._call.binding import BoundArguments, check_leaves
-from .._call.rows import RowCall, RowRequest, select_rows
+from .._call.binding import BoundArguments, CallOptions, check_leaves
+from .._call.rows import RowCall, select_rows
 from .._data.transfer import gather_rows, to_host
 from .._runtime.group import Group
 from .._runtime.layout import everywhere
@@ -16,10 +16,10 @@ from .views import one_device
 class HostRows:
     """What a call picks of its scattered arguments, wherever these lie."""
 
-    def __init__(self, bound: BoundArguments, name: str, request: RowRequest, group: Group) -> None:
+    def __init__(self, bound: BoundArguments, name: str, options: CallOptions, group: Group) -> None:
         spec, looked = bound.spec, check_leaves(bound, name, group)
         self._bound, self._keys = bound, [looked.keys[place] for place in spec.scattered]
-        rows = select_rows(RowCall(name, spec.scattered_names, looked.scattered, request, one_device(group), group))
+        rows = select_rows(RowCall(name, spec.scattered_names, looked.scattered, options, one_device(group), group))
         self._arrays = [self._gathered(group, one) for one in rows.each]
 
     def _gathered(self, group: Group, one: Any) -> np.ndarray:

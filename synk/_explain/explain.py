@@ -19,8 +19,7 @@ from .._call.auto_slices import (
 from .._call.blocks import Blocks
 from .._call.causes import causes
 from .._call.execute import ReadyCall
-from .._call.kinds import Where
-from .._call.plan import CallPlan, PlanCache
+from .._call.plan import CallPlan, Site
 from .._call.rows import RowInputs, exchange_programs, launches
 from .._data.overlap import widened
 from .._runtime.executable import Executable
@@ -31,7 +30,7 @@ from .hlo import read_schedule
 from .report import Explanation, InputReport, ProgramReport, VariableReport
 
 
-def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool, where: Where) -> Explanation:
+def explain(ready: ReadyCall, site: Site, was_compiled: bool) -> Explanation:
     """What is known of a call that was made ready from shapes."""
     plan, group, rows = ready.plan, ready.group, ready.rows
     device = group.accelerator or known_accelerator(group.devices[0])
@@ -46,12 +45,12 @@ def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool, where: Where
         inputs=tuple(_inputs(ready)),
         variables=tuple(_variables(plan)),
         flops=flops,
-        why=causes(list(plans.compiled), plan),
+        why=causes(list(site.plans.compiled), plan),
         was_compiled=was_compiled,
         memory_limit=group.memory,
         lower_bound_seconds=_lower_bound(ready, programs, flops, device),
     )
-    return found if found.fits is not False else replace(found, rows_that_fit=rows_that_fit(ready, plans, where))
+    return found if found.fits is not False else replace(found, rows_that_fit=rows_that_fit(ready, site))
 
 
 def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:

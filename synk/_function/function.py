@@ -5,33 +5,41 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial, reduce, update_wrapper
 from typing import Any, Literal
 
 import jax
 
-from .._base.errors import SynkError, public_api
+from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced
 from .._base.old_names import refuse_member
 from .._base.pytree import PyTree
+from .._base.turns import in_turn
 from .._call.auto_slices import execute_fitting
-from .._call.binding import ArgumentBinder, BoundArguments, check_slices
+from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
 from .._call.compose import compose
 from .._call.execute import NotFinite
-from .._call.kinds import Where
+from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare, start
-from .._call.rows import RowRequest
 from .._call.spec import FunctionSpec, with_then
+from .._check.blame import Blame, blame
+from .._check.check import Runner, check, check_blocks, check_wires, refuse_stale, run_serial
+from .._check.compare import Tolerance
+from .._check.views import view_of_absent
 from .._data.prefetch import Prefetch
+from .._explain.explain import explain
+from .._explain.measure import measure
+from .._explain.report import Explanation
 from .._loops.iterate import Batches, iterate, stream
 from .._loops.over import Accumulation
-from .._runtime.dispatch import LOCK
+from .._runtime.dispatch import LOCK, settle
 from .._runtime.group import current_group
+from .._tracing.context import current_trace
 from .._variables.variable import Shared
-from .inspection import Inspection
 
 
-class Function(Inspection):
+class Function:
     """What `synk.function` makes: call it as the serial function.
 
     Attributes:
@@ -47,7 +55,9 @@ class Function(Inspection):
     """
 
     def __init__(self, spec: FunctionSpec, binder: ArgumentBinder) -> None:
-        super().__init__(spec, binder)
+        self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
+        self._spec, self._binder = spec, binder
+        self._plans, self._probe_plans = PlanCache(), PlanCache()
         update_wrapper(self, spec.fn, updated=())
 
     def __repr__(self) -> str:
@@ -155,33 +165,32 @@ class Function(Inspection):
           IndexError: the batch names rows that are not there.
           MemoryError: memory does not do.
         """
-        bound = self._bind(args, kwargs, num_slices)
-        request = RowRequest(batch, batch_s, num_slices)
+        options = CallOptions(batch, batch_s, num_slices, output_subset)
+        bound = self._bind(args, kwargs, options)
         if is_traced() or bound.has_tracers:
-            return compose(self._spec, self._plans, bound, request, output_subset, current_group())
-        return self._launch(bound, request, output_subset)
+            return compose(Site(self._spec, self._plans, current_group()), bound, options)
+        return self._launch(bound, options)
 
-    def _launch(self, bound: BoundArguments, request: RowRequest, subset: Any) -> PyTree:
+    def _launch(self, bound: BoundArguments, options: CallOptions) -> PyTree:
         """Start one call."""
-        current_group()._refuse_if_absent(self.name)
+        site = self._site()
         with LOCK:
-            where = Where(current_group())
-            ready = partial(prepare, self._spec, self._plans, bound, request, subset, where)
+            ready = partial(prepare, site, bound, options)
             try:
                 result = start(self._spec, ready, lambda first: execute_fitting(first, ready))
             except NotFinite as error:
-                raise FloatingPointError(self._not_finite(bound, request)) from error.__cause__
+                raise FloatingPointError(self._not_finite(bound, options)) from error.__cause__
             self.stats.calls += 1
             return result
 
-    def _not_finite(self, bound: BoundArguments, request: RowRequest) -> str:
-        """Who is to blame for it, in words."""
+    def _not_finite(self, bound: BoundArguments, options: CallOptions) -> str:
+        """Say in words which row of a refused call is to blame."""
         said = f"{self.name}: its outputs or updates are not finite"
-        if request.batch_s is not None:
+        if options.batch_s is not None:
             said += "; rows that batch_s picks are not tried one by one"
         else:
             with suppress(SynkError, ValueError), jax.debug_nans(False), jax.debug_infs(False):
-                found = self._blame(bound, request)
+                found = self._blame(bound, options)
                 said = str(found) if found is not None else said
         return f"{said.rstrip('.')}. Nothing was updated."
 
@@ -220,10 +229,8 @@ class Function(Inspection):
           >>> [int(t) for t in total.iterate(x, batches=synk.minibatches(len(x), 4, shuffle=False))]
           [6, 9]
         """
-        return self._each_batch("iterate", (args, kwargs), batches, prefetch, num_slices, self._caller(output_subset))
-
-    def _caller(self, subset: Any) -> Callable[[BoundArguments, RowRequest], PyTree]:
-        return partial(self._launch, subset=subset)
+        options = CallOptions(num_slices=num_slices, output_subset=output_subset)
+        return self._each_batch("iterate", (args, kwargs), batches, prefetch, options, self._launch)
 
     def _each_batch(
         self,
@@ -231,8 +238,8 @@ class Function(Inspection):
         given: tuple[tuple[Any, ...], dict[str, Any]],
         batches: Iterable[Any],
         prefetch: int,
-        num_slices: Any,
-        call: Callable[[BoundArguments, RowRequest], PyTree],
+        options: CallOptions,
+        call: Callable[[BoundArguments, CallOptions], PyTree],
     ) -> Prefetch[Any, PyTree]:
         """Give `call` the arguments of each batch; positional and keyword ones are given."""
         if not any(given) and any(p.default is p.empty for p in self._binder.parameters.values()):
@@ -241,9 +248,9 @@ class Function(Inspection):
                 f"{self.name}.{name}: batches pick rows of its arguments, but there is none. If each item of a loader "
                 f"brings its own, write {self.name}.{instead}."
             )
-        bound, group = self._bind(*given, num_slices, name), current_group()
+        bound, group = self._bind(*given, options, name), current_group()
         group._refuse_if_absent(f"{self.name}.{name}")
-        rows = Batches(self._spec, bound, RowRequest(num_slices=num_slices), group, name)
+        rows = Batches(self._spec, bound, options, group, name)
         return iterate(rows, batches, prefetch, call, lambda: self._refuse(name))
 
     @public_api
@@ -284,18 +291,19 @@ class Function(Inspection):
           >>> [float(y) for y in dot.stream(loader)]
           [6.0, 6.0, 3.0]
         """
-        return self._each_item("stream", source, prefetch, num_slices, self._caller(output_subset))
+        options = CallOptions(num_slices=num_slices, output_subset=output_subset)
+        return self._each_item("stream", source, prefetch, options, self._launch)
 
     def _each_item(
         self,
         name: Literal["stream", "over"],
         source: Iterable[Any],
         prefetch: int,
-        num_slices: Any,
-        call: Callable[[BoundArguments, RowRequest], PyTree],
+        options: CallOptions,
+        call: Callable[[BoundArguments, CallOptions], PyTree],
     ) -> Prefetch[Any, PyTree]:
         """Give `call` the arguments that each item of a loader brings."""
-        check_slices(num_slices, self.name)
+        check_slices(options.num_slices, self.name)
         self._refuse(name)
         group = current_group()
         group._refuse_if_absent(f"{self.name}.{name}")
@@ -303,7 +311,7 @@ class Function(Inspection):
             self._spec,
             self._binder,
             source,
-            RowRequest(num_slices=num_slices),
+            options,
             group,
             size=prefetch,
             call=call,
@@ -359,13 +367,234 @@ class Function(Inspection):
             raise TypeError(
                 f"{self.name}.over: give batches=, which pick rows of its arguments, or source=, a loader of arguments."
             )
-        total = Accumulation(self._spec, self._plans, Where(current_group()), output_subset)
+        options = CallOptions(num_slices=num_slices, output_subset=output_subset)
+        total = Accumulation(Site(self._spec, self._plans, current_group()))
         if batches is not None:
-            loop = self._each_batch("over", (args, kwargs), batches, prefetch, num_slices, total.add)
+            loop = self._each_batch("over", (args, kwargs), batches, prefetch, options, total.add)
         elif args or kwargs:
             raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
         else:
-            loop = self._each_item("over", source or (), prefetch, num_slices, total.add)
+            loop = self._each_item("over", source or (), prefetch, options, total.add)
         for _ in loop:
             pass
         return total.finish()
+
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, call: str = ""
+    ) -> BoundArguments:
+        """Bind the arguments of a call without looking at a leaf; `call` names a member that runs in no trace."""
+        in_turn()
+        self._refuse(call)
+        check_slices(options.num_slices, self.name)
+        for option in OPTIONS.intersection(kwargs):
+            raise TypeError(f"{self.name}: {option} is an option of other ways to call it; this one takes none.")
+        return self._binder.bind(args, kwargs)
+
+    def _refuse(self, call: str = "") -> None:
+        current = current_trace()
+        if current is not None:
+            raise SynkError(
+                f"{current.name}: it calls the synk function {self.name} inside, where a replica has only its rows. "
+                f"{self._spec.inside or f'Call {self.name}.fn there.'}"
+            )
+        if call and is_traced():
+            raise SynkError(
+                f"{self.name}.{call}: it runs when called, so not inside jit, grad, vmap or the like. Call it outside."
+            )
+
+    @public_api
+    def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:
+        """Run `fn` and `then` once, on one device, over all selected rows: what every other call must equal.
+
+        It runs the function as it is now: it traces it in each call, and compiles only if that makes another program.
+
+        Args:
+          *args: as in a call.
+          batch, batch_s: as in a call.
+          update: whether shared variables take their new values; by default they stay as they are.
+          **kwargs: as in a call.
+
+        Returns:
+          As a call; all arrays lie on every replica.
+
+        Raises:
+          DivergedError: a shared variable holds different values on the replicas.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(jnp.mean, reduce="mean")
+          >>> float(f.serial(np.arange(5.0)))
+          2.0
+        """
+        options = CallOptions(batch, batch_s)
+        return run_serial(self._runner(self._bind(args, kwargs, options, "serial"), options), update)
+
+    @public_api
+    def check(
+        self,
+        *args: Any,
+        rtol: float | None = None,
+        atol: float | None = None,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int | Literal["auto"] = 1,
+        **kwargs: Any,
+    ) -> None:
+        """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
+
+        A group of one replica is checked as two simulated ones. Sums that travel narrowly (`wire=`) are
+        compared as if they did not, and what arrives with that, to what its rounding can do. With `blocks=`
+        it checks as if there were none, and then the bits.
+
+        Args:
+          *args: as in a call.
+          rtol: relative tolerance; None chooses by dtype (2e-4 for float32).
+          atol: absolute tolerance; None chooses by dtype (2e-5 for float32).
+          batch, batch_s: as in a call.
+          num_slices: as in a call.
+          **kwargs: as in a call.
+
+        Raises:
+          LawError: something differs; the message names it, and the ops that would have matched.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
+        """
+        options = CallOptions(batch, batch_s, num_slices)
+        runner = self._runner(self._bind(args, kwargs, options, "check"), options)
+        refuse_stale(self._spec, runner)
+        narrow, tolerance = replace(runner.function, then=None), Tolerance(rtol, atol)
+        exact = replace(runner, function=runner.function.exact())
+        check(exact, narrow.exact(), tolerance)
+        if narrow.blocks is not None:
+            check_blocks(exact, narrow, replace(narrow, blocks=None), tolerance)
+        if narrow.wires is not None:
+            check_wires(exact, narrow, tolerance)
+
+    def _runner(self, bound: BoundArguments, options: CallOptions) -> Runner:
+        return Runner(self._spec.gathering(), self._plans, bound, options, self._site().group)
+
+    def _site(self, call: str = "") -> Site:
+        """Return where calls run now; SynkError where the group's devices are absent. `call` names a member."""
+        group = current_group()
+        group._refuse_if_absent(f"{self.name}.{call}" if call else self.name)
+        return Site(self._spec, self._plans, group)
+
+    @public_api
+    def compile(
+        self,
+        *args: Any,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int | Literal["auto"] = 1,
+        output_subset: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> jax.stages.Compiled:
+        """Compile ahead what a call with such arguments runs, and change nothing.
+
+        Args:
+          As in a call; only trees, shapes and dtypes matter, and `jax.ShapeDtypeStruct`s may stand for arrays.
+
+        Returns:
+          JAX's `Compiled` of the program that runs `fn`, or where rows are sliced of the one that combines.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(jnp.sum)
+          >>> "HloModule" in f.compile(np.ones(8)).as_text()
+          True
+        """
+        options = CallOptions(batch, batch_s, num_slices, output_subset)
+        bound = self._bind(args, kwargs, options, "compile")
+        with LOCK:
+            return prepare(self._absent_site(), bound, options).plan.last.compiled
+
+    @public_api
+    def explain(
+        self,
+        *args: Any,
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int | Literal["auto"] = 1,
+        output_subset: Sequence[Any] | None = None,
+        run: int = 0,
+        **kwargs: Any,
+    ) -> Explanation:
+        """Compile what a call with such arguments runs, and say what it would do; change nothing.
+
+        Args:
+          *args, batch, batch_s, num_slices, output_subset, **kwargs: as in a call; `jax.ShapeDtypeStruct`s may stand
+            for arrays.
+          run: how many calls to time, whose results and updates are dropped; 0 for none.
+
+        Returns:
+          An `Explanation`: print it, or write it by its `json`, `html` and `png`. In a group of several processes all
+          make this call.
+
+        Raises:
+          TypeError, ValueError: `run` is no number of calls; others as of a call.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> f = synk.function(lambda x, w: x @ w, inputs=["x"], reduce="concat")
+          >>> with synk.simulate(2):
+          ...     e = f.explain(np.ones((8, 4), np.float32), np.ones((4, 3), np.float32))
+          >>> e.lengths, e.flops, e.inputs[0].sent_bytes
+          ((4, 4), 96, 128)
+        """
+        options = CallOptions(batch, batch_s, num_slices, output_subset)
+        bound = self._bind(args, kwargs, options, "explain")
+        checked_integer(run, f"{self.name}.explain: run", wanted="give a number of calls, 0 for none")
+        site = self._site(f"explain(run={run})") if run else None
+        before = self.stats.compilations
+        with LOCK:
+            absent = self._absent_site()
+            ready = prepare(absent, bound, options)
+        explanation = explain(ready, absent, self.stats.compilations == before)
+        if site is None:
+            return explanation
+        with LOCK:
+            settle()
+            return replace(explanation, measured=measure(partial(prepare, site, bound, options), run))
+
+    @public_api
+    def blame(
+        self, *args: Any, batch: Any = None, num_slices: int | Literal["auto"] = 1, **kwargs: Any
+    ) -> Blame | None:
+        """Find the first row whose outputs, gradients or updates are not finite; change nothing.
+
+        It runs the function on parts of the rows, at most 2 log2(rows) + 4 times by one program, and of what it finds
+        line by line on one device. Shared variables and broadcast arguments that are not finite are told first.
+
+        Args:
+          *args, batch, num_slices, **kwargs: as in a call; rows are held in host memory meanwhile.
+
+        Returns:
+          A `Blame`, which prints as a sentence; None where all is finite. Rows that are bad only together are said to
+          be so.
+
+        Raises:
+          ValueError: rows cannot be tried one by one: those with neighbours, those that variables hold, and
+            `synk.local` ones; others as of a call.
+
+        Example:
+          >>> import jax.numpy as jnp, numpy as np, synk
+          >>> x = np.arange(8, dtype=np.float32) - 3
+          >>> with synk.simulate(4):
+          ...     found = synk.function(lambda x: jnp.log(x).sum()).blame(x, num_slices=2)
+          >>> found.row, found.replica, found.slice
+          (0, 0, 0)
+        """
+        options = CallOptions(batch, num_slices=num_slices)
+        return self._blame(self._bind(args, kwargs, options, "blame"), options)
+
+    def _blame(self, bound: BoundArguments, options: CallOptions) -> Blame | None:
+        site = replace(self._site("blame"), function=self._spec.gathering())
+        return blame(site, self._probe_plans, bound, options)
+
+    def _absent_site(self) -> Site:
+        """Return where calls are compiled and not run: devices may be absent, and shapes are enough."""
+        group = current_group()
+        view = None if group.accelerator is None else view_of_absent(group)
+        return Site(self._spec, self._plans, group, view, is_abstract=True)

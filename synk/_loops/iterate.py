@@ -12,8 +12,8 @@ import jax
 
 from .._base.errors import public_api, shown, warn
 from .._base.pytree import PyTree, as_keys, is_prng_key, narrow
-from .._call.binding import ArgumentBinder, BoundArguments, check_leaves
-from .._call.rows import RowRequest, common_rows, refuse_together
+from .._call.binding import ArgumentBinder, BoundArguments, CallOptions, check_leaves
+from .._call.rows import common_rows, refuse_together
 from .._call.spec import FunctionSpec
 from .._data.dataset import Data, source_of
 from .._data.prefetch import Prefetch
@@ -84,9 +84,9 @@ class Batches:
     """The arguments of a call, of which it picks the rows of each batch."""
 
     def __init__(
-        self, function: FunctionSpec, bound: BoundArguments, request: RowRequest, group: Group, call: str = "iterate"
+        self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, call: str = "iterate"
     ) -> None:
-        self.function, self.request, self.group = function, request, group
+        self.function, self.options, self.group = function, options, group
         self.name = f"{function.name}.{call}"
         self._each = self._values_of_each(bound)
         self._next = self._values_of_batch()
@@ -200,7 +200,7 @@ class Batches:
             own = self._select(batch, leaf.shape[0], i)
             return ProcessLocalRows(gather_rows(leaf.source, own, narrow(leaf.dtype)))
         source = source_of(leaf) if isinstance(leaf, Data) else leaf
-        is_cut = self.request.num_slices == 1 and self.bound.spec.overlaps[i] is None
+        is_cut = self.options.num_slices == 1 and self.bound.spec.overlaps[i] is None
         there = place_rows_ahead(self.group, source, selection, narrow(leaf.dtype), is_cut=is_cut)
         if self.resident:  # to which the batch still applies
             return Data(there, self.names[i], minibatch=True, key=self.keys[i])
@@ -221,7 +221,7 @@ def iterate(
     rows: Batches,
     batches: Iterable[Any],
     size: int,
-    call: Callable[[BoundArguments, RowRequest], PyTree],
+    call: Callable[[BoundArguments, CallOptions], PyTree],
     refuse: Callable[[], None],
 ) -> Prefetch[Any, PyTree]:
     """Call a function for each batch; `refuse` raises where nothing may be launched."""
@@ -236,11 +236,11 @@ def stream(
     function: FunctionSpec,
     binder: ArgumentBinder,
     source: Iterable[Any],
-    request: RowRequest,
+    options: CallOptions,
     group: Group,
     *,
     size: int,
-    call: Callable[[BoundArguments, RowRequest], PyTree],
+    call: Callable[[BoundArguments, CallOptions], PyTree],
     refuse: Callable[[], None],
     name: str,
 ) -> Prefetch[Any, PyTree]:
@@ -275,7 +275,7 @@ def stream(
         leaves = list(bound.leaves)
         for i in bound.spec.broadcast:
             leaves[i] = copied(leaves[i])
-        return Batches(function, bound._replace(leaves=leaves), request, group, "stream").ahead(None)
+        return Batches(function, bound._replace(leaves=leaves), options, group, "stream").ahead(None)
 
     return Prefetch(source, size, ahead, partial(_arrive, call, count()), f"{name}: prefetch", refuse)
 
@@ -287,7 +287,7 @@ def _arguments(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(item), {}) if isinstance(item, tuple | list) else ((item,), {})
 
 
-def _arrive(call: Callable[[BoundArguments, RowRequest], PyTree], turns: Iterator[int], item: Ahead) -> PyTree:
+def _arrive(call: Callable[[BoundArguments, CallOptions], PyTree], turns: Iterator[int], item: Ahead) -> PyTree:
     """Call a function with what was made ready."""
     rows, seconds = item.rows, item.seconds
     if item.versions != rows.versions():  # written since: pick again
@@ -301,4 +301,4 @@ def _arrive(call: Callable[[BoundArguments, RowRequest], PyTree], turns: Iterato
         finally:
             del item  # or the error, its traceback and this frame would keep one another
     rows.function.stats.sending += seconds
-    return call(item.bound, rows.request._replace(batch=item.kept if rows.resident else None, turn=next(turns)))
+    return call(item.bound, rows.options._replace(batch=item.kept if rows.resident else None, turn=next(turns)))

@@ -12,14 +12,13 @@ import numpy as np
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
-from .._call.binding import BoundArguments
+from .._call.binding import BoundArguments, CallOptions
 from .._call.compiler import Compiler
 from .._call.execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
-from .._call.kinds import MOST_ROWS, Where
-from .._call.plan import CallPlan, PlanCache
+from .._call.kinds import MOST_ROWS
+from .._call.plan import CallPlan, Site
 from .._call.prepare import check_row_count, prepare, start
-from .._call.rows import RowInputs, RowRequest, launches
-from .._call.spec import FunctionSpec
+from .._call.rows import RowInputs, launches
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective
 from .._runtime.layout import constant, layouts, put
@@ -43,29 +42,30 @@ class _Piece(NamedTuple):
 class Accumulation:
     """What the batches of `f.over` have given so far."""
 
-    def __init__(self, function: FunctionSpec, plans: PlanCache, where: Where, subset: Any) -> None:
+    def __init__(self, site: Site) -> None:
+        function = site.function
         if function.then is not None:
             raise ValueError(
                 f"{function.name}.over: the function has a then, which follows each call. Put over a function without "
                 f"one, and do the rest with its answer."
             )
-        self._function, self._plans = replace(function, is_over=True), plans
-        self._where, self._subset = where, subset
+        self._function = replace(function, is_over=True)
+        self._site = replace(site, function=self._function)
         self._first: ReadyCall | None = None
         self._states: dict[Shared, VariableState] = {}  # as the first batch found them
         self._carry: list[jax.Array] = []
         self._pieces: list[_Piece] = []
         self._batches = self._rows = 0
-        self._seen = np.zeros(where.group.size, bool)  # which replicas had rows
+        self._seen = np.zeros(site.group.size, bool)  # which replicas had rows
 
-    def add(self, bound: BoundArguments, request: RowRequest) -> None:
+    def add(self, bound: BoundArguments, options: CallOptions) -> None:
         """Run one more batch."""
         if any(bound.spec.overlaps):
             raise ValueError(
                 f"{self._function.name}.over: rows at the ends of batches have neighbours in others (synk.Overlap), "
                 f"which over runs apart. Call the function on all rows."
             )
-        ready = partial(prepare, self._function, self._plans, bound, request, self._subset, self._where)
+        ready = partial(prepare, self._site, bound, options)
         with LOCK:
             start(self._function, ready, self._run)
 
@@ -143,7 +143,7 @@ class Accumulation:
         totals = {is_row: len(numbers) for is_row, numbers in index.items()}
         key = ("over", plan, *places.values(), *totals.values())
         with LOCK:
-            program = self._plans.kept(ready.group, key, lambda: compiler.compile_over(places, totals))
+            program = self._site.plans.kept(ready.group, key, lambda: compiler.compile_over(places, totals))
             kept = _joined(ready, [piece.leaves for piece in self._pieces])
             placed = [put(ready.group, each, "replicated") for each in index.values()]
             placed.append(constant(ready.group, "replicated", rows, jnp.result_type(float).name))
