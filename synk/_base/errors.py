@@ -94,10 +94,9 @@ class DivergedError(SynkError):
 
 
 class SharedLostError(SynkError):
-    """Raised on reading a shared variable whose old value was donated to a program that then died.
+    """Raised on reading a shared variable if a program that was to write it died on a device.
 
-    Setting the variable (`w.value = ...`, `w.set_value`, `synk.broadcast`, `synk.scatter`) heals it; a function
-    built with `donate=False` cannot lose one.
+    Setting the variable (`w.value = ...`, `w.set_value`, `synk.broadcast`, `synk.scatter`) or `synk.load` heals it.
 
     Example:
       >>> issubclass(SharedLostError, SynkError)

@@ -227,11 +227,12 @@ def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
 
 
 def _execute_first(ready: ReadyCall, choice: SliceChoice) -> Any:
-    """Run a call whose slices are new, and wait; out of memory, variables get back values kept on the host."""
+    """Run a call whose slices are new, and wait. Out of memory, variables get their old values back: a copy on the host
+    where these are donated."""
     kept: dict[Shared, tuple[VariableState, list[np.ndarray]]] = {}
-    for variable in [update.variable for update in ready.plan.updates] if ready.call.donate else []:
+    for variable in [update.variable for update in ready.plan.updates]:
         state = bind(variable, ready.group)
-        kept[variable] = state, [np.array(leaf) for leaf in state.leaves]
+        kept[variable] = state, [np.array(leaf) for leaf in state.leaves] if ready.call.donate else []
     try:
         result = execute(ready)
         jax.block_until_ready((result, [update.variable._state.leaves for update in ready.plan.updates]))
@@ -239,7 +240,7 @@ def _execute_first(ready: ReadyCall, choice: SliceChoice) -> Any:
         found = translate_error(error, ready.function.name)
         if not isinstance(found, MemoryError):
             raise
-        drain()  # which tells variables that a program of theirs has died
+        drain()  # afterwards no program marks a variable as lost
         for variable, (state, leaves) in kept.items():
             there = state.leaves
             if any(leaf.is_deleted() for leaf in there):

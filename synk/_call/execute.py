@@ -17,7 +17,7 @@ from .._runtime.dispatch import ignore_failure, uninterrupted
 from .._runtime.executable import Executable, relayout, translate_peer_errors
 from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
-from .._variables.access import bind, divergence, invalidate, restore
+from .._variables.access import bind, divergence, invalidate
 from .._variables.state import VariableState
 from .._variables.variable import Shared
 from .parts import part_table
@@ -63,21 +63,29 @@ def execute(ready: ReadyCall) -> Any:
         if _is_refused(ready, values):
             raise NotFinite
         return _tree(ready, values)
-    rollback = _Rollback(ready.function.name, not ready.call.donate)
+    # What waits for a program in flight keeps no value or argument alive: no `ready`, and weak references.
+    name = ready.function.name
+    written: list[tuple[Shared, ref[VariableState]]] = []
+
+    def lose(error: Exception) -> None:
+        for variable, reference in written:
+            state = reference()
+            if state is not None:
+                invalidate(variable, state, name, error)
+
     with uninterrupted():
         try:
-            values = _launch(ready, last, rollback)
+            values = _launch(ready, last, lose)
             if _is_refused(ready, values):
                 raise NotFinite
         except Exception as error:
             for update in plan.updates:
                 old = states[update.variable]
                 if any(leaf.is_deleted() for leaf in old.leaves):
-                    invalidate(update.variable, old, ready.function.name, error)
+                    invalidate(update.variable, old, name, error)
             raise
         for variable, state in _updates(ready, values, states).items():
-            # What is donated is not kept alive either.
-            rollback.committed.append((variable, ref(state), None if ready.call.donate else states[variable]))
+            written.append((variable, ref(state)))
             variable._state = state
     return _tree(ready, values)
 
@@ -99,25 +107,6 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
             ready.group, leaves[i], rows, plan.result.keys[i], f"a result of {ready.function.name}"
         )
     return plan.result.tree(leaves)
-
-
-class _Rollback:
-    """What to do if the program of a call dies: old values that were donated are lost with it, others come back.
-
-    It is kept while the program is in flight, so it holds none of the call's arguments or new values.
-    """
-
-    def __init__(self, name: str, brings_back: bool) -> None:
-        self.name, self.brings_back = name, brings_back
-        self.committed: list[tuple[Shared, ref[VariableState], VariableState | None]] = []
-
-    def __call__(self, error: Exception) -> None:
-        for variable, state, old in self.committed:
-            new = state()
-            if new is not None and old is None:
-                invalidate(variable, new, self.name, error)
-            elif new is not None and old is not None:
-                restore(variable, new, old)
 
 
 def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -> Outcome:

@@ -42,7 +42,8 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions) -> ReadyCal
 def start(function: FunctionSpec, prepare: Callable[[], ReadyCall], run: Callable[[ReadyCall], Any]) -> Any:
     """Prepare and run a call, and note how long both took."""
     stats = function.stats
-    retire_finished()  # before anything is looked at: what a program that died has taken back is not there any more
+    # A variable that a dead program was to write raises now, before anything is checked.
+    retire_finished()
     begun, sending, compiling = perf_counter(), stats.sending, stats.dispatching
     ready = prepare()
     prepared = perf_counter()

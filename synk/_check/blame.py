@@ -23,7 +23,7 @@ from .._data.dataset import Data
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.monoid import Monoid
 from .._reductions.reduction import REDUCTIONS, Weighted
-from .._runtime.dispatch import LOCK, settle
+from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import relayout, run_collective, translate_peer_errors
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts
@@ -175,7 +175,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
     """Find what makes a call's numbers not finite; `probe_plans` are the plans of its probes."""
     function, group = site.function, site.group
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):  # which would raise in a probe
-        settle()
+        drain()
         whole = prepare(replace(site, may_donate=False), bound, options)
         prober = Prober(flagging(function), probe_plans, bound, whole)
         outcome = evaluate(whole, None)

@@ -23,7 +23,7 @@ from .._call.traces import View, cannot_update_rows, shared_in
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS
 from .._reductions.wire import largest_error, may_be_nan
-from .._runtime.dispatch import LOCK, settle
+from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
 from .._runtime.layout import put
@@ -77,7 +77,7 @@ class Runner:
 
     def run(self, site: Site, function: FunctionSpec) -> Outcome:
         """Its outcome."""
-        settle()
+        drain()
         outcome = evaluate(self.ready(site, function), site.view)
         for variable, state in outcome.updates.items():
             if self.options.batch_s is not None and state.rows_per_replica:

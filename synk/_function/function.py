@@ -33,7 +33,7 @@ from .._explain.measure import measure
 from .._explain.report import Explanation
 from .._loops.iterate import Batches, iterate, stream
 from .._loops.over import Accumulation
-from .._runtime.dispatch import LOCK, settle
+from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .._variables.variable import Shared
@@ -555,7 +555,7 @@ class Function:
         if site is None:
             return explanation
         with LOCK:
-            settle()
+            drain()
             return replace(explanation, measured=measure(partial(prepare, site, bound, options), run))
 
     @public_api

@@ -37,24 +37,6 @@ class InFlight(NamedTuple):
 
 IN_FLIGHT: deque[InFlight] = deque()
 _of_the_runtime: Any = None  # the handler of SIGTERM over which JAX has put one that Python does not know
-_thread = threading.local()
-
-
-def note_launch(one: InFlight) -> None:
-    """A program is under way; the thread that has started it is no callback of one."""
-    IN_FLIGHT.append(one)
-    _thread.has_launched = True
-
-
-def in_callback() -> bool:
-    """Is this a callback of a running program, in a thread that Python has not started? It must wait for nothing that
-    waits for its program: not for the call, and for no device."""
-    return threading.current_thread().name.startswith("Dummy-") and not hasattr(_thread, "has_launched")
-
-
-def is_under_way() -> bool:
-    """Has some program not ended yet?"""
-    return any(not one.token.is_ready() for one in tuple(IN_FLIGHT))
 
 
 def wait_for_capacity(is_limited: bool) -> None:
@@ -64,7 +46,7 @@ def wait_for_capacity(is_limited: bool) -> None:
 
 
 def retire_finished() -> None:
-    """Forget the programs that have ended, and with them the values that they would bring back."""
+    """Forget the programs that have ended; variables of those that died learn that they are lost."""
     with LOCK:
         while IN_FLIGHT and IN_FLIGHT[0].token.is_ready():
             _retire()
@@ -79,14 +61,6 @@ def drain() -> None:
     with LOCK:
         while IN_FLIGHT:
             _retire()
-
-
-def settle() -> None:
-    """Forget the programs that have ended; wait for those that would bring back old values, had they died."""
-    with LOCK:
-        retire_finished()
-        if any(getattr(on_failure, "brings_back", False) for _, on_failure, *_ in IN_FLIGHT):
-            drain()
 
 
 def _retire() -> None:

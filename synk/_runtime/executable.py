@@ -15,13 +15,13 @@ import numpy as np
 
 from .._base.pytree import bits_of
 from .dispatch import (
+    IN_FLIGHT,
     JAXLIB,
     LOCK,
     InFlight,
     OnFailure,
     drain,
     ignore_failure,
-    note_launch,
     retire_finished,
     wait_for_capacity,
 )
@@ -123,7 +123,7 @@ def _launch(
         if gone is None or gone is error:
             raise
         raise gone from error
-    note_launch(InFlight(results.pop(), on_failure, group._peers, name))
+    IN_FLIGHT.append(InFlight(results.pop(), on_failure, group._peers, name))
     return results
 
 

@@ -1,11 +1,12 @@
 """Trace context: what a user's function may see and do while it is traced."""
 
+import sys
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,10 @@ from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
 from .._base.pytree import PyTree, check_key
 from .._base.turns import in_turn
-from .._runtime.dispatch import LOCK, in_callback, is_under_way, settle
+from .._runtime.dispatch import LOCK, retire_finished
 from .._runtime.group import current_group
 
 _local = threading.local()
-_PATIENCE = 5.0  # seconds that a callback waits for a call under way
 
 
 class TracedState(Protocol):
@@ -146,37 +146,27 @@ def stateless(name: str, advice: str) -> AbstractContextManager[None]:
     return tracing(TraceContext(name, 0, refuse, has_axis=False))
 
 
-def refuse_callback() -> NoReturn:
-    """Of what it would have to wait for."""
-    raise SynkError(
-        "A host callback inside a running program asks for a shared variable while a call is under way. "
-        "Read the variable in the function, and pass its value to the callback."
-    )
-
-
 @contextmanager
-def eager(is_read: bool = False) -> Generator[None]:
-    """Hold the lock, and step out of any transformation around this line: what is read are values of now."""
-    is_callback = in_callback()
+def eager() -> Generator[None]:
+    """Hold the lock and step out of any transformation around this line, so that values of now are read."""
+    _refuse_callback()
     in_turn()
-    with _patiently() if is_callback else LOCK:  # which Ctrl-C, that no callback sees, leaves held or released
-        if is_callback and not is_read and is_under_way():
-            refuse_callback()
-        if not is_callback:  # whose own program is under way
-            settle()
+    with LOCK:
+        retire_finished()
         with jax.ensure_compile_time_eval() if is_traced() else nullcontext():
             yield
 
 
-@contextmanager
-def _patiently() -> Generator[None]:
-    """Hold the lock in a callback, for which a call may wait that holds it."""
-    if not LOCK.acquire(timeout=_PATIENCE):
-        refuse_callback()
-    try:
-        yield
-    finally:
-        LOCK.release()
+def _refuse_callback() -> None:
+    """Raise in a thread that JAX has started for a host callback, which would wait for its own program."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_globals.get("__name__", "").startswith("jax."):
+        raise SynkError(
+            "A host callback inside a running program asks for a shared variable, which may wait for that program. "
+            "Read the variable in the function, and pass its value to the callback."
+        )
 
 
 @public_api

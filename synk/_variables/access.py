@@ -12,11 +12,11 @@ import numpy as np
 from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import PyTree, as_keys
-from .._runtime.dispatch import drain, in_callback, is_under_way, uninterrupted
+from .._runtime.dispatch import drain, uninterrupted
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout, set_replica, stack_parts
-from .._tracing.context import eager, refuse_callback
+from .._tracing.context import eager
 from .pieces import abstract_pieces, refuse_pieces, stored_pieces, whole_leaves, whole_on_host
 from .state import AbstractState, VariableState, refuse_narrow
 from .value import ValueSpec, as_owned_array, conform, shared_rows
@@ -31,8 +31,6 @@ class Variable(Protocol):
     _group: Group | None  # None: its leaves have not been placed yet
     _state: VariableState
     _cures: dict[str, str]
-    # States whose program has died, by id: the state itself, so that its id stays its own, and what came before.
-    _superseded: dict[int, tuple[VariableState, VariableState]]
 
 
 def group_of(variable: Variable) -> Group:
@@ -45,8 +43,6 @@ def bind(variable: Variable, group: Group) -> VariableState:
     if variable._group is not group:
         group._refuse_if_absent(variable.name)
     if variable._group is None:
-        if in_callback() and is_under_way():
-            refuse_callback()
         if is_made_of_shapes(variable):
             raise SynkError(
                 f"{variable.name}: it was made of shapes alone, for compile and explain. Give it a value first: "
@@ -66,8 +62,8 @@ def bind(variable: Variable, group: Group) -> VariableState:
         if isinstance(cause, PeerError):  # nothing that is set now would help
             raise cause
         raise SharedLostError(
-            f"{variable.name}: its value was donated to a program of {name} that died ({in_a_line(cause)}). "
-            f"Set or load it again; donate=False in {name} keeps old values."
+            f"{variable.name}: a program of {name} that was to write it died ({in_a_line(cause)}), so its value is "
+            f"lost. Set or load it again."
         ) from cause
     return variable._state
 
@@ -153,43 +149,29 @@ def commit_all(states: Sequence[tuple[Variable, VariableState]]) -> None:
 
 
 def invalidate(variable: Variable, state: VariableState, name: str, cause: Exception) -> None:
-    """Note that this state was donated to a program that died, or came of one."""
+    """Mark the variable as lost, if it still has this state, whose program died."""
     if variable._state is state:
         variable._state = replace(state, failure=(name, cause))
 
 
-def restore(variable: Variable, state: VariableState, old: VariableState) -> None:
-    """The program that gave `state` died; go back to `old`, or to what that went back to."""
-    while id(old) in variable._superseded:
-        old = variable._superseded[id(old)][1]
-    if variable._state is state:
-        variable._state = old
-    # A later program may have these leaves already. It fails as well, and its own rollback then goes on to old.
-    variable._superseded[id(state)] = (state, old)
-
-
 def read(variable: Variable, copy: Callable[[list[jax.Array]], list[Any]]) -> list[Any]:
-    """Copy the leaves and wait: a program that died shows here, and the old value, if it is back, is read."""
-    while True:
-        group = group_of(variable)
-        state = bind(variable, group)
-        if in_callback():  # the leaves may be those of its own program
-            leaves: list[Any] = state.leaves  # is_ready is not typed
-            return copy(leaves) if all([leaf.is_ready() for leaf in leaves]) else refuse_callback()
-        try:
-            jax.block_until_ready(state.leaves)
-        except Exception as error:
-            if _end_well(state.leaves):  # what a handler of a signal has raised is no failure of the program
-                raise
-            gone = group._peers.translate_error(error)
-            if gone is not None:
-                raise gone from error
-            drain()  # which notes whose program it was
-            if variable._state is state:
-                invalidate(variable, state, "a function", error)
-        else:
-            variable._superseded.clear()  # whatever came before has ended
-            return jax.block_until_ready(copy(state.leaves))
+    """Wait for the leaves and copy them; SharedLostError if the program that was to write them died."""
+    group = group_of(variable)
+    state = bind(variable, group)
+    try:
+        jax.block_until_ready(state.leaves)
+    except Exception as error:
+        # An exception that a handler of a signal has raised is no failure of the program.
+        if _end_well(state.leaves):
+            raise
+        gone = group._peers.translate_error(error)
+        if gone is not None:
+            raise gone from error
+        # The program marks the variable itself. A collective has no function to name.
+        drain()
+        invalidate(variable, state, "a function", error)
+        return read(variable, copy)  # which raises, unless a handler of a signal has set the variable meanwhile
+    return jax.block_until_ready(copy(state.leaves))
 
 
 def _end_well(leaves: Sequence[jax.Array]) -> bool:
@@ -278,18 +260,9 @@ def common_value(variable: Variable) -> PyTree:
     group = group_of(variable)
     if not bind(variable, group).is_equal:
         raise DivergedError(divergence(variable))
-    if in_callback():
-        return _in_host_memory(variable, group._local_ranks.start)
     if variable._spec.is_cut is not None:
         _read_together(variable, group)
     return variable._spec.tree(read(variable, partial(_common_leaves, variable, group)))
-
-
-def _in_host_memory(variable: Variable, rank: int) -> PyTree:
-    """A value as NumPy's arrays; no device is asked to make them."""
-    if any(variable._spec.keys):
-        refuse_callback()
-    return variable._spec.tree([np.array(leaf) for leaf in host_leaves(variable, rank)])
 
 
 def _read_together(variable: Variable, group: Group) -> None:
@@ -316,8 +289,6 @@ def host_leaves(variable: Variable, rank: int) -> list[Any]:
 def value_of_rank(variable: Variable, rank: int, borrow: bool) -> PyTree:
     group, state = _bind_rank(variable, rank)
     rows = state.rows_per_replica
-    if in_callback():
-        return _in_host_memory(variable, rank)
     if state.layout == "stacked":
         _read_together(variable, group)
 

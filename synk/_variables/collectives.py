@@ -94,7 +94,7 @@ def gather(variables: Variables, nd_up: int = 1) -> Any:
     each = each_of(variables, "gather", with_rows=not nd_up)
     if nd_up not in (0, 1):
         raise ValueError(f"synk.gather: nd_up={nd_up!r}; give 1 for a replica axis or 0 to concatenate rows.")
-    with eager(is_read=True):
+    with eager():
         return _like(variables, [v._spec.tree(combine.gather_leaves(v, "gather", nd_up, "replicated")) for v in each])
 
 
@@ -239,7 +239,7 @@ def get_lengths(variables: Variables) -> Any:
       ...     synk.get_lengths(synk.shared(np.zeros((3, 4))))
       [3, 3]
     """
-    with eager(is_read=True):
+    with eager():
         return _like(variables, [_lengths(variable) for variable in each_of(variables, "get_lengths")])
 
 
@@ -260,7 +260,7 @@ def get_shapes(variables: Variables) -> Any:
       ...     synk.get_shapes(synk.shared(np.zeros((3, 4))))
       [(3, 4), (3, 4)]
     """
-    with eager(is_read=True):
+    with eager():
         return _like(variables, [_shapes(variable) for variable in each_of(variables, "get_shapes")])
 
 

@@ -49,7 +49,6 @@ class Shared:
         "_number",
         "_spec",
         "_state",
-        "_superseded",
         "name",
     )
 
@@ -69,7 +68,6 @@ class Shared:
         # Whether each replica has its own by design: no replicas are compared, and others load the average of all.
         self._is_own = False
         self._cures: dict[str, str] = {}  # by the name of what made replicas differ: how they become equal again
-        self._superseded: dict[int, tuple[VariableState, VariableState]] = {}
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -94,15 +92,15 @@ class Shared:
 
         Raises:
           DivergedError: read outside while replicas hold different values.
-          SharedLostError: its value was donated to a program that died.
-          SynkError: assigned under a transformation of JAX's outside any function, which would do it once; or read by
-            a host callback that would have to wait for its own program (else that gets NumPy arrays).
+          SharedLostError: the program that was to write its value died.
+          SynkError: assigned under a transformation of JAX's outside any function, which would do it once; or used in
+            a host callback, which would wait for its own program.
         """
         context = current_trace()
         if context is not None:
             refuse_pieces(self, context.name)
             return context.read(self)
-        with eager(is_read=True):
+        with eager():
             return access.common_value(self)
 
     @value.setter
@@ -171,7 +169,7 @@ class Shared:
           [0, 1, 2]
         """
         refuse_inside(self.name, "get_value")
-        with eager(is_read=True):
+        with eager():
             return access.value_of_rank(self, rank, borrow)
 
     @public_api

@@ -19,7 +19,7 @@ from .._function.decorator import Inputs
 from .._function.function import Function
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import Weighted
-from .._runtime.dispatch import drain, retire_finished, settle
+from .._runtime.dispatch import drain, retire_finished
 from .._runtime.layout import Layout
 from .._variables.variable import Shared, shared
 from .model import LeafKind, TrainingModel, kinds_of, rows_of
@@ -125,7 +125,7 @@ class LocalSteps:
     def finish(self) -> None:
         """Average what was trained since the last average; do nothing where that is nothing."""
         in_turn()
-        settle()
+        retire_finished()
         self._recount()
         if self._steps > self._averaged:
             loss = self._average()
@@ -148,10 +148,7 @@ class LocalSteps:
         result = take()
         self._steps, self._read = self._steps + 1, self.counts._state
         if self._is_time():
-            settle()  # a step that died and was taken back is none
-            self._recount()
-            if self._is_time():
-                self.finish()
+            self.finish()
         return result
 
     def _is_time(self) -> bool:
