@@ -18,28 +18,28 @@ TABLES = EXAMPLES.parent / "docs" / "coming_from.md"
 
 # How the last line begins; each asserts its own numbers, and most need the extra `examples`.
 LAST = {
-    "synkhronos_demos.py": "6 of 6 passed",
-    "mnist_cpu_data.py": "Test accuracy 9",
-    "mnist_gpu_data.py": "Test accuracy 9",
-    "mxnet_lenet.py": "Test accuracy 9",
-    "dl4j_parallel_wrapper.py": "Test accuracy 9",
-    "torch_data_parallel.py": "Test accuracy 9",
-    "theano_alexnet.py": "Validation error ",
-    "theano_functions.py": "Final model: 100.0 % right",
+    "ports/synkhronos_demos.py": "6 of 6 passed",
+    "ports/mnist_cpu_data.py": "Test accuracy 9",
+    "ports/mnist_gpu_data.py": "Test accuracy 9",
+    "ports/mxnet_lenet.py": "Test accuracy 9",
+    "ports/dl4j_parallel_wrapper.py": "Test accuracy 9",
+    "ports/torch_data_parallel.py": "Test accuracy 9",
+    "ports/theano_alexnet.py": "Validation error ",
+    "ports/theano_functions.py": "Final model: 100.0 % right",
     "evaluate_exactly.py": "largest gap 0.00%",
-    "skepu_skeletons.py": "11 of 11 right",
+    "ports/skepu_skeletons.py": "11 of 11 right",
     "exact_statistics.py": "largest gap 0.00%",
     "flax_nnx.py": "Test accuracy 9",
     "equinox_mlp.py": "Test accuracy 9",
     "keras_model.py": "Test accuracy 9",
     "imagenet_style.py": "Test accuracy 9",
     "char_lm.py": "Perplexity 9.",
-    "pytensor_demos.py": "5 of 5 passed",
-    "pytensor_tutorials.py": "4 of 4 as on one device",
+    "ports/pytensor_demos.py": "5 of 5 passed",
+    "ports/pytensor_tutorials.py": "4 of 4 as on one device",
 }
 
 
-COMPUTING = ("mnist.py", "mxnet_lenet.py", "char_lm.py", "dl4j_parallel_wrapper.py")
+COMPUTING = ("mnist.py", "ports/mxnet_lenet.py", "char_lm.py", "ports/dl4j_parallel_wrapper.py")
 
 
 def run(name, **environment):
@@ -125,7 +125,7 @@ def test_where_others_go_wrong(name):
 def test_every_example_is_run():
     """None is forgotten: each is named by a test."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
-    assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in tests] == []
+    assert [path.name for path in EXAMPLES.rglob("*.py") if path.name not in tests] == []
 
 
 @pytest.mark.skipif(not TABLES.is_file(), reason="the documentation is not in this copy")
@@ -134,6 +134,6 @@ def test_tables_name_what_there_is():
     text = TABLES.read_text()
     for name in set(re.findall(r"\bsynk\.(train\.)?(\w+)", text)) - {("", "train"), ("", "pytensor")}:
         assert getattr(synk.train if name[0] else synk, name[1])
-    named = {path.split("/")[1] for path in re.findall(r"examples/\w+\.py", text)}
+    named = set(re.findall(r"\(\.\./examples/((?:ports/)?\w+\.py)\)", text))
     used = {"flax_nnx.py", "equinox_mlp.py", "keras_model.py", "imagenet_style.py", "char_lm.py"}
     assert named == set(LAST) - used  # of libraries that are used with synk, and not left

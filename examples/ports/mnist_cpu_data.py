@@ -4,7 +4,7 @@ A perceptron with dropout and Nesterov momentum; images stay in memory, and `bat
 calls there (gradients into a shared variable, `all_reduce`, updates) is one training step. No row is left out of an
 epoch, and as dropout has one key a row, the training is the serial one.
 
-    python examples/mnist_cpu_data.py
+    python examples/ports/mnist_cpu_data.py
 """
 
 import time

@@ -1,6 +1,6 @@
 """Synkhronos's demos, their graphs in PyTensor as they were in Theano: prints `5 of 5 passed`.
 
-    python examples/pytensor_demos.py    # needs the extra `pytensor`
+    python examples/ports/pytensor_demos.py    # needs the extra `pytensor`
 
 `theano.tensor as T` is `pytensor.tensor as T`, and `synk.function` is `synk.pytensor.function`: what `bcast_inputs=`
 held is among the inputs, and named by `broadcast=`; results reduce by the op that they name. Updates are those of one

@@ -4,7 +4,7 @@ Map, Reduce, MapReduce, Scan, MapOverlap, MapPairsReduce and Generate, over rows
 product, prefix sum, Taylor series of ln 2, Mandelbrot, median and Gaussian filter, heat diffusion, a cellular
 automaton, n-body, conjugate gradients, and Monte Carlo with one random key a row.
 
-    python examples/skepu_skeletons.py
+    python examples/ports/skepu_skeletons.py
 """
 
 import jax

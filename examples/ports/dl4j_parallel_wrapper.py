@@ -12,7 +12,7 @@ workers that average every third step.
 Averages are weighted by the rows that each worker trained on, and the last steps of a `fit`, fewer than three, are
 averaged as well, which there they were not.
 
-    python examples/dl4j_parallel_wrapper.py
+    python examples/ports/dl4j_parallel_wrapper.py
 """
 
 import jax

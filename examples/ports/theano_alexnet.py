@@ -7,7 +7,7 @@ synchronous step, as the first steps show.
 
 The network has all its layers, groups and normalisation, for 128 pixels, but an eighth of its width and four classes.
 
-    python examples/theano_alexnet.py
+    python examples/ports/theano_alexnet.py
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """Theano's deep-learning tutorials, in PyTensor, on several devices: softmax regression, perceptron, LeNet, LSTM.
 
-    python examples/pytensor_tutorials.py    # needs the extras `examples` and `pytensor`
+    python examples/ports/pytensor_tutorials.py    # needs the extras `examples` and `pytensor`
 
 Each graph is as the tutorial has it, but that rows come first. `pytensor.function` trains one copy of it on one device,
 `synk.pytensor.function` another on four, by the same batches, of which the last is smaller. Then their parameters are

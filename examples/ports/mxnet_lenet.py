@@ -8,7 +8,7 @@ The tutorial writes four functions to train on several devices. Here
     split_and_load(batch, devices)   is nothing: arguments are cut by rows, also where they do not divide;
     train_batch(batch, params, ...)  is a function and its `then`, below.
 
-    python examples/mxnet_lenet.py
+    python examples/ports/mxnet_lenet.py
 """
 
 import time

@@ -3,7 +3,7 @@
 Every call has the name it had there. What was a Theano expression is a function of arrays; results reduce by "avg"
 there and by "sum" here unless a call names an op, so each one is named.
 
-    python examples/synkhronos_demos.py
+    python examples/ports/synkhronos_demos.py
 """
 
 import jax.numpy as jnp

@@ -3,7 +3,7 @@
 `updates`, `givens`, `borrow` and `output_subset` one by one, then the logistic regression. Expressions of symbols are
 functions of arrays here, so `T.grad` is `jax.grad`, and what is called is compiled when it is called.
 
-    python examples/theano_functions.py
+    python examples/ports/theano_functions.py
 """
 
 import jax

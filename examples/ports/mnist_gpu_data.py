@@ -4,7 +4,7 @@ A small convolutional network with Nesterov momentum. The images are scattered o
 picks rows where they are, and nothing but indexes is sent. Each replica goes through its own part in an order of its
 own; the training on one replica, which has all rows, picks the same ones.
 
-    python examples/mnist_gpu_data.py
+    python examples/ports/mnist_gpu_data.py
 """
 
 import time

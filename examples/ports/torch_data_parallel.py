@@ -10,7 +10,7 @@ more, saved on 4 replicas and the same on 2.
 
 Batches of any number of rows, fewer than there are devices among them, and parts that share weights are exact too.
 
-    python examples/torch_data_parallel.py
+    python examples/ports/torch_data_parallel.py
 """
 
 import tempfile
