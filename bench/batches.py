@@ -1,11 +1,9 @@
 """Batches: rows picked by index and brought to the replicas, by synk and by hand.
 
     python bench/batches.py [--replicas 1,2,4] [--rows 50000] [--batches 512,4096] [--rounds 6] [--json OUT]
-                            [--plot OUT.png] [--peers]
 
 Claim: rows come as fast as the best that can be written by hand, wherever they live, and a step fed from the host costs
 what one with resident data costs. The ways take turns in random order, in one run; medians.
-`--peers` adds torch and Grain, where installed.
 """
 
 import argparse
@@ -17,7 +15,7 @@ from statistics import median
 from time import perf_counter
 
 import jax
-from record import about, canvas, cpu_devices, heading, save
+from record import about, cpu_devices, heading, save
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -26,8 +24,6 @@ if __name__ == "__main__":
     parser.add_argument("--batches", default="512,4096")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json")
-    parser.add_argument("--plot")
-    parser.add_argument("--peers", action="store_true")
     options = parser.parse_args()
     counts = [int(n) for n in options.replicas.split(",")]
     cpu_devices(max(counts))
@@ -130,47 +126,6 @@ def aligned(shape, dtype):
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def peers(x, batch, rounds):
-    """Seconds a batch of data loaders, which stop at host memory."""
-    found = {}
-    try:
-        import torch  # type: ignore[import]  # if installed
-
-        tensor = torch.from_numpy(x)
-        index = picks(len(x), batch)
-        order = torch.from_numpy(np.concatenate([next(index) for _ in range(rounds)]))
-        chosen = order.split(batch)
-        found["torch index_select"] = timed(lambda: [tensor.index_select(0, part) for part in chosen]) / rounds
-        sampler = torch.utils.data.BatchSampler(order.tolist(), batch, drop_last=False)
-        fetch = torch.utils.data.DataLoader(_Rows(tensor), sampler=sampler, batch_size=None)
-        found["torch DataLoader, batched"] = timed(lambda: list(map(len, fetch))) / rounds
-        rows = torch.utils.data.TensorDataset(tensor)
-        usual = torch.utils.data.DataLoader(rows, batch_size=batch, sampler=order.tolist())
-        found["torch DataLoader"] = timed(lambda: [len(rows) for (rows,) in usual]) / rounds
-    except ImportError:
-        print("torch is not installed")
-    try:
-        import grain  # type: ignore[import]  # if installed
-
-        few = max(1, rounds // 5)
-        loader = grain.MapDataset.source(_Rows(x)).shuffle(seed=0)[: batch * few].batch(batch)
-        found["grain"] = timed(lambda: [len(loader[i]) for i in range(few)]) / few
-    except ImportError:
-        print("grain is not installed")
-    return found
-
-
-class _Rows:
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 def timed(call):
@@ -396,8 +351,6 @@ def main():
             buffer, other = aligned((batch, *shape), dtype), x[:batch].copy()
             copy = median([timed(lambda b=buffer, o=other: np.copyto(b, o)) for _ in range(9)])
             note("memcpy", kind, batch, 0, size, {"memcpy": copy})
-            if options.peers:
-                note("peers", kind, batch, 0, size, peers(x, batch, 10))
             for replicas in counts:
                 cases = {"host": host_ways, "broadcast": broadcast_ways, "local": local_ways, "exchange": exchange_ways}
                 for case, ways in cases.items():
@@ -415,29 +368,6 @@ def main():
         times = measure(argument_ways(replicas), picks(1024, 64), 20 * options.rounds, is_call=True)
         note("new argument", "float32", 64, replicas, 0, times)
     save(options.json, results)
-    if options.plot:
-        plot(results, options.plot)
-
-
-def plot(results, path):
-    """GB/s by method, a panel a case."""
-    plt = canvas()
-
-    names = ["host", "broadcast", "local", "exchange"]
-    figure, axes = plt.subplots(1, len(names), figsize=(16, 4.5), sharey=False)
-    for axis, name in zip(axes, names, strict=True):
-        cases = [c for c in results["cases"] if c["case"] == name and c["kind"] == "float32"]
-        ways = list(cases[0]["GB/s"])
-        for j, way in enumerate(ways):
-            places = [i + (j - len(ways) / 2) * 0.8 / len(ways) for i in range(len(cases))]
-            axis.bar(places, [case["GB/s"][way] for case in cases], 0.8 / len(ways), label=way)
-        axis.set_xticks(range(len(cases)), [f"{c['batch']} rows\n{c['replicas']} repl." for c in cases], fontsize=7)
-        axis.set_title(f"{name}, float32")
-        axis.legend(fontsize=7)
-    axes[0].set_ylabel("GB/s")
-    figure.suptitle(f"Rows picked by index: jax {results['jax']}, {results['cores']} cores")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

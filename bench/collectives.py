@@ -1,28 +1,25 @@
 """Collectives: shared variables across replicas, by synk beside `jax.lax` by hand.
 
-    python bench/collectives.py [--replicas 2,4,8] [--sizes 1e3,1e5,1e7,1e8] [--rounds 100] [--peers] [--json OUT]
+    python bench/collectives.py [--replicas 2,4,8] [--sizes 1e3,1e5,1e7,1e8] [--rounds 100] [--json OUT]
 
 Claim: gather, all_reduce, and broadcast of what a replica holds, cost what the same program written by hand costs; new
 values from the host cost another copy. Interleaved in one run; medians. An elementwise `x + 1` over the same arrays is
 the floor. `size` is what each replica holds (all_reduce, broadcast) or all of them together (scatter, gather), and GB/s
-are of that size. `--peers` adds torch's gloo, where installed: two processes of one thread each, in a run of their own.
+are of that size.
 """
 
 import argparse
-import multiprocessing
 from statistics import median
 from time import perf_counter
 
 import jax
 from record import about, cpu_devices, heading, save
-from turns import free_port
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--replicas", default="2,4,8")
     parser.add_argument("--sizes", default="1e3,1e5,1e7,1e8", help="bytes")
     parser.add_argument("--rounds", type=int, default=100, help="for small arrays; fewer for large ones, 3 at least")
-    parser.add_argument("--peers", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
     counts = [int(n) for n in options.replicas.split(",")]
@@ -133,39 +130,6 @@ def rounds_of(size):
     return max(3, min(options.rounds, int(options.rounds * 1e6 / size)))
 
 
-def gloo(rank, port, cases, results):
-    """One of two processes of torch's gloo."""
-    import torch  # type: ignore[import]  # if installed
-    from torch import distributed  # type: ignore[import]
-
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    for size, rounds in cases:
-        x = torch.zeros(int(size) // 4)
-        times = []
-        for turn in range(rounds + 2):
-            distributed.barrier()
-            start = perf_counter()
-            distributed.all_reduce(x)
-            if turn > 1:
-                times.append(perf_counter() - start)
-        if rank == 0:
-            results.put((size, median(times)))
-    distributed.destroy_process_group()
-
-
-def by_gloo(sizes):
-    try:
-        from torch.multiprocessing.spawn import spawn  # type: ignore[import]
-    except ImportError:
-        print("torch is not installed")
-        return []
-    port = free_port()
-    results = multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(gloo, (port, [(size, rounds_of(size)) for size in sizes], results), nprocs=2)
-    return [results.get() for _ in sizes]
-
-
 def main():
     found, sizes = about("collectives"), [float(size) for size in options.sizes.split(",")]
     print(f"{heading(found)}; medians, ms (GB/s)")
@@ -181,11 +145,7 @@ def main():
                 print(f"{operation:22} {replicas:8} {size:6.0e} {cells}  {ratio:.2f} ({over:+.0f} us)", flush=True)
                 case = {"operation": operation, "replicas": replicas, "bytes": size, "ratio": ratio, "over_us": over}
                 results.append({**case, "seconds": times, "GB/s": rates})
-    peers = []
-    for size, seconds in by_gloo(sizes) if options.peers else []:
-        print(f"{'all_reduce, gloo':22} {2:8} {size:6.0e} {1e3 * seconds:8.2f} ({size / seconds / 1e9:5.2f})")
-        peers.append({"peer": "torch gloo, 2 processes", "bytes": size, "seconds": seconds})
-    save(options.json, found | {"results": results, "peers": peers})
+    save(options.json, found | {"results": results})
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python bench/gpu.py [--json OUT] [--minutes 8] [--small]
 
-ResNet-50 at 224 pixels in bfloat16 with 64, 128 and 256 images, by synk, by `jax.jit` by hand and by torch.compile
-(channels_last, autocast; where torch is installed), taking turns; what part of the GPU's arithmetic and of its measured
-memory bandwidth that is; the overhead of a call; rows picked on the host, against the raw copy of rows already picked.
+ResNet-50 at 224 pixels in bfloat16 with 64, 128 and 256 images, by synk and by `jax.jit` by hand, taking turns; what
+part of the GPU's arithmetic and of its measured memory bandwidth that is; the overhead of a call; rows picked on the
+host, against the raw copy of rows already picked.
 Needs jax, flax, optax and numpy. `--small` tries the script out anywhere. Parts for which no time is left are skipped,
 and it says so.
 """
@@ -139,7 +139,7 @@ def main():
     found["overhead"] = child("overhead.py", min(left, 120), *arguments)
     found["resnet50"] = []
     for batch in size["batches"]:
-        arguments = ["--replicas", 1, "--against", 1, "--ways", "synk,serial jit", "--peers", "torch-compile"]
+        arguments = ["--replicas", 1, "--against", 1, "--ways", "synk,serial jit"]
         arguments += ["--image", size["image"], "--blocks", size["blocks"], "--steps", size["steps"]]
         run = child("resnet50.py", end - monotonic() - 5, *arguments, "--batch-per-replica", batch)
         if run:

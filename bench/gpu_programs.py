@@ -2,7 +2,7 @@
 
     pip install '.[bench,target]'
     python bench/gpu_programs.py [--device h100] [--replicas 8] [--hosts 1] [--models resnet50,gpt2,mlp]
-        [--ways synk,shard_map,pmap,jit,bf16,int8,PowerSGD,sharded] [--combine-mb 4,16] [--json OUT] [--plot OUT.png]
+        [--ways synk,shard_map,pmap,jit,bf16,int8,PowerSGD,sharded] [--combine-mb 4,16] [--json OUT]
 
 Compiled on a machine without any, for ResNet-50 (64 images of 224 pixels a GPU, bfloat16), GPT-2 small (8 texts of
 1,024 tokens a GPU, bfloat16) and a perceptron (8 layers of 2,048, 4,096 rows a GPU), each in a process of its own: by
@@ -195,28 +195,6 @@ def in_a_process(model, way, options, combine=""):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def draw(found, path):
-    """Bytes behind computation, exposed before its end, and after it, of each model and way."""
-    from matplotlib.figure import Figure
-
-    models = list(dict.fromkeys(one["model"] for one in found))
-    figure = Figure(figsize=(9, 2.4 * len(models)), layout="constrained")
-    for axes, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
-        same = [one for one in found if one["model"] == model][::-1]
-        names = [one["way"] for one in same]
-        behind = [one["behind"] * one["all-reduced bytes"] / 1e6 for one in same]
-        tail = [one["tail bytes"] / 1e6 for one in same]
-        middle = [(one["exposed bytes"] - one["tail bytes"]) / 1e6 for one in same]
-        axes.barh(names, behind, color="#54a24b", label="behind computation")
-        axes.barh(names, middle, left=behind, color="#f2b447", label="nothing runs meanwhile")
-        left = [a + b for a, b in zip(behind, middle, strict=True)]
-        axes.barh(names, tail, left=left, color="#e45756", label="after the last of it")
-        axes.set_title(f"{model}: {same[0]['replicas']} {same[0]['device']}", loc="left")
-        axes.set_xlabel("MB of gradients")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=3)
-    figure.savefig(path, dpi=120)
-
-
 def main(options):
     found = []
     for model in options.models.split(","):
@@ -235,8 +213,6 @@ def main(options):
             )
     if options.json:
         Path(options.json).write_text(json.dumps(about("gpu_programs") | {"programs": found}, indent=1))
-    if options.plot:
-        draw(found, options.plot)
 
 
 if __name__ == "__main__":
@@ -249,7 +225,6 @@ if __name__ == "__main__":
     parser.add_argument("--combine-mb", default="", help="other bounds of synk's on one all-reduce, to compare")
     parser.add_argument("--trial", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json")
-    parser.add_argument("--plot")
     options = parser.parse_args()
     if options.trial:
         print(json.dumps(trial(options)))

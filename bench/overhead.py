@@ -1,11 +1,9 @@
 """Overhead: a training step by synk beside the same step written by hand.
 
     python bench/overhead.py [--replicas 1,2,4] [--leaves 10,160,480] [--rounds 7] [--json OUT]
-                             [--plot OUT.png]
 
-Claim: many small leaves cost less than by hand, since they travel in one buffer (`bench/calls.py` has a step by hand
-that does so too). The ways take turns in random order, in one run; a turn is a few steps in a row, as in a
-loop, each awaited, after one that does not count. Medians.
+Claim: many small leaves cost less than by hand, since they travel in one buffer. The ways take turns in random order,
+in one run; a turn is a few steps in a row, as in a loop, each awaited, after one that does not count. Medians.
 """
 
 import argparse
@@ -14,7 +12,7 @@ from statistics import median
 from time import perf_counter
 
 import jax
-from record import about, canvas, cpu_devices, heading, save
+from record import about, cpu_devices, heading, save
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -23,7 +21,6 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--size", type=int, default=256, help="numbers in a leaf; 256 are 1 KB")
     parser.add_argument("--json")
-    parser.add_argument("--plot")
     options = parser.parse_args()
     counts = [int(n) for n in options.replicas.split(",")]
     cpu_devices(max(counts))
@@ -44,8 +41,8 @@ def loss(params, x):
     return sum(jnp.mean(jnp.dot(x, p)) ** 2 for p in params)
 
 
-def by_synk(replicas, params, x, flat=False):
-    shared = synk.shared(params, name="params", flat=flat)
+def by_synk(replicas, params, x):
+    shared = synk.shared(params, name="params")
 
     @synk.function(inputs=["x"], reduce="mean")
     def step(x):
@@ -104,11 +101,7 @@ def _loop(compiled, params, x):
     return run
 
 
-def by_flat(replicas, params, x):
-    return by_synk(replicas, params, x, flat=True)
-
-
-WAYS = {"synk": by_synk, "synk, flat": by_flat, "shard_map": by_shard_map, "pmap": by_pmap, "serial jit": by_jit}
+WAYS = {"synk": by_synk, "shard_map": by_shard_map, "pmap": by_pmap, "serial jit": by_jit}
 
 
 def measure(replicas, leaves, size, rounds):
@@ -140,7 +133,7 @@ def main():
     found = about("overhead") | {"leaf_bytes": 4 * options.size, "rounds": options.rounds}
     print(f"{heading(found)}; medians of {TURN * options.rounds}, us")
     ways = " ".join(f"{name:>18}" for name in WAYS)
-    print(f"{'replicas':>8} {'leaves':>6} {ways}   synk / best by hand, and with flat=True")
+    print(f"{'replicas':>8} {'leaves':>6} {ways}   synk / best by hand")
     results = []
     for replicas in counts:
         for leaves in map(int, options.leaves.split(",")):
@@ -148,28 +141,10 @@ def main():
             best = min(times["shard_map"][0], times["pmap"][0])
             cells = " ".join(f"{whole * 1e6:9.0f} ({start * 1e6:6.0f})" for whole, start in times.values())
             ratio, over = times["synk"][0] / best, (times["synk"][0] - best) * 1e6
-            flat = times["synk, flat"][0] / best
-            print(f"{replicas:8} {leaves:6} {cells}   {ratio:.2f} ({over:+.0f} us), flat {flat:.2f}", flush=True)
+            print(f"{replicas:8} {leaves:6} {cells}   {ratio:.2f} ({over:+.0f} us)", flush=True)
             us = {name: {"step": whole * 1e6, "start": start * 1e6} for name, (whole, start) in times.items()}
-            ratios = {"ratio": ratio, "over_us": over, "flat": flat}
-            results.append({"replicas": replicas, "leaves": leaves, **ratios, "us": us})
+            results.append({"replicas": replicas, "leaves": leaves, "ratio": ratio, "over_us": over, "us": us})
     save(options.json, found | {"results": results})
-    if options.plot:
-        plot(results, options.plot)
-
-
-def plot(results, path):
-    """Microseconds a step, a panel a number of replicas."""
-    plt = canvas()
-    figure, axes = plt.subplots(1, len(counts), figsize=(4.5 * len(counts), 4), squeeze=False)
-    for axis, replicas in zip(axes[0], counts, strict=True):
-        cases = [case for case in results if case["replicas"] == replicas]
-        for name in WAYS:
-            axis.plot([c["leaves"] for c in cases], [c["us"][name]["step"] for c in cases], "-o", label=name)
-        axis.set_xscale("log"), axis.set_yscale("log"), axis.set_xlabel("leaves"), axis.set_ylabel("us a step")
-        axis.set_title(f"{replicas} replica(s)"), axis.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

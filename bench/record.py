@@ -73,13 +73,3 @@ def save(path, found):
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def canvas():
-    """matplotlib.pyplot, drawing into files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

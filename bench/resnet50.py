@@ -1,12 +1,12 @@
-"""ResNet-50: how many images a second one to many replicas train on, by synk, by hand and by other libraries.
+"""ResNet-50: how many images a second one to many replicas train on, by synk and by hand.
 
     python bench/resnet50.py [--replicas 1,2,4,8] [--batch-per-replica 64] [--image 224] [--steps 30] [--against 2]
-                             [--peers] [--data resident|host|FOLDER] [--num-slices 1] [--json OUT] [--plot OUT.png]
+                             [--data resident|host|FOLDER] [--num-slices 1] [--json OUT]
 
 Claim: a serial-looking loop trains as fast as the best hand-written JAX, reduces nothing but the gradients, the running
 averages and the loss, once, and neither recompiles nor copies its state. Ways take turns in one run; medians. On CPUs
 images are 64 pixels and 8 a replica by default. Virtual CPU devices share the cores: their speedup says nothing about
-real ones, `bench/weak.py` does. A folder has `x.npy` (uint8 images) and `y.npy` (labels). Over several processes:
+real ones. A folder has `x.npy` (uint8 images) and `y.npy` (labels). Over several processes:
 `python -m synk launch -n 2 bench/resnet50.py --distributed`.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 from imagenet import BLOCKS, flops, from_folder, images
-from record import about, canvas, cpu_devices, heading, progress, save, say
+from record import about, cpu_devices, heading, progress, save, say
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -28,20 +28,17 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, help="in all, in three rounds")
     parser.add_argument("--against", type=int, default=0, help="compare with hand-written ways on so many replicas")
     parser.add_argument("--ways", help="of those in resnet.py, with commas between")
-    parser.add_argument("--peers", nargs="?", const="", help="other libraries too; all, or those named in peers.py")
     parser.add_argument("--data", default="resident", help="resident, host, or a folder of .npy files")
     parser.add_argument("--num-slices", type=int, default=1)
     parser.add_argument("--blocks", default=",".join(map(str, BLOCKS)), help="in each stage; fewer for a trial")
     parser.add_argument("--distributed", action="store_true", help="this is one of several processes")
     parser.add_argument("--json")
-    parser.add_argument("--plot")
     options = parser.parse_args()
     if not options.distributed:
         cpu_devices(8)
 
 import jax.numpy as jnp
 import numpy as np
-import peers
 from resnet import WAYS, Training, collectives, donated, gradient_bytes, peak_memory, talk_of
 
 import synk
@@ -61,9 +58,7 @@ def by_default():
         counts = [int(n) for n in options.replicas.split(",")]
     if options.distributed:
         counts = [jax.device_count()]
-        options.against, options.peers = options.against and counts[0], None
-    if options.peers is not None:
-        options.against = options.against or 1
+        options.against = options.against and counts[0]
     return [n for n in counts if n <= jax.device_count()], jnp.float32 if is_cpu else jnp.bfloat16
 
 
@@ -112,20 +107,13 @@ def measure(training, names, replicas):
     """Each way's steps, round by round in turn; what its program holds."""
     rows = replicas * options.batch_per_replica
     x, y = rows_for(replicas)
-    ways, run, elsewhere = {}, {}, {}
+    ways, run = {}, {}
     for name in names:
         start = perf_counter()
         arguments = {"num_slices": options.num_slices} if name == "synk" else {}
         ways[name] = WAYS[name](training, replicas, x[:rows], y[:rows], **arguments)
         run[name] = steps_of(ways[name], x, y, rows)
         say(f"  {replicas} x {options.batch_per_replica}: {name} compiled in {perf_counter() - start:.0f} s")
-    if options.peers is not None and replicas == options.against:
-        folder = None if options.data in ("resident", "host") else options.data
-        is_half = training.dtype == jnp.bfloat16
-        elsewhere = peers.start(
-            options.peers, replicas, rows, image=options.image, blocks=options.blocks, half=is_half, folder=folder
-        )
-        run |= {name: peer.steps for name, peer in elsewhere.items()}
     times, watched = {name: [] for name in run}, {}
     for turn in progress(range(ROUNDS + 1), f"{replicas} replica(s)"):
         for name, steps in run.items():
@@ -142,8 +130,6 @@ def measure(training, names, replicas):
             "recompiled": after["compilations"] - watched["compilations"],
             "live bytes grown": after["live bytes"] - watched["live bytes"],
         }
-    for peer in elsewhere.values():
-        peer.close()
     return results
 
 
@@ -191,9 +177,6 @@ def figures(scaling, against, gradients, talk):
         found["images/s / best by hand"] = min(r["ms"][0] for r in hand) / mine["ms"][0]
         found["images/s / best by hand, quickest steps"] = min(r["ms"][1] for r in hand) / mine["ms"][1]
         found["peak memory / least by hand"] = mine["peak MB"] / min(r["peak MB"] for r in hand)
-    for name, result in against.items():
-        if name not in WAYS:
-            found[f"images/s / {name}"] = mine["images/s"] / result["images/s"]
     return found
 
 
@@ -228,7 +211,7 @@ def main():
         "gradients MB": gradients / 1e6,
         "GFLOP an image": flops(options.image, options.blocks) / 1e9,
     }
-    result |= {k: v for k, v in vars(options).items() if k not in ("json", "plot")}
+    result |= {k: v for k, v in vars(options).items() if k != "json"}
     result |= {"dtype": np.dtype(dtype).name, "scaling": list(scaling.values()), "against": against}
     result["figures"] = figures(scaling, against, gradients, talk)
     result["talk of 8 replicas"] = [{"name": name, "bytes": size} for name, size in talk]
@@ -250,19 +233,6 @@ def main():
         say(f"{name}: {value:.4g}")
     if jax.process_index() == 0:
         save(options.json, result)
-        if options.plot:
-            plot(scaling, result["device"])
-
-
-def plot(scaling, device):
-    plt = canvas()
-    counts = list(scaling)
-    rates = [result["images/s"] for result in scaling.values()]
-    plt.plot(counts, rates, marker="o", label="synk")
-    plt.plot(counts, [rates[0] * n / counts[0] for n in counts], "--", color="gray", label="as many times one")
-    plt.xlabel("replicas"), plt.ylabel("images/s"), plt.xticks(counts), plt.ylim(0), plt.legend()
-    plt.title(f"ResNet-50 on {device}" + (": virtual devices share the cores" if device == "cpu" else ""))
-    plt.savefig(options.plot, dpi=110)
 
 
 if __name__ == "__main__":

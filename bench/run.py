@@ -2,9 +2,8 @@
 
     python bench/run.py [--only overhead,slices] [--trial] [--results bench/results] [--readme bench/README.md]
 
-Each runs in a process of its own, one after the other. Writes `<date>-<device>.json` and the pictures into the folder
-of results, and the table between the two marks in the README. `--trial` takes the smallest settings there are, and
-leaves out what is slow with those too.
+Each runs in a process of its own, one after the other. Writes `<date>-<device>.json` into the folder of results, and
+the table between the two marks in the README. `--trial` takes the smallest settings there are.
 """
 
 import argparse
@@ -18,48 +17,36 @@ from pathlib import Path
 from time import monotonic
 
 from record import results_path
-from weak import described
 
 HERE = Path(__file__).parent
 SHORT = {
-    "resnet50": "--replicas 1,2 --against 2 --steps 6 --peers",
-    "weak": "--rounds 3 --patience 60",
+    "resnet50": "--replicas 1,2 --against 2 --steps 6",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 3",
-    "calls": "--rounds 9",
     "uneven": "--rounds 9",
     "over": "--rounds 9",
-    "packing": "--replicas 2 --sizes 16,64,128 --rounds 20",
     "batches": "--replicas 1,2 --rows 20000 --batches 512,4096 --rounds 7",
     "slices": "--replicas 1,2 --slices 1,4 --models CNN --rounds 3",
-    "collectives": "--replicas 2,8 --sizes 1e3,1e7 --rounds 30 --peers",
-    "processes": "--turns 4",
-    "model": "",
+    "collectives": "--replicas 2,8 --sizes 1e3,1e7 --rounds 30",
 }
 TRIAL = {
     "resnet50": "--replicas 1 --against 2 --steps 3 --blocks 1 --image 32 --batch-per-replica 4 "
     "--ways synk,jit(shard_map)",
-    "weak": "--rounds 1 --steps 1 --patience 0 --blocks 1 --image 32 --batch-per-replica 4 --ways synk",
     "overhead": "--replicas 1,2 --leaves 10 --rounds 1",
-    "calls": "--rounds 1",
     "uneven": "--rounds 1",
     "over": "--rounds 1 --replicas 2",
-    "packing": "--replicas 2 --sizes 16 --rounds 3",
     "batches": "--replicas 1,2 --rows 400 --batches 32 --rounds 1",
     "slices": "--replicas 1 --slices 1,4 --models CNN --divide 16 --rounds 1",
     "collectives": "--replicas 2 --sizes 1e3 --rounds 3",
-    "model": "--bytes 1e8",
 }
-PICTURES = {"resnet50": "scaling", "overhead": "overhead", "batches": "selection", "slices": "slices"}
 BEGIN, END = "<!-- make bench: begin -->", "<!-- make bench: end -->"
 
 
-def run(name, settings, results):
-    """What one benchmark found; None if it failed."""
+def run(name, settings):
+    """Run one benchmark and return its result, or None if it failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "out.json"
         shown = [f"{name}.py", *shlex.split(settings)]
-        picture = ["--plot", str(results / f"{PICTURES[name]}.png")] if name in PICTURES else []
-        command = [sys.executable, str(HERE / shown[0]), *shown[1:], *picture, "--json", str(path)]
+        command = [sys.executable, str(HERE / shown[0]), *shown[1:], "--json", str(path)]
         print(f"\n== bench/{shlex.join(shown)}", flush=True)
         start = monotonic()
         try:
@@ -71,120 +58,89 @@ def run(name, settings, results):
         return found | {"command": f"python bench/{shlex.join(shown)}", "took": monotonic() - start}
 
 
-# The table: for each benchmark its rows, (figure, found, wanted).
+# The table: for each benchmark its rows, (figure, value, wanted). It shows the largest cases alone; the JSON has all.
 
 
-def of_resnet50(found):
-    on = f"{found['against']['synk']['replicas']} replicas" if found["against"] else "one replica"
+def rows_of_resnet50(result):
+    replicas = f"{result['against']['synk']['replicas']} replicas" if result["against"] else "one replica"
     named = {
-        "images/s / best by hand": (f"ResNet-50 on {on}: images/s / best by hand", ">= 0.98"),
-        "images/s / best by hand, quickest steps": (f"ResNet-50 on {on}: the same, of the quickest steps", ""),
+        "images/s / best by hand": (f"ResNet-50 on {replicas}: images/s / best by hand", ">= 0.98"),
         "recompiled after the first step": ("programs compiled after the first step", "0"),
-        "live bytes grown after the first step": ("bytes that live on devices, grown after the first step", "0"),
-        "state donated": ("part of the state written where it lay", "1"),
+        "live bytes grown after the first step": ("growth of live device memory after the first step, bytes", "<= 0"),
+        "state donated": ("part of the state that is updated in place", "1"),
         "collectives of 8 replicas": ("collectives in the program of 8 replicas", "1"),
         "reduced by 8 replicas / gradients": ("bytes that 8 replicas reduce / gradient bytes", "< 1.01"),
         "peak memory / least by hand": ("peak memory of the program / by hand", "<= 1.02"),
     }
-    for name, value in found["figures"].items():
-        figure, wanted = named.get(name, (f"ResNet-50 on {on}: {name}", ""))
-        yield figure, f"{value:.4g}", wanted
+    for name, value in result["figures"].items():
+        if name in named:
+            figure, wanted = named[name]
+            yield figure, f"{value:.4g}", wanted
 
 
-def of_weak(found):
-    for way, value in found["efficiency"].items():
-        yield f"weak scaling, 1 core to 2, {way}", described(value), ">= 0.97" if way == "synk" else ""
-
-
-def of_overhead(found):
-    for case in found["results"]:
-        figure = f"step of {case['leaves']} leaves on {case['replicas']} replica(s) / best by hand"
-        yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us); with flat=True {case['flat']:.2f}", ""
-
-
-def of_calls(found):
-    for name, (awaited, in_a_row) in found["ratios"].items():
-        if name != "by hand":
-            yield f"step of 6 leaves on 2 replicas, {name}: awaited, in a row", f"{awaited:.2f}, {in_a_row:.2f}", ""
-
-
-def of_uneven(found):
-    for (name, case), wanted in zip(found["results"].items(), ("<= 1.6", "<= 2.2"), strict=True):
-        yield f"{name}, on 4 replicas", f"{case['ratio']:.2f}", wanted
-
-
-def of_over(found):
-    for name, case in found["results"].items():
-        ratios = ", ".join(f"{ratio:.2f}" for ratio in case["ratios"].values())
-        yield f"f.over, {name}: / by hand without a thread, with one", ratios, "<= 1.05"
-
-
-def of_packing(found):
-    for case in found["results"]:
-        yield f"64 leaves of {case['KB']} KB: packed / alone", f"{case['packed us'] / case['alone us']:.2f}", ""
-
-
-def of_batches(found):
-    for case in found["cases"]:
-        rates = case["GB/s"]
-        if "synk" in rates and case["kind"] == "float32":
-            best = max(rate for name, rate in rates.items() if name != "synk")
-            figure = f"{case['batch']} rows, {case['case']}, {case['replicas']} replica(s): GB/s, / best by hand"
-            yield figure, f"{rates['synk']:.1f}, {rates['synk'] / best:.2f}", ""
-        elif case["case"] == "fed":
-            ratio = case["seconds"]["iterate, host"] / case["seconds"]["iterate, resident"]
-            yield f"step fed from the host / resident, {case['replicas']} replica(s)", f"{ratio:.2f}", ""
-
-
-def of_slices(found):
-    for case in found["results"]:
-        if case["way"] == "synk" and case["slices"] > 1:
-            ratios = f"{case['time ratio']:.2f}, {case['temporary ratio']:.2f}"
-            figure = f"{case['model']}, {case['slices']} slices, {case['replicas']} replica(s): time, temporary memory"
-            yield figure, ratios, "<= 1.1, <= 0.35" if (case["model"], case["slices"]) == ("CNN", 4) else ""
-
-
-def of_collectives(found):
-    for case in found["results"]:
-        figure = f"{case['operation']} of {case['bytes']:.0e} bytes, {case['replicas']} replicas: time / by hand"
+def rows_of_overhead(result):
+    for case in result["results"]:
+        figure = f"step of {case['leaves']} leaves, replicas {case['replicas']}: time / best by hand"
         yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us)", ""
 
 
-def of_processes(found):
-    results = found["results"]
-    for processes, ratio in results["ratio"].items():
-        yield f"step of LeNet, 2 replicas in {processes} process(es) / by hand", f"{ratio:.2f}", "<= 1.05"
-    yield "agreement of 2 processes on a program, ms", f"{results['agreement_ms']:.1f}", ""
-    yield "a save, in 1 and 2 processes, ms", "{:.1f}, {:.1f}".format(*results["save_ms"].values()), ""
-    yield "from kill -9 to the first step of the next attempt, s", f"{results['seconds']['resumed']:.1f}", ""
+def rows_of_uneven(result):
+    for (name, case), wanted in zip(result["results"].items(), ("<= 1.6", "<= 2.2"), strict=True):
+        yield f"{name}, on 4 replicas: time", f"{case['ratio']:.2f}", wanted
 
 
-def of_model(found):
-    for name, machine in found["machines"].items():
-        (row,) = [row for row in machine["predictions"] if row["replicas"] == 8 and not row["overlap"]]
-        yield f"prediction, no measurement: {name}, speedup on 8", f"{row['speedup']:.2f}", "7.9"
-    yield "largest error of predictions on published runs", f"{max(abs(r['error']) for r in found['check']):.3f}", ""
+def rows_of_over(result):
+    for name, case in list(result["results"].items())[-2:]:
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in case["ratios"].values())
+        yield f"`f.over`, {name}: time / by hand, with prefetch=0, 2", ratios, "<= 1.05"
+
+
+def rows_of_batches(result):
+    cases = [case for case in result["cases"] if case["kind"] == "float32" and "synk" in case["GB/s"]]
+    replicas = max(case["replicas"] for case in cases)
+    batch = max(case["batch"] for case in cases)
+    for case in cases:
+        if (case["replicas"], case["batch"]) == (replicas, batch) and "in a row" not in case["case"]:
+            rates = case["GB/s"]
+            best = max(rate for name, rate in rates.items() if name != "synk")
+            figure = f"{batch} rows, {case['case']}, replicas {replicas}: GB/s; / best by hand"
+            yield figure, f"{rates['synk']:.1f}; {rates['synk'] / best:.2f}", ""
+    fed = next(case for case in reversed(result["cases"]) if case["case"] == "fed")
+    ratio = fed["seconds"]["iterate, host"] / fed["seconds"]["iterate, resident"]
+    yield f"step with rows from the host, replicas {fed['replicas']}: time / resident rows", f"{ratio:.2f}", ""
+
+
+def rows_of_slices(result):
+    for case in result["results"]:
+        if case["way"] == "synk" and case["slices"] > 1:
+            ratios = f"{case['time ratio']:.2f}, {case['temporary ratio']:.2f}"
+            figure = f"{case['model']}, slices {case['slices']}, replicas {case['replicas']}: time, temporary memory"
+            yield figure, ratios, "<= 1.1, <= 0.35" if (case["model"], case["slices"]) == ("CNN", 4) else ""
+
+
+def rows_of_collectives(result):
+    size = max(case["bytes"] for case in result["results"])
+    replicas = min(case["replicas"] for case in result["results"])
+    for case in result["results"]:
+        if (case["bytes"], case["replicas"]) == (size, replicas):
+            figure = f"{case['operation']} of {size:.0e} bytes, replicas {replicas}: time / by hand"
+            yield figure, f"{case['ratio']:.2f} ({case['over_us']:+.0f} us)", ""
 
 
 ROWS = {
-    "resnet50": of_resnet50,
-    "weak": of_weak,
-    "overhead": of_overhead,
-    "calls": of_calls,
-    "uneven": of_uneven,
-    "over": of_over,
-    "packing": of_packing,
-    "batches": of_batches,
-    "slices": of_slices,
-    "collectives": of_collectives,
-    "processes": of_processes,
-    "model": of_model,
+    "resnet50": rows_of_resnet50,
+    "overhead": rows_of_overhead,
+    "uneven": rows_of_uneven,
+    "over": rows_of_over,
+    "batches": rows_of_batches,
+    "slices": rows_of_slices,
+    "collectives": rows_of_collectives,
 }
 
 
 def table(found):
-    """Markdown: every number, what it should be, and the commands below."""
-    lines = ["| figure | found | wanted | by |", "| --- | ---: | ---: | --- |"]
+    """Return Markdown: each figure, the value that is wanted, and the commands."""
+    lines = ["| figure | value | wanted | by |", "| --- | ---: | ---: | --- |"]
     for name, result in found.items():
         lines += [f"| {figure} | {value} | {wanted} | {name} |" for figure, value, wanted in ROWS[name](result)]
     lines.append("")
@@ -215,7 +171,7 @@ def main():
     names = options.only.split(",") if options.only else list(settings)
     options.results.mkdir(parents=True, exist_ok=True)
     start = monotonic()
-    found = {name: result for name in names if (result := run(name, settings[name], options.results))}
+    found = {name: result for name in names if (result := run(name, settings[name]))}
     print(f"\n{monotonic() - start:.0f} s in all")
     write(found, options)
     if len(found) < len(names):
@@ -223,7 +179,7 @@ def main():
 
 
 def write(found, options):
-    """The result file and the table; what ran earlier this day and not again stays in both."""
+    """Write the result file and the table. With `--only` both keep the results of the other benchmarks of this day."""
     where = next((result for result in found.values() if "date" in result), None)
     if where is None:
         return

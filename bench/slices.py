@@ -1,7 +1,6 @@
 """Slices: time and memory of a training step whose rows run in parts, by synk and by hand.
 
     python bench/slices.py [--replicas 1,2] [--slices 1,2,4,8] [--models CNN,MLP] [--rounds 9] [--json OUT]
-                           [--plot OUT.png]
 
 Claim: `num_slices=4` of a CNN takes at most 1.1 of the whole batch's time and at most 0.35 of its temporary memory. A
 LeNet-like CNN (512 images of 28 x 28) and a multilayer perceptron (2,048 rows of 784), SGD, rows resident; beside the
@@ -25,7 +24,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 import jax
-from record import about, canvas, cpu_devices, heading, save
+from record import about, cpu_devices, heading, save
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -36,7 +35,6 @@ if __name__ == "__main__":
     parser.add_argument("--divide", type=int, default=1, help="rows by so much, for a trial")
     parser.add_argument("--peaks", action="store_true", help="print peak memory alone; a run calls itself with this")
     parser.add_argument("--json")
-    parser.add_argument("--plot")
     options = parser.parse_args()
     counts, kinds = [int(n) for n in options.replicas.split(",")], options.models.split(",")
     cpu_devices(max(counts))
@@ -254,22 +252,6 @@ def main():
             f"{case['time ratio']:.2f}, {case['temporary ratio']:.2f}"
         )
     save(options.json, found | {"results": results})
-    if options.plot:
-        plot(results, options.plot)
-
-
-def plot(results, path):
-    plt = canvas()
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4))
-    for axis, key in zip(axes, ("time ratio", "temporary ratio"), strict=True):
-        for model in kinds:
-            for way, style in (("synk", "-o"), ("by hand", ":x")):
-                cases = [c for c in results if (c["model"], c["way"], c["replicas"]) == (model, way, counts[-1])]
-                axis.plot([c["slices"] for c in cases], [c[key] for c in cases], style, label=f"{model}, {way}")
-        axis.set_xscale("log", base=2), axis.set_ylim(0), axis.set_xlabel("num_slices")
-        axis.set_title(f"{key}, {counts[-1]} replicas"), axis.legend()
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Every benchmark but that of processes runs, with the smallest settings there are; what it counts and predicts is
-right."""
+"""Every benchmark runs with the smallest settings, and counts collectives, bytes and flops rightly."""
 
 import importlib
 import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,7 +19,6 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
 PLAIN = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
 
 pytest.importorskip("flax", reason="the benchmarks train with it: install the extra `bench`")
-pytest.importorskip("matplotlib", reason="the benchmarks draw with it: install the extra `bench`")
 
 
 def run(script, *arguments):
@@ -39,9 +36,7 @@ def run(script, *arguments):
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory):
-    """All benchmarks but the GPU's, once: the folder of results and what they found."""
-    if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("weak scaling is measured on two cores of Linux")
+    """Run all benchmarks but the GPU's once; return the folder and the results."""
     folder = tmp_path_factory.mktemp("bench")
     readme = folder / "README.md"
     readme.write_text("before\n<!-- make bench: begin -->\nold\n<!-- make bench: end -->\nafter\n")
@@ -61,17 +56,16 @@ def module(monkeypatch):
 def test_every_bench_is_run(trial, module):
     """None fails, and each says what ran, where, and how busy the machine was."""
     _, found = trial
-    assert set(found) == set(module("run").TRIAL) == set(module("run").SHORT) - {"processes"}
+    assert set(found) == set(module("run").TRIAL) == set(module("run").SHORT)
     for name, result in found.items():
         assert result["command"].startswith(f"python bench/{name}.py")
-        assert name == "model" or len(result["load before"]) == 3
+        assert len(result["load before"]) == 3
 
 
 @pytest.mark.slow
-def test_pictures_and_table(trial):
-    """The pictures are drawn; the table takes the place of what was between the marks, and of nothing else."""
+def test_table(trial):
+    """The table replaces the text between the marks, and no other text."""
     folder, _ = trial
-    assert {path.stem for path in folder.glob("*.png")} == {"scaling", "overhead", "selection", "slices"}
     lines = (folder / "README.md").read_text().splitlines()
     assert (lines[0], lines[-1]) == ("before", "after") and "old" not in lines
     assert "| programs compiled after the first step | 0 | 0 | resnet50 |" in lines
@@ -96,29 +90,6 @@ def test_gradients_are_reduced_once(trial):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        ("nan.py", ["--replicas", 1, "--rounds", 2]),
-        ("blocks.py", ["--replicas", 2, "--rounds", 2]),
-        ("wire.py", ["--replicas", 2, "--seeds", 1, "--models", "perceptron"]),
-        (
-            "sharded.py",
-            ["--replicas", 2, "--rounds", 2, "--models", "perceptron", "--optimizers", "AdamW, clipped", "--steps", 9],
-        ),
-        ("stream.py", ["--rounds", 2, "--steps", 4]),
-        ("pytensor_graphs.py", ["--rounds", 2, "--steps", 12, "--models", "perceptron"]),
-        ("model.py", ["--step-ms", 29.4, "--bytes", 1e6, "--wires", BENCH / "results" / "wires-16-h100.json"]),
-    ],
-)
-def test_the_others_run(script, arguments):
-    """Those that stand by themselves."""
-    if script == "pytensor_graphs.py":
-        pytest.importorskip("pytensor", reason='install the extra "pytensor"')
-    assert run(script, *arguments).count("\n") > 1
-
-
-@pytest.mark.slow
 def test_gpu_runs(tmp_path):
     """The command for GPUs runs on CPUs too, in small."""
     run("gpu.py", "--small", "--json", tmp_path / "gpu.json")
@@ -139,23 +110,6 @@ def test_collective_bytes(module):
     assert sorted(module("resnet").collectives(compiled)) == [("all-gather", 80), ("all-reduce", 48)]
 
 
-def test_predictions_of_published_runs(module, capsys):
-    """From one GPU's step time the model tells those of 2, 4 and 8 to 6 %, and to 2 % mostly."""
-    errors = [abs(row["error"]) for row in module("model").check()]
-    assert max(errors) < 0.06 and np.median(errors) < 0.02
-    assert "error: median" in capsys.readouterr().out
-
-
-def test_predictions_follow_the_link_model(module):
-    """One replica communicates nothing; what overlaps costs less; more bytes cost more."""
-    model = module("model")
-    predict = partial(model.predict, model.P100, step_ms=100)
-    small, large = [("all-reduce", 1e6)] * 4, [("all-reduce", 1e8)] * 4
-    assert predict(1, talk=large, overlap=False)["ms"] == 100
-    plain, hidden = (predict(8, talk=large, overlap=overlap)["ms"] for overlap in (False, True))
-    assert 100 < hidden < plain and predict(8, talk=small, overlap=False)["ms"] < plain
-
-
 def test_flops_of_resnet50(module):
     """4.09 thousand million multiplications forward, as the literature has it; thrice that to train."""
     assert module("imagenet").flops(224) == pytest.approx(6 * 4.09e9, rel=1e-2)
@@ -171,13 +125,3 @@ def test_a_folder_of_images(module, tmp_path):
     np.save(tmp_path / "y.npy", y[:2])
     with pytest.raises(SystemExit, match=r"x.npy has shape \(3, 8, 8, 3\), y.npy \(2,\)"):
         imagenet.from_folder(tmp_path)
-
-
-def test_a_peer_that_is_not_there(module, monkeypatch, tmp_path):
-    """A library that is not installed is named, and left out."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch', name='torch')\n")
-    elsewhere = module("turns").Elsewhere(
-        [sys.executable, BENCH / "peers.py", "torch", "--blocks", "1"], PYTHONPATH=str(tmp_path)
-    )
-    assert not elsewhere.is_ready() and elsewhere.about == {"missing": "torch"}
-    elsewhere.close()
