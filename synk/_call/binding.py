@@ -1,4 +1,4 @@
-"""Binding: which argument is scattered, broadcast or static, and how leaves become arguments again."""
+"""Binding: deal the arguments of a call out as scattered, broadcast or static, and check their leaves."""
 
 import functools
 import inspect
@@ -30,7 +30,8 @@ from .._variables.variable import Shared
 
 MODES = ("scatter", "broadcast", "static")
 KEEP_OUTSIDE = "keep the rest outside, e.g. with equinox.partition(model, equinox.is_array)"
-_LISTED = object()  # in the place of the spec of a tree that has lists
+# Stands in the place of a spec for trees that contain lists.
+_LISTED = object()
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -57,27 +58,40 @@ OPTIONS = frozenset([*CallOptions._fields[:-1], "batches", "prefetch", "rtol", "
 
 
 class VariableReference(ref[Shared]):
-    """A shared variable that a call was given, kept for as long as the caller has it."""
+    """A weak reference to a shared variable that is an argument. Specs outlive calls, and keep no variable alive."""
 
 
 def constant_of(value: Any) -> Any:
-    """Return a constant, or the variable that is kept in its place."""
+    """Return the value of a constant: a referenced variable itself, anything else unchanged."""
     return value() if isinstance(value, VariableReference) else value
 
 
 @dataclass(frozen=True, eq=False)
 class ArgumentSpec:
-    """The arguments of calls of one tree: which leaf goes where; one object a tree, so that it is its own key."""
+    """Layout of a call's arguments: which leaf is scattered or broadcast. A binder makes one object a tree, so the
+    object is its own key.
 
-    treedef: Any  # of (args, kwargs), None in the place of static ones
-    scattered: tuple[int, ...]  # which leaves are
-    broadcast: tuple[int, ...]  # which leaves are
-    names: tuple[str, ...]  # of all leaves, as messages call them
-    parameters: Mapping[str, Any]  # parameter -> its tree of leaf numbers, for those given that are not static
-    statics: Mapping[str, Any]  # parameter -> value
-    constants: Mapping[str, Any]  # the same, and parameters that have their default
-    positions: Sequence[str]  # the parameters that may be given by position
-    overlaps: tuple[Overlap | None, ...] = ()  # which neighbours of its rows each scattered leaf brings
+    Attributes:
+      treedef: the tree of (args, kwargs), with None in the place of static arguments.
+      scattered: numbers of the scattered leaves.
+      broadcast: numbers of the broadcast leaves.
+      names: the name of each leaf in messages.
+      parameters: for each given parameter that is not static, its tree of leaf numbers.
+      statics: the value of each static argument, by parameter.
+      constants: `statics`, and the default of each parameter that is not given.
+      positions: the parameters that may be given by position.
+      overlaps: for each scattered leaf, the neighbours that its rows bring, or None.
+    """
+
+    treedef: Any
+    scattered: tuple[int, ...]
+    broadcast: tuple[int, ...]
+    names: tuple[str, ...]
+    parameters: Mapping[str, Any]
+    statics: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    positions: Sequence[str]
+    overlaps: tuple[Overlap | None, ...] = ()
 
     @cached_property
     def scattered_names(self) -> list[str]:
@@ -90,32 +104,38 @@ class ArgumentSpec:
         return [places.index(i) for i in range(len(places))]
 
     def in_tree_order(self, scattered: Sequence[Any], broadcast: Sequence[Any]) -> tuple[Any, ...]:
-        """Something of each leaf, from that of the scattered and of the broadcast ones."""
+        """Merge values of the scattered leaves and of the broadcast leaves into the order of the tree."""
         both = (*scattered, *broadcast)
         return tuple([both[i] for i in self._order])
 
     def call(self, fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
-        """Call `fn`, static arguments put in."""
+        """Call `fn` with the static arguments put back in."""
         statics = {name: constant_of(value) for name, value in self.statics.items()}
         placed = map(statics.get, chain(self.positions, repeat("")), args)
         return fn(*placed, **{name: statics.get(name, value) for name, value in kwargs.items()})
 
 
 class BoundArguments(NamedTuple):
-    """A call's arguments: their leaves as they came, and how they are dealt out."""
+    """Arguments of one call.
+
+    Attributes:
+      spec: which leaf goes where.
+      leaves: the leaves as the user passed them.
+      numbers: if a loop picked the rows ahead of the call, the `Selection` of their numbers in the loop's input.
+    """
 
     spec: ArgumentSpec
     leaves: list[Any]
-    numbers: Any = None  # of rows that were picked ahead of the call, what numbers they have where they come from
+    numbers: Any = None
 
     @property
     def has_tracers(self) -> bool:
-        """Is one of them traced? Looked at before anything else of a leaf."""
+        """Tell whether a leaf is a tracer. Nothing else of a leaf may be looked at before."""
         return any([isinstance(leaf, jax.core.Tracer) for leaf in self.leaves])
 
 
 class ArgumentBinder:
-    """How one function's parameters are dealt out; makes and remembers argument specs."""
+    """Binder of one function's arguments: knows the mode of each parameter, and keeps the specs that it has made."""
 
     def __init__(self, fn: Callable[..., PyTree], inputs: Any, name: str) -> None:
         self.name = name
@@ -132,8 +152,9 @@ class ArgumentBinder:
         self.positions = [
             p for p, q in self.parameters.items() if q.kind in (q.POSITIONAL_ONLY, q.POSITIONAL_OR_KEYWORD)
         ]
-        # A default that has arrays is dealt out like any other value. What a partial on the way has bound is a
-        # constant, and so are defaults behind a wrapper, such as jax.vmap, which may not pass them on as arguments.
+        # A default that contains arrays is dealt out like a given argument. Two kinds of arrays stay constants: those
+        # that a functools.partial has bound, and defaults behind a wrapper such as jax.vmap, which may not accept
+        # them as arguments.
         self._arrays = {
             p: q.default
             for p, q in self.parameters.items()
@@ -146,10 +167,10 @@ class ArgumentBinder:
         self._only_by_position = {
             p for p in self.static_names if self.parameters[p].kind == inspect.Parameter.POSITIONAL_ONLY
         }
-        self._specs = BoundedCache()  # one a tree of arguments and choice of static ones
+        self._specs = BoundedCache()
 
     def mode(self, parameter: str) -> PyTree:
-        """The mode (or tree of modes) of a parameter."""
+        """Return the mode, or the tree of modes, of a parameter."""
         return self.modes.get(parameter, "scatter")
 
     def _modes(self, inputs: Any) -> dict[str, PyTree]:
@@ -205,7 +226,7 @@ class ArgumentBinder:
         return mode
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
-        """Leaves of a call's arguments, and how they are dealt out."""
+        """Flatten a call's arguments, and find the spec of their tree."""
         if self._arrays:
             kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
         statics: dict[str, Any] = {}
@@ -224,18 +245,20 @@ class ArgumentBinder:
             args = tuple([_array_of_numbers(argument, f"{self.name}: argument {name}") for argument, name in named])
             kwargs = {name: _array_of_numbers(value, f"{self.name}: argument {name}") for name, value in kwargs.items()}
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        # A treedef could hold static values too, but its hash leaves them out, so that all would meet in one place.
+        # Static values stand beside the treedef in the key, not in it: a treedef's hash ignores the data of its nodes.
         told = [(name, told_apart(value)) for name, value in statics.items()]
         spec = self._specs.get((treedef, *told), lambda: self._spec_unless_listed(treedef, statics))
-        if spec is _LISTED:  # a tree alone does not tell a list of numbers, which is an array, from a list of arrays
+        # A list of numbers is one array, but its treedef is that of a list of arrays: such trees need a second look.
+        if spec is _LISTED:
             leaves, listed = jax.tree.flatten(_with_arrays((args, kwargs), f"{self.name}: an argument"))
             key = (listed, *told, *[_LISTED] * _has_list(listed))
             spec = self._specs.get(key, lambda: self._spec(listed, statics))
         return BoundArguments(spec, leaves)
 
     def _is_static(self, parameter: str, given: Mapping[str, Any]) -> bool:
-        """Is an argument a constant of programs: by its mode, or as a variable, which is bound by identity?"""
-        is_data = isinstance(self.mode(parameter), Overlap)  # of which a variable brings its rows
+        """Tell whether an argument is a constant of programs: by its mode, or as a variable, bound by identity."""
+        # Under synk.Overlap a variable stands for the rows that it holds.
+        is_data = isinstance(self.mode(parameter), Overlap)
         return parameter in self.static_names or (type(given[parameter]) is Shared and not is_data)
 
     def _hashable(self, parameter: str, argument: Any) -> Any:
@@ -291,29 +314,31 @@ class ArgumentBinder:
         mode = self.mode(parameter)
         kind = self.parameters[parameter].kind
         trees = [tree]
-        if kind in _VARIADIC:  # each of its values has the mode
+        # The mode of *args or **kwargs is the mode of each value.
+        if kind in _VARIADIC:
             trees = list(tree.values() if isinstance(tree, dict) else tree)
-        for each in trees:
+        for value in trees:
             try:
-                jax.tree.map(lambda m, sub: modes.update(dict.fromkeys(jax.tree.leaves(sub), m)), mode, each)
+                jax.tree.map(lambda m, sub: modes.update(dict.fromkeys(jax.tree.leaves(sub), m)), mode, value)
             except ValueError as error:
                 raise ValueError(
                     f"{self.name}: the modes {mode!r} of {parameter} are no prefix of the argument, whose tree is "
-                    f"{jax.tree.structure(each)}; a list of numbers is one array."
+                    f"{jax.tree.structure(value)}; a list of numbers is one array."
                 ) from error
 
 
 def _signature(fn: Callable[..., PyTree]) -> inspect.Signature:
-    """Of what is called: of the function that a decorator wraps only where the wrapper takes whatever it gets."""
-    with suppress(TypeError, ValueError):  # a jitted function has none of its own
-        own = inspect.signature(fn, follow_wrapped=False)
-        if not any(parameter.kind in _VARIADIC for parameter in own.parameters.values()):
-            return own
+    """Return the signature of `fn`; of what it wraps, only if `fn` itself takes *args or **kwargs."""
+    # A jitted function has no signature of its own.
+    with suppress(TypeError, ValueError):
+        signature = inspect.signature(fn, follow_wrapped=False)
+        if not any(parameter.kind in _VARIADIC for parameter in signature.parameters.values()):
+            return signature
     return inspect.signature(fn)
 
 
 def _is_behind_wrapper(fn: Callable[..., PyTree]) -> bool:
-    """Does the signature come from what a wrapper calls? Wrappers of jax.jit pass on whatever they get."""
+    """Tell whether the signature is that of a wrapped function. jax.jit does not count: it passes all arguments on."""
     outermost = next(link for link in links(fn) if not isinstance(link, jax.stages.Wrapped))
     with suppress(TypeError, ValueError):
         return inspect.signature(outermost, follow_wrapped=False) != _signature(outermost)
@@ -321,27 +346,29 @@ def _is_behind_wrapper(fn: Callable[..., PyTree]) -> bool:
 
 
 def _bound_by_partials(fn: Callable[..., PyTree]) -> set[str]:
-    """Return the names of parameters that a partial has bound, on whatever way to the function."""
+    """Return the names of parameters that a functools.partial between `fn` and the innermost function has bound."""
     return {name for link in links(fn) if isinstance(link, functools.partial) for name in link.keywords}
 
 
 def _is_dealt_out(default: Any) -> bool:
-    """Has a default arrays, or is it a list of numbers? Given, it would be dealt out."""
+    """Tell whether a default holds arrays or is a list of numbers, which are dealt out like arguments."""
     if type(default) is list and default and _is_numbers(default):
         return True
     return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(default))
 
 
 def told_apart(value: Any) -> Any:
-    """A key of a static value: 1, 1.0 and True are equal, as are 0.0 and -0.0, and compile to other programs."""
-    if isinstance(value, VariableReference):  # which lives while it is given
+    """Return a key that tells static values apart which are equal and compile to different programs: 1, 1.0 and True,
+    0.0 and -0.0."""
+    if isinstance(value, VariableReference):
         variable = value()
         return VariableReference, None if variable is None else variable._number
     if isinstance(value, tuple | frozenset):
         return type(value), value, (frozenset if isinstance(value, frozenset) else tuple)(map(told_apart, value))
     if is_dataclass(value) and not isinstance(value, type):
         parts = tuple([told_apart(getattr(value, field.name)) for field in fields(value) if field.compare])
-        with suppress(TypeError):  # of what has no hash its own goes without
+        # A field may have no hash where the dataclass defines its own.
+        with suppress(TypeError):
             hash(parts)
             return type(value), value, parts
     if isinstance(value, np.generic):
@@ -354,7 +381,7 @@ def told_apart(value: Any) -> Any:
 
 
 def _array_of_numbers(argument: Any, what: str) -> Any:
-    """A list of numbers (or of such lists) as an array; anything else as it is."""
+    """Convert a list of numbers, nested or not, to an array; return anything else unchanged."""
     is_array = type(argument) is list and argument and _is_numbers(argument)
     return array_of_list(argument, what) if is_array else argument
 
@@ -363,8 +390,8 @@ def _with_arrays(tree: PyTree, what: str) -> PyTree:
     """Make an array of every list of numbers in a tree."""
 
     def of_leaf(leaf: Any) -> Any:
-        found = _array_of_numbers(leaf, what)
-        return [_with_arrays(item, what) for item in found] if type(found) is list else found
+        value = _array_of_numbers(leaf, what)
+        return [_with_arrays(item, what) for item in value] if type(value) is list else value
 
     return jax.tree.map(of_leaf, tree, is_leaf=lambda leaf: type(leaf) is list)
 
@@ -380,12 +407,18 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | np.generic)
 
 
-AUTO = "auto"  # for num_slices: as few as fit into memory
+# The value of num_slices that asks for the fewest slices that fit into memory.
+AUTO = "auto"
 
 
 class Arguments(NamedTuple):
-    """Leaves as arrays, numbers, `Data` or rows of this process: typed PRNG keys as raw data, and the kind of each
-    leaf's keys in the order of the tree."""
+    """Checked leaves of a call: arrays, numbers, `Data` or rows of this process.
+
+    Attributes:
+      scattered: the scattered leaves, typed PRNG keys as raw data.
+      broadcast: the broadcast leaves, likewise.
+      keys: the PRNG implementation of each leaf, or None, in the order of the tree.
+    """
 
     scattered: list[Any]
     broadcast: list[Any]
@@ -393,7 +426,7 @@ class Arguments(NamedTuple):
 
 
 def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, is_abstract: bool = False) -> Arguments:
-    """Check what users have passed; `group` is where shared variables live, None under a trace."""
+    """Check the leaves that a user has passed; `group` is where shared variables live, None under a trace."""
     spec, values = bound.spec, list(bound.leaves)
     overlapping = [i for i, overlap in zip(spec.scattered, spec.overlaps, strict=True) if overlap is not None]
     keys: list[Any] = [None] * len(values)
@@ -428,7 +461,7 @@ def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, i
 
 
 def passes_variables(bound: BoundArguments) -> bool:
-    """Is a shared variable among the arguments, whose rows the call takes as they are?"""
+    """Tell whether a shared variable is a scattered argument, so that the call reads its rows in place."""
     return any([isinstance(leaf, Shared) for leaf in bound.leaves])
 
 
@@ -444,7 +477,7 @@ def _as_array(leaf: Any, what: str, is_in_tree: bool) -> Source:
 
 
 def check_slices(num_slices: Any, name: str) -> None:
-    """`num_slices` is an integer >= 1, or "auto"."""
+    """Check that `num_slices` is an integer >= 1 or "auto"."""
     if not (isinstance(num_slices, str) and num_slices == AUTO):
         checked_integer(num_slices, f"{name}: num_slices", 1, 'give an integer >= 1, or "auto"')
 
