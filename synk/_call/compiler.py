@@ -1,4 +1,4 @@
-"""Compiler: the programs of one kind of call, lowered from shapes and compiled."""
+"""Compiler: lower the programs of one kind of call from shapes, and compile them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,43 +25,42 @@ from .traces import State
 
 Arrays = Sequence[jax.Array]
 Body = Callable[..., list[jax.Array]]
-Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]  # arguments: layout and global shape
+# Arguments of a program: layout and global shape of each.
+Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]
 
 
 class _Launch(NamedTuple):
-    """What one program does: run parts, and combine them or add them to the states so far."""
+    """Task of one program: run parts, then combine the states of all replicas or add to the states so far.
 
-    sizes: tuple[int | None, ...]  # numbers of rows of its parts, most first; none where it only combines states
-    counts: tuple[int | None, ...]  # rows of each replica's part, where programs depend on them
-    is_last: bool  # whether it ends the call
-    carry: tuple[jax.ShapeDtypeStruct, ...] = ()  # shapes of a replica's states so far; none in the only launch
+    Attributes:
+      sizes: the numbers of rows of its parts, most first; empty if it only combines states.
+      counts: the rows of each replica's part, where programs depend on them.
+      is_last: whether it ends the call.
+      carry: shapes of a replica's states so far; empty in the only launch of a call.
+    """
 
-
-class _Taken(NamedTuple):
-    """What a program has on one replica."""
-
-    state: State  # leaves of variables
-    carry: list[jax.Array]  # states so far
-    rest: list[jax.Array]  # rows or what picks them, and broadcast arguments
-    part: Part
+    sizes: tuple[int | None, ...]
+    counts: tuple[int | None, ...]
+    is_last: bool
+    carry: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
-class Programs(NamedTuple):
-    """The programs of a call: those that run `fn`, and of several launches what begins and what ends them."""
-
-    launches: dict[Any, Executable]
-    start: Executable | None = None
-    finish: Executable | None = None
+# Arguments of a program on one replica: leaves of variables; states so far; rows or indexes of rows, and broadcast
+# arguments; and the part that the replica runs.
+_Taken = tuple[State, list[jax.Array], list[jax.Array], Part]
 
 
 class Compiler:
-    """Compiles the programs of a builder and its finisher.
+    """Compiler of one kind of call.
 
     Attributes:
       updates: the variables that the call writes.
-      layouts: of the variables, as programs take and give them.
-      states: shapes of the states of a replica between launches.
-      reads: the variables that programs that run `fn` take, and those of the one that ends the call.
+      layouts: the layout of each variable, as programs take and return it.
+      states: shapes of a replica's states between launches.
+      carried: numbers of the states that travel from launch to launch.
+      kept: numbers of the states that each launch of `f.over` returns, to be combined at the end.
+      carry: shapes of the carried states.
+      reads: the variables that programs which run `fn` take, and those of the program that ends the call.
     """
 
     def __init__(self, finisher: Finisher, updates: Sequence[Shared], layouts: dict[Shared, Layout]) -> None:
@@ -70,8 +69,8 @@ class Compiler:
         self.call, self.group, self.traces = builder.call, builder.group, builder.traces
         self.refuses_nan = builder.function.refuses_nan and not (self.call.is_over or self.call.is_composed)
         self.states = tuple(builder.state_shapes(builder.slots)) if self.call.is_sliced else ()
-        # Where one has no size, jaxlib 0.10.2 fails to partition: "func.call op expected at least one operand ...
-        # produced by a GlobalToLocalShape"; so those of no size do not travel.
+        # States without elements do not travel: with one, jaxlib 0.10.2 fails to partition the program ("func.call op
+        # expected at least one operand ... produced by a GlobalToLocalShape").
         self.carried = [i for i, state in enumerate(self.states) if state.size and i not in builder.kept]
         self.kept = [i for i in builder.kept if self.states[i].size]
         self.carry = (*(self.states[i] for i in self.carried), *([POSITION] if self.call.is_over else ()))
@@ -80,43 +79,46 @@ class Compiler:
         has_gaps = any(0 in sizes for sizes in self.call.part_sizes)
         launch = tuple(dict.fromkeys((*reads, *(written if has_gaps else ()))))
         of_then = finisher.then[0].variables if finisher.then else ()
-        # In one launch the program that runs `fn` ends the call.
+        # A call in one launch has one program, which runs `fn` and ends the call.
         last = (*of_then, *written) if self.call.is_sliced else (*launch, *of_then)
-        last = (*last, *updates) if self.refuses_nan else last  # which are compared with what was
+        # A value that was infinite before the call may stay so: the flag compares with the old values.
+        last = (*last, *updates) if self.refuses_nan else last
         self.reads = (launch, tuple(dict.fromkeys(last)))
 
-    def compile(self, owner: Any) -> Programs:
-        """The programs of a call.
+    def compile(self, owner: Any) -> tuple[dict[Any, Executable], Executable | None, Executable | None]:
+        """Compile the programs that run `fn`; of a sliced call also the program that makes the first states, and the
+        program that combines.
 
-        Those of a sliced call serve calls whose other launches differ: `owner` keeps them by all that they are made of.
+        Sliced calls whose other launches differ share programs: `owner` keeps each by all that it is made of.
         """
         builder, call = self.builder, self.call
         if not call.is_sliced:
             counts = launches(call.lengths, 1)[0].counts if call.lengths else call.part_sizes[0] * self.group.size
-            return Programs({call.part_sizes[0]: self._compile(_Launch(call.part_sizes[0], counts, True))})
+            return {call.part_sizes[0]: self._compile(_Launch(call.part_sizes[0], counts, True))}, None, None
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
         about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
         about = (*about, self.refuses_nan, builder.function.wires is None)
 
-        def cached(kind: _Launch, make: Callable[[], Executable]) -> Executable:
-            traced = [builder.traced[size] for size in kind.sizes if size in builder.traced]
-            traced += [self.finisher.then[0]] if kind.is_last and self.finisher.then else []
-            computes = tuple([each.fingerprint for each in traced])
-            return self.group._cached(owner, ("program", kind, computes, *about), make)
+        def cached(launch: _Launch) -> Executable:
+            traces = [builder.traced[size] for size in launch.sizes if size in builder.traced]
+            traces += [self.finisher.then[0]] if launch.is_last and self.finisher.then else []
+            fingerprints = tuple([traced.fingerprint for traced in traces])
+            key = ("program", launch, fingerprints, *about)
+            return self.group._cached(owner, key, partial(self._compile, launch))
 
         kinds: list[tuple[Any, Any]] = [(sizes, ()) for sizes in call.part_sizes]
         if builder.runs_each_rank and call.lengths:
-            kinds = [(each.sizes, each.counts) for each in launches(call.lengths, call.num_slices)]
-        steps = {counts or sizes: _Launch(sizes, counts, False, self.carry) for sizes, counts in kinds}
-        programs = {kind: cached(step, partial(self._compile, step)) for kind, step in steps.items()}
-        last = _Launch((), (), True, self.carry)
+            kinds = [(parts.sizes, parts.counts) for parts in launches(call.lengths, call.num_slices)]
+        programs = {counts or sizes: cached(_Launch(sizes, counts, False, self.carry)) for sizes, counts in kinds}
         start = self.group._cached(owner, ("start", self.carry), self._compile_start)
-        return Programs(programs, start, None if call.is_over else cached(last, partial(self._compile, last)))
+        return programs, start, None if call.is_over else cached(_Launch((), (), True, self.carry))
 
     def _compile_start(self) -> Executable:
-        """What makes the states of all replicas before the first of several launches: zeros, since what changes nothing
-        may be infinite, which `jax_debug_infs` would find."""
+        """Compile the program that makes the states of all replicas before the first launch.
+
+        These are zeros and not the identities of the ops, of which some are infinite: jax_debug_infs would refuse them.
+        """
         function, carry, size = self.builder.function, self.carry, self.group.size
 
         def body() -> list[jax.Array]:
@@ -152,16 +154,16 @@ class Compiler:
         return program
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
-        """A program's arguments on one replica as what they are."""
-        given = iter(values)
-        state = self.traces.leaves_of(self.reads[launch.is_last], given)
-        carry, rest = list(islice(given, len(launch.carry))), list(given)
+        """Sort the arguments of a program on one replica."""
+        arguments = iter(values)
+        state = self.traces.leaves_of(self.reads[launch.is_last], arguments)
+        carry, rest = list(islice(arguments, len(launch.carry))), list(arguments)
         table, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
         max_rows = launch.sizes[0] if launch.sizes else None
-        return _Taken(state, carry, rest, part_of(table, rank, max_rows, self.group.size))
+        return state, carry, rest, part_of(table, rank, max_rows, self.group.size)
 
     def _run(self, launch: _Launch, taken: _Taken, sizes: Sequence[int | None]) -> list[jax.Array]:
-        """The states of a replica, whose part has one of these sizes."""
+        """Run the part of a replica, which has one of these sizes, and return its states."""
         state, carry, rest, part = taken
         if not launch.sizes:
             return self._all_states(carry)
@@ -169,17 +171,17 @@ class Compiler:
         return self.builder.states(sizes, state, arrays_of(self.call, rest), part, launch.sizes[0])
 
     def _finish(self, launch: _Launch, taken: _Taken, states: Arrays) -> list[jax.Array]:
-        """What a program returns, from the states of a replica."""
+        """Compute the results of a program from the states of a replica."""
         state, carry, rest, part = taken
         if launch.is_last:
             return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
         part, position = part_of_many(part, carry[-1]) if self.call.is_over else (part, None)
-        found = self.builder.accumulate(self._all_states(carry), states, part)
-        new = [found[i] for i in self.carried]
-        return [*new, *([] if position is None else [position]), *(found[i] for i in self.kept)]
+        states = self.builder.accumulate(self._all_states(carry), states, part)
+        carried, kept = [states[i] for i in self.carried], [states[i] for i in self.kept]
+        return [*carried, *([] if position is None else [position]), *kept]
 
     def _each_rank(self, launch: _Launch, given: Sequence[Layout]) -> Body:
-        """A body of all replicas' arrays: run simulated replicas one after another, and map what follows."""
+        """Make a body of all replicas' arrays that runs simulated replicas one by one, and maps the rest."""
 
         def run(rank: int, part: list[jax.Array]) -> list[jax.Array]:
             return self._run(launch, self._unpack(launch, part, jnp.int32(rank)), [launch.counts[rank]])
@@ -196,38 +198,38 @@ class Compiler:
         return body
 
     def _with_halos(self, launch: _Launch, values: Arrays) -> list[jax.Array]:
-        """A program's arguments on one replica, rows that lie there between their neighbours on others."""
-        found = list(values)
+        """Put the neighbours on other replicas around the rows among a program's arguments on one replica."""
+        arguments = list(values)
         for at, feed in self._exchanging(launch, len(values)).items():
             assert feed.overlap is not None
-            found[at] = with_halos(found[at], feed.held_rows, self.group.size, feed.overlap)
-        return found
+            arguments[at] = with_halos(arguments[at], feed.held_rows, self.group.size, feed.overlap)
+        return arguments
 
     def _with_all_halos(self, launch: _Launch, values: Arrays, given: Layouts) -> list[jax.Array]:
-        """The same of the arguments of all replicas."""
-        found, places = list(values), list(self._exchanging(launch, len(values)))
+        """Put the neighbours around the rows among a program's arguments of all replicas."""
+        arguments, places = list(values), list(self._exchanging(launch, len(values)))
         if places:
             outs = layouts("stacked", len(places))
             extend = spmd(self.group, lambda *v: [self._with_halos(launch, v)[at] for at in places], given, outs)
             for at, extended in zip(places, extend(*values), strict=True):
-                found[at] = extended
-        return found
+                arguments[at] = extended
+        return arguments
 
     def _exchanging(self, launch: _Launch, count: int) -> dict[int, InputFeed]:
-        """Where among so many arguments there are rows whose neighbours lie on other replicas."""
-        found: dict[int, InputFeed] = {}
+        """Find the arguments, of `count`, that are rows whose neighbours lie on other replicas."""
+        feeds: dict[int, InputFeed] = {}
         at = count - len(self.call.broadcast) - (not self.call.is_plain) - (self.call.held_index is not None)
         for feed in reversed(self.call.feeds if launch.sizes else ()):
             at -= 1 + (feed.index is not None)
             if feed.held_rows:
-                found[at] = feed
-        return found
+                feeds[at] = feed
+        return feeds
 
     def _abstract(self, variable: Shared) -> AbstractState:
         return with_layout(self.traces.abstract(variable), self.layouts[variable])
 
     def _arguments(self, launch: _Launch) -> list[Placed]:
-        """What a program takes: the leaves of variables, a list each; states; and all else."""
+        """List the arguments of a program: the leaves of each variable; the states so far; and all else."""
         call, size = self.call, self.group.size
         leaves: list[Placed] = [
             [(self.layouts[variable], shape) for shape in self._abstract(variable).global_shapes(size)]
@@ -255,13 +257,13 @@ class Compiler:
         return [*("stacked" if i in staying else "replicated" for i in self.finisher.result.picked), *new, *flag]
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
-        """The lists of arguments that may be overwritten: states so far, or old values."""
+        """Return which lists of arguments a program may overwrite: the states so far, or old values of variables."""
         if not launch.is_last:
             return (len(self.reads[0]),)
         return tuple(i for i, v in enumerate(self.reads[1]) if v in self.updates) if self.call.donate else ()
 
     def _results(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:
-        """What the program that ends a call returns."""
+        """Compute the results of the program that ends a call: outputs, new values and perhaps a flag."""
         if self.call.is_sliced:
             states = self.builder.states_of_present(states, part.count > 0)
         results, new = self.finisher.finish_values(states, state, broadcast, part)
@@ -270,12 +272,12 @@ class Compiler:
             return [*picked, *chain(*(new[v] for v in self.updates))]
         leaves = [*chain(*(new[v] for v in self.updates))]
         own = {j for j, i in enumerate(self.builder.outputs.own) if i in self.builder.own}
-        # What was infinite and stays so, as an optimizer's best loss so far may be, is not of this call.
+        # A value that was infinite and stays so is not the fault of this call: an optimizer's best loss so far.
         before = dict(enumerate(chain(*(state.get(v, [None] * len(new[v])) for v in self.updates))))
         before = {i: leaf for i, leaf in before.items() if leaf is not None}
         is_bad = any_not_finite([result for j, result in enumerate(results) if j not in own])
         is_bad |= any_not_finite(leaves, before)
-        # What is the first replica's own counts there alone.
+        # Outputs taken from the first replica with rows count on that replica alone.
         has_first = (jnp.asarray(part.first_row) == 0) & (part.count is None or part.count > 0)
         is_bad |= has_first & any_not_finite([results[j] for j in own])
         differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.own
@@ -285,16 +287,23 @@ class Compiler:
     def _all_states(
         self, carry: Arrays, kept: Arrays = (), entries: Mapping[bool, int] | None = None
     ) -> list[jax.Array]:
-        """All states of a replica, from those that travel; of what was kept so many entries, which are to come."""
-        given = dict(zip((*self.carried, *self.kept), (*carry, *kept), strict=False))
+        """Return all states of a replica from the carried and the kept ones; zeros stand for the others.
+
+        `entries` is how many entries of rows (True) and of parts (False) kept states have.
+        """
+        states = dict(zip((*self.carried, *self.kept), (*carry, *kept), strict=False))
         shapes = self.states if entries is None else self.builder.state_shapes(dict(entries))
-        return [given[i] if i in given else jnp.zeros(each.shape, each.dtype) for i, each in enumerate(shapes)]
+        return [states[i] if i in states else jnp.zeros(shape.shape, shape.dtype) for i, shape in enumerate(shapes)]
 
     def compile_over(self, places: Mapping[bool, int], totals: Mapping[bool, int]) -> Executable:
-        """What ends `f.over`: of rows (True) and of parts (False), each replica has so many places, and so many count.
+        """Compile the program that ends `f.over`.
 
-        It takes the states of all replicas, then what was kept; which places count, in row order, for either that is
-        kept; and how many rows there are, and which replicas have some.
+        Its arguments are the carried states of all replicas, the kept states, the numbers of the valid entries in row
+        order for each kind of kept state, the number of rows, and which replicas had rows.
+
+        Args:
+          places: how many entries of rows (True) and of parts (False) each replica has.
+          totals: how many entries of either are valid.
         """
         size, result, count = self.group.size, self.finisher.result, len(self.carried)
         entries = {True: places[True], False: places[False]}
@@ -305,11 +314,11 @@ class Compiler:
         others += [jax.ShapeDtypeStruct((), jnp.result_type(float)), jax.ShapeDtypeStruct((size,), np.bool_)]
 
         def body(*values: jax.Array) -> list[jax.Array]:
-            given, index = values[: len(states)], dict(zip(kinds, values[len(states) :], strict=False))
-            whole, (rows, present) = self._all_states(given[:count], given[count:], entries), values[-2:]
+            index = dict(zip(kinds, values[len(states) :], strict=False))
+            whole, (rows, present) = self._all_states(values[:count], values[count : len(states)], entries), values[-2:]
             whole = self.builder.states_of_present(whole, present[lax.axis_index(AXIS)])
-            found = self.finisher.combine_batches(whole, index, rows, present)
-            return [found[i] for i in result.picked]
+            outputs = self.finisher.combine_batches(whole, index, rows, present)
+            return [outputs[i] for i in result.picked]
 
         function = self.builder.function
         function.stats.compilations += 1
@@ -326,6 +335,6 @@ class Compiler:
 
     @property
     def kept_kinds(self) -> list[bool]:
-        """Which are kept: entries of rows (True), of parts (False)."""
+        """Return the kinds of kept states: entries of rows (True), entries of parts (False)."""
         kinds = {self.builder.reductions[i].has_row_entries for i in self.builder.kept}
         return [kind for kind in (True, False) if kind in kinds]

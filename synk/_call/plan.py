@@ -282,7 +282,7 @@ def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] |
     layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
     result = finisher.result
     compiler = Compiler(finisher, tuple(depends_on), layouts)
-    programs = compiler.compile(plans)
+    launches, start, finish = compiler.compile(plans)
     updates: list[UpdateSlice] = []
     at = len(result.picked)
     for variable, needed in depends_on.items():
@@ -292,9 +292,9 @@ def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] |
         at = stop
     own = {j for j, i in enumerate(builder.outputs.own) if i in builder.own}
     return CallPlan(
-        launches=programs.launches,
-        start=programs.start,
-        finish=programs.finish,
+        launches=launches,
+        start=start,
+        finish=finish,
         reads=compiler.reads,
         accepts={
             v: tuple(dict.fromkeys((traces.abstract(v), with_layout(traces.abstract(v), layouts.get(v)))))
