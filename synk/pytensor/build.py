@@ -10,6 +10,8 @@ import numpy as np
 from pytensor.compile.rebuild import rebuild_collect_shared
 from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.graph.basic import Constant, Variable
+from pytensor.graph.fg import FunctionGraph
+from pytensor.graph.rewriting.basic import MergeOptimizer
 from pytensor.tensor.type import TensorType
 
 import synk
@@ -17,11 +19,11 @@ import synk
 from .._base.errors import public_api, shown
 from .._call.binding import OPTIONS
 from .convert import Converted, as_typed
-from .cuts import Cuts, Graph, Output, check_inputs, cut, merged
+from .cuts import Cuts, Output, check_inputs, cut
 from .held import shared
 from .walk import inputs_of
 
-Build = Callable[[list[Any]], Any]
+Arrange = Callable[[list[Any]], Any]
 Pairs = Mapping[Variable, Any] | Iterable[tuple[Variable, Any]] | None
 
 
@@ -38,34 +40,35 @@ def function(
     name: str | None = None,
     **options: Any,
 ) -> synk.Function:
-    """Make a graph of PyTensor a synk function: rows scattered, outputs combined, the serial answer back.
+    """Make a synk function of a PyTensor graph: rows are scattered, outputs combine, the answer is the serial one.
 
-    The graph is that of one device, as `pytensor.function` takes it. Each replica computes it of its own rows; what
-    `combine` names, and the outputs, combine over all rows; what depends on rows through these alone (updates, other
-    outputs) follows on every replica. Shared variables are PyTensor's own, and lie on every device from now on; see
-    `synk.pytensor.shared`.
+    Write the graph for one device, as for `pytensor.function`. Each replica computes it for its own rows. Expressions
+    in `combine`, and outputs that depend on rows, combine over all rows. Whatever depends on rows through combined
+    values alone, such as updates, is computed from these on every replica. Shared variables stay PyTensor's own; from
+    now on their values lie on every device (see `synk.pytensor.shared`).
 
     Args:
-      inputs: symbolic variables, arrays; each is scattered over the replicas by rows (axis 0).
-      outputs: an expression, a list or a mapping of them; each alone, or as (expression, op), an op of
-        `synk.function`. Left out, it is "mean" where the graph shows a mean over rows, such as a cost, and "concat"
-        where it shows an entry a row; what follows from combined values has none.
-      broadcast: those of the inputs that come to every replica whole, such as a learning rate.
+      inputs: symbolic arrays; each is scattered over the replicas by rows (axis 0).
+      outputs: an expression, a list or a mapping of expressions. An output that depends on rows is a pair
+        (expression, op), with an op of `synk.function`, or is named in `combine`; a scalar of floats may stand alone
+        and is a "mean", as a cost is. An output that follows from combined values has no op.
+      broadcast: those of the inputs that every replica gets whole, such as a learning rate.
       updates: pairs of shared variable and new expression, or a mapping. All see the old values.
       givens: pairs of variable and expression to put in its place, or a mapping.
-      combine: pairs (expression, op): what combines over rows before updates or outputs go on with it. Of "mean",
-        `synk.Weighted(expression, weight)` is weighted by a scalar expression, else by rows.
-      no_default_updates: as of `pytensor.function`: whether (or which) variables' own updates are left out.
-      name: what messages call it.
-      **options: those of `synk.function`: `engine`, `donate`, `nan`, `wire`, `blocks`, `compiler_options`.
+      combine: pairs (expression, op) to combine over rows before updates or outputs use the expression. For "mean",
+        `synk.Weighted(expression, weight)` weighs a replica's value by a scalar expression, not by its rows.
+      no_default_updates: as for `pytensor.function`: leave out the updates that variables bring along; True for all
+        variables, or a list of variables.
+      name: what messages call the function.
+      **options: options of `synk.function`: `engine`, `donate`, `nan`, `wire`, `blocks`, `compiler_options`.
 
     Returns:
-      A `synk.Function` of the inputs, by position or by name. Its results are JAX arrays; where the graph says 64 bits
-      and JAX has them switched off, of 32.
+      A `synk.Function` of the inputs, by position or by name. Its results are JAX arrays in the graph's dtypes, with
+      32 bits where the graph says 64 and JAX has these switched off.
 
     Raises:
-      ValueError: an update, or an output that follows from `combine`, depends on rows by another way; an input is not
-        used, missing, or has no rows; the graph draws random numbers.
+      ValueError: an output needs an op; an update, or an output that follows from `combine`, depends on rows by
+        another way; an input is unused, missing, or has no rows; the graph draws random numbers.
       TypeError: an argument is of a wrong kind.
 
     Example:
@@ -80,104 +83,94 @@ def function(
       >>> print(f"{step(rows, 3 * rows):.1f} {w.get_value():.1f}")
       117.0 7.8
     """
-    called = name or "graph"
-    _check_inputs(called, inputs, broadcast)
-    whole = [variable for variable in inputs if variable in broadcast]
-    listed, build = _listed(called, outputs)
-    named = [_output(called, *_two(called, "combine", pair)) for pair in combine]
-    graph = Graph(called, [v for v in inputs if v not in whole], whole, named, listed, [])
-    changes = _pairs(called, "updates", updates)
-    graph = _rebuilt(graph, changes, _pairs(called, "givens", givens), no_default_updates)
-    check_inputs(graph)
-    halves = _Halves(called, inputs, whole, cut(merged(graph)), build)
-    modes = ["broadcast" if v in whole else "scatter" for v in inputs]
-    made = synk.function(halves.on_part(), modes, halves.ops(), then=halves.then(), name=called, **options)
+    name = name or "graph"
+    _check_arguments(name, inputs, broadcast)
+    listed, arrange = _listed(name, outputs)
+    named = [_output(name, *pair) for pair in _pairs(name, "combine", combine)]
+    pairs = _pairs(name, "updates", updates), _pairs(name, "givens", givens)
+    renewed, new = _rebuilt(name, inputs, [*named, *listed], *pairs, no_default_updates)
+    rows = {variable for variable in inputs if variable not in broadcast}
+    cuts = cut(name, rows, renewed[: len(named)], renewed[len(named) :], new)
+    halves = _Halves(name, inputs, broadcast, cuts, arrange)
+    modes = ["scatter" if variable in rows else "broadcast" for variable in inputs]
+    made = synk.function(halves.first(), modes, halves.ops(), then=halves.then(), name=name, **options)
+    # PyTensor's earlier functions lose the variables here, so only after nothing was refused.
     halves.take_variables()
     return made
 
 
 class _Halves:
-    """The two halves of a graph as functions for `synk.function`: of a replica's rows, and of what is combined."""
+    """The two halves of a graph as functions for `synk.function`: of a replica's rows, and of combined values."""
 
     def __init__(
-        self, name: str, inputs: Sequence[Variable], broadcast: Sequence[Variable], cuts: Cuts, build: Build
+        self, name: str, inputs: Sequence[Variable], broadcast: Sequence[Variable], cuts: Cuts, arrange: Arrange
     ) -> None:
-        self.name = name
-        self.names = _parameters(inputs)
+        self._name = name
         self._inputs = inputs
-        self._broadcast = broadcast
+        self._parameters = _parameters(inputs)
         self._cuts = cuts
-        self._build = build  # the user's tree of outputs
-        weights = [part.weight for part in cuts.parts if part.weight is not None]
-        self._of_rows = _Reading(inputs, [*[part.expression for part in cuts.parts], *weights])
+        self._arrange = arrange
         self._following = [place for place in cuts.outputs if isinstance(place, Variable)]
+        self._broadcast = [variable for variable in inputs if variable in broadcast]
+        weights = [part.weight for part in cuts.parts if part.weight is not None]
+        self._of_rows = Converted(inputs, [*[part.expression for part in cuts.parts], *weights])
         new = [new for _, new in cuts.updates]
-        self._after = _Reading([*cuts.combined, *broadcast], [*self._following, *new])
+        self._of_combined = Converted([*cuts.combined, *self._broadcast], [*self._following, *new])
+
+    def first(self) -> Callable[..., Any]:
+        """Make the function of a replica's rows, which computes the parts."""
+
+        def first(*args: Any) -> Any:
+            for variable, value in zip(self._inputs, args, strict=True):
+                _check_value(self._name, variable, value)
+            values = self._of_rows(args)
+            weights = iter(values[len(self._cuts.parts) :])
+            parts = zip(self._cuts.parts, values, strict=False)
+            return self._returned([v if p.weight is None else synk.Weighted(v, next(weights)) for p, v in parts])
+
+        return _with_parameters(first, self._name, self._parameters)
+
+    def ops(self) -> Any:
+        """Return the ops of what `first` returns."""
+        return self._returned([part.op for part in self._cuts.parts])
+
+    def then(self) -> Callable[..., Any] | None:
+        """Make the function of combined values, which computes updates and outputs; None if nothing follows."""
+        if not self._has_then:
+            return None
+
+        def then(*args: Any) -> Any:
+            values = self._of_combined(args)
+            for (variable, _), value in zip(self._cuts.updates, values[len(self._following) :], strict=True):
+                shared(variable).value = as_typed(value, variable)
+            following = iter(values)
+            return self._arrange([args[p] if isinstance(p, int) else next(following) for p in self._cuts.outputs])
+
+        names = dict(zip(self._inputs, self._parameters, strict=True))
+        parameters = [f"combined_{i}" for i in range(len(self._cuts.parts))]
+        return _with_parameters(then, f"{self._name}.then", [*parameters, *[names[v] for v in self._broadcast]])
 
     def take_variables(self) -> None:
-        """Bring the values of all variables to the devices: PyTensor's earlier functions cannot have them any more."""
-        for variable in (*self._of_rows.read, *self._after.read, *[variable for variable, _ in self._cuts.updates]):
+        """Bring the values of all variables to the devices."""
+        updated = [variable for variable, _ in self._cuts.updates]
+        for variable in (*self._of_rows.variables, *self._of_combined.variables, *updated):
             shared(variable)
 
     @property
-    def _has_after(self) -> bool:
+    def _has_then(self) -> bool:
         return bool(self._following or self._cuts.updates)
 
-    def ops(self) -> Any:
-        """How what `on_part` returns combines."""
-        return self._of_parts([part.op for part in self._cuts.parts])
-
-    def on_part(self) -> Callable[..., Any]:
-        """What is to combine, of a replica's rows."""
-
-        def on_part(*args: Any) -> Any:
-            for variable, value in zip(self._inputs, args, strict=True):
-                _check_value(self.name, variable, value)
-            values = self._of_rows(args)
-            weights = iter(values[len(self._cuts.parts) :])
-            both = zip(self._cuts.parts, values, strict=False)
-            return self._of_parts([v if p.weight is None else synk.Weighted(v, next(weights)) for p, v in both])
-
-        return _with_parameters(on_part, self.name, self.names)
-
-    def _of_parts(self, values: list[Any]) -> Any:
-        """What the first half returns: the outputs themselves where nothing follows."""
-        if self._has_after:
+    def _returned(self, values: list[Any]) -> Any:
+        """Arrange one value a part as `first` returns them: like the user's outputs, if nothing follows."""
+        if self._has_then:
             return tuple(values)
-        return self._build([values[place] for place in self._cuts.outputs if isinstance(place, int)])
-
-    def then(self) -> Callable[..., Any] | None:
-        """What follows the combined values: outputs and updates, all of them of old values."""
-        if not self._has_after:
-            return None
-        count = len(self._cuts.parts)
-
-        def then(*args: Any) -> Any:
-            found = self._after(args)
-            for (variable, _), value in zip(self._cuts.updates, found[len(self._following) :], strict=True):
-                shared(variable).value = as_typed(value, variable)
-            following = iter(found)
-            return self._build([args[p] if isinstance(p, int) else next(following) for p in self._cuts.outputs])
-
-        after = [name for name, v in zip(self.names, self._inputs, strict=True) if v in self._broadcast]
-        return _with_parameters(then, f"{self.name}.then", [*(f"combined_{i}" for i in range(count)), *after])
+        return self._arrange([values[place] for place in self._cuts.outputs if isinstance(place, int)])
 
 
-class _Reading:
-    """Expressions as a function of their inputs; it reads the shared variables by itself."""
-
-    def __init__(self, inputs: Sequence[Variable], expressions: Sequence[Variable]) -> None:
-        self.read = [v for v in inputs_of(expressions) if isinstance(v, SharedVariable)]
-        self._run = Converted([*inputs, *self.read], expressions)
-
-    def __call__(self, values: Sequence[Any]) -> list[jax.Array]:
-        return self._run(*values, *[shared(variable).value for variable in self.read])
-
-
-def _check_inputs(name: str, inputs: Sequence[Variable], broadcast: Sequence[Variable]) -> None:
-    for argument, given in (("inputs", inputs), ("broadcast", broadcast)):
-        if not isinstance(given, list | tuple):
-            raise TypeError(f"{name}: {argument} is {shown(given)}; give a list of symbolic variables.")
+def _check_arguments(name: str, inputs: Sequence[Variable], broadcast: Sequence[Variable]) -> None:
+    for argument, variables in (("inputs", inputs), ("broadcast", broadcast)):
+        if not isinstance(variables, list | tuple):
+            raise TypeError(f"{name}: {argument} is {shown(variables)}; give a list of symbolic variables.")
     for variable in inputs:
         if not isinstance(variable, Variable) or isinstance(variable, SharedVariable | Constant) or variable.owner:
             raise TypeError(f"{name}: inputs holds {shown(variable)}; give symbolic variables, e.g. pt.matrix('x').")
@@ -192,8 +185,8 @@ def _check_inputs(name: str, inputs: Sequence[Variable], broadcast: Sequence[Var
             raise ValueError(f"{name}: broadcast names {variable}, which is none of its inputs.")
 
 
-def _listed(name: str, outputs: Any) -> tuple[list[Output], Build]:
-    """The outputs in a list, and what makes the user's tree of them."""
+def _listed(name: str, outputs: Any) -> tuple[list[Output], Arrange]:
+    """List the outputs, and return the function that makes the user's list or mapping of their values."""
     if outputs is None:
         return [], lambda values: None
     if isinstance(outputs, Mapping):
@@ -201,21 +194,23 @@ def _listed(name: str, outputs: Any) -> tuple[list[Output], Build]:
         listed, _ = _listed(name, list(outputs.values()))
         return listed, lambda values: dict(zip(keys, values, strict=True))
     if isinstance(outputs, list) or (isinstance(outputs, tuple) and not _is_pair(outputs)):
-        return [_output(name, *pair) if _is_pair(pair) else _output(name, pair) for pair in outputs], list
-    one = _output(name, *outputs) if _is_pair(outputs) else _output(name, outputs)
-    return [one], lambda values: values[0]
+        return [_output(name, *output) if _is_pair(output) else _output(name, output) for output in outputs], list
+    listed, _ = _listed(name, [outputs])
+    return listed, lambda values: values[0]
 
 
-def _is_pair(given: Any) -> bool:
-    """Is it (expression, op)?"""
-    return isinstance(given, tuple) and len(given) == 2 and not isinstance(given[1], Variable | tuple | synk.Weighted)
+def _is_pair(output: Any) -> bool:
+    """Check whether an output is (expression, op)."""
+    return (
+        isinstance(output, tuple) and len(output) == 2 and not isinstance(output[1], Variable | tuple | synk.Weighted)
+    )
 
 
-def _output(name: str, given: Any, *op: Any) -> Output:
+def _output(name: str, expression: Any, *op: Any) -> Output:
+    """Check an expression, or `Weighted`, and its op; no op if the user named none."""
     weight = None
-    expression = given
-    if isinstance(given, synk.Weighted):
-        expression, weight = given.value, given.weight
+    if isinstance(expression, synk.Weighted):
+        expression, weight = expression.value, expression.weight
     for variable in (expression,) if weight is None else (expression, weight):
         if not isinstance(variable, Variable) or not isinstance(variable.type, TensorType):
             raise TypeError(
@@ -223,40 +218,53 @@ def _output(name: str, given: Any, *op: Any) -> Output:
             )
     if weight is not None and (op not in (("mean",), ("avg",)) or weight.type.ndim):
         raise ValueError(f'{name}: the weight of {expression} is for op "mean", and a scalar.')
-    return Output(expression, op[0] if op else None, weight, bool(op))
+    if op == (None,):
+        raise ValueError(f'{name}: the op of {expression} is None; name one, e.g. "mean" or "sum".')
+    return Output(expression, *op, weight=weight)
 
 
-def _two(name: str, argument: str, pair: Any) -> tuple[Any, Any]:
-    if not isinstance(pair, list | tuple) or len(pair) != 2:
-        raise TypeError(f"{name}: {argument} holds {shown(pair)}; give pairs.")
-    return pair[0], pair[1]
-
-
-def _pairs(name: str, argument: str, given: Pairs) -> list[tuple[Variable, Any]]:
-    pairs = given.items() if isinstance(given, Mapping) else given or ()
-    return [_two(name, argument, pair) for pair in pairs]
+def _pairs(name: str, argument: str, pairs: Pairs) -> list[tuple[Any, Any]]:
+    listed = list(pairs.items() if isinstance(pairs, Mapping) else pairs or ())
+    for pair in listed:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise TypeError(f"{name}: {argument} holds {shown(pair)}; give pairs.")
+    return [(first, second) for first, second in listed]
 
 
 def _rebuilt(
-    graph: Graph, updates: list[tuple[Variable, Any]], givens: list[tuple[Variable, Any]], no_default_updates: Any
-) -> Graph:
-    """A clone with `givens` put in and the updates as PyTensor has them, those of the variables themselves included."""
-    inputs = [*graph.rows, *graph.broadcast]
+    name: str,
+    inputs: Sequence[Variable],
+    outputs: Sequence[Output],
+    updates: list[tuple[Any, Any]],
+    givens: list[tuple[Any, Any]],
+    no_default_updates: Any,
+) -> tuple[list[Output], list[tuple[SharedVariable, Variable]]]:
+    """Clone outputs and updates with `givens` put in, and the updates that variables bring along added."""
     for variable, _ in givens:
         if variable in inputs:
-            raise ValueError(f"{graph.name}: givens replaces {variable}, which is one of its inputs.")
-    _, expressions, (_, new, _, _) = rebuild_collect_shared(
-        graph.expressions,
-        inputs,
+            raise ValueError(f"{name}: givens replaces {variable}, which is one of its inputs.")
+    weights = [output.weight for output in outputs if output.weight is not None]
+    _, clones, (_, new, _, _) = rebuild_collect_shared(
+        [*[output.expression for output in outputs], *weights],
+        [*inputs],
         replace=givens,
         updates=updates,
         no_default_updates=no_default_updates,
     )
-    return graph.of(expressions)._replace(updates=list(new.items()))
+    expressions = [*clones, *new.values()]
+    check_inputs(name, inputs, expressions)
+    # Equal expressions become one, so that a gradient which is taken twice is cut in both places.
+    variables = [v for v in inputs_of(expressions) if isinstance(v, SharedVariable)]
+    graph = FunctionGraph([*inputs, *variables], expressions, clone=False)
+    MergeOptimizer().rewrite(graph)
+    merged = iter(graph.outputs)
+    outputs = [output._replace(expression=next(merged)) for output in outputs]
+    outputs = [output if output.weight is None else output._replace(weight=next(merged)) for output in outputs]
+    return outputs, [(variable, next(merged)) for variable in new]
 
 
 def _parameters(inputs: Sequence[Variable]) -> list[str]:
-    """Names for the parameters of a Python function: of the variables, where those are names."""
+    """Name the parameters of a Python function after the variables, or by number where that is no name."""
     names: list[str] = []
     for i, variable in enumerate(inputs):
         name = variable.name or ""
@@ -266,7 +274,7 @@ def _parameters(inputs: Sequence[Variable]) -> list[str]:
 
 
 def _check_value(name: str, variable: Variable, value: jax.Array) -> None:
-    """Refuse what PyTensor refuses: other numbers of axes, other lengths than the type says, and downcasts."""
+    """Refuse what PyTensor refuses: another number of axes, lengths against the type, and downcasts."""
     shape, dtype = variable.type.shape, jax.dtypes.canonicalize_dtype(variable.type.dtype)
     has_shape = len(shape) == value.ndim and all(n is None or n == m for n, m in zip(shape, value.shape, strict=True))
     if not has_shape:
@@ -277,13 +285,13 @@ def _check_value(name: str, variable: Variable, value: jax.Array) -> None:
 
 
 def _with_parameters(fn: Callable[..., Any], name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The function of arguments by position as one of these parameters."""
+    """Give a function of positional arguments a name and a signature of parameters, as `synk.function` reads them."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(parameter, kind) for parameter in parameters])
 
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def with_parameters(*args: Any, **kwargs: Any) -> Any:
         return fn(*signature.bind(*args, **kwargs).args)
 
-    named.__name__ = name
-    named.__signature__ = signature
-    return named
+    with_parameters.__name__ = name
+    with_parameters.__signature__ = signature
+    return with_parameters

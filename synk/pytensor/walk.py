@@ -1,64 +1,53 @@
-"""Walk: what expressions of PyTensor are made of."""
+"""Walk: find what expressions of PyTensor are made of."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 
 from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.graph.op import HasInnerGraph
+from pytensor.graph.traversal import apply_ancestors, graph_inputs, walk
 from pytensor.scalar.basic import Second
 from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.shape import Shape, Shape_i
 
 
-def ancestors(
-    expression: Variable, follow: Callable[[Apply], Sequence[Variable]], stops: Set[Variable] = frozenset()
-) -> list[Variable]:
-    """The expression and all that it is made of, by those inputs of a node that `follow` gives, past no `stops`; in an
-    order that is the same in every process."""
-    seen: dict[Variable, None] = {}
-    left = [expression]
-    while left:
-        variable = left.pop()
-        if variable not in seen:
-            seen[variable] = None
-            left += follow(variable.owner) if variable.owner is not None and variable not in stops else []
-    return list(seen)
+def inputs_of(expressions: Sequence[Variable]) -> list[Variable]:
+    """List the variables without an owner of which the expressions are made, constants left out."""
+    roots = dict.fromkeys(graph_inputs(expressions))
+    return [variable for variable in roots if not isinstance(variable, Constant)]
 
 
 def reached(expression: Variable, stops: Set[Variable] = frozenset(), by_value: bool = False) -> set[Variable]:
-    """Inputs and `stops` on which an expression depends, past none of these; by value: what only gives a shape does
-    not count."""
-    found = ancestors(expression, value_inputs if by_value else lambda node: node.inputs, stops)
-    return {variable for variable in found if variable in stops or variable.owner is None}
+    """Collect the inputs and `stops` on which an expression depends, without looking past `stops`.
+
+    With `by_value`, inputs that only give a shape do not count.
+    """
+
+    def expand(variable: Variable) -> Sequence[Variable]:
+        if variable.owner is None or variable in stops:
+            return []
+        return _value_inputs(variable.owner) if by_value else variable.owner.inputs
+
+    visited = walk([expression], expand, bfs=False)
+    return {variable for variable in visited if variable in stops or variable.owner is None}
 
 
-def value_inputs(node: Apply) -> Sequence[Variable]:
-    """The inputs of which more than the shape counts: `pt.grad(cost)` begins with ones that are shaped as `cost`."""
+def _value_inputs(node: Apply) -> Sequence[Variable]:
+    """Select the inputs of a node of which more than the shape counts."""
     if isinstance(node.op, Shape | Shape_i):
         return []
+    # `pt.grad(cost)` begins with ones in the shape of `cost`, made by `Second(cost, 1)`.
     is_fill = isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, Second)
     return node.inputs[1:] if is_fill else node.inputs
 
 
-def inputs_of(expressions: Sequence[Variable]) -> list[Variable]:
-    """What the expressions are made of in the end, constants left out."""
-    found: dict[Variable, None] = {}
-    for expression in expressions:
-        found |= dict.fromkeys(ancestors(expression, lambda node: node.inputs))
-    return [variable for variable in found if variable.owner is None and not isinstance(variable, Constant)]
-
-
 def nodes(expressions: Sequence[Variable]) -> Iterator[Apply]:
-    """All nodes, those of inner graphs included."""
-    seen: set[Apply] = set()
-    left = list(expressions)
-    while left:
-        node = left.pop().owner
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            left += node.inputs
-            left += getattr(getattr(node.op, "fgraph", None), "outputs", [])
+    """Iterate over all nodes, those of inner graphs (scans, `OpFromGraph`) included."""
+    for node in apply_ancestors(expressions):
+        yield node
+        if isinstance(node.op, HasInnerGraph):
+            yield from nodes(node.op.inner_outputs)
 
 
-def called(expression: Variable) -> str:
-    """What messages call it."""
+def described(expression: Variable) -> str:
+    """Describe an expression in a message: by its name, else by its op."""
     return expression.name or f"{expression.owner.op if expression.owner else expression}"
