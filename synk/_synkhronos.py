@@ -3,7 +3,8 @@
 from typing import Any
 
 from ._base.errors import public_api
-from ._data.dataset import Data, Place, data
+from ._data.dataset import Data, data
+from ._data.places import PlaceName
 from ._distributed.init import init
 from ._runtime.group import Group
 
@@ -22,7 +23,7 @@ def fork(n: int | None = None) -> Group:
 
 
 @public_api
-def build_inputs(*values: Any, place: Place = "host", minibatch: bool = False) -> tuple[Data, ...]:
+def build_inputs(*values: Any, place: PlaceName = "host", minibatch: bool = False) -> tuple[Data, ...]:
     """Make the data of a function's inputs, one of each array: `synk.data(value, place=place, minibatch=minibatch)`.
 
     Example:

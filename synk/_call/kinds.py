@@ -175,7 +175,7 @@ def place_broadcast(group: Group, data_group: Group | None, is_used_once: bool, 
     """Bring a broadcast argument to every replica; data is there already, unless another group is its home."""
     if isinstance(leaf, Data):
         source_of(leaf)  # SynkError where it was freed
-        is_there = leaf.place == "broadcast" and data_group is None
+        is_there = leaf._home.layout == "replicated" and data_group is None
         return resident(leaf, group) if is_there else replicate(group, leaf[:])
     if is_used_once and group._has_one_device and isinstance(leaf, np.generic | np.ndarray | int | float | complex):
         return own_copy(leaf)  # the compiled call brings it in a third of the time

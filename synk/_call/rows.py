@@ -13,18 +13,17 @@ from .._base.pytree import SCALARS, narrow
 from .._data.dataset import Data, abstract_rows, is_result, resident, source_of
 from .._data.exchange import exchange, exchange_program
 from .._data.feed import SENT, InputFeed
-from .._data.overlap import Overlap, halo_of, widened, with_neighbours
+from .._data.overlap import Overlap, widened, with_neighbours
+from .._data.places import Picks
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
     IndexKind,
     ReplicaSelection,
     Selection,
-    index_kind,
     merge_replicas,
     select,
     select_on_replicas,
 )
-from .._data.sources import is_in_memory
 from .._data.transfer import PartRows, gather_rows, send_index, send_rows
 from .._runtime.executable import Executable
 from .._runtime.group import Group
@@ -58,65 +57,23 @@ class RowCall(NamedTuple):
     block: int | None = None  # of how many rows are the blocks that replicas get whole; None: rows are dealt out evenly
 
 
-class Picks(NamedTuple):
-    """Which rows a call takes of one argument."""
-
-    selection: Selection
-    batch: Any  # what picks them
-    is_on_replicas: bool  # whether that picks on each replica
-    overlap: Overlap | None = None  # which neighbours come with them
-    max_rows: int = 0  # with these, rows of the longest part
-
-
 def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
-    """How one argument's rows come: sent from the host, or picked from resident data where they lie.
-
-    Resident data is sent too where the call has another group, where `batch_s` picks from other data, and where CPU
-    devices share the host's memory. Rows of the whole scattered data that a batch names are exchanged first.
-    """
-    selection, batch, is_on_replicas, overlap, max_rows = picks
-    is_all = isinstance(leaf, Data) and selection.indexes is None and selection.rows == len(leaf)
-    is_all = is_all and call.block is None  # which are dealt out in another way than data is
-    sending = SENT if overlap is None else SENT._replace(overlap=overlap)
-    if overlap is not None and not _keeps_place(call, leaf, is_all):
+    """Choose how one argument's rows come: sent from the host, or taken from where resident data lies."""
+    taken, selection, overlap = None, picks.selection, picks.overlap
+    is_data = isinstance(leaf, Data)
+    if is_data and call.data_group is None:
+        taken = leaf._home.take(call.group, source_of(leaf), len(leaf), picks)
+    # The program itself exchanges neighbours where replicas take their own rows.
+    if overlap is not None and not (taken and taken.feed.held_rows):
         among = with_neighbours(selection.rows, overlap)
         index = among + selection.start if selection.indexes is None else selection.indexes[among]
         selection = Selection(index, 0, len(index))
-    if not isinstance(leaf, Data):
-        return RowInput(leaf, selection, sending, leaf.shape[1:], narrow(leaf.dtype))
-    shape, dtype, group = leaf.shape[1:], narrow(leaf.dtype), call.group
-    sent = RowInput(source_of(leaf), selection, sending, shape, dtype)
-    if leaf.place == "host" or call.data_group is not None:
-        return sent
-    if leaf.place == "scatter" and call.options.batch_s is not None and not is_on_replicas:
-        # `batch_s` gives replicas unequal rows, but scattered minibatch data is split evenly: send its rows.
-        return sent
-    may_differ = group.size > 1 or overlap is not None
-    is_global = leaf.place == "scatter" and may_differ and not (is_on_replicas or is_all)
-    if is_global and group.platform == "cpu" and is_in_memory(source_of(leaf)):
-        return sent  # which these devices' rows lie in, too
-    array = abstract_rows(leaf, group) if call.is_abstract else resident(leaf, group)
-
-    def at(feed: InputFeed, scattered_rows: int | None = None) -> RowInput:
-        return RowInput(array, selection, feed, shape, dtype, scattered_rows)
-
-    kind: IndexKind = index_kind(batch) if overlap is None else "gather"
-    if leaf.place == "broadcast":
-        return at(InputFeed("replicated", kind, len(leaf), overlap))
-    of_slice: IndexKind | None = "slice" if call.options.num_slices > 1 else None
-    if is_all and not is_on_replicas:
-        # Whole, each part begins where its replica's rows do, unless it is a slice of those.
-        held = 0 if overlap is None else len(leaf)
-        return at(InputFeed("stacked", of_slice, array.shape[1], overlap, held))
-    if not is_global:  # picked on its replica; one replica has all rows
-        return at(InputFeed("stacked", kind, array.shape[1]))
-    max_rows = max_rows or -(-selection.rows // group.size)
-    return at(InputFeed("stacked", of_slice, max_rows, overlap), len(leaf))
-
-
-def _keeps_place(call: RowCall, leaf: Any, is_all: bool) -> bool:
-    """Is it all of scattered data, whose replicas bring each other the neighbours?"""
-    return is_all and leaf.place == "scatter" and call.data_group is None and call.options.batch_s is None
+    shape, dtype = leaf.shape[1:], narrow(leaf.dtype)
+    if taken is None:
+        feed = SENT if overlap is None else SENT._replace(overlap=overlap)
+        return RowInput(source_of(leaf) if is_data else leaf, selection, feed, shape, dtype)
+    array = abstract_rows(leaf, call.group) if call.is_abstract else resident(leaf, call.group)
+    return RowInput(array, selection, taken.feed, shape, dtype, len(leaf) if taken.is_exchanged else None)
 
 
 _NO_ROWS = Selection(None, 0, 0)
@@ -133,7 +90,7 @@ class RowInputs(NamedTuple):
 
 def select_rows(call: RowCall) -> RowInputs:
     """Check the scattered arguments of a call and what picks their rows: values, in every call."""
-    name, names, leaves, (batch, batch_s, *_), group, data_group = call[:6]
+    name, names, leaves, (batch, batch_s, num_slices, _), group, data_group = call[:6]
     minibatch: list[int] = []  # brings the rows of the batch itself
     resident_ones: list[int] = []  # lies on the replicas, where batch_s picks
     picked: list[int] = []
@@ -147,7 +104,7 @@ def select_rows(call: RowCall) -> RowInputs:
         is_data = isinstance(leaf, Data)
         if is_data and leaf.is_minibatch:
             minibatch.append(i)
-        elif is_data and batch_s is not None and leaf.place == "scatter":
+        elif is_data and batch_s is not None and leaf._home.layout == "stacked":
             resident_ones.append(i)
         else:
             picked.append(i)
@@ -168,18 +125,15 @@ def select_rows(call: RowCall) -> RowInputs:
     each: list[RowInput] = []
     for i, leaf in enumerate(leaves):
         overlap = call.overlaps[i] if call.overlaps else None
+        chosen, picked_by, is_on_replicas = selection, batch, False
         if i in minibatch:
-            picks = Picks(Selection(None, 0, count or 0), None, False)
+            chosen, picked_by = Selection(None, 0, count or 0), None
         elif on_replicas is not None and i in resident_ones:
             chosen = merge_replicas(on_replicas) if data_group or overlap else Selection(None, 0, len(leaf))
-            picks = Picks(chosen, batch_s, overlap is None)
-        else:
-            assert selection is not None
-            picks = Picks(selection, batch, False)
-        if overlap is not None or call.block is not None:
-            dealt_out = lengths_of(count or 0, group.size, call.block)
-            lengths = on_replicas.lengths if on_replicas and data_group is None else dealt_out
-            picks = picks._replace(overlap=overlap, max_rows=max(lengths) + halo_of(overlap))
+            picked_by, is_on_replicas = batch_s, overlap is None
+        assert chosen is not None
+        is_sliced = num_slices > 1
+        picks = Picks(chosen, picked_by, is_on_replicas, batch_s is not None, is_sliced, overlap, call.block)
         each.append(row_input(call, leaf, picks))
     if on_replicas is not None and data_group is None:
         return RowInputs(tuple(each), on_replicas.lengths, on_replicas)
@@ -220,7 +174,7 @@ def _select_process_rows(call: RowCall) -> RowInputs:
         if data_group is not None:  # which takes all rows from here
             sources = [rows_of_processes(home, gather_rows(source, selection, source.dtype)) for source in sources]
             selection, lengths = Selection(None, 0, len(sources[0])), None
-    each = [row_input(call, source, Picks(selection, None, False)) for source in sources]
+    each = [row_input(call, source, Picks(selection)) for source in sources]
     if lengths is None:
         return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
     before = sum(lengths[: group._local_ranks.start])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,10 +14,10 @@ from .._base.refusals import refuse_use
 from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, uninterrupted
 from .._runtime.group import Group
-from .resident_rows import ReplicaRows, index_within, replicate_rows, scatter_rows, touched_rows
+from .first_rows import index_within, read_within, touched_rows
+from .places import PLACES, Place, PlaceName, ReplicaRows
 from .sources import Reader, Source, as_number_dtype, as_rows
 
-Place: TypeAlias = Literal["host", "scatter", "broadcast"]
 _numbers = itertools.count()
 
 
@@ -40,12 +40,18 @@ class Data:
     """
 
     def __init__(
-        self, value: Any, name: str, place: Place = "host", minibatch: bool = False, dtype: Any = None, key: Any = None
+        self,
+        value: Any,
+        name: str,
+        place: PlaceName = "host",
+        minibatch: bool = False,
+        dtype: Any = None,
+        key: Any = None,
     ) -> None:
         source = _as_source(value, name)
         self.name = name
         self.is_minibatch = minibatch
-        self._place: Place = place
+        self._place: PlaceName = place
         self._source: Source | None = source
         self._length = len(source)
         self._row_shape = source.shape[1:]
@@ -60,9 +66,14 @@ class Data:
         return f'Data({self.name}: {self.dtype.name}{list(self.shape)}, place="{self.place}")'
 
     @property
-    def place(self) -> Place:
+    def place(self) -> PlaceName:
         """Where its rows live: "host", "scatter" or "broadcast"."""
         return self._place
+
+    @property
+    def _home(self) -> Place:
+        """The place where its rows lie."""
+        return PLACES[self._place]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,7 +103,7 @@ class Data:
         in_turn()
         source = source_of(self)
         if isinstance(source, Reader):
-            rows = source[index] if self._length == len(source) else _of_first_rows(source, self._length, index)
+            rows = source[index] if self._length == len(source) else read_within(source, self._length, index)
         else:
             rows = np.asarray(source)[: self._length][index]
         return rows if rows.dtype == self._dtype else rows.astype(self._dtype)
@@ -166,7 +177,7 @@ class Data:
             self._become(_length=rows)
 
     @public_api
-    def to(self, place: Place) -> Data:
+    def to(self, place: PlaceName) -> Data:
         """Let its rows live elsewhere from now on, and return itself; they move when next read, once.
 
         Args:
@@ -223,8 +234,8 @@ refuse_use(
 
 
 def _check_place(place: str, name: str) -> None:
-    if place not in get_args(Place):
-        raise ValueError(f"{name}: place is {place!r}; use {', '.join(map(repr, get_args(Place)))}.")
+    if place not in PLACES:
+        raise ValueError(f"{name}: place is {place!r}; use {', '.join(map(repr, PLACES))}.")
 
 
 def _key_of(value: Any) -> Any:
@@ -237,23 +248,6 @@ def _as_source(value: Any, name: str) -> Source:
     source = source_of(value)
     is_whole = len(value) == len(source) and value.dtype == source.dtype
     return source if is_whole else as_rows(value[:], name)
-
-
-def _of_first_rows(source: Reader, length: int, index: Any) -> Any:
-    """What NumPy's index picks where only so many first rows of a file count; no others are read than it names."""
-    axes: tuple[Any, ...] = (index or (...,)) if isinstance(index, tuple) else (index,)
-    first, *rest = axes
-    if isinstance(first, int | np.integer) and not isinstance(first, bool):
-        row = range(length)[first]
-        return source[row : row + 1][(0, *rest)]
-    if isinstance(first, slice):
-        run = range(length)[first]
-        up, step = (run, 1) if run.step > 0 else (run[::-1], -1)  # which is how files read
-        return source[up.start : max(up.start, up.stop) : up.step][(slice(None, None, step), *rest)]
-    if np.ndim(first) == 1 and len(numbers := np.arange(length)[first]):
-        rows, at = source.find(numbers)
-        return rows[(at, *rest)]
-    return source[:length][index]
 
 
 def source_of(data: Data) -> Source:
@@ -279,9 +273,8 @@ def resident(data: Data, group: Group) -> jax.Array:
     host = np.asarray(source) if isinstance(source, jax.Array) else source
     data._copy = copy  # an old one of another group goes first
     stale, data._stale = data._stale, None  # what is written from here on is sent next time
-    send = scatter_rows if data._place == "scatter" else replicate_rows
     try:
-        data._copy = send(group, host, data._length, dtype, copy, stale or range(data._length))
+        data._copy = data._home.bring(group, host, data._length, dtype, copy, stale or range(data._length))
     except BaseException:
         data._mark(stale)
         raise
@@ -290,11 +283,8 @@ def resident(data: Data, group: Group) -> jax.Array:
 
 
 def abstract_rows(data: Data, group: Group) -> jax.ShapeDtypeStruct:
-    """What `resident` gives, by its shape."""
-    rows, dtype = len(data), narrow(data._dtype)
-    if data._place == "broadcast":
-        return jax.ShapeDtypeStruct((rows, *data.shape[1:]), dtype)
-    return jax.ShapeDtypeStruct((group.size, -(-rows // group.size), *data.shape[1:]), dtype)
+    """Return shape and dtype of what `resident` returns."""
+    return data._home.abstract(group, data.shape, narrow(data._dtype))
 
 
 def is_result(source: Source) -> bool:
@@ -311,7 +301,7 @@ def data_of_replicas(group: Group, array: jax.Array, rows: int, key: Any, name: 
 
 @public_api
 def data(
-    value: Any, *, place: Place = "host", minibatch: bool = False, dtype: Any = None, name: str | None = None
+    value: Any, *, place: PlaceName = "host", minibatch: bool = False, dtype: Any = None, name: str | None = None
 ) -> Data:
     """Hold an array of rows for the inputs of functions, which `batch` and `batch_s` pick from.
 

@@ -107,7 +107,7 @@ class Batches:
     def _stays(self, source: Any) -> bool:
         """Is it picked from where it lies, when the call is made?"""
         if isinstance(source, Data):
-            return source.place != "host" or not can_go_ahead(self.group, source_of(source))
+            return source._home.layout is not None or not can_go_ahead(self.group, source_of(source))
         return not can_go_ahead(self.group, source)
 
     def _values_of_each(self, bound: BoundArguments) -> dict[int, Iterator[Any]]:

@@ -271,7 +271,7 @@ def test_what_profiles_call_a_program_of_synks_own(monkeypatch):
         for _ in range(2):
             rows(data)
             data[3] = 0
-    assert ranges == ["rows", "synk.resident_rows.write_rows", "rows"]
+    assert ranges == ["rows", "synk.places.write_rows", "rows"]
 
 
 @pytest.mark.parametrize("place", ["scatter", "broadcast"])

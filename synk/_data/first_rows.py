@@ -1,0 +1,53 @@
+"""First rows: NumPy's indexes of an array of which only so many first rows count."""
+
+from typing import Any
+
+import numpy as np
+
+from .sources import Reader
+
+
+def read_within(source: Reader, length: int, index: Any) -> Any:
+    """What NumPy's index picks where only so many first rows of a file count; no others are read than it names."""
+    axes: tuple[Any, ...] = (index or (...,)) if isinstance(index, tuple) else (index,)
+    first, *rest = axes
+    if isinstance(first, int | np.integer) and not isinstance(first, bool):
+        row = range(length)[first]
+        return source[row : row + 1][(0, *rest)]
+    if isinstance(first, slice):
+        run = range(length)[first]
+        up, step = (run, 1) if run.step > 0 else (run[::-1], -1)  # which is how files read
+        return source[up.start : max(up.start, up.stop) : up.step][(slice(None, None, step), *rest)]
+    if np.ndim(first) == 1 and len(numbers := np.arange(length)[first]):
+        rows, at = source.find(numbers)
+        return rows[(at, *rest)]
+    return source[:length][index]
+
+
+def index_within(index: Any, length: int) -> Any:
+    """The same index of NumPy's where only so many first rows count, counted from 0 on."""
+    first, *rest = (index or (...,)) if isinstance(index, tuple) else (index,)
+    if first is ...:
+        return (slice(length), ..., *rest)
+    if isinstance(first, slice):
+        run = range(length)[first]
+        return (slice(run.start, run.stop if run.stop >= 0 else None, run.step), *rest)
+    numbers = np.arange(length)[first]
+    return (numbers if isinstance(numbers, np.ndarray) else int(numbers), *rest)
+
+
+def touched_rows(index: Any, length: int) -> range:
+    """The rows that an index of NumPy's may touch, from the first to the last."""
+    first = (index[0] if index else ...) if isinstance(index, tuple) else index
+    if isinstance(first, slice):
+        run = range(length)[first]
+        touched = np.array(run[:: max(1, len(run) - 1)])
+    else:
+        numbers = np.asarray(first)
+        if numbers.dtype.kind in "iu":
+            touched = numbers.astype(np.int64) % max(length, 1)
+        elif numbers.dtype == bool and numbers.ndim == 1:
+            touched = np.flatnonzero(numbers)
+        else:
+            return range(length)
+    return range(int(touched.min()), int(touched.max()) + 1) if touched.size else range(0)

@@ -1,0 +1,193 @@
+"""Places: where the rows of a `Data` lie, how they get there, and how a call takes them from there."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from .._base.partition import RowRange, lengths_of, split_rows
+from .._base.turns import in_turn
+from .._runtime.dispatch import LOCK
+from .._runtime.executable import replica_to_host, run_collective
+from .._runtime.group import Group
+from .._runtime.layout import Layout, put, shards
+from .feed import InputFeed
+from .host_buffers import fresh
+from .overlap import Overlap, halo_of
+from .selection import IndexKind, Selection, index_kind
+from .sources import HostSource, Source, copy_rows, is_in_memory
+from .transfer import fill_parts
+
+PlaceName: TypeAlias = Literal["host", "scatter", "broadcast"]
+
+
+class Picks(NamedTuple):
+    """The rows that a call takes of one argument.
+
+    Attributes:
+      selection: the rows, without their neighbours.
+      batch: what the user gave to pick them.
+      is_on_replicas: whether `batch_s` picks among each replica's rows; then `selection` holds all rows.
+      has_batch_s: whether the call has a `batch_s`, for this argument or another one.
+      is_sliced: whether a replica runs its rows in slices.
+      overlap: the neighbours that come with the rows.
+      block: rows of a block, where replicas get whole blocks.
+    """
+
+    selection: Selection
+    batch: Any = None
+    is_on_replicas: bool = False
+    has_batch_s: bool = False
+    is_sliced: bool = False
+    overlap: Overlap | None = None
+    block: int | None = None
+
+
+class Taken(NamedTuple):
+    """How a call takes rows from a place.
+
+    Attributes:
+      feed: how the rows reach a replica's program.
+      is_exchanged: whether replicas first send one another the rows that the call picks.
+    """
+
+    feed: InputFeed
+    is_exchanged: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place where the rows of a `Data` can lie.
+
+    Attributes:
+      layout: the layout of the rows on the devices; None where they stay on the host.
+      bring: put the first rows of a source on the devices: `bring(group, source, rows, dtype, copy, stale)`. Where
+        there is a copy already, only rows in the range `stale` differ from it.
+      take: choose how a call takes the rows: `take(group, source, rows, picks)`; None to send them from the host.
+    """
+
+    layout: Layout | None
+    bring: Callable[[Group, HostSource, int, np.dtype, jax.Array | None, range], jax.Array]
+    take: Callable[[Group, Source, int, Picks], Taken | None]
+
+    def abstract(self, group: Group, shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        """Return shape and dtype of what `bring` returns for rows of this shape."""
+        if self.layout == "replicated":
+            return jax.ShapeDtypeStruct(shape, dtype)
+        return jax.ShapeDtypeStruct((group.size, -(-shape[0] // group.size), *shape[1:]), dtype)
+
+
+class ReplicaRows:
+    """Rows that were made on the replicas, as an array of the host's that is brought there when it is first asked for;
+    over processes by all of them together."""
+
+    def __init__(self, group: Group, stacked: jax.Array, rows: int) -> None:
+        self.shape, self.dtype = (rows, *stacked.shape[2:]), stacked.dtype
+        self._at: tuple[Group, jax.Array] | None = (group, stacked)
+        self._host: np.ndarray | None = None
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        if self._host is None:
+            in_turn()
+            with LOCK:
+                self._bring()
+        assert self._host is not None
+        return self._host[index]
+
+    def _bring(self) -> None:
+        if self._at is None:
+            return
+        group, stacked = self._at
+        group._peers.agree(f"a read of rows on the replicas, {self.dtype}{list(self.shape)}", "")
+        parts = enumerate(split_rows(self.shape[0], group.size))
+        self._host = np.concatenate([replica_to_host(group, stacked, "stacked", r, part.rows) for r, part in parts])
+        self._host.flags.writeable = False
+        self._at = None  # the data may have moved from the devices
+
+
+def replicate_rows(
+    group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range
+) -> jax.Array:
+    """Bring every replica the first rows of a source, or where it has a copy of them those that are stale."""
+
+    def read(start: int, count: int) -> jax.Array:
+        buffer = fresh((count, *source.shape[1:]), dtype)
+        copy_rows([Selection(None, start, count).into(buffer, source, 0)])
+        return put(group, buffer, "replicated")  # CPU devices may share the buffer: no one else writes to it
+
+    size = min(1 << (len(stale) - 1).bit_length(), rows)  # few sizes: each is a program
+    if copy is None or 4 * size > rows or (group.platform == "cpu" and len(set(group.devices)) > 1):
+        return read(0, rows)
+    first = min(stale.start, rows - size)
+    args = [copy, read(first, size), put(group, np.array([first], np.int32), "replicated")]
+    return run_collective(group, _write_rows, ["replicated", "replicated", "replicated"], ["replicated"], args)[0]
+
+
+def _write_rows(array: jax.Array, rows: jax.Array, start: jax.Array) -> list[jax.Array]:
+    return [jax.lax.dynamic_update_slice_in_dim(array, rows, start[0], 0)]
+
+
+def scatter_rows(
+    group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range
+) -> jax.Array:
+    """Bring each replica its part of the first rows, or where it has a copy of it the part if rows of it are stale."""
+    parts = split_rows(rows, group.size)
+    is_all = copy is None or group.is_simulated
+    ranks = [rank for rank in group._local_ranks if is_all or _overlaps(parts[rank], stale)]
+    whole = fresh((len(ranks), parts[0].rows, *source.shape[1:]), dtype)
+    fill_parts([*whole], source, Selection(None, 0, rows), [parts[rank] for rank in ranks])
+    if group.is_simulated:
+        return put(group, whole, "stacked")
+    placed = {} if copy is None else dict(zip(group._local_ranks, shards(group, copy), strict=True))
+    placed |= {r: jax.device_put(buffer[None], group.devices[r]) for r, buffer in zip(ranks, whole, strict=True)}
+    shape = (group.size, *whole.shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, group.stacked, [placed[r] for r in group._local_ranks])
+
+
+def _overlaps(part: RowRange, stale: range) -> bool:
+    return part.start < stale.stop and stale.start < part.start + part.rows
+
+
+def _stay(group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range) -> Any:
+    raise AssertionError("rows on the host lie on no device")
+
+
+def _send(group: Group, source: Source, rows: int, picks: Picks) -> None:
+    """Send the rows from the host."""
+
+
+def _take_replicated(group: Group, source: Source, rows: int, picks: Picks) -> Taken:
+    """Let each replica pick its rows from all rows, which it has."""
+    kind: IndexKind = index_kind(picks.batch) if picks.overlap is None else "gather"
+    return Taken(InputFeed("replicated", kind, rows, picks.overlap))
+
+
+def _take_scattered(group: Group, source: Source, rows: int, picks: Picks) -> Taken | None:
+    """Let each replica take its own rows, or pick from them; exchange rows where others have those that it wants."""
+    overlap, held = picks.overlap, -(-rows // group.size)
+    if picks.is_on_replicas:
+        return Taken(InputFeed("stacked", index_kind(picks.batch), held))
+    # `batch_s` gives replicas unequal rows, but minibatch data is split evenly.
+    if picks.has_batch_s:
+        return None
+    of_slice: IndexKind | None = "slice" if picks.is_sliced else None
+    # A part of whole data begins where its replica's rows do, unless it is a slice of them. Blocks are dealt out in
+    # another way than data.
+    if picks.selection.indexes is None and picks.selection.rows == rows and picks.block is None:
+        return Taken(InputFeed("stacked", of_slice, held, overlap, 0 if overlap is None else rows))
+    if group.size == 1 and overlap is None:
+        return Taken(InputFeed("stacked", index_kind(picks.batch), held))
+    # CPU devices share the host's memory, so there is nothing to gain by an exchange.
+    if group.platform == "cpu" and is_in_memory(source):
+        return None
+    longest = max(lengths_of(picks.selection.rows, group.size, picks.block)) + halo_of(overlap)
+    return Taken(InputFeed("stacked", of_slice, longest, overlap), is_exchanged=True)
+
+
+PLACES: dict[str, Place] = {
+    "host": Place(None, _stay, _send),
+    "scatter": Place("stacked", scatter_rows, _take_scattered),
+    "broadcast": Place("replicated", replicate_rows, _take_replicated),
+}
