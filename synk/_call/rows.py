@@ -90,7 +90,7 @@ class RowInputs(NamedTuple):
 
 def select_rows(call: RowCall) -> RowInputs:
     """Check the scattered arguments of a call and what picks their rows: values, in every call."""
-    name, names, leaves, (batch, batch_s, num_slices, _), group, data_group = call[:6]
+    name, names, leaves, (batch, batch_s, num_slices, *_), group, data_group = call[:6]
     minibatch: list[int] = []  # brings the rows of the batch itself
     resident_ones: list[int] = []  # lies on the replicas, where batch_s picks
     picked: list[int] = []
