@@ -271,7 +271,7 @@ class Compiler:
         if not self.refuses_nan:
             return [*picked, *chain(*(new[v] for v in self.updates))]
         leaves = [*chain(*(new[v] for v in self.updates))]
-        own = {j for j, i in enumerate(self.builder.outputs.own) if i in self.builder.own}
+        own = {j for j, i in enumerate(self.builder.outputs.source_leaf) if i in self.builder.own}
         # A value that was infinite and stays so is not the fault of this call: an optimizer's best loss so far.
         before = dict(enumerate(chain(*(state.get(v, [None] * len(new[v])) for v in self.updates))))
         before = {i: leaf for i, leaf in before.items() if leaf is not None}

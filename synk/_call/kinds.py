@@ -15,7 +15,7 @@ from .._base.pytree import SCALARS, is_weak, narrow
 from .._data.dataset import Data, resident, source_of
 from .._data.selection import index_kind, select_on_replicas
 from .._runtime.group import Group
-from .._runtime.layout import own_copy, put, replicate
+from .._runtime.layout import host_copy, put, replicate
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments, CallOptions, check_leaves, passes_variables
@@ -178,11 +178,11 @@ def place_broadcast(group: Group, data_group: Group | None, is_used_once: bool, 
         is_there = leaf._home.layout == "replicated" and data_group is None
         return resident(leaf, group) if is_there else replicate(group, leaf[:])
     if is_used_once and group._has_one_device and isinstance(leaf, np.generic | np.ndarray | int | float | complex):
-        return own_copy(leaf)  # the compiled call brings it in a third of the time
+        return host_copy(leaf)  # the compiled call brings it in a third of the time
     if not isinstance(leaf, SCALARS):
         return replicate(group, leaf)
     # A number that stays, such as a learning rate, is placed once. Its bits tell -0.0 from 0.0, and find NaN again.
-    number = own_copy(leaf)
+    number = host_copy(leaf)
     key = number.dtype, number.tobytes()
     return group._cached(place_broadcast, key, lambda: put(group, number, "replicated"))
 

@@ -290,7 +290,7 @@ def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] |
         stop = at + len(state.shapes)
         updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
         at = stop
-    own = {j for j, i in enumerate(builder.outputs.own) if i in builder.own}
+    own = {j for j, i in enumerate(builder.outputs.source_leaf) if i in builder.own}
     return CallPlan(
         launches=launches,
         start=start,

@@ -488,7 +488,11 @@ class Finisher:
         elif self.group.platform == "gpu" and not self.call.is_composed:
             # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other. Those
             # that then adds up have no sum yet.
-            own = {j for j, i in enumerate(self.outputs.own) if i is not None and self.outputs.leaves[i].reduced.is_own}
+            own = {
+                j
+                for j, i in enumerate(self.outputs.source_leaf)
+                if i is not None and self.outputs.leaves[i].reduced.is_own
+            }
             there = [i for i in range(len(results)) if i not in own]
             fenced = dict(zip(there, lax.optimization_barrier([results[i] for i in there]), strict=True))
             results = [fenced.get(i, result) for i, result in enumerate(results)]

@@ -21,7 +21,7 @@ class Selection(NamedTuple):
         """Where rows `start` to `stop` of the selection lie in the source."""
         return np.arange(self.start + start, self.start + stop) if self.indexes is None else self.indexes[start:stop]
 
-    def of_its_own(self) -> "Selection":
+    def with_copied_indexes(self) -> "Selection":
         """The same, whatever becomes of the array that its indexes came in."""
         return self if self.indexes is None else self._replace(indexes=self.indexes.copy())
 

@@ -105,12 +105,12 @@ def copied(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, jax.Array) and value.is_fully_addressable and not isinstance(value, jax.core.Tracer):
-        return own_array(value)
+        return copied_on_device(value)
     is_as_it_is = isinstance(value, jax.Array | np.generic | str | bytes) or _is_read_by_rows(value)
     return value if is_as_it_is or not hasattr(value, "__array__") else np.array(value)
 
 
-def own_array(value: jax.Array) -> jax.Array:
+def copied_on_device(value: jax.Array) -> jax.Array:
     """A copy where it lies; awaited, so that it need not be counted among the programs in flight."""
     jax.block_until_ready(value)  # while calls go on
     with LOCK:

@@ -12,7 +12,7 @@ from .._runtime.group import Group
 from .._runtime.layout import everywhere, is_everywhere, is_placed, put
 from .host_buffers import acquire, acquire_parts
 from .selection import Selection
-from .sources import HostSource, Source, copy_rows, own_array
+from .sources import HostSource, Source, copied_on_device, copy_rows
 
 
 class PartRows(NamedTuple):
@@ -122,7 +122,7 @@ def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: 
             parts = PartRows(max_rows, (max_rows,) * size, tuple(range(0, rows, max_rows)), (0,) * size)
             sent = send_rows(group, source, selection, parts, dtype)
             if isinstance(source, jax.Array) and (sent is source or group._has_one_device):
-                return own_array(sent)  # which its owner may donate
+                return copied_on_device(sent)  # which its owner may donate
             return put(group, sent, "rows") if isinstance(sent, np.ndarray) else sent
         if host is not None:
             return gather_rows(host, selection, dtype)

@@ -192,7 +192,7 @@ class Batches:
         for i in self.picked:
             if i not in self.resident:
                 given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
-        return self.bound._replace(leaves=given, numbers=None if self.resident else selection.of_its_own())
+        return self.bound._replace(leaves=given, numbers=None if self.resident else selection.with_copied_indexes())
 
     def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
         leaf = self.sources[i]

@@ -22,7 +22,7 @@ from .._call.rows import RowInputs, launches
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective
 from .._runtime.layout import constant, layouts, put
-from .._tracing.lines import is_finite
+from .._tracing.nan_origin import is_finite
 from .._variables.access import bind
 from .._variables.state import VariableState
 from .._variables.variable import Shared

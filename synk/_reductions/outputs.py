@@ -94,7 +94,7 @@ class OutputSpec(NamedTuple):
         return [i for i, leaf in enumerate(self.results) if leaf.reduced.reduction.collective == "stay"]
 
     @property
-    def own(self) -> list[int | None]:
+    def source_leaf(self) -> list[int | None]:
         """For each leaf of the outputs, which leaf it is as it came; None for those of a Monoid's answer."""
         each = [[None] * len(item.results) if isinstance(item, Merged) else [item] for item in self.items]
         return [number for numbers in each for number in numbers]

@@ -66,10 +66,10 @@ def replicate(group: Group, leaf: Any) -> jax.Array:
     if isinstance(leaf, jax.Array):
         leaf = narrowed(leaf)
         return leaf if is_placed(group, leaf, "replicated") else put(group, leaf, "replicated")
-    return put(group, own_copy(leaf), "replicated")
+    return put(group, host_copy(leaf), "replicated")
 
 
-def own_copy(leaf: Any) -> np.ndarray:
+def host_copy(leaf: Any) -> np.ndarray:
     """A NumPy array of synk's own, of the dtype that JAX gives it."""
     return np.array(leaf, narrow(leaf.dtype) if hasattr(leaf, "dtype") else number_dtype(leaf))
 

@@ -16,7 +16,7 @@ from .captured import split, without_places
 from .context import TraceContext, tracing
 from .equations import equations, flops, is_over_axis, merge_equal, narrowest_float
 from .fingerprint import fingerprint
-from .lines import first_bad_line
+from .nan_origin import first_bad_line
 
 # A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
 _context = jax.make_user_context(None)
