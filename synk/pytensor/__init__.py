@@ -1,7 +1,7 @@
 """Graphs of PyTensor, Theano's living descendant, on every device. Needs the extra `pytensor`.
 
-PyTensor switches JAX's 64-bit mode, of the whole process, when its JAX back end is imported, which this module does:
-on where `pytensor.config.floatX` is "float64" (its default), off where it is "float32". So set `floatX` before.
+Importing this module imports PyTensor's JAX back end, which sets JAX's 64-bit mode for the whole process: on if
+`pytensor.config.floatX` is "float64" (the default), off if it is "float32". So set `floatX` first.
 """
 
 from .build import function

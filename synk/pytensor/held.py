@@ -1,6 +1,5 @@
-"""Held: PyTensor's shared variables whose values lie on every device, in shared variables of synk's."""
+"""Held: keep the values of PyTensor's shared variables in shared variables of synk, on every device."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +13,8 @@ import synk
 from .._base.errors import public_api, shown
 
 
-class HeldElsewhere:
-    """What a function that PyTensor compiled before finds in the place of a value that synk holds; it raises."""
+class _HeldElsewhere:
+    """A stand-in for a value that synk holds, in functions that PyTensor compiled before; any use of it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
@@ -25,74 +24,64 @@ class HeldElsewhere:
 
 
 class _Storage(list):
-    """The list of one element in which PyTensor looks for a value; it reads and assigns a shared variable of synk's."""
+    """The list of one element in which PyTensor keeps a value; reads and assigns a shared variable of synk instead."""
 
     def __init__(self, held: synk.Shared, dtype: str, before: list[Any]) -> None:
-        super().__init__([HeldElsewhere()])
+        super().__init__([_HeldElsewhere()])
         self.held = held
         self._dtype = dtype
-        self._before = before  # where PyTensor's earlier functions look for the value
+        self._before = before  # the list in which PyTensor's earlier functions look for the value
 
     def __getitem__(self, index: Any) -> Any:
         self.check()
         return np.array(self.held.value, self._dtype)
 
-    def check(self) -> None:
-        """RuntimeError where a function has set the value past this, so that it is lost."""
-        for cells in (self._before, self):
-            if not isinstance(list.__getitem__(cells, 0), HeldElsewhere):
-                cells_are = "was made before synk held it" if cells is self._before else "runs by PyTensor's C linker"
-                raise RuntimeError(
-                    f"{self.held.name}: a function that {cells_are} has set it, which synk does not see. Make it after "
-                    f"those of synk.pytensor, in mode NUMBA, JAX or FAST_COMPILE, and set the value again."
-                )
-
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.held.value = fitting(np.asarray(value, self._dtype), self.held.name)
+        self.held.value = _fitting(np.asarray(value, self._dtype), self.held.name)
         for cells in (self._before, self):
-            list.__setitem__(cells, 0, HeldElsewhere())
+            list.__setitem__(cells, 0, _HeldElsewhere())
 
     def __reduce__(self) -> Any:
         return list, ([self[0]],)
 
+    def check(self) -> None:
+        """Raise RuntimeError if a function of PyTensor has set the value where synk does not see it."""
+        # C linkers write to the list itself, without `__setitem__`.
+        for cells, made in ((self._before, "was made before synk held it"), (self, "runs by PyTensor's C linker")):
+            if not isinstance(list.__getitem__(cells, 0), _HeldElsewhere):
+                raise RuntimeError(
+                    f"{self.held.name}: a function that {made} has set it, which synk does not see. Make it after "
+                    f"those of synk.pytensor, in mode NUMBA, JAX or FAST_COMPILE, and set the value again."
+                )
+
 
 class _Container(Container):
-    """A container whose value is set without a look at the old one, which may be lost."""
+    """A container that sets a value without reading the old one, which may be lost."""
 
     def _assign(self, value: Any) -> None:
         self.storage[0] = self.type.filter(value, strict=self.strict, allow_downcast=self.allow_downcast)
 
     value = data = property(Container.__get__, _assign)
 
-    def __reduce__(self) -> Any:
-        make = partial(
-            Container, readonly=self.readonly, strict=self.strict, allow_downcast=self.allow_downcast, name=self.name
-        )
-        return make, (self.type, [self.storage[0]])
-
-    def __deepcopy__(self, memo: Any) -> Container:
-        make, args = self.__reduce__()
-        return make(*args)
-
 
 @public_api
 def shared(variable: SharedVariable) -> synk.Shared:
-    """Give the shared variable of synk's that holds a PyTensor variable's value, for checkpoints and collectives.
+    """Return the synk variable that holds the value of a PyTensor variable, for checkpoints and collectives.
 
-    From the first time on, the value lies on every device, as it does once `synk.pytensor.function` has taken the
+    From the first call on, the value lies on every device, as it does once `synk.pytensor.function` has taken the
     variable. `get_value`, `set_value`, pickles, and functions that PyTensor compiles afterwards see it there, in modes
-    NUMBA (its default), JAX and FAST_COMPILE; not by its C linkers. Functions that PyTensor compiled before raise; one
-    that only sets the variable makes what reads it next raise.
+    NUMBA (PyTensor's default), JAX and FAST_COMPILE, but not by its C linkers. Functions that PyTensor compiled before
+    raise; where one only sets the variable, the next read of the variable raises.
 
     Args:
-      variable: one that `pytensor.shared` made, of numbers in an array.
+      variable: made by `pytensor.shared`; holds an array of numbers.
 
     Returns:
-      A `synk.Shared`: an array of the variable's shape; of its dtype, or with 64 bits switched off, of 32 bits.
+      A `synk.Shared` of the variable's shape and dtype, with 32 bits where JAX has 64 switched off.
 
     Raises:
-      TypeError: it is none of PyTensor's shared variables, or holds no array.
-      ValueError: its numbers are of 64 bits, which are switched off in JAX.
+      TypeError: the argument is no shared variable of PyTensor, or holds no array.
+      ValueError: its numbers need 64 bits, which JAX has switched off.
 
     Example:
       >>> import numpy as np, pytensor, synk.pytensor
@@ -114,16 +103,16 @@ def shared(variable: SharedVariable) -> synk.Shared:
             f"input, made of synk.row_keys."
         )
     name = variable.name or ""
-    held = synk.shared(fitting(container.storage[0], name or "a shared variable"), name=name or None)
+    held = synk.shared(_fitting(container.storage[0], name or "a shared variable"), name=name or None)
     before = container.storage
-    before[0] = HeldElsewhere()
+    before[0] = _HeldElsewhere()
     container.storage = _Storage(held, variable.type.dtype, before)
     container.__class__ = _Container
     return held
 
 
-def fitting(value: np.ndarray, name: str) -> np.ndarray:
-    """The value as JAX has it; ValueError where 64 bits are switched off and it needs them."""
+def _fitting(value: np.ndarray, name: str) -> np.ndarray:
+    """Cast a value to the dtype that JAX has for it; raise ValueError if that loses digits."""
     fits = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
     if fits.dtype != value.dtype and (value.dtype.kind in "fc" or (fits != value).any()):
         raise ValueError(
