@@ -125,8 +125,9 @@ def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> No
     """Variables that hold rows go with inputs of as many rows on each replica. Blocks read what all replicas share, and
     a `then` that adds up updates that."""
     shared = [] if ready.call.block is None else [*states]
-    if ready.function.then_sums is not None:
-        shared += [each.variable for each in ready.plan.updates if each.variable not in ready.function.then_sums.own]
+    updated = [update.variable for update in ready.plan.updates]
+    if any(variable._is_per_replica for variable in updated):
+        shared += [variable for variable in updated if not variable._may_differ]
     for variable in shared:
         if not states[variable].is_equal:
             raise DivergedError(divergence(variable))

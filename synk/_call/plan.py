@@ -241,7 +241,7 @@ def _fits(plan: Any, abstract: Callable[[Shared], AbstractState]) -> bool:
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Of a kind of call; `f.check` also runs functions without then, and for parts, and then may come after a trace."""
     flags = function.then is None, function.per_part, function.gathers_all, function.refuses_nan
-    return call, *flags, function.wires is None, function.own_sums is False
+    return call, *flags, function.wires is None
 
 
 @dataclass(eq=False)
@@ -328,17 +328,19 @@ def _check_blocks(traces: CallTraces) -> None:
 def _equality_dependencies(finisher: Finisher) -> dict[Shared, tuple[Shared, ...] | None]:
     """For each updated variable, those that must be equal for its new value to be; None where it never is."""
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
-    first, sums = finisher.builder.first, finisher.function.then_sums
+    first = finisher.builder.first
     for variable, _ in first.writes:
         depends_on[variable] = None if finisher.call.has_rows or first.uses_rank else first.variables
-    if finisher.then is not None and sums is None:
-        then, _ = finisher.then
-        depends_on |= {variable: None if then.uses_rank else then.variables for variable, _ in then.writes}
-    elif finisher.then is not None and sums is not None:  # whatever it communicates, it leaves them equal
-        then, _ = finisher.then
-        equal = tuple(v for v in then.variables if v not in sums.own and not v._spec.is_cut)
-        own = sums.own if finisher.builder.group.size > 1 else frozenset[Shared]()
-        depends_on |= {variable: None if variable in own else equal for variable, _ in then.writes}
+    if finisher.then is None:
+        return depends_on
+    then, _ = finisher.then
+    equal = tuple(variable for variable in then.variables if not variable._is_per_replica)
+    # A `then` of synk's own that updates what each replica has for itself leaves all other variables equal, whatever it
+    # communicates.
+    leaves_equal = any(variable._is_per_replica for variable, _ in then.writes)
+    for variable, _ in then.writes:
+        may_differ = variable._may_differ and finisher.builder.group.size > 1
+        depends_on[variable] = None if may_differ or (then.uses_rank and not leaves_equal) else equal
     return depends_on
 
 

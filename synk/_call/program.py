@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from typing import Any
 
 import jax
@@ -486,16 +486,11 @@ class Finisher:
         if self.call.block is not None:
             results = fusion_barrier(self.group, results, part)
         elif self.group.platform == "gpu" and not self.call.is_composed:
-            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other. Those
-            # that then adds up have no sum yet.
-            own = {
-                j
-                for j, i in enumerate(self.outputs.source_leaf)
-                if i is not None and self.outputs.leaves[i].reduced.is_own
-            }
-            there = [i for i in range(len(results)) if i not in own]
-            fenced = dict(zip(there, lax.optimization_barrier([results[i] for i in there]), strict=True))
-            results = [fenced.get(i, result) for i, result in enumerate(results)]
+            # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other. An
+            # unreduced gradient has no sum yet.
+            is_fenced = [leaf.reduced.reduction.collective != "unreduced" for leaf in self.outputs.results]
+            fenced = iter(lax.optimization_barrier([*compress(results, is_fenced)]))
+            results = [next(fenced) if is_in else result for is_in, result in zip(is_fenced, results, strict=True)]
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)

@@ -16,7 +16,6 @@ from .._data.feed import InputFeed
 from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
 from .._reductions.reduction import REDUCTIONS
-from .._variables.variable import Shared
 from .binding import ArgumentBinder, ArgumentSpec
 
 
@@ -51,13 +50,6 @@ class Stats:
         return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in self.__slots__)})"
 
 
-class ThenSums(NamedTuple):
-    """Of a function whose `then` adds up over the replicas itself, and leaves them equal; of synk's own."""
-
-    outputs: PyTree  # a prefix of what `fn` returns: True where sums do not travel, and `then` gets its replica's part
-    own: frozenset[Shared]  # the variables of which `then` gives each replica a value of its own
-
-
 @dataclass(frozen=True, eq=False)
 class FunctionSpec:
     """What the user asked for."""
@@ -74,7 +66,7 @@ class FunctionSpec:
     compiler_options: tuple[tuple[str, Any], ...] = ()  # of XLA, beside synk's
     wires: PyTree = None  # as what sums travel, a prefix of its outputs; None: as they are
     blocks: int | None = None  # of how many rows are the blocks that it runs on; None: parts are the replicas' own
-    then_sums: ThenSums | None = None  # where `then` adds up itself
+    plain: "FunctionSpec | None" = None  # where `then` adds up itself: the same function that leaves it to synk
     per_part: PerPart = ""  # of which outputs the parts are kept as they come, for `f.check`
     is_over: bool = False  # whether calls are parts of one answer, for `f.over`
     gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array
@@ -92,21 +84,20 @@ class FunctionSpec:
         return f"output{path}", True
 
     def gathering(self) -> "FunctionSpec":
-        """The same for where rows cannot stay on replicas: under a trace, in the serial run, and to compare."""
+        """Return the function that runs under a trace, in the serial run, and to compare.
+
+        Its outputs are whole: no rows stay on replicas, and all sums are made before `then`.
+        """
+        if self.plain is not None:
+            return replace(self.plain, gathers_all=True)
         if all(op.collective != "stay" for op in jax.tree.leaves(self.ops)):
             return self
         ops = jax.tree.map(lambda op: REDUCTIONS["concat"] if op.collective == "stay" else op, self.ops)
         return replace(self, ops=ops, gathers_all=True)
 
-    @property
-    def own_sums(self) -> PyTree:
-        """Of which outputs the sums do not travel: a prefix of what `fn` returns."""
-        return False if self.then is None or self.then_sums is None else self.then_sums.outputs
-
     def exact(self) -> "FunctionSpec":
-        """The same whose sums all travel, and as they are."""
-        arriving = None if self.then_sums is None else self.then_sums._replace(outputs=False)
-        return replace(self, wires=None, blocks=None, then_sums=arriving)
+        """Return the function whose sums travel as they are."""
+        return replace(self, wires=None, blocks=None)
 
     @property
     def donates(self) -> bool:

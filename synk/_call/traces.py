@@ -86,7 +86,7 @@ class CallTraces:
         widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
         rules = OutputRules(
             function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest, function.wires,
-            call.block, function.own_sums,
+            call.block,
         )  # fmt: skip
         request = TraceRequest(
             fn=function.fn,
@@ -182,7 +182,6 @@ class CallTraces:
                 f"{function.name}.then",
                 self.group.size,
                 self._whole_shapes,
-                has_own_sums=function.own_sums is not False and self.group.size > 1,
             ),
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
             merges_equal=call.block is not None,

@@ -1,6 +1,7 @@
 """Outputs: what a function returned, leaf by leaf, each with the reduction that its user named."""
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -15,6 +16,7 @@ from .reduction import (
     MERGE_IN_ORDER,
     PER_PART,
     REDUCTIONS,
+    UNREDUCED_MEAN,
     WEIGHT,
     WEIGHTED,
     Reduced,
@@ -137,7 +139,6 @@ class OutputRules(NamedTuple):
     neighbours: tuple[int, int] = (0, 0)  # how many rows before and after its own the part sees
     wires: PyTree = None  # as what sums travel, a prefix of the outputs; None: as they are
     block: int | None = None  # how many rows a block has, where parts are blocks that combine by a tree
-    own: PyTree = False  # of which outputs sums do not travel, a prefix of the outputs
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
@@ -152,15 +153,15 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     items: list[int | Merged] = []
     plain = jax.tree.map(_whole, out, is_leaf=is_whole)
     wires = {path: said for path, said, _ in _match(rules.wires, plain, rules.name, "wire", rules.wires) if said}
-    own = {path: said for path, said, _ in _match(rules.own, plain, rules.name, "own", rules.own) if said}
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
-        reduction = MEAN_OF_ROWS if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
+        if rules.is_over and reduction in (REDUCTIONS["mean"], UNREDUCED_MEAN):
+            reduction = replace(MEAN_OF_ROWS, collective=reduction.collective)
         array = _as_array(value, f"{rules.name}: output{path}")
         reduction = reduction if rules.block is None else by_block(reduction, as_data(array).dtype)
         reduced = Reduced(reduction, as_data(array).dtype, weight)
         if reduction in SUMS:
-            reduced = reduced._replace(wire=wires.get(path), is_own=own.get(path, False))
+            reduced = reduced._replace(wire=wires.get(path))
         leaf = OutputLeaf(path, reduction.name, reduced, key_of(array))
         _check(leaf, array, rules, is_of_monoid)
         is_kept = rules.per_part == "all" or (rules.per_part and reduction in SUMS)
@@ -199,7 +200,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
         weight = len(leaves) + len(inside)
         for sub, leaf in inside:
             items.append(len(leaves))
-            add(path + keystr(sub), WEIGHTED, leaf, weight)
+            add(path + keystr(sub), replace(WEIGHTED, collective=reduction.collective), leaf, weight)
         add(f"{path}.weight", WEIGHT, value.weight)
     return arrays, OutputSpec(tuple(leaves), tuple(items), jax.tree.structure(plain))
 

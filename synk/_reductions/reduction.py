@@ -8,7 +8,7 @@ A replica that has no part has the identity for its state.
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -67,8 +67,9 @@ class Reduction:
 
     name: str  # the op, as users and messages call it
     # Over the replicas: "gather" keeps each part's entries, in row order; "first" adds one value and zeros, as bits;
-    # "merge" keeps each replica's state, which merges with the others of its Monoid; of "stay" nothing travels.
-    collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge", "stay"]
+    # "merge" keeps each replica's state, which merges with the others of its Monoid; of "stay" and "unreduced" nothing
+    # travels.
+    collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge", "stay", "unreduced"]
     prepare: Callable[[jax.Array, PartInfo], jax.Array]  # widens and weighs; of what is gathered, entries on axis 0
     accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add  # states of parts of one replica
     finalize: Callable[[Any, Any], Any] = _plain  # (combined state, total weight) -> the whole, before `result_dtype`
@@ -161,6 +162,9 @@ WEIGHTED = Reduction(
 )
 WEIGHT = Reduction("weight", "sum", lambda v, _: _widen(v, "mean"))
 
+# Skip the collective: `then` receives this replica's unreduced mean, in its accumulation dtype. Not for users.
+UNREDUCED_MEAN = replace(REDUCTIONS["mean"], collective="unreduced")
+
 # Of `f.over`, which learns at its end how many rows there are: weights are rows of parts, and these are the total.
 MEAN_OF_ROWS = Reduction("mean", "sum", _weigh, finalize=lambda total, rows: total / rows.astype(total.dtype))
 # The same, of a Monoid whose order counts: batches come one after another, but replicas take turns in each.
@@ -198,14 +202,19 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
 
 
 class Reduced(NamedTuple):
-    """One output leaf's reduction, the dtype of its parts, of a `Weighted` value which leaf holds its weight, and as
-    what sums travel, if not as they are."""
+    """How one output leaf combines.
+
+    Attributes:
+      reduction: its reduction.
+      dtype: the dtype of its parts.
+      weight: the number of the leaf that holds the weight of a `Weighted` value; None for other values.
+      wire: as what its sum travels; None as it is.
+    """
 
     reduction: Reduction
     dtype: np.dtype
     weight: int | None = None
     wire: str | None = None
-    is_own: bool = False  # whether its sum does not travel: what follows gets each replica's part of it, not narrowed
 
 
 def prepare_parts(values: Sequence[jax.Array], leaves: Sequence[Reduced], info: PartInfo) -> list[jax.Array]:
@@ -249,7 +258,8 @@ def combine_replicas(
             return whole.astype(leaf.dtype) if has_gradients else from_bits(whole, leaf.dtype)
         total = rows if leaf.weight is None else combined[leaf.weight]
         whole = reduction.finalize(whole, total)
-        return whole if leaf.is_own else whole.astype(result_dtype(leaf.dtype, reduction.name))
+        is_whole = reduction.collective != "unreduced"
+        return whole.astype(result_dtype(leaf.dtype, reduction.name)) if is_whole else whole
 
     return [finish(i, leaf) for i, leaf in enumerate(leaves)]
 
@@ -285,9 +295,8 @@ def _communicate(
     narrow: dict[int, str] = {}
     if not has_gradients:  # what is rounded has none
         narrow = {i: leaf.wire for i, leaf in enumerate(leaves) if leaf.wire and wire.travels_narrowly(states[i])}
-    staying = [i for i, leaf in enumerate(leaves) if kinds[i] == "stay" or leaf.is_own]
-    others = {*narrow, *staying}
-    sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first") and i not in others]
+    staying = [i for i, kind in enumerate(kinds) if kind in ("stay", "unreduced")]
+    sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first") and i not in narrow]
     extremes = [i for i, kind in enumerate(kinds) if kind in ("max", "min") and i not in folded]
     gathered = [i for i, kind in enumerate(kinds) if kind in ("gather", "merge")]
     gathered += [i for i in folded if states[i].nbytes <= collectives.PACK_BYTES]

@@ -49,7 +49,6 @@ class TraceContext:
     has_axis: bool = True  # whether the replicas' axis is there, to communicate over
     instead: str = "Do it outside."  # what to do where it is not
     block: int | None = None  # of how many rows are the blocks that it runs on, of which no answer may tell the replica
-    has_own_sums: bool = False  # whether what it is given are each replica's parts of sums, which it adds up itself
     # Of one trace:
     rank: Any = None  # of the replica, int32
     first_row: Any = None  # the number of the part's first row among all rows of the call, int32

@@ -275,7 +275,7 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
                 f"{where}: {name} differed on its replicas, but {variable.name} lies in pieces, which make one value. "
                 f"Make it equal before it is saved."
             )
-        if is_of_others(there, variable) and not variable._is_own:
+        if is_of_others(there, variable) and not variable._may_differ:
             did, cure = "differed on", "make it equal before it is saved (local steps: with finish())"
             if there["lengths"] is not None:
                 did = "held the rows of"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import SynkError
-from .._reductions.pieces import cut, gather_pieces, join, piece_of
+from .._reductions.shard_ops import cut, gather_shards, join, shard_shape
 from .._runtime.engine import Body
 from .._runtime.executable import copy_to_replicas, run_collective
 from .._runtime.group import Group
@@ -21,7 +21,7 @@ from .value import Shapes, ValueSpec
 def abstract_pieces(spec: ValueSpec, replicas: int) -> AbstractState:
     """Of a variable in pieces, on so many replicas."""
     pairs = zip(spec.shapes, _is_cut(spec), strict=True)
-    return AbstractState(tuple(piece_of(s, replicas) if one else s for s, one in pairs), "stacked")
+    return AbstractState(tuple(shard_shape(s, replicas) if one else s for s, one in pairs), "stacked")
 
 
 def stored_pieces(spec: ValueSpec, group: Group, leaves: Sequence[Any]) -> list[jax.Array]:
@@ -71,7 +71,7 @@ def _joining(is_cut: tuple[bool, ...], shapes: Shapes) -> Body:
     which = [i for i, one in enumerate(is_cut) if one]
 
     def body(*leaves: jax.Array) -> list[jax.Array]:
-        found = dict(zip(which, gather_pieces([leaves[i] for i in which], [shapes[i] for i in which]), strict=True))
+        found = dict(zip(which, gather_shards([leaves[i] for i in which], [shapes[i] for i in which]), strict=True))
         return [found[i] if i in found else jnp.copy(leaf) for i, leaf in enumerate(leaves)]
 
     return body

@@ -38,7 +38,7 @@ def check_replicas(*variables: Shared) -> None:
       >>> with synk.simulate(2):
       ...     synk.check_replicas(synk.shared(np.zeros(3)), synk.shared(np.ones(2)))
     """
-    each = [variable for variable in each_of(list(variables), "check_replicas") if not variable._is_own]
+    each = [variable for variable in each_of(list(variables), "check_replicas") if not variable._may_differ]
     if not each:
         return
     with eager():

@@ -45,7 +45,7 @@ class Shared:
         "_cures",
         "_given_name",
         "_group",
-        "_is_own",
+        "_may_differ",
         "_number",
         "_spec",
         "_state",
@@ -66,8 +66,13 @@ class Shared:
         self._group: Group | None = None
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
         # Whether each replica has its own by design: no replicas are compared, and others load the average of all.
-        self._is_own = False
+        self._may_differ = False
         self._cures: dict[str, str] = {}  # by the name of what made replicas differ: how they become equal again
+
+    @property
+    def _is_per_replica(self) -> bool:
+        """Return whether each replica stores leaves of its own by design: a shard, or what it alone has left out."""
+        return self._may_differ or self._spec.is_cut is not None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

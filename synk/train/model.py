@@ -12,15 +12,12 @@ import numpy as np
 
 from .._base.errors import shown
 from .._base.pytree import PyTree
-from .._call.spec import ThenSums
 from .._data.overlap import halo_of
 from .._function.decorator import Inputs, function
 from .._function.function import Function
 from .._reductions.outputs import check_ops
-from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
+from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, Reduction, Weighted
 from .._reductions.wire import check_wire
-from .._runtime.group import current_group
-from .._tracing.context import current_trace
 from .._variables.access import map_value
 from .._variables.variable import Shared, shared
 from .optimizer import update_of
@@ -117,8 +114,8 @@ class TrainingModel:
         return {} if self._low_rank is None else {"feedback": self._low_rank.feedback, "basis": self._low_rank.basis}
 
     @property
-    def adds_up(self) -> bool:
-        """Is it the step that adds up gradients? Then a function gives it each replica's part of them."""
+    def sums_gradients(self) -> bool:
+        """Return whether the step itself adds up the gradients of the replicas."""
         return self._low_rank is not None or (self._sharded is not None and self.wire is None)
 
     def average(self, decay: float, flat: bool) -> Shared:
@@ -146,8 +143,21 @@ class TrainingModel:
         bound = self.loss.keywords if isinstance(self.loss, functools.partial) else ()
         return signature.replace(parameters=[p for p in parameters if p not in first and p.name not in bound])
 
-    def function(self, fn: Callable[..., PyTree], outputs: dict[str, PyTree], then: Callable[..., PyTree]) -> Function:
-        """A function of rows that looks like the loss, in messages and to `inputs`."""
+    def function(
+        self,
+        fn: Callable[..., PyTree],
+        outputs: dict[str, PyTree],
+        then: Callable[..., PyTree],
+        then_of_unreduced: Callable[..., PyTree] | None = None,
+    ) -> Function:
+        """Make a function of rows that looks like the loss, in messages and to `inputs`.
+
+        Args:
+          fn: runs on each part.
+          outputs: the ops of its outputs but aux.
+          then: runs on the combined outputs.
+          then_of_unreduced: the same, and adds up gradients itself (`sums_gradients`).
+        """
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # whose names are looked up at each call
         ops = {**outputs, "aux": self.aux_ops}
@@ -161,11 +171,11 @@ class TrainingModel:
             "['aux']": ("aux", True),
         }
         inside = f"Read {self.params.name}.value there."
-        made._spec = replace(made._spec, advice=_ADVICE, output_names=names, inside=inside)
-        if self._low_rank is not None or self._sharded is not None:
-            sums = False if not self.adds_up else {**dict.fromkeys(ops, False), "loss": (False, True)}
-            own = [] if self._low_rank is None else [self._low_rank.feedback]
-            made._spec = replace(made._spec, then_sums=ThenSums(sums, frozenset(own)))
+        spec = replace(made._spec, advice=_ADVICE, output_names=names, inside=inside)
+        if self.sums_gradients:
+            unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
+            spec = replace(spec, ops=unreduced, then=then_of_unreduced, plain=spec)
+        made._spec = spec
         return made
 
     def value_and_grad(
@@ -211,30 +221,25 @@ class TrainingModel:
             want = cures.get(count, "return the loss alone")
         raise TypeError(f"{self.name}: it returned {got}; {want}.")
 
-    def step(self, held: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array) -> PyTree:
+    def step(self, params: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array, unreduced: bool) -> PyTree:
         """Take a step inside `then`; return the new parameters.
 
         Args:
-          held, opt_state: the parameters, and the optimizer's state.
-          grads: the combined gradient, or where this adds up (`adds_up`) each replica's part of it.
-          loss: the combined loss.
+          params: the variable that holds the parameters.
+          opt_state: the variable that holds the optimizer's state.
+          grads: the mean gradient, or this replica's unreduced part of it.
+          loss: the mean loss.
+          unreduced: whether `grads` is unreduced.
         """
-        context = current_trace()
-        assert context is not None
-        are_parts, params = context.has_own_sums, held.value
-        if self._low_rank is not None and are_parts:
-            grads, are_parts = self._low_rank.sum(grads), False
-        elif self._low_rank is not None and current_group().size == 1:  # and no serial step of several
-            grads = self._low_rank.owed(grads)
-        if self.adds_up and not are_parts:  # which come as wide as they are added up
-            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
+        if self._low_rank is not None and unreduced:
+            grads, unreduced = self._low_rank.sum(grads), False
+            # Unreduced gradients come in their accumulation dtype.
+            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params.value)
         if self._sharded is None:
-            new, opt_state.value = self.apply_updates(params, opt_state.value, grads, loss)
+            new, opt_state.value = self.apply_updates(params.value, opt_state.value, grads, loss)
         else:
-            own = context.read(opt_state)
-            new, own = self._sharded.update(params, own, grads, loss, self._clip, are_parts)
-            context.write(opt_state, own, None)
-        held.value = new
+            new = self._sharded.update(params.value, grads, loss, self._clip, unreduced)
+        params.value = new
         return new
 
     def apply_updates(self, params: PyTree, opt_state: PyTree, grads: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:

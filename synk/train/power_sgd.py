@@ -66,44 +66,46 @@ class LowRankSum:
         basis = [rng.normal(size=(columns, wire.rank)).astype(np.float32) for _, columns in self.matrices.values()]
         left_out = [np.zeros(matrix, np.float32) for matrix in self.matrices.values()]
         self.basis, self.feedback = shared(basis, "basis"), shared(left_out, "feedback")
-        self.feedback._is_own = True
-
-    def owed(self, grads: PyTree) -> PyTree:
-        """On one replica, whose gradients travel nowhere: with what was left out before, on several."""
-        leaves, treedef = jax.tree.flatten(grads)
-        kept, left = self.feedback.value, list[jax.Array]()
-        for (i, matrix), before in zip(self.matrices.items(), kept, strict=True):
-            both = leaves[i].reshape(matrix).astype(jnp.float32) + before
-            left.append(jnp.where(_is_finite(both), 0, before))
-            leaves[i] = both.reshape(leaves[i].shape).astype(leaves[i].dtype)
-        self.feedback.value = left
-        return treedef.unflatten(leaves)
+        self.feedback._may_differ = True
 
     def sum(self, parts: PyTree) -> PyTree:
-        """Add up every replica's parts; inside `then`, whose updates of the variables it makes."""
+        """Add up the replicas' parts of a gradient, inside `then`, and update both variables.
+
+        A single replica's gradient travels nowhere. It only takes what was left out before, on several replicas.
+        """
         leaves, treedef = jax.tree.flatten(parts)
         size = lax.psum(1, AXIS)
-        kept = self.feedback.value
-        pairs = zip(self.matrices.items(), kept, strict=True)
-        own = [leaves[i].reshape(matrix).astype(jnp.float32) + before / size for (i, matrix), before in pairs]
+        return treedef.unflatten(self._owed(leaves) if size == 1 else self._summed(leaves, size))
+
+    def _owed(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        left_out = list[jax.Array]()
+        for (i, matrix), before in zip(self.matrices.items(), self.feedback.value, strict=True):
+            both = leaves[i].reshape(matrix).astype(jnp.float32) + before
+            left_out.append(jnp.where(_is_finite(both), 0, before))
+            leaves[i] = both.reshape(leaves[i].shape).astype(leaves[i].dtype)
+        self.feedback.value = left_out
+        return leaves
+
+    def _summed(self, leaves: list[jax.Array], size: int) -> list[jax.Array]:
+        before = self.feedback.value
+        pairs = zip(self.matrices.items(), before, strict=True)
+        own = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in pairs]
         bases = [_of_length_1(basis) for basis in self.basis.value]
         others = [i for i in range(len(leaves)) if i not in self.matrices]
-        first = [_product(matrix, basis) for matrix, basis in zip(own, bases, strict=True)]
-        summed = all_sum([*first, *(leaves[i] for i in others)])
+        products = [_product(matrix, basis) for matrix, basis in zip(own, bases, strict=True)]
+        summed = all_sum([*products, *(leaves[i] for i in others)])
         left = [*map(_orthonormal, summed[: len(own)])]
         right = [_product(matrix.T, factor) for matrix, factor in zip(own, left, strict=True)]
         whole_right = all_sum(right)
-        # What is not finite goes to the optimizer, which may skip it, and not into the steps that follow.
+        left_out = [size * (matrix - _product(a, b.T)) for matrix, a, b in zip(own, left, right, strict=True)]
+        # Numbers that are not finite go to the optimizer, which may skip them, and not into the steps that follow.
         is_fine = [_is_finite(*sums) for sums in zip(summed, whole_right, strict=False)]
-        left_out = [
-            size * (matrix - _product(factor, other.T)) for matrix, factor, other in zip(own, left, right, strict=True)
-        ]
-        self.feedback.value = [*map(jnp.where, is_fine, left_out, kept)]
+        self.feedback.value = [*map(jnp.where, is_fine, left_out, before)]
         self.basis.value = [*map(jnp.where, is_fine, map(_unless_zero, whole_right, bases), bases)]
-        found = dict(zip(others, summed[len(own) :], strict=True))
-        for i, factor, other in zip(self.matrices, left, whole_right, strict=True):
-            found[i] = _product(factor, other.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
-        return treedef.unflatten([found[i] for i in range(len(leaves))])
+        whole = dict(zip(others, summed[len(own) :], strict=True))
+        for i, a, b in zip(self.matrices, left, whole_right, strict=True):
+            whole[i] = _product(a, b.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
+        return [whole[i] for i in range(len(leaves))]
 
 
 def _matrix(shape: jax.ShapeDtypeStruct) -> tuple[int, int]:

@@ -1,6 +1,7 @@
-"""Sharded: an optimizer's state in pieces: each replica updates one n-th of the parameters, and all gather them.
+"""Sharded: an optimizer's state in shards. Each replica updates one n-th of the parameters, and all gather them.
 
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020: its first stage.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020
+(https://arxiv.org/abs/1910.02054): its first stage.
 """
 
 from collections.abc import Sequence
@@ -13,85 +14,94 @@ from jax import lax
 
 from .._base.pytree import PyTree
 from .._reductions.collectives import all_sum
-from .._reductions.pieces import gather_pieces, own_pieces, sum_to_pieces
 from .._reductions.reduction import accumulation_dtype
+from .._reductions.shard_ops import gather_shards, sum_to_shards, take_shards
 from .._runtime.group import AXIS
+from .._tracing.context import current_trace
 from .._variables.access import abstract_value, map_value
 from .._variables.variable import Shared, shared
-from .pieces import Elementwise, lies_in_pieces
+from .elementwise import ElementwiseOptimizer, is_sharded
 
 Leaves = Sequence[jax.Array]
 
 
 class ShardedOptimizer:
-    """An optimizer of optax's that treats each number alone, and its state in pieces.
+    """An elementwise optimizer of optax's whose state lies in shards.
 
-    Parameters of one number are whole on every replica, and so is what the optimizer keeps of those, or of none.
+    Parameters of one number are whole on every replica, and so are the leaves of the state that belong to them.
 
     Attributes:
-      state: the shared variable that holds its state.
+      state: the shared variable that holds the optimizer's state.
     """
 
     def __init__(self, call: str, optax: Any, optimizer: Any, params: Shared) -> None:
-        self._optax, self._params = optax, params
-        self._is_cut = [*map(lies_in_pieces, params._spec.shapes)]
-        self._optimizer = Elementwise(call, optimizer, abstract_value(params))
+        self._optax, self._shapes = optax, params._spec.shapes
+        self._is_cut = [*map(is_sharded, self._shapes)]
+        self._optimizer = ElementwiseOptimizer(call, optimizer, abstract_value(params))
         self.state = shared(map_value(params, optimizer.init), "opt_state")
         self.state._spec = replace(self.state._spec, is_cut=self._optimizer.is_cut)
 
-    def update(
-        self, params: PyTree, state: PyTree, grads: PyTree, loss: jax.Array, clip: float | None, are_parts: bool
-    ) -> tuple[PyTree, PyTree]:
-        """Parameters, and this replica's pieces of the state, after a step.
+    def update(self, params: PyTree, grads: PyTree, loss: jax.Array, clip: float | None, unreduced: bool) -> PyTree:
+        """Update this replica's shard of the state, inside `then`, and return the new parameters.
 
         Args:
-          params: all of them.
-          state: this replica's pieces.
-          grads: the combined gradient, or this replica's part of it.
-          loss: the combined loss.
-          clip: the largest global norm.
-          are_parts: whether `grads` are to be added up.
+          params: the whole parameters.
+          grads: the mean gradient, or this replica's unreduced part of it.
+          loss: the mean loss.
+          clip: the largest global norm of the mean gradient.
+          unreduced: whether `grads` is unreduced.
         """
-        self._optimizer.check_pieces(lax.psum(1, AXIS))
-        shapes, spec = self._params._spec.shapes, self.state._spec
+        self._optimizer.check_shards(lax.psum(1, AXIS))
+        context = current_trace()
+        assert context is not None
         leaves, treedef = jax.tree.flatten(params)
-        own = self._pieces(jax.tree.leaves(grads), are_parts)
-        own = lax.optimization_barrier(own) if are_parts else own  # as before every then
-        own = [grad.astype(shape.dtype) for grad, shape in zip(own, shapes, strict=True)]
-        own = own if clip is None else self._clipped(own, clip)
-        trees = [
-            treedef.unflatten(map(_with_axes, each, shapes)) for each in (own, self._pieces(leaves, are_parts=False))
+        grad_shards = self._summed(jax.tree.leaves(grads)) if unreduced else self._taken(jax.tree.leaves(grads))
+        grad_shards = [grad.astype(shape.dtype) for grad, shape in zip(grad_shards, self._shapes, strict=True)]
+        grad_shards = grad_shards if clip is None else self._clipped(grad_shards, clip)
+        own_grads, own_params = [
+            treedef.unflatten(map(_with_axes, shards, self._shapes)) for shards in (grad_shards, self._taken(leaves))
         ]
-        is_cut = self._optimizer.is_cut
-        pairs = zip(jax.tree.leaves(state), spec.shapes, is_cut, strict=True)
-        kept = [_with_axes(leaf, shape) if one else leaf for leaf, shape, one in pairs]
-        updates, state = self._optimizer.update(trees[0], spec.treedef.unflatten(kept), trees[1], loss)
-        new = jax.tree.leaves(self._optax.apply_updates(trees[1], updates))
-        pairs = zip(jax.tree.leaves(state), spec.shapes, is_cut, strict=True)
-        kept = [_as_piece(leaf, shape) if one else leaf for leaf, shape, one in pairs]
-        return treedef.unflatten(self._gathered(new)), spec.treedef.unflatten(kept)
+        state = self._map_state(_with_axes, context.read(self.state))
+        updates, state = self._optimizer.update(own_grads, state, own_params, loss)
+        context.write(self.state, self._map_state(_as_shard, state), None)
+        new = jax.tree.leaves(self._optax.apply_updates(own_params, updates))
+        return treedef.unflatten(self._gathered(new))
 
-    def _pieces(self, leaves: Leaves, are_parts: bool) -> list[jax.Array]:
-        """This replica's pieces, of parts once they are added up; what is whole is whole."""
+    def _map_state(self, fn: Any, state: PyTree) -> PyTree:
+        """Apply a function of a shard and its whole's shape to the leaves that lie in shards."""
+        spec = self.state._spec
+        pairs = zip(jax.tree.leaves(state), spec.shapes, self._optimizer.is_cut, strict=True)
+        return spec.treedef.unflatten([fn(leaf, shape) if is_cut else leaf for leaf, shape, is_cut in pairs])
+
+    def _taken(self, leaves: Leaves) -> list[jax.Array]:
+        """Take this replica's shards; parameters of one number are whole."""
         cut, whole = self._by_kind(leaves)
-        return self._merged(*((sum_to_pieces(cut), all_sum(whole)) if are_parts else (own_pieces(cut), whole)))
+        return self._merged(take_shards(cut), whole)
 
-    def _gathered(self, pieces: Leaves) -> list[jax.Array]:
-        cut, whole = self._by_kind(pieces)
-        shapes, _ = self._by_kind(self._params._spec.shapes)
-        return self._merged(gather_pieces([piece.reshape(-1) for piece in cut], shapes), whole)
+    def _summed(self, leaves: Leaves) -> list[jax.Array]:
+        """Add up unreduced leaves, each replica its shards."""
+        cut, whole = self._by_kind(leaves)
+        # Without a barrier XLA makes one computation of a sum and its use, and all sums wait for each other.
+        return lax.optimization_barrier(self._merged(sum_to_shards(cut), all_sum(whole)))
+
+    def _gathered(self, leaves: Leaves) -> list[jax.Array]:
+        cut, whole = self._by_kind(leaves)
+        shapes, _ = self._by_kind(self._shapes)
+        return self._merged(gather_shards([shard.reshape(-1) for shard in cut], shapes), whole)
 
     def _by_kind(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Those that lie in pieces, and the others."""
+        """Return the leaves that lie in shards, and the others."""
         pairs = [*zip(leaves, self._is_cut, strict=True)]
-        return [leaf for leaf, one in pairs if one], [leaf for leaf, one in pairs if not one]
+        return [leaf for leaf, is_cut in pairs if is_cut], [leaf for leaf, is_cut in pairs if not is_cut]
 
     def _merged(self, cut: Leaves, whole: Leaves) -> list[jax.Array]:
+        """Undo `_by_kind`."""
         rest = iter(cut), iter(whole)
-        return [next(rest[not one]) for one in self._is_cut]
+        return [next(rest[not is_cut]) for is_cut in self._is_cut]
 
     def _clipped(self, grads: Leaves, largest: float) -> list[jax.Array]:
-        """Scaled down to a global norm, as `optax.clip_by_global_norm` does; sums of pieces are not narrowed."""
+        """Scale gradients down to a global norm, as `optax.clip_by_global_norm` does."""
+        # Squares are added up in the accumulation dtype over all replicas: the sum of a shard is not narrowed.
         squares = [(jnp.abs(g) ** 2).astype(accumulation_dtype((jnp.abs(g)).dtype, "sum")).sum() for g in grads]
         cut, whole = self._by_kind(squares)
         totals = self._merged(all_sum(cut), whole)
@@ -99,13 +109,13 @@ class ShardedOptimizer:
         return [jnp.where(norm < largest, g, (g / norm.astype(g.dtype)) * jnp.asarray(largest, g.dtype)) for g in grads]
 
 
-def _with_axes(piece: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """A piece, with as many axes as the whole of this shape; what is whole as it is."""
-    return piece.reshape(-1, *(1 for _ in shape.shape[1:])) if lies_in_pieces(shape) else piece
+def _with_axes(shard: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Give a shard as many axes as the whole has; leave single numbers as they are."""
+    return shard.reshape(-1, *(1 for _ in shape.shape[1:])) if is_sharded(shape) else shard
 
 
-def _as_piece(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """The reverse; behind the last number of the whole are zeros again, whatever an optimizer makes of those."""
+def _as_shard(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Undo `_with_axes`, and zero the numbers behind the whole's last one, whatever an optimizer makes of them."""
     first = lax.axis_index(AXIS) * array.size
     is_there = first + lax.iota(jnp.int32, array.size) < shape.size
     fits = array.size * lax.psum(1, AXIS) == shape.size

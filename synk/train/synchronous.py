@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -213,20 +214,21 @@ def step(
         if found.weight is not None and running is not None:
             counted = jnp.asarray(found.weight) != 0
             state = state_of_part(running, found.state, counted, rows_of(function, args, kwargs) or 1)
-        if found.weight is not None and model.adds_up:
+        if found.weight is not None and model.sums_gradients:
             both = tuple(Weighted(each, found.weight) for each in both)
         elif found.weight is not None:
             both = Weighted(both, found.weight)
         return {"loss": both, "state": state, "counted": counted, "aux": found.aux}
 
-    def then(combined: dict[str, Any]) -> PyTree:
+    def then(unreduced: bool, combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
-        new = model.step(held, opt_state, grads, value)
+        new = model.step(held, opt_state, grads, value, unreduced)
         if running is not None:
             running.value = state_of_parts(running, combined["state"], combined["counted"])
         if average is not None:
             average.value = model.moved_average(average.value, new)
         return (value, combined["aux"]) if model.has_aux else value
 
-    function = model.function(on_part, {"loss": "mean", "state": state_ops(running), "counted": "any"}, then)
+    ops = {"loss": "mean", "state": state_ops(running), "counted": "any"}
+    function = model.function(on_part, ops, partial(then, False), partial(then, True))
     return Step(function, held, opt_state, running, average, model.feedback)

@@ -1,0 +1,48 @@
+"""Shards: arrays of which each replica stores one n-th, as a row of numbers, with zeros after the last number."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._runtime.group import AXIS
+from .collectives import all_gather, sum_scatter
+
+Shapes = Sequence[jax.ShapeDtypeStruct]
+
+
+def shard_shape(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
+    """Return shape and dtype of one replica's shard."""
+    return jax.ShapeDtypeStruct((-(-shape.size // replicas),), shape.dtype)
+
+
+def cut(array: Any, replicas: int) -> Any:
+    """Cut an array of NumPy or JAX into shards: (replicas, numbers of a shard)."""
+    numpy: Any = np if isinstance(array, np.ndarray) else jnp
+    return numpy.pad(array.reshape(-1), (0, -array.size % replicas)).reshape(replicas, -1)
+
+
+def join(shards: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    """Join the shards of an array of this shape."""
+    return shards.reshape(-1)[: shape.size].reshape(shape.shape)
+
+
+# Functions from here on run inside a program, on each replica.
+
+
+def take_shards(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Take this replica's shards of arrays that all replicas have."""
+    return [cut(array, lax.psum(1, AXIS))[lax.axis_index(AXIS)] for array in arrays]
+
+
+def sum_to_shards(parts: Sequence[jax.Array]) -> list[jax.Array]:
+    """Add up arrays over the replicas, and return this replica's shards of the sums (a reduce-scatter)."""
+    return sum_scatter([cut(part, lax.psum(1, AXIS)) for part in parts])
+
+
+def gather_shards(shards: Sequence[jax.Array], shapes: Shapes) -> list[jax.Array]:
+    """Gather arrays of these shapes from the shards of all replicas."""
+    return [join(whole, shape) for whole, shape in zip(all_gather(shards), shapes, strict=True)]
