@@ -1,4 +1,9 @@
-"""Local SGD: each replica trains on its own, and they average now and then."""
+"""Local SGD: each replica trains its own copy, and now and then all replicas take the average.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", 2017
+(https://arxiv.org/abs/1602.05629); Stich, "Local SGD Converges Fast and Communicates Little", 2019
+(https://arxiv.org/abs/1805.09767).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,6 @@ from .._function.function import Function
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import Weighted
 from .._runtime.dispatch import drain, retire_finished
-from .._runtime.layout import Layout
 from .._variables.variable import Shared, shared
 from .model import LeafKind, TrainingModel, kinds_of, rows_of
 
@@ -28,17 +32,18 @@ from .model import LeafKind, TrainingModel, kinds_of, rows_of
 class LocalSteps:
     """Steps that each replica takes on its own, and their averages; made by `synk.train.local_steps`.
 
-    At the end of `iterate`, or of a `with` block, what was trained since the last average is averaged too; else call
-    `finish`, before saving or setting values too (all of `variables` may be saved and loaded at any time). Until then
-    the replicas differ: reading `params.value` raises `synk.DivergedError`.
+    The end of `iterate`, of `stream` and of a `with` block averages the steps since the last average. Elsewhere call
+    `finish` before you read or set values; all of `variables` may be saved and loaded at any time. Between averages the
+    replicas differ, and reading `params.value` raises `synk.DivergedError`.
 
     Attributes:
       function: the `synk.Function` that takes one step on each replica.
-      params: a shared variable, the parameters; their tree is `params.value`.
-      opt_state: a shared variable, the optimizer's state.
-      state: a shared variable, the model's state; None where there is none.
-      trained: a shared variable: on how many rows each replica has trained since the last average, and their losses.
-      counts: a shared variable: how many steps were taken, and how many since the last average.
+      params: the shared variable that holds the parameters; their tree is `params.value`.
+      opt_state: the shared variable that holds the optimizer's state.
+      state: the shared variable that holds the model's state; None if there is none.
+      trained: a shared variable: the number of rows that each replica has trained on since the last average, and the
+        sum of their losses.
+      counts: a shared variable: the number of steps so far, and the number of steps since the last average.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -62,68 +67,70 @@ class LocalSteps:
         self._every, self._report, self._name = every, report, model.name
         self.trained, self.counts = shared(_NOTHING, "trained"), shared(_counted(0), "counts")
         self._steps = self._averaged = 0
-        self._next = self._steps_to_take()  # before the next average
-        self._read = self.counts._state  # which the numbers above are of
-        kept = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
-        self.function, name = _local_function(model, self.trained, self.counts), model.name
-        self.opt_state._cures[name] = "Each replica keeps an optimizer state of its own, unless optimizer_state=True"
-        for variable in kept:
-            variable._cures[name] = "Call finish() of the local steps, which averages them by their rows"
-        self._average = _average_function(f"{model.name}.average", kept, self.trained, self.counts, model.donate)
+        self._next = self._steps_to_take()
+        # The state of `counts` that the numbers of this object belong to.
+        self._read = self.counts._state
+        averaged = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
+        self.function = _local_function(model, self.trained, self.counts)
+        self._average = _average_function(f"{model.name}.average", averaged, self.trained, self.counts, model.donate)
+        cures = {self.opt_state: "Each replica keeps an optimizer state of its own, unless optimizer_state=True"}
+        cures |= dict.fromkeys(averaged, "Call finish() of the local steps, which averages them by their rows")
+        for variable, cure in cures.items():
+            variable._cures[model.name] = cure
 
     @property
     def steps(self) -> int:
-        """How many steps were taken so far, those before a checkpoint that was loaded included."""
+        """Return the number of steps so far, including the steps before a loaded checkpoint."""
         in_turn()
         self._recount()
         return self._steps
 
     @property
     def variables(self) -> dict[str, Shared]:
-        """All shared variables that steps update, by name: for `synk.save` and `synk.load`, between averages too."""
-        found = {"params": self.params, "opt_state": self.opt_state, "state": self.state}
-        found |= {"trained": self.trained, "counts": self.counts}
-        return {name: variable for name, variable in found.items() if variable is not None}
+        """Return all shared variables that steps update, by name, as `synk.save` and `synk.load` take them."""
+        variables = {"params": self.params, "opt_state": self.opt_state, "state": self.state}
+        variables |= {"trained": self.trained, "counts": self.counts}
+        return {name: variable for name, variable in variables.items() if variable is not None}
 
     @public_api
     def __call__(self, *args: Any, num_slices: int = 1, **options: Any) -> Any:
-        """Take one step on each replica, of its own rows; every so often, average after it.
+        """Take one step on each replica with its own rows, and average if it is time to.
 
         Args:
           *args: the rows, as the loss takes them.
           num_slices: 1, since a local step takes each replica's rows at once.
-          **options: `batch` and the like, as of every synk function.
+          **options: `batch` and other options of a call of a synk function.
 
         Returns:
-          The loss of all rows, each by its replica's own parameters before the step; or the pair of it and the aux
-          outputs.
+          The mean loss of all rows. The loss of a row is computed with its replica's parameters before the step. With
+          `aux` the pair of the loss and the aux outputs.
         """
         _refuse_slices(num_slices, self.function.name)
         return self._step(lambda: self.function(*args, **options))
 
     @public_api
     def iterate(self, *args: Any, num_slices: int = 1, **options: Any) -> Iterator[Any]:
-        """Take a step for each of `batches`, and at the end average what is left; see `synk.Function.iterate`.
+        """Take a step for each of `batches`, and average at the end; see `synk.Function.iterate`.
 
         Returns:
-          An iterator of what each call returns; it has as many as there are batches.
+          An iterator of the result of each step; its length is the number of batches.
         """
         _refuse_slices(num_slices, self.function.name)
         return _Iterating(self, self.function.iterate(*args, **options))
 
     @public_api
     def stream(self, source: Iterable[Any], *, num_slices: int = 1, **options: Any) -> Iterator[Any]:
-        """Take a step for each item of a loader, and at the end average what is left; see `synk.Function.stream`.
+        """Take a step for each item of a loader, and average at the end; see `synk.Function.stream`.
 
         Returns:
-          An iterator of what each call returns.
+          An iterator of the result of each step.
         """
         _refuse_slices(num_slices, self.function.name)
         return _Iterating(self, self.function.stream(source, **options))
 
     @public_api
     def finish(self) -> None:
-        """Average what was trained since the last average; do nothing where that is nothing."""
+        """Average the steps since the last average; do nothing if there are none."""
         in_turn()
         retire_finished()
         self._recount()
@@ -142,41 +149,36 @@ class LocalSteps:
             self.finish()
 
     def _step(self, take: Callable[[], Any]) -> Any:
-        """Take a step, count it, and average where it is time to."""
+        """Take a step by calling `take`, count it, and average if it is time to."""
         retire_finished()
         self._recount()
         result = take()
         self._steps, self._read = self._steps + 1, self.counts._state
-        if self._is_time():
+        if self._steps - self._averaged >= self._next:
             self.finish()
         return result
 
-    def _is_time(self) -> bool:
-        return self._steps - self._averaged >= self._next
-
     def _recount(self) -> None:
-        """Where other than a step that was counted has set the counts (a load, or Ctrl-C right after a step), these are
-        what they hold; where they were lost, nothing was trained since."""
+        """Read the counts if anything but a counted step has set them: a load, or a step that Ctrl-C has cut short."""
         if self.counts._state is self._read:
             return
-        drain()  # so that what died is known
+        # A program that has died makes the counts lost. Then nothing was trained since the last average.
+        drain()
         if self.counts._state.failure is not None or self.trained._state.failure is not None:
             self.trained.value, self.counts.value = _NOTHING, _counted(self._steps)
-        self._read = state = self.counts._state
-        leaves = [_of_one_replica(leaf, state.layout) for leaf in state.leaves]
-        found = self.counts._spec.treedef.unflatten(leaves)
-        self._steps = int(found["steps"])
-        self._averaged = self._steps - int(found["since"])
+        counts, self._read = self.counts.value, self.counts._state
+        self._steps = int(counts["steps"])
+        self._averaged = self._steps - int(counts["since"])
         self._next = self._steps_to_take()
 
     def _steps_to_take(self) -> int:
-        """How many come between the last average and the next."""
+        """Return the number of steps between the last average and the next one."""
         every = self._every(self._averaged) if callable(self._every) else self._every
         return _checked_every(every, f"{self._name}: every({self._averaged})" if callable(self._every) else self._name)
 
 
 class _Iterating(Iterator[Any]):
-    """Results of local steps; at their end, the last average."""
+    """Iterator over the results of local steps, which averages at its end."""
 
     def __init__(self, steps: LocalSteps, results: Prefetch[Any, Any]) -> None:
         self._steps, self._results = steps, results
@@ -192,23 +194,17 @@ class _Iterating(Iterator[Any]):
             raise
 
     def close(self) -> None:
-        """Stop the thread; nothing more comes."""
+        """Stop the loop; no step follows."""
         self._results.close()
 
 
-_NOTHING = {"weight": np.float32(0), "loss": np.float32(0)}  # trained on since an average
+# The value of `trained` right after an average.
+_NOTHING = {"weight": np.float32(0), "loss": np.float32(0)}
 
 
 def _counted(steps: int) -> dict[str, Any]:
-    """Of an average after so many steps."""
+    """Return the value of `counts` right after an average."""
     return {"steps": np.int32(steps), "since": np.int32(0)}
-
-
-def _of_one_replica(leaf: Any, layout: Layout) -> Any:
-    """A number that all replicas have, from one that is here: no other process is asked."""
-    if not isinstance(leaf, jax.Array):  # it was not placed yet
-        return leaf
-    return np.asarray(leaf.addressable_shards[0].data)[0 if layout == "stacked" else ...]
 
 
 def _checked_every(every: Any, what: str) -> int:
@@ -222,29 +218,34 @@ def _refuse_slices(num_slices: int, name: str) -> None:
 
 
 def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Function:
-    """One step on each replica, of its own rows."""
-    # Named, so that tracing expects them; and the loss, of whose names it looks at the variables.
+    """Make the function that takes one step on each replica."""
+    # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
     params, opt_state, state, loss = model.params, model.opt_state, model.state, model.loss
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
-        found = model.value_and_grad(loss, params.value, state, args, kwargs)
-        weight = found.weight if found.weight is not None else rows_of(function, args, kwargs)
+        part = model.value_and_grad(loss, params.value, state, args, kwargs)
+        weight = part.weight if part.weight is not None else rows_of(function, args, kwargs)
         if weight is None:
             raise ValueError(
                 f"{function.name}: averages are weighted by rows, but none of its arguments is scattered. Give it "
                 f"rows, or return synk.Weighted(mean, rows)."
             )
         weight = jnp.asarray(weight, jnp.float32)
+
+        def if_weighted(new: PyTree, old: PyTree) -> PyTree:
+            """Return the new value, or the old one if this part has weight 0, whatever its loss is."""
+            return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), new, old)
+
         before = params.value, opt_state.value
-        after = model.apply_updates(*before, found.grads, found.value)
-        # A part of weight 0 counts for nothing, whatever its loss is.
-        params.value, opt_state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), after, before)
+        after = model.apply_updates(*before, part.grads, part.value)
+        params.value, opt_state.value = if_weighted(after, before)
         if state is not None:
-            old, state.value = state.value, found.state  # which compares their shapes
-            state.value = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), found.state, old)
-        weighted = jnp.where(weight > 0, found.value.astype(jnp.float32) * weight, jnp.float32(0))
+            # The first assignment raises if the loss has changed tree or shapes.
+            old, state.value = state.value, part.state
+            state.value = if_weighted(part.state, old)
+        weighted = jnp.where(weight > 0, part.value.astype(jnp.float32) * weight, jnp.float32(0))
         trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + weighted}
-        return {"loss": Weighted(found.value, weight), "aux": found.aux}
+        return {"loss": Weighted(part.value, weight), "aux": part.aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
         counts.value = {name: count + 1 for name, count in counts.value.items()}
@@ -254,29 +255,30 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
     return function
 
 
-def _average_function(name: str, kept: list[Shared], trained: Shared, counts: Shared, donate: bool) -> Function:
-    """Combine what each replica holds, weighted by what it has trained on; return the loss of that."""
+def _average_function(name: str, averaged: list[Shared], trained: Shared, counts: Shared, donate: bool) -> Function:
+    """Make the function that averages variables by the replicas' weights and returns the mean loss since the last
+    average."""
 
-    def own() -> PyTree:
+    def on_replica() -> PyTree:
         weight = trained.value["weight"]
         leaves: dict[LeafKind, list[Any]] = {"number": [], "count": [], "key": []}
-        for variable in kept:
+        for variable in averaged:
             for kind, leaf in zip(kinds_of(variable), jax.tree.leaves(variable.value), strict=True):
                 leaves[kind].append(leaf)
-        # Where no replica has trained (all was masked), all hold the same, and all count.
-        held = Weighted(leaves["number"], jnp.where(all_sum([weight])[0] > 0, weight, jnp.float32(1)))
+        # If all rows were masked, no replica has trained. Then all hold the same values, and each counts.
+        numbers = Weighted(leaves["number"], jnp.where(all_sum([weight])[0] > 0, weight, jnp.float32(1)))
         loss = Weighted(trained.value["loss"] / weight, weight)
-        return {"loss": loss, "weights": weight, **leaves, "number": held}
+        return {"loss": loss, "weights": weight, **leaves, "number": numbers}
 
-    def take(combined: dict[str, Any]) -> jax.Array:
+    def then(combined: dict[str, Any]) -> jax.Array:
         combined["key"] = [keys[jnp.argmax(combined["weights"] > 0)] for keys in combined["key"]]
-        for variable in kept:
+        for variable in averaged:
             variable.value = variable._spec.treedef.unflatten([combined[kind].pop(0) for kind in kinds_of(variable)])
         trained.value, counts.value = _NOTHING, {**counts.value, "since": np.int32(0)}
         return combined["loss"]
 
     ops = {"loss": "mean", "weights": "stack", "number": "mean", "count": "max", "key": "stack"}
-    return decorator.function(own, None, ops, then=take, donate=donate, name=name)
+    return decorator.function(on_replica, None, ops, then=then, donate=donate, name=name)
 
 
 @public_api
@@ -298,21 +300,22 @@ def local_steps(
 ) -> LocalSteps:
     """Make local steps: each replica trains its own copy on its own rows, and now and then all take the average.
 
-    Less communication, and not the serial answer: between averages each copy follows its own rows. The average is
-    weighted by the rows that each replica trained on since the last one (by the weights of a `synk.Weighted` loss); one
-    that had none counts for nothing. With `every=1` and plain SGD it is the synchronous step, to rounding.
+    This needs less communication than `synk.train.step`, and is not the serial answer: between averages each copy
+    follows its own rows. The average is weighted by the rows that each replica has trained on since the last average,
+    or by the weights of a `synk.Weighted` loss; a replica without rows counts for nothing. With `every=1` and plain SGD
+    it is the synchronous step, to rounding.
 
     Args:
       loss, params, inputs, aux, flat, donate, name: as for `synk.train.step`.
-      optimizer: one of optax's; it sees each replica's own gradients.
-      every: after how many steps to average, >= 1; or a schedule: a function of the steps taken so far, which says how
-        many to take before the next average.
-      optimizer_state: whether to average the optimizer's state too, of which integers (step counts) take the largest;
-        else each replica keeps its own, to be read by `opt_state.get_value(rank)`.
-      report: called after each average as `report(steps, loss)`: how many steps were taken so far, and the mean loss of
-        all rows trained on since the last average.
-      state: as for `synk.train.step`; averaged with the parameters. Of PRNG keys those of the first replica that has
-        trained since are kept, of other integers the largest.
+      optimizer: an optimizer of optax's; it sees each replica's own gradients.
+      every: the number of steps between averages, >= 1; or a schedule: a function of the number of steps so far that
+        returns the number of steps before the next average.
+      optimizer_state: whether to average the optimizer's state too; of its integers (step counts) the largest is kept.
+        If False, each replica keeps its own state; read it by `opt_state.get_value(rank)`.
+      report: called after each average as `report(steps, loss)` with the number of steps so far, and the mean loss of
+        all rows since the last average.
+      state: as for `synk.train.step`; averaged with the parameters. PRNG keys are taken from the first replica that
+        has trained since the last average; of other integers the largest is kept.
       clip: the largest global norm of each replica's own gradient.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Model: a user's loss, the variables that it trains, and the step that they take with optax."""
+"""Model: a user's loss, the variables that it trains, and the step that an optimizer of optax's takes."""
 
 import functools
 import inspect
@@ -24,11 +24,11 @@ from .optimizer import update_of
 from .power_sgd import LowRankSum, PowerSGD
 from .sharded import ShardedOptimizer
 
-# What a leaf is to training: a number to average, a PRNG key, or a count, which on some replica may be behind.
+# A leaf of a state is a number to average, a PRNG key, or a count, which may be behind on some replicas.
 LeafKind = Literal["number", "key", "count"]
 
-# How each combines over the parts of a step. Keys advance alike everywhere; their op is no output's, so that it goes
-# with slices too.
+# The reduction of each kind over the parts of a step. Keys advance alike everywhere, so the first part's serve. Their
+# op has a name of its own, since "first" is refused with slices.
 _STATE_OPS: dict[LeafKind, Reduction] = {
     "number": REDUCTIONS["mean"],
     "key": replace(REDUCTIONS["first"], name="first part"),
@@ -37,10 +37,18 @@ _STATE_OPS: dict[LeafKind, Reduction] = {
 
 
 class LossAndGrad(NamedTuple):
-    """What a loss gives for one part of the rows; `()` stands for what it does not return."""
+    """The loss of one part of the rows, and its gradient.
+
+    Attributes:
+      value: the mean loss.
+      weight: the weight of a `synk.Weighted` loss; None for others.
+      grads: the gradient of `value`.
+      state: the model's new state; `()` without one.
+      aux: the aux outputs; `()` without any.
+    """
 
     value: jax.Array
-    weight: Any  # of a Weighted loss, else None
+    weight: Any
     grads: PyTree
     state: PyTree
     aux: PyTree
@@ -50,7 +58,13 @@ _ADVICE = "A loss is that of its rows: return the mean over them, or synk.Weight
 
 
 class TrainingModel:
-    """A loss, the variables that it trains, and the step that they take."""
+    """A loss, the variables that it trains, and the step that updates them.
+
+    Attributes:
+      params, opt_state, state: the shared variables; `state` is None for a model without one.
+      feedback: shared variables that a wire keeps between steps, by name.
+      sums_gradients: whether the step itself adds up the gradients of the replicas.
+    """
 
     def __init__(
         self,
@@ -96,30 +110,21 @@ class TrainingModel:
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
-        self._optax, self._clip, self._optimizer = optax, clip, optimizer
-        self._update = update_of(optimizer)
-        self._sharded = ShardedOptimizer(call, optax, self._optimizer, self.params) if shard_optimizer else None
-        self._low_rank = LowRankSum(wire, self.params) if isinstance(wire, PowerSGD) else None
-        self.opt_state = (
-            shared(map_value(self.params, optimizer.init), "opt_state", flat=flat)
-            if self._sharded is None
-            else self._sharded.state
-        )
+        self._optax, self._clip, self._update = optax, clip, update_of(optimizer)
+        self._low_rank = low_rank = LowRankSum(wire, self.params) if isinstance(wire, PowerSGD) else None
+        self.feedback = {} if low_rank is None else {"feedback": low_rank.feedback, "basis": low_rank.basis}
+        self._sharded: ShardedOptimizer | None = None
+        if shard_optimizer:
+            self._sharded = ShardedOptimizer(call, optax, optimizer, self.params)
+            self.opt_state = self._sharded.state
+        else:
+            self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state", flat=flat)
+        self.sums_gradients = low_rank is not None or (shard_optimizer and self.wire is None)
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
         self.signature = self._signature_of_rows(call)
 
-    @property
-    def feedback(self) -> dict[str, Shared]:
-        """What a wire keeps between steps, by name."""
-        return {} if self._low_rank is None else {"feedback": self._low_rank.feedback, "basis": self._low_rank.basis}
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Return whether the step itself adds up the gradients of the replicas."""
-        return self._low_rank is not None or (self._sharded is not None and self.wire is None)
-
     def average(self, decay: float, flat: bool) -> Shared:
-        """A moving average of the parameters, which begins as they are."""
+        """Make the variable that holds a moving average of the parameters; it begins as a copy of them."""
         if isinstance(decay, bool) or not isinstance(decay, int | float | np.floating):
             raise TypeError(f"synk.train.step: ema is {shown(decay)}; give its decay, a number such as 0.999.")
         if not 0 <= decay < 1:
@@ -128,11 +133,11 @@ class TrainingModel:
         return shared(map_value(self.params, lambda params: params), "ema", flat=flat)
 
     def moved_average(self, average: PyTree, params: PyTree) -> PyTree:
-        """The average after a step."""
+        """Return the moving average after a step."""
         return self._optax.incremental_update(params, average, 1 - self._ema)
 
     def _signature_of_rows(self, call: str) -> inspect.Signature:
-        """The loss's signature without parameters and state."""
+        """Return the signature of the loss without parameters and state."""
         signature = inspect.signature(self.loss)
         parameters = list(signature.parameters.values())
         taken = 1 if self.state is None else 2
@@ -159,7 +164,7 @@ class TrainingModel:
           then_of_unreduced: the same, and adds up gradients itself (`sums_gradients`).
         """
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
-        fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # whose names are looked up at each call
+        fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
         ops = {**outputs, "aux": self.aux_ops}
         wire = None if self.wire is None else {**dict.fromkeys(ops), "loss": (None, self.wire)}
         options: dict[str, Any] = {"donate": self.donate, "nan": self.nan, "wire": wire, "blocks": self.blocks}
@@ -181,8 +186,15 @@ class TrainingModel:
     def value_and_grad(
         self, loss: Callable[..., Any], params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]
     ) -> LossAndGrad:
-        """The loss of these rows, and its gradient; `loss` is the user's, which whoever asks names by itself."""
-        # A tree of the loss's own, which it may change in place.
+        """Compute the loss of a part's rows, and its gradient.
+
+        Args:
+          loss: the user's loss, `self.loss`; callers name it in their code, so that tracing looks at its variables.
+          params: the parameters.
+          state: the variable that holds the model's state, or None.
+          args, kwargs: the part's rows.
+        """
+        # The loss gets a tree of its own, which it may change in place.
         before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
 
         def value(params: PyTree) -> tuple[Any, Any]:
@@ -243,7 +255,7 @@ class TrainingModel:
         return new
 
     def apply_updates(self, params: PyTree, opt_state: PyTree, grads: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-        """Parameters and optimizer state after a step."""
+        """Return parameters and optimizer state after a step."""
         if self._clip is not None:
             grads, _ = self._optax.clip_by_global_norm(self._clip).update(grads, self._optax.EmptyState())
         updates, opt_state = self._update(grads, opt_state, params, loss)
@@ -262,7 +274,7 @@ def _check_params(params: Shared, call: str) -> None:
 
 
 def kinds_of(variable: Shared) -> list[LeafKind]:
-    """What each leaf is; unsigned integers are taken for raw PRNG keys."""
+    """Return the kind of each leaf; unsigned integers count as raw PRNG keys."""
 
     def kind(shape: jax.ShapeDtypeStruct, key: Any) -> LeafKind:
         if key is not None or jnp.issubdtype(shape.dtype, jnp.unsignedinteger):
@@ -273,12 +285,12 @@ def kinds_of(variable: Shared) -> list[LeafKind]:
 
 
 def state_ops(state: Shared | None) -> PyTree:
-    """How each leaf of a model's state combines over the parts."""
+    """Return the tree of reductions that combine a model's state over the parts."""
     return () if state is None else state._spec.treedef.unflatten([_STATE_OPS[kind] for kind in kinds_of(state)])
 
 
 def rows_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """How many rows this part has; None where no argument is scattered."""
+    """Return the number of rows of this part; None if no argument is scattered."""
     bound = function._binder.bind(args, kwargs)
     if not bound.spec.scattered:
         return None
@@ -286,9 +298,11 @@ def rows_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def state_of_part(state: Shared, new: PyTree, has_weight: jax.Array, rows: int) -> PyTree:
-    """What a part of so many rows gives whose loss has a weight: one of weight 0 has no say in numbers and counts,
-    whatever the loss has made of them."""
-    if jax.tree.structure(new) != state._spec.treedef:  # which the assignment finds
+    """Return a part's new state if the loss has a weight.
+
+    A part of weight 0 has no say in numbers and counts, whatever the loss has made of them.
+    """
+    if jax.tree.structure(new) != state._spec.treedef:  # the assignment raises
         return new
 
     def of_leaf(kind: LeafKind, new: Any, old: Any) -> Any:
@@ -301,7 +315,10 @@ def state_of_part(state: Shared, new: PyTree, has_weight: jax.Array, rows: int) 
 
 
 def state_of_parts(state: Shared, combined: PyTree, counted: tuple[()] | jax.Array) -> PyTree:
-    """The new state of all parts; `counted` tells whether any had a say, where the loss has a weight."""
+    """Return the new state of all parts.
+
+    `counted` tells whether any part has a weight other than 0; `()` if the loss has no weight.
+    """
     if isinstance(counted, tuple):
         return combined
     return jax.tree.map(lambda new, old: jnp.where(counted, new, old), combined, state.value)

@@ -1,4 +1,4 @@
-"""Synchronous: training steps, the mean gradient of all rows in every step."""
+"""Synchronous: training steps by the mean gradient of all rows."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,12 +28,12 @@ class Step:
 
     Attributes:
       function: the `synk.Function` that it calls.
-      params: a shared variable, the parameters; their tree is `params.value`.
-      opt_state: a shared variable, the optimizer's state.
-      state: a shared variable, the model's state; None where there is none.
-      ema: a shared variable, the exponential moving average of the parameters; None where none was asked for.
+      params: the shared variable that holds the parameters; their tree is `params.value`.
+      opt_state: the shared variable that holds the optimizer's state.
+      state: the shared variable that holds the model's state; None if there is none.
+      ema: the shared variable that holds the exponential moving average of the parameters; None without `ema=`.
       feedback: shared variables that `wire=synk.train.PowerSGD(...)` keeps between steps, by name; else empty.
-      variables: all of these that there are, by name: what `synk.save` and `synk.load` take.
+      variables: all shared variables of the step by name, as `synk.save` and `synk.load` take them.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -55,13 +55,13 @@ class Step:
 
     @property
     def variables(self) -> dict[str, Shared]:
-        """All shared variables that a step updates, by name."""
-        found = {"params": self.params, "opt_state": self.opt_state, "state": self.state, "ema": self.ema}
-        return {name: variable for name, variable in {**found, **self.feedback}.items() if variable is not None}
+        """Return all shared variables that a step updates, by name."""
+        variables = {"params": self.params, "opt_state": self.opt_state, "state": self.state, "ema": self.ema}
+        return {name: variable for name, variable in {**variables, **self.feedback}.items() if variable is not None}
 
     @property
     def stats(self) -> Stats:
-        """What it has done so far."""
+        """Return what the step's function has done so far."""
         return self.function.stats
 
     @public_api
@@ -70,10 +70,10 @@ class Step:
 
         Args:
           *args: the rows, as the loss takes them.
-          **options: `batch`, `num_slices` and the like, as of every synk function.
+          **options: `batch`, `num_slices` and other options of a call of a synk function.
 
         Returns:
-          The loss of all rows before the step; or the pair of it and the aux outputs.
+          The mean loss of all rows before the step. With `aux` the pair of the loss and the aux outputs.
         """
         return self.function(*args, **options)
 
@@ -81,8 +81,8 @@ class Step:
     def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
         """Take a step for each of `batches`, and return an iterator of the results; see `synk.Function.iterate`.
 
-        For dropout and augmentation give each batch a PRNG key of its own, by `synk.each`: one key for all of them
-        draws the same noise in every step.
+        For dropout and augmentation give each batch its own PRNG key by `synk.each`: one key for all batches draws the
+        same noise in every step.
         """
         return self.function.iterate(*args, **options)
 
@@ -96,7 +96,7 @@ class Step:
         """Compare a step with the serial one, and take none; see `synk.Function.check`.
 
         Raises:
-          LawError: they differ, as BatchNorm's statistics do.
+          LawError: the steps differ, for example by the statistics of a BatchNorm.
         """
         self.function.check(*args, **options)
 
@@ -107,7 +107,7 @@ class Step:
 
     @public_api
     def compile(self, *args: Any, **options: Any) -> jax.stages.Compiled:
-        """Compile ahead what a step of such rows runs, and take none; see `synk.Function.compile`."""
+        """Compile the program of a step ahead, and take none; see `synk.Function.compile`."""
         return self.function.compile(*args, **options)
 
     @public_api
@@ -142,50 +142,49 @@ def step(
 ) -> Step:
     """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
 
-    It is the serial step for any rows, replicas and slices. One thing is not, unless asked for: what the loss computes
-    *across* rows, as BatchNorm does. Its statistics are then each part's own, and the running averages are combined
-    weighted by rows. Where all parts have as many rows, `flax.linen.BatchNorm(axis_name="replica")`, or
-    `jax.lax.pmean(x, "replica")` in the loss, takes them over the whole batch, and the step is serial again; other
-    numbers of rows then raise.
+    It is the serial step for any rows, replicas and slices, unless the loss computes something *across* rows, as
+    BatchNorm does: its statistics are then those of each part, and running averages are combined weighted by rows. If
+    all parts have as many rows, `flax.linen.BatchNorm(axis_name="replica")`, or `jax.lax.pmean(x, "replica")` in the
+    loss, computes statistics of the whole batch, and the step is serial again. Other numbers of rows then raise.
 
     Args:
-      loss: `loss(params, *rows)` returns the mean loss of the rows that it is given (per replica): a scalar, or
-        `synk.Weighted(mean, weight)`, e.g. by tokens, whose weight must not depend on the parameters; where a whole
-        batch weighs 0 the mean is NaN, as serially, and spoils the parameters. With `state` it is
+      loss: `loss(params, *rows)` returns the mean loss of its rows (per replica): a scalar, or
+        `synk.Weighted(mean, weight)`, e.g. by tokens. The weight must not depend on the parameters. If a whole batch
+        weighs 0, the mean is NaN, as serially, and spoils the parameters. With `state` it is
         `loss(params, state, *rows)`. With a state or aux outputs it returns `(loss, new_state)`, `(loss, aux)` or
         `(loss, new_state, aux)`.
       params: a pytree of floating arrays, or a shared variable that holds one.
-      optimizer: one of optax's; it sees the combined gradient, and the loss as `value` if it takes that.
-      state: what the model keeps beside its parameters, such as BatchNorm's running averages: a pytree, or a shared
-        variable. Floats are averaged weighted by rows, without those of parts of weight 0. PRNG keys, typed or raw
-        (unsigned integers), advance alike on every replica, so that all parts draw the same (`synk.part_key` makes
-        them each part's own): those of the first part that has rows are kept. Of other integers the largest is kept.
-      inputs: how the parameters of `loss` after those are dealt out, as for `synk.function`; scattered if left out.
-      aux: the op, or tree of ops, by which aux outputs combine; None where the loss has none.
-      clip: the largest global norm of the combined gradient; a larger one is scaled down to it before the update.
+      optimizer: an optimizer of optax's; it sees the mean gradient, and the loss as `value` if it takes that.
+      state: a pytree, or a shared variable, that the model keeps beside its parameters, such as BatchNorm's running
+        averages. Floats are averaged weighted by rows, without parts of weight 0. PRNG keys, typed or raw (unsigned
+        integers), advance alike on every replica, so all parts draw the same noise (`synk.part_key` makes a key for
+        each part). The keys of the first part with rows are kept; of other integers the largest.
+      inputs: how the other parameters of `loss` are dealt out, as for `synk.function`; by default scattered.
+      aux: the op, or tree of ops, that combines aux outputs; None if the loss has none.
+      clip: the largest global norm of the mean gradient; a larger gradient is scaled down to it before the update.
       flat: whether parameters and optimizer state keep one buffer a dtype, as `synk.shared(..., flat=True)`.
       donate: as for `synk.function`.
-      nan: as for `synk.function`: "raise" for FloatingPointError where the loss, aux outputs or what a step updates are
-        not finite, which names the row to blame; no step is taken then.
-      wire: as what gradients travel between replicas, as for `synk.function`; the loss, the state and leaves of fewer
-        than 256 numbers travel as they are. Or `synk.train.PowerSGD(rank)`: as thin factors, with what they leave out
-        added to the next step's; `check` compares as if all travelled.
+      nan: as for `synk.function`: "raise" raises FloatingPointError if the loss, aux outputs or updates are not finite.
+        The error names the row to blame, and no step is taken.
+      wire: how gradients travel between replicas, as for `synk.function`; the loss, the state and leaves below 256
+        numbers travel as they are. `synk.train.PowerSGD(rank)` sends thin factors, and adds what they leave out to the
+        next gradient; `check` compares as if all travelled.
       shard_optimizer: whether each replica keeps one n-th of the optimizer's state, updates one n-th of the parameters,
-        and gathers the rest (ZeRO-1): the same step, and as many bytes. `opt_state.value` is the whole. Only of an
-        optimizer that treats each number alone; `clip` clips by the global norm.
-      blocks: as for `synk.function`: gradients of blocks of so many rows, combined by one fixed tree: the same bits of
-        all parameters for any replicas and slices. Not with a `state` that holds PRNG keys.
-      ema: the decay of an exponential moving average of the parameters, e.g. 0.999: after each step `step.ema` is
-        ema * itself + (1 - ema) * the new parameters. It begins as these.
-      name: what messages call it; the loss's name.
+        and gathers the rest (ZeRO-1). The step is the same, and sends as many bytes. `opt_state.value` is the whole
+        state. The optimizer must treat each number alone; `clip` clips by the global norm.
+      blocks: as for `synk.function`: gradients of blocks of so many rows combine by one fixed tree, so all parameters
+        have the same bits for any replicas and slices. Not with a `state` that holds PRNG keys.
+      ema: the decay of an exponential moving average of the parameters, e.g. 0.999: after each step `step.ema` becomes
+        ema * step.ema + (1 - ema) * params. It begins as the parameters.
+      name: what messages call the step; by default the loss's name.
 
     Returns:
       A `Step`: call it with rows.
 
     Raises:
       ImportError: optax is not installed.
-      TypeError, ValueError: an argument is of a wrong kind or value; or `shard_optimizer` goes with an optimizer that
-        mixes numbers.
+      TypeError, ValueError: an argument is of a wrong kind or value, or `shard_optimizer` is used with an optimizer
+        that mixes numbers.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
@@ -202,23 +201,24 @@ def step(
         blocks=blocks, shard_optimizer=shard_optimizer,
     )  # fmt: skip
 
-    # Named here, so that tracing expects them; and so is the loss, of whose names it looks at the variables.
+    # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
     held, opt_state, running = model.params, model.opt_state, model.state
     average = None if ema is None else model.average(ema, flat)
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
-        found = model.value_and_grad(loss, held.value, running, args, kwargs)
-        both: Any = (found.value, found.grads)
-        state = found.state
+        part = model.value_and_grad(loss, held.value, running, args, kwargs)
+        both: Any = (part.value, part.grads)
+        state = part.state
         counted: Any = ()
-        if found.weight is not None and running is not None:
-            counted = jnp.asarray(found.weight) != 0
-            state = state_of_part(running, found.state, counted, rows_of(function, args, kwargs) or 1)
-        if found.weight is not None and model.sums_gradients:
-            both = tuple(Weighted(each, found.weight) for each in both)
-        elif found.weight is not None:
-            both = Weighted(both, found.weight)
-        return {"loss": both, "state": state, "counted": counted, "aux": found.aux}
+        if part.weight is not None and running is not None:
+            counted = jnp.asarray(part.weight) != 0
+            state = state_of_part(running, part.state, counted, rows_of(function, args, kwargs) or 1)
+        if part.weight is not None and model.sums_gradients:
+            # Two values, since their ops differ: "mean" and unreduced.
+            both = tuple(Weighted(value, part.weight) for value in both)
+        elif part.weight is not None:
+            both = Weighted(both, part.weight)
+        return {"loss": both, "state": state, "counted": counted, "aux": part.aux}
 
     def then(unreduced: bool, combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
