@@ -1,4 +1,4 @@
-"""Training steps on optax: synchronous ones, and local ones that average now and then. `synk` does not import it."""
+"""Training steps by optax: synchronous steps, and local steps that average now and then. `synk` does not import it."""
 
 from .local_sgd import LocalSteps, local_steps
 from .power_sgd import PowerSGD

@@ -1,4 +1,4 @@
-"""Optimizer: the update of an optimizer of optax's, which takes the loss where it is one that asks for it."""
+"""Optimizer: call the update of an optimizer of optax's, with the loss if it asks for it, and check the result."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from .._base.pytree import PyTree
 
 Update = Callable[[PyTree, PyTree, PyTree, Any], tuple[PyTree, PyTree]]
 
-# What optax says where an optimizer is given the gradient of the mean loss and asks for more.
+# Messages of optax if an optimizer gets the gradient of the mean loss and asks for more.
 _ASKS_FOR_LOSS = r"missing .* keyword-only argument.*('grad'|'value_fn')|grad_fn must be provided"
 _ASKS_FOR_EXAMPLES = "batch dimension in the 0th axis"
 _OF_EXAMPLES = (
@@ -23,9 +23,10 @@ _OF_EXAMPLES = (
 
 
 def update_of(optimizer: Any) -> Update:
-    """Of gradients, state, parameters and the loss; some take no `value`, though of a class that says they do."""
+    """Return a function from gradients, state, parameters and the loss to updates and the new state."""
+    # The signature tells: some optimizers are a GradientTransformationExtraArgs and take no `value` all the same.
     parameters = inspect.signature(optimizer.update).parameters.values()
-    takes_value = any(each.name == "value" or each.kind == each.VAR_KEYWORD for each in parameters)
+    takes_value = any(p.name == "value" or p.kind == p.VAR_KEYWORD for p in parameters)
 
     def update(grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
         extra = {"value": loss} if takes_value else {}
@@ -45,7 +46,8 @@ def update_of(optimizer: Any) -> Update:
                 "f(params, *rows), or grad_fn=jax.grad(lambda params, _: f(params, *rows))."
             ) from error
         jax.tree_util.tree_map_with_path(_check_shape, params, updates, is_leaf=lambda leaf: leaf is None)
-        if jax.tree.structure(new) == jax.tree.structure(state):  # else the variable says what differs
+        # If trees differ, assigning the variable raises.
+        if jax.tree.structure(new) == jax.tree.structure(state):
             jax.tree_util.tree_map_with_path(_check_dtype, state, new)
         return updates, new
 
@@ -53,7 +55,7 @@ def update_of(optimizer: Any) -> Update:
 
 
 def _check_dtype(path: Any, before: Any, after: Any) -> None:
-    """TypeError where an update changes the dtype of the state."""
+    """Raise TypeError if an update changes the dtype of the state."""
     was, has = getattr(before, "dtype", None), getattr(after, "dtype", None)
     if was is not None and has is not None and was != has:
         raise TypeError(
@@ -64,7 +66,7 @@ def _check_dtype(path: Any, before: Any, after: Any) -> None:
 
 
 def _check_shape(path: Any, param: Any, update: Any) -> None:
-    """ValueError where adding the update would stretch one of the two."""
+    """Raise ValueError if adding the update would broadcast the update or the parameter."""
     if param is not None and np.shape(update) != np.shape(param):
         raise ValueError(
             f"synk.train: the optimizer's update of params{keystr(path)} has shape {np.shape(update)}, but that has "

@@ -1,7 +1,7 @@
-"""PowerSGD: gradients that travel as products of two thin matrices, and what that leaves out as feedback.
+"""PowerSGD: gradients that travel as products of two thin matrices, with error feedback.
 
-Vogels, Karimireddy, Jaggi: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019,
-algorithm 1, here of sums: weights are in the parts that are added up.
+Vogels, Karimireddy, Jaggi: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019
+(https://arxiv.org/abs/1905.13727), algorithm 1. Here it adds up, since the parts are weighted already.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,21 @@ from .._reductions.collectives import all_sum
 from .._runtime.group import AXIS
 from .._variables.variable import Shared, shared
 
-_NEGLIGIBLE = 1e-6  # of a column's length, float32
+# A column of length 1 of which less than this is left, in float32, is rounding.
+_NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """What gradients travel as, given as `wire=`: the two thin factors of a matrix of low rank.
+    """A value of `wire=`: gradients travel as the two thin factors of a matrix of low rank.
 
-    One step of subspace iteration a training step, which begins at the last one's factors. What they leave out stays on
-    each replica and is added to its next gradient (error feedback): a shared variable that is saved with the step.
-    Leaves of two axes or more travel so, as matrices of their last axis, where that is less; others as they are.
+    Each training step makes one step of subspace iteration from the last factors. What the factors leave out stays on
+    each replica and is added to its next gradient (error feedback), in a shared variable that is saved with the step.
+    A leaf of two axes or more travels as a matrix with its last axis as columns, if its factors have fewer numbers;
+    other leaves travel as they are.
 
     Attributes:
-      rank: how many columns the factors have, >= 1.
+      rank: the number of columns of the factors, >= 1.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train
@@ -51,12 +53,13 @@ class PowerSGD:
 
 
 class LowRankSum:
-    """Sums over the replicas of parts that travel as thin factors.
+    """Sums over the replicas of gradients that travel as thin factors.
 
     Attributes:
-      feedback: a shared variable, for each leaf that travels so what was left out so far, times the number of replicas,
-        so that the average of all replicas means the same on any number of them; None where no leaf does.
-      basis: a shared variable, the right factors of the last sums, alike on all replicas.
+      matrices: the shape as a matrix of each leaf that travels as factors, by the number of the leaf.
+      feedback: a shared variable: for each matrix what was left out so far, times the number of replicas, so that the
+        average over replicas means the same for any number of replicas.
+      basis: a shared variable: the right factors of the last sums, equal on all replicas.
     """
 
     def __init__(self, wire: PowerSGD, params: Shared) -> None:
@@ -113,24 +116,26 @@ def _matrix(shape: jax.ShapeDtypeStruct) -> tuple[int, int]:
 
 
 def _is_less(shape: jax.ShapeDtypeStruct, rank: int) -> bool:
-    """Do thin factors have fewer numbers?"""
+    """Return whether thin factors have fewer numbers than a leaf."""
     if len(shape.shape) < 2 or not jnp.issubdtype(shape.dtype, jnp.floating):
         return False
     return rank * sum(_matrix(shape)) < shape.size
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """As float32 on GPUs too: what one product rounds away, the feedback would not know of."""
+    """Multiply two matrices in full float32."""
+    # In float32 on GPUs too: feedback would not know of what one product rounds away.
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def _is_finite(*sums: jax.Array) -> jax.Array:
-    """The same on every replica, as the sums are."""
-    return jnp.stack([jnp.isfinite(each).all() for each in sums]).all()
+    """Return whether all numbers are finite; equal on every replica if the sums are."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in sums]).all()
 
 
 def _of_length_1(columns: jax.Array) -> jax.Array:
-    """Each column over its length, whose squares may be too large or too small; zeros stay."""
+    """Divide each column by its length; zeros stay."""
+    # First by its largest number, since squares may overflow or vanish.
     largest = jnp.abs(columns).max(0, keepdims=True)
     columns = columns / jnp.where(largest == 0, 1, largest)
     length = jnp.linalg.norm(columns, axis=0, keepdims=True)
@@ -138,18 +143,18 @@ def _of_length_1(columns: jax.Array) -> jax.Array:
 
 
 def _orthonormal(columns: jax.Array) -> jax.Array:
-    """Columns made orthogonal to those before, of length 1 (Gram-Schmidt, each twice, for the last bits); zeros where
-    nothing but rounding is left, which may point anywhere."""
-    found: list[jax.Array] = []
+    """Make each column orthogonal to the columns before, and of length 1 (Gram-Schmidt)."""
+    done: list[jax.Array] = []
     for i in range(columns.shape[1]):
         column = _of_length_1(columns[:, i : i + 1])
-        for _ in range(2):
-            for before in found:
+        for _ in range(2):  # the second time for the last bits
+            for before in done:
                 column = column - before * (before * column).sum()
-        found.append(_of_length_1(jnp.where(jnp.linalg.norm(column) > _NEGLIGIBLE, column, 0)))
-    return jnp.concatenate(found, 1)
+        # Nothing but rounding is left of a dependent column. Rounding may point anywhere, so zeros take its place.
+        done.append(_of_length_1(jnp.where(jnp.linalg.norm(column) > _NEGLIGIBLE, column, 0)))
+    return jnp.concatenate(done, 1)
 
 
 def _unless_zero(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Right factors to begin with the next time: of a column that has vanished, and would for good, the last one."""
+    """Return right factors for the next step: the old column where the new one is 0 and would stay 0."""
     return jnp.where(jnp.abs(new).max(0, keepdims=True) > 0, new, old)
