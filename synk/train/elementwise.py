@@ -39,47 +39,33 @@ class ElementwiseOptimizer:
 
     def __init__(self, call: str, optimizer: Any, params: PyTree) -> None:
         """Try the optimizer on a tree of shapes; raise ValueError if it mixes numbers."""
-        self._call, self._params, self.update = call, params, update_of(optimizer)
+        self._call, self._init, self._params, self.update = call, optimizer.init, params, update_of(optimizer)
+        # The whole comes first, so that the optimizer's own errors stay what they are.
         self._state = jax.eval_shape(optimizer.init, params)
-        # Traced first, so that errors of the optimizer's own stay what they are.
         self._program = jax.make_jaxpr(self.update)(params, self._state, params, _LOSS)
-        self.is_cut = self._leaves_like_params(optimizer)
-        self._checked: set[int] = set()
-        for replicas in (2, max([leaf.size for leaf in jax.tree.leaves(params)], default=2)):
-            self.check_shards(max(replicas, 2))
+        self.is_cut = self.check_shards(2)
 
-    def check_shards(self, replicas: int) -> None:
-        """Raise ValueError if the update does anything else to the shards of this many replicas than to the whole."""
-        if replicas in self._checked:
-            return
+    def check_shards(self, replicas: int) -> tuple[bool, ...]:
+        """Return which leaves of the state are cut into shards.
+
+        Raises:
+          ValueError: the optimizer does anything else to the shards of this many replicas than to the whole.
+        """
         params = jax.tree.map(lambda shape: shard_with_axes(shape, replicas), self._params)
-        leaves, treedef = jax.tree.flatten(self._state)
-        pairs = zip(leaves, self.is_cut, strict=True)
-        state = treedef.unflatten([shard_with_axes(leaf, replicas) if is_cut else leaf for leaf, is_cut in pairs])
         try:
+            state = jax.eval_shape(self._init, params)
             program = jax.make_jaxpr(self.update)(params, state, params, _LOSS)
         except Exception as error:  # an optimizer may do anything with shapes
             raise self._refusal(_BY_SHAPE) from error
+        if jax.tree.structure(state) != jax.tree.structure(self._state):
+            raise self._refusal(_BY_SHAPE)
+        pairs = [*zip(jax.tree.leaves(self._state), jax.tree.leaves(state), strict=True)]
+        if any(shard.shape not in (leaf.shape, shard_with_axes(leaf, replicas).shape) for leaf, shard in pairs):
+            raise self._refusal("its state has other shapes than the parameters")
         difference = _difference(self._program, program)
         if difference is not None:
             raise self._refusal(difference)
-        self._checked.add(replicas)
-
-    def _leaves_like_params(self, optimizer: Any) -> tuple[bool, ...]:
-        """Return which leaves of the state are smaller for the smallest shards there are."""
-        smallest = jax.tree.map(lambda shape: shard_with_axes(shape, max(shape.size, 1)), self._params)
-        try:
-            small_state = jax.eval_shape(optimizer.init, smallest)
-        except Exception as error:  # an optimizer may do anything with shapes
-            raise self._refusal(_BY_SHAPE) from error
-        if jax.tree.structure(small_state) != jax.tree.structure(self._state):
-            raise self._refusal(_BY_SHAPE)
-        leaves = jax.tree.leaves(self._state)
-        is_cut = tuple(a.shape != b.shape for a, b in zip(leaves, jax.tree.leaves(small_state), strict=True))
-        param_shapes = {leaf.shape for leaf in jax.tree.leaves(self._params)}
-        if not {leaf.shape for leaf, is_cut in zip(leaves, is_cut, strict=True) if is_cut} <= param_shapes:
-            raise self._refusal("its state has other shapes than the parameters")
-        return is_cut
+        return tuple(leaf.shape != shard.shape for leaf, shard in pairs)
 
     def _refusal(self, reason: str) -> ValueError:
         return ValueError(
