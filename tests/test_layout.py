@@ -97,7 +97,7 @@ def test_a_module_names_its_idea(name):
 def test_private_jax_is_in_one_place():
     """Where nothing public serves: the store that processes share."""
     found = [name for name, tree in MODULES.items() if "jax._src" in ast.unparse(tree)]
-    assert found == ["_distributed.kv_store"]
+    assert found == ["_distributed.coordinator"]
 
 
 def test_messages_install_what_there_is():

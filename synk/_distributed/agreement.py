@@ -1,4 +1,4 @@
-"""Agreement: processes compare what they are about to do, before they do it, and learn why one of them is gone."""
+"""Agreement: processes compare what they are about to do before they do it, and learn why one of them is gone."""
 
 import contextlib
 import hashlib
@@ -17,99 +17,106 @@ from .._base.errors import CheckpointError, DisagreementError, PeerError, SynkEr
 from .._runtime.dispatch import retire_finished
 from .._runtime.group import Peers
 from .._runtime.layout import describe_shapes
-from . import kv_store
+from . import coordinator as store
 
-PATIENCE = 1.0  # seconds between looks at what keeps another process
-_BLOCK = 1 << 16  # bytes
+PATIENCE = 1.0  # seconds to wait for another process before looking why it keeps this one waiting
 
-# What JAX and its communication say when the other side is gone.
+# Words of JAX, gloo, NCCL and gRPC when the other side of a connection is gone.
 _GONE = re.compile(
     r"gloo|nccl|closed by peer|connection (reset|refused|closed)|heartbeat|coordination serv|unavailable", re.IGNORECASE
 )
-# What process 0 meets at the files, and all raise.
-_OF_FILES = (OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-_KNOWN: dict[str, type[Exception]] = {e.__name__: e for e in (*_OF_FILES, CheckpointError, TypeError, ValueError)}
-_WAS_ENDED = "ended"  # by Ctrl-C or sys.exit, in place of the name of an error that all may catch
+# Errors of process 0 that all processes raise alike. Any other error arrives as OSError.
+_SHARED_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (
+        OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError,
+        CheckpointError, TypeError, ValueError,
+    )
+}  # fmt: skip
 _SAME_CALLS = "Every process must make the same calls, of equal shapes, in the same order."
 _START_AGAIN = "This group cannot go on: start all its processes again, from the last checkpoint."
 
 
 class JaxPeers(Peers):
-    """The processes of `jax.distributed`. There is one, since programs of all groups are counted in one order.
+    """The other processes of `jax.distributed`. All groups share one instance, since their programs run in one order.
 
-    What all processes must do together is an *exchange*: each publishes what it is about to do, after how many
-    launches, and reads what the others have published. Exchanges are numbered, so a process that does something else
-    is found by all.
+    Before a step that all processes take together, they make an exchange: each process publishes what it is about to
+    do and how many programs it has launched, and reads what the others publish. Exchanges are numbered, so every
+    process notices when another one does something else.
+
+    Attributes:
+      progress: how many programs that all processes share this one has launched, and the name of the last one.
+      ended: why the group has come to its end, as far as this process knows; None while it goes on.
     """
 
     def __init__(self) -> None:
-        self.launches = (0, "nothing")  # how many programs all processes have launched, and what the last one is called
-        self.ended: SynkError | None = None  # why the group has come to an end, as far as this process knows
+        self.progress = (0, "nothing")
+        self.ended: SynkError | None = None
         self._exchanges = 0
-        self._told = 0  # the last exchange in which process 0 told the others something
+        self._told = ""  # the key of the last answer of process 0
 
     def before_launch(self, what: str) -> None:
         if self.ended is not None:
             raise self.ended
         if _checks_all():
             self._exchange(what, "")
-        self.launches = self.launches[0] + 1, what
+        self.progress = self.progress[0] + 1, what
 
     def agree(self, what: str, text: str) -> None:
         digests = self._exchange(what, hashlib.sha256(text.encode()).hexdigest()[:8])
         if len(set(digests)) > 1:
             sides = _sides([f"{what} [{digest}]" for digest in digests])
-            self._disagree(
-                f"processes are about to run different programs. {sides}. Their programs differ in what they compute "
-                f"(constants, operations). {_SAME_CALLS}"
-            )
+            self._disagree(f"{sides}. Their programs differ in what they compute (constants, operations)")
 
     def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:
         if not (always or _checks_all()):
             return
-        values = self._exchange(what, _described(arrays()))
-        if len(set(values)) > 1:  # which all see, so all go on
+        values = self._exchange(what, _describe(arrays()))
+        if len(set(values)) > 1:  # the group goes on, since every process sees this
             raise DisagreementError(f"processes differ in {what}. {_sides(values)}. {remedy}")
 
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
         self._exchange(what, "")
-        before, self._told = self._told, self._exchanges
-        number = self._told
-        if jax.process_index() == 0:
-            kv_store.delete(f"synk/told/{before}")  # which all have read, as they have come to this exchange
-            try:
-                result = act()
-            except BaseException as error:
-                kind = type(error).__name__ if isinstance(error, Exception) else _WAS_ENDED
-                why = str(error) if isinstance(error, Exception) else f"{type(error).__name__}({error})"
-                kv_store.put(f"synk/told/{number}", json.dumps([kind, why]))
-                raise
-            kv_store.put(f"synk/told/{number}", json.dumps([None, result]))
-            return result
-        while (told := kv_store.wait(f"synk/told/{number}", PATIENCE)) is None:
+        before, self._told = self._told, f"synk/told/{self._exchanges}"
+        if jax.process_index() != 0:
+            return self._hear_process_0(what)
+        if before:  # all processes have come to this exchange, so they have read the answer before
+            store.delete(before)
+        try:
+            result = act()
+        except BaseException as error:
+            store.put(self._told, json.dumps([type(error).__name__, str(error)]))
+            raise
+        store.put(self._told, json.dumps([None, result]))
+        return result
+
+    def _hear_process_0(self, what: str) -> str:
+        """Wait for the answer of process 0. Return its result, or raise its error."""
+        while (told := store.wait(self._told, PATIENCE)) is None:
             self._raise_if_ended()
-        kind, result = json.loads(told)
+        kind, text = json.loads(told)
         if kind is None:
-            return result
-        if kind == _WAS_ENDED:
-            raise self.end(_peer_failed({"0": f"{what}: {result}"}))
-        raise _KNOWN[kind](result) if kind in _KNOWN else OSError(f"{what}: process 0 failed: {kind}: {result}")
+            return text
+        if kind in ("KeyboardInterrupt", "SystemExit"):
+            raise self.end(_peer_failed({"0": f"{what}: {kind}({text})"}))
+        if kind in _SHARED_ERRORS:
+            raise _SHARED_ERRORS[kind](text)
+        raise OSError(f"{what}: process 0 failed: {kind}: {text}")
 
     def after_failure(self, what: str, error: Exception) -> Exception:
-        gone = self.translate_error(error)
-        if gone is None:  # it is this process that has failed, and the others wait, or take its next sum for this one
-            why = f"{what}: its program died ({str(error).strip().splitlines()[-1][:200]})"
-            me = jax.process_index()
-            publish_failure(why)
-            gone = self.end(_peer_failed({str(me): why}))
-        return gone
+        if (gone := self.translate_error(error)) is not None:
+            return gone
+        # The other processes wait for this one, or would take its next sum for this one.
+        why = f"{what}: its program died ({str(error).strip().splitlines()[-1][:200]})"
+        publish_failure(why)
+        return self.end(_peer_failed({str(jax.process_index()): why}))
 
     def translate_error(self, error: BaseException) -> SynkError | None:
         if isinstance(error, PeerError | DisagreementError):
             return error
-        if not kv_store.is_running() or not _GONE.search(str(error)):
+        if not store.is_running() or not _GONE.search(str(error)):
             return None
-        for _ in range(10):  # who fails publishes why just before it goes
+        for _ in range(10):  # a process that fails publishes why just before it goes
             if (end := self._find_end()) is not None:
                 return end
             sleep(0.05)
@@ -117,45 +124,46 @@ class JaxPeers(Peers):
         return self.end(PeerError(f"another process of the group is gone ({first}). {_START_AGAIN}"))
 
     def end(self, error: SynkError) -> SynkError:
-        """Note that the group has come to its end."""
+        """Note that the group has come to its end. Return the first reason that was noted."""
         self.ended = self.ended or error
         return self.ended
 
     def _exchange(self, what: str, value: str) -> list[str]:
-        """What all processes publish, by rank; DisagreementError where they are not about to do the same."""
-        retire_finished()  # of a program that died here the others must learn before they go on
+        """Publish a value, and return the values of all processes by rank.
+
+        Raises:
+          DisagreementError: another process is about to do something else, or has launched other programs.
+        """
+        retire_finished()  # the others must learn of a program that died here before they go on
         if self.ended is not None:
             raise self.ended
         me = jax.process_index()
         self._exchanges += 1
-        kv_store.put(_key(self._exchanges, me), json.dumps([*self.launches, what, value]))
+        store.put(_key(self._exchanges, me), json.dumps([*self.progress, what, value]))
         published = [json.loads(self._published(rank, what)) for rank in range(jax.process_count())]
-        kv_store.delete(_key(self._exchanges - 1, me))  # which all have read, as they have come to this one
-        doing = [each[2] for each in published]
+        store.delete(_key(self._exchanges - 1, me))  # all have read it, since they have come to this exchange
+        doing = [what for _, _, what, _ in published]
         if len(set(doing)) > 1:
-            self._disagree(f"processes are about to run different programs. {_sides(doing)}. {_SAME_CALLS}")
-        if len({each[0] for each in published}) > 1:
+            self._disagree(_sides(doing))
+        if len({count for count, *_ in published}) > 1:
             sides = _sides([f"{doing} as its program {count + 1}, after {last}" for count, last, doing, _ in published])
-            self._disagree(f"processes have run different programs. {sides}. {_SAME_CALLS}")
-        return [each[3] for each in published]
+            self._disagree(sides)
+        return [value for *_, value in published]
 
     def _published(self, rank: int, what: str) -> str:
-        """What another process is about to do, once it has published it."""
+        """Wait until another process has published what it is about to do."""
         key = _key(self._exchanges, rank)
-        while True:
-            if (value := kv_store.wait(key, PATIENCE)) is not None:
-                return value
+        while (value := store.wait(key, PATIENCE)) is None:
             self._raise_if_ended()
-            at = kv_store.get(f"synk/at/{rank}")
-            number, other = (at or "0 ").split(" ", 1)
-            if int(number) > self.launches[0] and kv_store.get(key) is None:
-                self._disagree(
-                    f"processes run different programs. process {jax.process_index()}: {what}; process {rank} has gone "
-                    f"on with: {other}. {_SAME_CALLS}"
-                )
+            number, other = (store.get(f"synk/at/{rank}") or "0 ").split(" ", 1)
+            if int(number) > self.progress[0] and store.get(key) is None:
+                me = jax.process_index()
+                self._disagree(f"process {me}: {what}; process {rank} has gone on with: {other}")
+        return value
 
-    def _disagree(self, message: str) -> None:
-        kv_store.put("synk/disagreed", message)
+    def _disagree(self, difference: str) -> None:
+        message = f"processes are about to run different programs. {difference}. {_SAME_CALLS}"
+        store.put("synk/disagreed", message)
         raise self.end(DisagreementError(message))
 
     def _raise_if_ended(self) -> None:
@@ -163,9 +171,9 @@ class JaxPeers(Peers):
             raise error
 
     def _find_end(self) -> SynkError | None:
-        """Look for what other processes have published of their end; None where all go on."""
+        """Return the end of the group if another process has failed or ended; else None."""
         try:
-            error = failure_notice(kv_store.list("synk/ended/") | kv_store.list("synk/failed/"))
+            error = failure_notice(store.get_all("synk/ended/") | store.get_all("synk/failed/"))
         except Exception:  # the store lives in process 0
             error = _peer_failed({"0": "it is gone"})
         return None if error is None else self.end(error)
@@ -175,14 +183,14 @@ PEERS = JaxPeers()
 
 
 def publish_failure(why: str) -> None:
-    """Let the others know why this process cannot go on."""
-    with contextlib.suppress(Exception):  # nobody may be there to read it
-        kv_store.put(f"synk/failed/{jax.process_index()}", why[:300])
+    """Tell the other processes why this one cannot go on."""
+    with contextlib.suppress(Exception):  # the store may be gone
+        store.put(f"synk/failed/{jax.process_index()}", why[:300])
 
 
 def failure_notice(published: Mapping[str, str]) -> SynkError | None:
-    """What other processes have published of their end (by rank) as an error; None where there is nothing."""
-    if (message := kv_store.get("synk/disagreed")) is not None:
+    """Return the error for what other processes have published of their end, by rank; None if there is nothing."""
+    if (message := store.get("synk/disagreed")) is not None:
         return DisagreementError(message)
     whys = {rank: why for rank, why in published.items() if rank != str(jax.process_index())}
     return _peer_failed(whys) if whys else None
@@ -194,7 +202,7 @@ def _peer_failed(whys: Mapping[str, str]) -> PeerError:
 
 
 def _sides(values: Sequence[str]) -> str:
-    """Which processes have what."""
+    """Say which processes have which value."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -202,21 +210,17 @@ def _sides(values: Sequence[str]) -> str:
 
 
 def _key(number: int, rank: int) -> str:
-    """Where a process publishes what it is about to do."""
     return f"synk/exchange/{number}/{rank}"
 
 
 def _checks_all() -> bool:
-    """Shall every call be compared, its values too?"""
+    """Return whether the user has every call compared, with its values."""
     return os.environ.get("SYNK_CHECK", "0") not in ("", "0")
 
 
-def _described(values: Sequence[Any]) -> str:
-    """Shapes, dtypes and a digest of values: of the checksums of small blocks, which miss no change of 32 bits in a row
-    and one in four billion others, and take a third of the time of a digest of all."""
-    arrays, sums = [np.asarray(value) for value in values], hashlib.sha256()
+def _describe(values: Sequence[Any]) -> str:
+    """Describe arrays by shapes, dtypes and a checksum, which finds each change within 32 bits in a row."""
+    arrays, checksum = [np.asarray(value) for value in values], 0
     for array in arrays:
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        for at in range(0, len(data), _BLOCK):
-            sums.update(zlib.crc32(data[at : at + _BLOCK]).to_bytes(4, "little"))
-    return f"{describe_shapes(arrays)} [{sums.hexdigest()[:8]}]"
+        checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, checksum)
+    return f"{describe_shapes(arrays)} [{checksum:08x}]"

@@ -1,73 +1,51 @@
-"""Coordinator: where the processes of a program meet: its address checked, and waited for with a message at the end."""
+"""Coordinator: join the other processes of a program, and share text with them through JAX's key-value store.
+
+The store lives in process 0, at the address of the coordinator. Nothing else in synk uses private JAX.
+"""
 
 import contextlib
 import os
 import re
 import socket
-import struct
 import sys
 import threading
-from collections.abc import Generator
-from time import monotonic, sleep
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
+from jax._src import distributed  # noqa: TID251  # the client of the store has no public name
 
 from .._base.errors import SynkError, checked_integer
 from .._runtime.dispatch import JAXLIB
-from . import kv_store
-
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + struct.pack(">HBBBI", 0, 0, 4, 0, 0)  # and no settings of ours
-_SETTINGS = 4  # the frame with which whoever speaks HTTP/2 answers
 
 
 def initialize(
     coordinator: str | None, num_processes: Any, process_id: Any, heartbeat: int, shutdown: int, start: int
 ) -> None:
-    """Join the other processes, unless JAX's runtime has been started already; arguments are those of `synk.init`."""
-    if kv_store.is_running():
+    """Join the other processes, unless JAX's runtime has been started already. Arguments are those of `synk.init`."""
+    if is_running():
         return
     coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
     num_processes, process_id = _number("num_processes", num_processes), _number("process_id", process_id)
-    _check(coordinator, num_processes, process_id)
-    joined = [str(coordinator), str(process_id), str(os.getpid())]
-    before = os.environ.get("SYNK_JOINED", "").split()  # by this program, or by one that has started it as a helper
-    if before[:2] == joined[:2] and before != joined:
-        raise SynkError(
-            f"synk.init(distributed=True): process {process_id} has joined already, and this is a helper that it has "
-            f'started. Make the call under `if __name__ == "__main__":`, where helpers that import the program do not.'
-        )
-    if kv_store.is_too_late():
-        raise RuntimeError(
-            "synk.init(distributed=True): JAX has made its devices already. Call it before any use of JAX."
-        )
-    # Before jaxlib 0.10 the others take two of their own heartbeats to notice that process 0 is frozen.
-    halved = JAXLIB < (0, 10) and process_id
-    bind_address: str | None = None
-    if coordinator is not None:
-        until, host, port = monotonic() + start, *_host_and_port(coordinator)
-        # Nobody on the network needs to reach a coordinator on the loopback device.
-        is_local = host == "localhost" or host.startswith("127.") or host == "::1"
-        if is_local and not os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
-            bind_address = coordinator
-        _go_past_proxies(host)
-        if process_id == 0:
-            _check_free(coordinator, host if is_local else "", port)
-        else:
-            _wait_for_answer(coordinator, host, port, start, until)
-    where = coordinator or "the coordinator that the launcher names"
+    _refuse_missing({"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id})
+    _refuse_helper(coordinator, process_id)
+    bind_address = None if coordinator is None else _prepare_address(coordinator, process_id)
+    # Before jaxlib 0.10 other processes notice after two of their own heartbeats that process 0 is frozen.
+    if JAXLIB < (0, 10) and process_id:
+        heartbeat = -(-heartbeat // 2)
     who = f"process {process_id} of {num_processes}" if coordinator else "this process"
     try:
-        with _patience(f"{who} has met the others at {where}", start):
+        with _time_limit(f"{who} has met the others at {coordinator or 'the address that the launcher names'}", start):
             jax.distributed.initialize(
                 coordinator,
                 num_processes,
                 process_id,
-                initialization_timeout=start + 10,  # at which the runtime ends the process without a word of where
-                heartbeat_timeout_seconds=-(-heartbeat // 2) if halved else heartbeat,
+                # The runtime ends the process when this time is over. The limit above says why before that.
+                initialization_timeout=start + 10,
+                heartbeat_timeout_seconds=heartbeat,
                 shutdown_timeout_seconds=shutdown,
                 coordinator_bind_address=bind_address,
-                # Who says who is who is the launcher: one found besides, as inside SLURM's allocation, would name GPUs.
+                # A launcher that JAX finds besides, as inside SLURM's allocation, would name other GPUs.
                 cluster_detection_method=None if coordinator is None else "deactivate",
             )
     except ValueError as error:
@@ -77,105 +55,13 @@ def initialize(
             f"synk.init(distributed=True): no launcher was found ({error}). Give coordinator='host:port', "
             f"num_processes and process_id, or start with `python -m synk launch`."
         ) from error
-    os.environ["SYNK_JOINED"] = " ".join(joined)
+    os.environ["SYNK_JOINED"] = f"{coordinator} {process_id} {os.getpid()}"
     if num_processes is not None and process_id is not None:
         _compare_counts(num_processes, process_id)
 
 
-def _host_and_port(coordinator: str) -> tuple[str, int]:
-    match = re.fullmatch(r"\[?([^\[\]/\s]+?)\]?:(\d{1,5})", coordinator)
-    if match is None or not 0 < int(match[2]) < 1 << 16:
-        raise ValueError(
-            f"synk.init: the coordinator is {coordinator!r} (coordinator=, or SYNK_COORDINATOR); give host:port of "
-            f"process 0, e.g. 10.0.0.1:1234."
-        )
-    return match[1], int(match[2])
-
-
-def _go_past_proxies(host: str) -> None:
-    """The runtime would ask a proxy of the environment for the coordinator."""
-    if not any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        return
-    before = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")
-    os.environ["no_grpc_proxy"] = ",".join(filter(None, [before, host]))
-
-
-def _check_free(coordinator: str, host: str, port: int) -> None:
-    """Can process 0 listen there? The runtime would crash."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what another run has just left may be taken
-        try:
-            trial.bind((host, port))
-        except OSError as error:
-            raise OSError(
-                f"synk.init: process 0 cannot listen at {coordinator} (coordinator=, or SYNK_COORDINATOR): "
-                f"{error.strerror}. Give a port of this machine that nobody uses."
-            ) from error
-
-
-def _wait_for_answer(coordinator: str, host: str, port: int, start: float, until: float) -> None:
-    """Wait until process 0 listens, and speaks as the runtime does."""
-    why = "nobody listens there"
-    while monotonic() < until:
-        try:
-            with socket.create_connection((host, port), timeout=max(0.1, until - monotonic())) as trial:
-                why = "what listens there does not answer"
-                trial.sendall(_PREFACE)
-                answer = trial.recv(9, socket.MSG_WAITALL)
-                if len(answer) == 9 and answer[3] == _SETTINGS:
-                    return
-                why = "what listens there is no coordinator of JAX's"
-        except OSError as error:
-            if not isinstance(error, TimeoutError | ConnectionError):
-                why = str(error)
-        sleep(0.1)
-    raise TimeoutError(
-        f"synk.init: the coordinator {coordinator} (coordinator=, or SYNK_COORDINATOR) could not be reached in "
-        f"{start} s: {why}. Has process 0 started, and is this its address?"
-    )
-
-
-@contextlib.contextmanager
-def _patience(what: str, seconds: float) -> Generator[None]:
-    """End this process with a message where it takes longer: the runtime, which cannot be interrupted, would abort."""
-    is_over = threading.Event()
-
-    def watch() -> None:
-        if not is_over.wait(seconds):
-            print(
-                f"synk.init: {seconds} s have passed before {what}. Have all processes started (SYNK_NUM_PROCESSES), "
-                f"each with its own SYNK_PROCESS_ID, and the same SYNK_COORDINATOR?",
-                file=sys.stderr,
-                flush=True,
-            )
-            os._exit(1)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        watcher.join()
-
-
-def _compare_counts(num_processes: int, process_id: int) -> None:
-    """Do all processes count as many? Those beyond what process 0 counts would be missing, silently."""
-    kv_store.put(f"synk/count/{process_id}", str(num_processes))
-    for rank in range(num_processes) if process_id == 0 else (0,):
-        count = None
-        while count is None:
-            count = kv_store.wait(f"synk/count/{rank}", 1.0)
-        if int(count) != num_processes:
-            raise ValueError(
-                f"synk.init: num_processes (or SYNK_NUM_PROCESSES) is {num_processes} in process {process_id}, but "
-                f"{count} in process {rank}. Give all the same."
-            )
-
-
 def _number(name: str, value: Any) -> int | None:
-    """An argument, or what the environment says of it."""
+    """Return an argument as an integer, or what the environment says in its place."""
     if value is not None:
         return checked_integer(value, f"synk.init: {name}")
     variable = f"SYNK_{name.upper()}"
@@ -185,18 +71,141 @@ def _number(name: str, value: Any) -> int | None:
     return None if text is None else int(text)
 
 
-def _check(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """All are given, or none; and they fit."""
-    given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < len(given):
+def _refuse_missing(arguments: dict[str, Any]) -> None:
+    """Raise ValueError if some of the arguments are None and others are not."""
+    missing = [name for name, value in arguments.items() if value is None]
+    if 0 < len(missing) < len(arguments):
         raise ValueError(
-            f"synk.init: {', '.join(name for name in given if name not in missing)} given without "
+            f"synk.init: {', '.join(name for name in arguments if name not in missing)} given without "
             f"{' and '.join(missing)}. Give all three (or SYNK_COORDINATOR, SYNK_NUM_PROCESSES, SYNK_PROCESS_ID), "
             f"or none where a launcher is found."
         )
-    if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
-        raise ValueError(
-            f"synk.init: process_id is {process_id}, but num_processes is {num_processes}; the ids are from 0 to "
-            f"{num_processes - 1}."
+
+
+def _refuse_helper(coordinator: str | None, process_id: int | None) -> None:
+    """Raise SynkError in a helper, such as a loader of data, that imports the program and joins a second time."""
+    joined = os.environ.get("SYNK_JOINED", "").split()
+    if joined[:2] == [str(coordinator), str(process_id)] and joined[2] != str(os.getpid()):
+        raise SynkError(
+            f"synk.init(distributed=True): process {process_id} has joined already, and this is a helper that it has "
+            f'started. Make the call under `if __name__ == "__main__":`, where helpers that import the program do not.'
         )
+
+
+def _prepare_address(coordinator: str, process_id: int | None) -> str | None:
+    """Check the address of process 0. Return where process 0 shall listen, or None for JAX's default."""
+    match = re.fullmatch(r"\[?([^\[\]/\s]+?)\]?:(\d{1,5})", coordinator)
+    if match is None or not 0 < int(match[2]) < 1 << 16:
+        raise ValueError(
+            f"synk.init: the coordinator is {coordinator!r} (coordinator=, or SYNK_COORDINATOR); give host:port of "
+            f"process 0, e.g. 10.0.0.1:1234."
+        )
+    host = match[1]
+    is_local = host == "localhost" or host.startswith("127.") or host == "::1"
+    # The runtime would ask a proxy of the environment for the coordinator:
+    # https://github.com/grpc/grpc/blob/master/doc/environment_variables.md
+    if any(os.environ.get(name) for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        others = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")
+        os.environ["no_grpc_proxy"] = ",".join(filter(None, [others, host]))
+    if process_id == 0:
+        _check_free(coordinator, host if is_local else "", int(match[2]))
+    # Nobody on the network needs to reach a coordinator on the loopback device.
+    return coordinator if is_local and not os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") else None
+
+
+def _check_free(coordinator: str, host: str, port: int) -> None:
+    """Raise OSError if process 0 cannot listen at its address: the runtime would crash there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that another run has just left is free
+        try:
+            trial.bind((host, port))
+        except OSError as error:
+            raise OSError(
+                f"synk.init: process 0 cannot listen at {coordinator} (coordinator=, or SYNK_COORDINATOR): "
+                f"{error.strerror}. Give a port of this machine that nobody uses."
+            ) from error
+
+
+@contextlib.contextmanager
+def _time_limit(what: str, seconds: float) -> Generator[None]:
+    """End this process with a message if the block takes longer: the runtime cannot be interrupted, and would abort."""
+
+    def give_up() -> None:
+        print(
+            f"synk.init: {seconds} s have passed before {what}. Have all processes started (SYNK_NUM_PROCESSES), "
+            f"each with its own SYNK_PROCESS_ID, and the same SYNK_COORDINATOR, which is the address of process 0?",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
+def _compare_counts(num_processes: int, process_id: int) -> None:
+    """Raise ValueError if processes count differently: those that process 0 does not count would be missing."""
+    put(f"synk/count/{process_id}", str(num_processes))
+    for rank in range(num_processes) if process_id == 0 else (0,):
+        count = None
+        while count is None:
+            count = wait(f"synk/count/{rank}", 1.0)
+        if int(count) != num_processes:
+            raise ValueError(
+                f"synk.init: num_processes (or SYNK_NUM_PROCESSES) is {num_processes} in process {process_id}, but "
+                f"{count} in process {rank}. Give all the same."
+            )
+
+
+# The key-value store.
+
+
+def is_running() -> bool:
+    """Return whether `jax.distributed` has been started."""
+    return _client() is not None
+
+
+def put(key: str, value: str) -> None:
+    """Write a value, over what was there before."""
+    _client().key_value_set(key, value, allow_overwrite=True)
+
+
+def get(key: str) -> str | None:
+    """Read a value; None if nobody has written it yet."""
+    return _unless("NOT_FOUND", lambda: _client().key_value_try_get(key))
+
+
+def wait(key: str, seconds: float) -> str | None:
+    """Read a value as soon as it is written; None if that takes longer."""
+    return _unless("DEADLINE_EXCEEDED", lambda: _client().blocking_key_value_get(key, int(seconds * 1000)))
+
+
+def get_all(folder: str) -> dict[str, str]:
+    """Read all values whose keys begin with `folder`, by the last part of the key."""
+    return {key.rsplit("/", 1)[1]: value for key, value in _client().key_value_dir_get(folder)}
+
+
+def delete(key: str) -> None:
+    """Remove a value."""
+    _client().key_value_delete(key)
+
+
+def _unless(status: str, read: Callable[[], str]) -> str | None:
+    """Read a value; None if the store answers with this status."""
+    try:
+        return read()
+    except Exception as error:
+        if status in str(error):
+            return None
+        raise
+
+
+def _client() -> Any:
+    return distributed.global_state.client

@@ -13,9 +13,9 @@ from .._base.units import counted, parse_memory
 from .._runtime.dispatch import drain, leave_to_runtime
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
-from . import coordinator as meeting
-from . import kv_store, liveness
+from . import liveness
 from .agreement import PEERS
+from .coordinator import initialize, is_running
 
 
 @public_api
@@ -77,15 +77,15 @@ def init(
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     most = parse_memory(memory, "synk.init")
     if distributed:
-        meeting.initialize(coordinator, num_processes, process_id, heartbeat, shutdown, start)
+        initialize(coordinator, num_processes, process_id, heartbeat, shutdown, start)
         leave_to_runtime()
         liveness.attend(exit_hook, shutdown)
     elif (coordinator, num_processes, process_id) != (None, None, None):
         raise ValueError("synk.init: coordinator, num_processes and process_id go with distributed=True.")
     if watchdog is not None:
         # Process 0 ends last: it takes the store along, and with it those that have yet to show their stacks.
-        is_last = kv_store.is_running() and jax.process_count() > 1 and jax.process_index() == 0
-        WATCHDOG.start(watchdog + kv_store.NOTICE_SECONDS * is_last)
+        is_last = is_running() and jax.process_count() > 1 and jax.process_index() == 0
+        WATCHDOG.start(watchdog + liveness.NOTICE_SECONDS * is_last)
     return _use(_chosen_devices(devices, distributed), False, most)
 
 

@@ -1,43 +1,68 @@
-"""`python -m synk launch`: one program in several processes of this machine, or of each of several."""
+"""Launcher: `python -m synk launch` runs one program in several processes of this machine, or of each of several."""
 
 import argparse
 import os
+import queue
 import re
 import signal
 import socket
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen
+from time import monotonic, sleep
+from typing import Any
 
-from .console import Console
-from .gang import Ended, Gang, Guard
 from .liveness import EXIT_PEER_FAILED
 
-EXIT_TIMEOUT = 124  # the code of a process that had to be ended, as of the command `timeout`
+EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
+GRACE_SECONDS = 3.0  # for the other processes to print why they end, once one has failed
+DRAIN_SECONDS = 2.0  # for the last output of a process that has ended
+STALL_SECONDS = 2.0  # after which nobody seems to read standard output
+MAX_WAITING_LINES = 10_000
+MAX_LINE_BYTES = 1 << 16  # longer lines are cut
+PROGRESS_SECONDS = 1.0  # between two printed states of a progress bar
+RUNTIME_ENDS_IT = b"JAX distributed service detected fatal errors"  # JAX prints it in a process that it ends
+
+# A progress bar ends each state with \r, and draws the next one over it.
+_LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
+
+# The program of the guard. It lives on when the launcher is killed by `kill -9`: then its standard input ends.
+_GUARD = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for group in sys.stdin.read().split():
+    try:
+        os.killpg(int(group), signal.SIGKILL)
+    except OSError:
+        pass
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code of the gang. SIGTERM is passed on to all; a second one ends them."""
+    """Run the command line, and return its exit code. SIGTERM is passed on to all processes; a second one ends them."""
     options = _options(arguments)
-    guard, console = Guard(), Console()
+    console, code = Console(), 0
     with _noting_signals() as signals:
-        launcher = _Launcher(options, guard, console, signals)
         console.say(f"{options.processes} processes" + (f", logs in {options.logs}" if options.logs else ""))
-        code = launcher.run(0)
-        for attempt in range(1, options.restarts + 1):
+        for attempt in range(options.restarts + 1):
+            if attempt:
+                console.say(f"starting all again ({attempt} of {options.restarts})")
+            code = _run(options, attempt, console, signals)
             if code == 0 or signals:
                 break
-            console.say(f"starting all again ({attempt} of {options.restarts})")
-            code = launcher.run(attempt)
-        guard.close()
-        console.finish()
+        console.close()
     return code if code >= 0 else 128 - code
 
 
 @contextmanager
 def _noting_signals() -> Generator[list[int]]:
-    """Those that ask for an end, in the order in which they come; none that was ignored, as behind `nohup`."""
+    """Collect the signals that ask for an end, in order. Signals that were ignored, as behind `nohup`, stay ignored.
+
+    A handler that raised might leave a lock held, such as that of `Popen.poll`.
+    """
     signals: list[int] = []
     asking = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in asking}
@@ -48,33 +73,40 @@ def _noting_signals() -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
+def _at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an option that is an integer >= `least`."""
+
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is too small; give at least {least}")
+        return int(text)
+
+    return integer
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser("python -m synk", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, devices and settings, and what is wrong with them")
     commands.add_parser("bench", help="measure how a step scales over the devices that are here, as one page")
     launch = commands.add_parser("launch", help="start a program in n processes on this machine")
-    launch.add_argument("-n", "--processes", type=int, default=2, help="how many processes (2)")
-    launch.add_argument("--devices-per-process", type=int, metavar="K", help="devices of each (one GPU; all with -n 1)")
-    launch.add_argument("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
-    launch.add_argument("--logs", type=Path, metavar="FOLDER", help="keep each rank's output there")
-    launch.add_argument("--nodes", type=int, default=1, metavar="M", help="machines, on each of which this runs (1)")
-    launch.add_argument("--node-rank", type=int, default=0, metavar="I", help="which of these this is, from 0 (0)")
-    launch.add_argument("--coordinator", metavar="HOST:PORT", help="of the first machine, where there are several")
-    launch.add_argument("-m", dest="is_module", action="store_true", help="the program is a module, as of python -m")
-    launch.add_argument("program", help="a script")
-    launch.add_argument("arguments", nargs=argparse.REMAINDER)
+    add, count = launch.add_argument, _at_least(1)
+    add("-n", "--processes", type=count, default=2, help="how many processes (2)")
+    add("--devices-per-process", type=count, metavar="K", help="devices of each (one GPU; all with -n 1)")
+    add("--restarts", type=_at_least(0), default=0, metavar="R", help="start all again up to R times (0)")
+    add("--logs", type=Path, metavar="FOLDER", help="keep each rank's output there")
+    add("--nodes", type=count, default=1, metavar="M", help="on how many machines this command runs (1)")
+    add("--node-rank", type=int, default=0, metavar="I", help="number of this machine, from 0 (0)")
+    add("--coordinator", metavar="HOST:PORT", help="an address of the first machine, where there are several")
+    add("-m", dest="is_module", action="store_true", help="the program is a module, as of python -m")
+    add("program", help="a script")
+    add("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
-    if options.processes < 1 or options.restarts < 0:
-        parser.error("-n is at least 1, --restarts at least 0")
-    if options.devices_per_process is not None and options.devices_per_process < 1:
-        parser.error(f"--devices-per-process is {options.devices_per_process}; give at least 1")
-    if options.nodes < 1:
-        parser.error(f"--nodes is {options.nodes}; give 1 or more")
     if not 0 <= options.node_rank < options.nodes:
         parser.error(f"--node-rank is {options.node_rank} of --nodes {options.nodes}; give 0 to {options.nodes - 1}")
     if options.nodes > 1 and options.coordinator is None:
-        parser.error("--nodes needs --coordinator HOST:PORT, of the first machine, on all of them")
+        parser.error("--nodes needs --coordinator HOST:PORT, the same on all machines")
     if options.coordinator is not None and not re.fullmatch(r"\S+:\d+", options.coordinator):
         parser.error(f"--coordinator is {options.coordinator!r}; give HOST:PORT")
     try:
@@ -85,67 +117,208 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class _Launcher:
-    """Runs attempts of a gang."""
+def _run(options: argparse.Namespace, attempt: int, console: "Console", signals: Sequence[int]) -> int:
+    """Run one attempt. Return 0, or the code of the process that failed first, negative if a signal ended it."""
+    program = ["-m", options.program] if options.is_module else [options.program]
+    command = [sys.executable, *program, *options.arguments]
+    with reserve_port() as reserved, _gang() as (members, guard):
+        coordinator = options.coordinator or "{}:{}".format(*reserved.getsockname())
+        for i in range(options.processes):
+            rank = options.node_rank * options.processes + i
+            log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
+            members.append(Member(rank, command, _environment(options, rank, attempt, coordinator), log, console))
+            with suppress(BrokenPipeError):  # somebody has killed the guard
+                guard.write(b"%d\n" % members[-1].process.pid)
+        _watch(members, signals)
+        is_interrupted = signal.SIGINT in signals or len(signals) > 1
+        return -signal.SIGINT if is_interrupted else _blame(members, console)
 
-    def __init__(self, options: argparse.Namespace, guard: Guard, console: Console, signals: Sequence[int]) -> None:
-        self.options, self.guard, self.console, self.signals = options, guard, console, signals
 
-    def run(self, attempt: int) -> int:
-        """One attempt: 0, or the code of the first process that failed."""
-        options, gang, reserved = self.options, Gang(self.guard, self.console), reserve_port()
+def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
+    """Return the environment of one process: who it is, and which devices of this machine it takes."""
+    processes, devices = options.processes, options.devices_per_process
+    environment = os.environ | {
+        "SYNK_COORDINATOR": coordinator,
+        "SYNK_NUM_PROCESSES": str(options.nodes * processes),
+        "SYNK_PROCESS_ID": str(rank),
+        "SYNK_ATTEMPT": str(attempt),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if devices:
+        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+    # A GPU belongs to one process. JAX ignores this setting on CPUs.
+    if devices or processes > 1:
+        first = rank % processes * (devices or 1)
+        environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + (devices or 1))))
+    return environment
+
+
+class Member:
+    """A process of the gang, and the thread that reads its output.
+
+    It leads a session of its own: its helpers end with it, and Ctrl-C comes by the launcher alone.
+
+    Attributes:
+      rank: its number among the processes of all machines.
+      process: the handle of the process.
+      seconds: when `_watch` saw its end; None while it runs.
+      ended_by_runtime: whether JAX has ended it, since another process was gone.
+    """
+
+    def __init__(
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None, console: "Console"
+    ) -> None:
+        self.rank, self._log, self._console = rank, log, console
+        self.seconds: float | None = None
+        self.ended_by_runtime = False
+        self.process = Popen(
+            command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True
+        )
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        """Print each line with the rank before it. Of a progress bar, print one state a second."""
+        assert self.process.stdout is not None
+        rest, printed = b"", 0.0
+        self._append_to_log(b"")
+        with self.process.stdout as pipe:
+            while chunk := os.read(pipe.fileno(), 1 << 16):
+                self._append_to_log(chunk)
+                *lines, rest = _LINE_ENDS.split(rest + chunk)
+                if len(rest) > MAX_LINE_BYTES:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    is_progress = line.endswith(b"\r")
+                    if not is_progress or (line != b"\r" and monotonic() > printed + PROGRESS_SECONDS):
+                        self._print(line)
+                        printed = monotonic() if is_progress else printed
+        if rest:
+            self._print(rest)
+
+    def _print(self, line: bytes) -> None:
+        self.ended_by_runtime |= RUNTIME_ENDS_IT in line
+        self._console.write(b"[%d] %s\n" % (self.rank, line.rstrip(b"\r\n")))
+
+    def _append_to_log(self, chunk: bytes) -> None:
+        if self._log is None:
+            return
         try:
-            coordinator = options.coordinator or "{}:{}".format(*reserved.getsockname())
-            for i in range(options.processes):
-                rank = options.node_rank * options.processes + i
-                log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
-                gang.start(rank, self._command(), self._environment(rank, attempt, coordinator), log)
-            failed, stuck = gang.watch(self.signals)
-        finally:
-            gang.end()
-            reserved.close()
-        if signal.SIGINT in self.signals or len(self.signals) > 1:
-            return -signal.SIGINT
-        return self._blame(failed, stuck, gang.ended_by_runtime) if failed else 0
+            with open(self._log, "ab") as log:
+                log.write(chunk)
+        except OSError as error:
+            self._console.say(f"{self._log} is not written any further: {error.strerror}")
+            self._log = None
 
-    def _command(self) -> list[str]:
-        program = ["-m", self.options.program] if self.options.is_module else [self.options.program]
-        return [sys.executable, *program, *self.options.arguments]
 
-    def _environment(self, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
-        processes, devices = self.options.processes, self.options.devices_per_process
-        environment = os.environ | {
-            "SYNK_COORDINATOR": coordinator,
-            "SYNK_NUM_PROCESSES": str(self.options.nodes * processes),
-            "SYNK_PROCESS_ID": str(rank),
-            "SYNK_ATTEMPT": str(attempt),
-            "PYTHONUNBUFFERED": "1",
-        }
-        if devices:
-            environment["JAX_NUM_CPU_DEVICES"] = str(devices)
-        if devices or processes > 1:  # of the GPUs, each of which one process can have; CPUs ignore it
-            count, first = devices or 1, rank % processes * (devices or 1)
-            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + count)))
-        return environment
+@contextmanager
+def _gang() -> Generator[tuple[list[Member], Any]]:
+    """Give an empty list of members, and the guard's input; at the end, end all members and their helpers."""
+    members: list[Member] = []
+    command = [sys.executable, "-S", "-c", _GUARD]
+    guard = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, bufsize=0, start_new_session=True)
+    try:
+        yield members, guard.stdin
+    finally:
+        for member in members:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(member.process.pid, signal.SIGKILL)
+        # Before the processes are waited for: the system may give the number of a process that is gone to another.
+        guard.kill()
+        guard.communicate()
+        for member in members:
+            member.process.wait()
+        # A helper that made a session of its own outlives the gang, and may hold the output open.
+        until = monotonic() + DRAIN_SECONDS
+        for member in members:
+            member.reader.join(max(0.0, until - monotonic()))
 
-    def _blame(self, failed: Sequence[Ended], stuck: Sequence[int], ended_by_runtime: set[int]) -> int:
-        """Name whom to blame; its code. An end is seen a little late, and process 0 lets others go first: none that
-        follows another."""
-        causes = [ended for ended in failed if ended.code != EXIT_PEER_FAILED and ended.rank not in ended_by_runtime]
-        rank, code, seconds = min(causes or failed, key=lambda ended: ended.seconds)
-        if stuck and not causes:  # for want of its heartbeat the others were ended
-            rank, code, seconds = stuck[0], EXIT_TIMEOUT, failed[0].seconds
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        how = "was stuck" if code == EXIT_TIMEOUT else how
-        self.console.say(f"process {rank} failed first: it {how} after {seconds:.1f} s")
-        return code
+
+def _watch(members: Sequence[Member], signals: Sequence[int]) -> None:
+    """Wait until all processes have ended, or until one has failed and the others have had a while to end.
+
+    The first of `signals` is passed on: `synk.preempted` reports SIGTERM, so programs may save and leave. After Ctrl-C
+    they have a while to clear up. A second signal ends the wait.
+    """
+    start, until, is_passed_on = monotonic(), float("inf"), False
+    while True:
+        for member in members:
+            if member.seconds is None and member.process.poll() is not None:
+                member.seconds = monotonic() - start
+        if all(m.seconds is not None for m in members) or monotonic() > until or len(signals) > 1:
+            return
+        if signals and not is_passed_on:
+            is_passed_on = True
+            for member in members:
+                member.process.send_signal(signals[0])
+        if signal.SIGINT in signals or any(member.process.returncode for member in members):
+            until = min(until, monotonic() + GRACE_SECONDS)
+        sleep(0.02)
+
+
+def _blame(members: Sequence[Member], console: "Console") -> int:
+    """Print which process failed first, and return its code; 0 if none failed.
+
+    A process that ended because of another one is not to blame, though its end may be seen first.
+    """
+    failed = [member for member in members if member.seconds is not None and member.process.returncode]
+    if not failed:
+        return 0
+    causes = [m for m in failed if m.process.returncode != EXIT_PEER_FAILED and not m.ended_by_runtime]
+    stuck = [member for member in members if member.seconds is None]
+    first = min(causes or failed, key=lambda member: member.seconds or 0.0)
+    code, seconds = first.process.returncode, first.seconds
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    if stuck and not causes:  # its heartbeat has stopped, so the runtime has ended the others
+        first, code, how = stuck[0], EXIT_TIMEOUT, "was stuck"
+    console.say(f"process {first.rank} failed first: it {how} after {seconds:.1f} s")
+    return code
+
+
+class Console:
+    """Standard output, written by a thread of its own: no process waits because nobody reads it."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[bytes] = queue.Queue(MAX_WAITING_LINES)
+        self._has_stalled = False
+        self._thread = threading.Thread(target=self._write_all, daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        """Print a line of the launcher's own."""
+        self.write(f"synk: {text}\n".encode())
+
+    def write(self, line: bytes) -> None:
+        """Print a line, soon. While too many lines wait and nobody reads, lines are left out."""
+        note = b"synk: lines are left out here; --logs keeps all\n" if self._has_stalled else b""
+        try:
+            self._lines.put(note + line, timeout=0 if self._has_stalled else STALL_SECONDS)
+            self._has_stalled = False
+        except queue.Full:
+            self._has_stalled = True
+
+    def close(self) -> None:
+        """Wait until everything is written, as long as somebody reads."""
+        self.write(b"")
+        waiting = -1
+        while self._thread.is_alive() and waiting != self._lines.qsize():
+            waiting = self._lines.qsize()
+            self._thread.join(STALL_SECONDS)
+
+    def _write_all(self) -> None:
+        """Write lines until an empty one comes. What a closed output or a full disk does not take is lost."""
+        # Not by sys.stdout, which tries again at the end of Python, and fails loudly.
+        while line := self._lines.get():
+            with suppress(OSError):
+                while line and sys.stdout is not None:
+                    line = line[os.write(1, line) :]
 
 
 def reserve_port() -> socket.socket:
-    """A port of this machine that nobody else is given until the socket is closed; process 0 may listen there too.
+    """Bind a port of this machine that nobody else is given until the socket is closed. Process 0 may listen there.
 
-    One that is merely free might be given to another launcher before process 0 listens. JAX's runtime would let both
-    listen there, and their processes would meet the wrong ones.
+    A port that is merely free might be given to another launcher before process 0 listens. JAX's runtime would let
+    both listen there, and their processes would meet the wrong ones.
     """
     reserved = socket.socket()
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):

@@ -1,36 +1,40 @@
-"""Liveness: how processes follow each other, and leave without hanging."""
+"""Liveness: how a process learns that another one has died, and how it leaves without hanging.
+
+Who is told: a process that fails writes why to `synk/failed/RANK` of the store (`publish_failure`). The heartbeat
+thread of each other process reads it within `BEAT` seconds; its program reads it at its next exchange.
+
+Who ends whom: each process ends itself (`_leave`). JAX's runtime ends a process when process 0 is gone, and all
+processes when one has sent no heartbeat for `heartbeat` seconds. The launcher ends what is left.
+"""
 
 import atexit
-import builtins
 import contextlib
 import faulthandler
 import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
 from functools import partial
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, NoReturn
 
 import jax
 
 from .._base.errors import PeerError, SynkError
 from .._runtime.dispatch import look_for_dead
-from . import kv_store
+from . import coordinator as store
 from .agreement import PEERS, failure_notice, publish_failure
 
-BEAT = 0.5  # seconds between looks at process 0
+BEAT = 0.5  # seconds between two looks of the heartbeat thread
+NOTICE_SECONDS = 1.5  # for which process 0 stays when it fails
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
 
-_LEAVING = threading.RLock()  # held to the end by the thread that ends this process: its code and words are the first
+_LEAVING = threading.RLock()  # never released: the first thread that leaves has the last word
 _is_attending = False
-_exit_code = 0  # with which the program has called sys.exit
-_EXITS = (sys, "exit"), (builtins, "exit"), (builtins, "quit")  # Python without its site has the first alone
 
 
 def attend(exit_hook: bool, shutdown: int) -> None:
-    """From now on follow the other processes, and leave without hanging."""
+    """Follow the other processes from now on, and leave without hanging."""
     global _is_attending
     if _is_attending or jax.process_count() == 1:
         return
@@ -38,58 +42,48 @@ def attend(exit_hook: bool, shutdown: int) -> None:
     stop = threading.Event()
     heartbeat = threading.Thread(target=_heartbeat, args=(stop, exit_hook), name="synk-heartbeat", daemon=True)
     heartbeat.start()
-    # Before the runtime's own, which waits for all others.
+    # Handlers run in reverse order: this one before the runtime's own, which waits for all other processes.
     atexit.register(_at_exit, stop, heartbeat, exit_hook, shutdown)
-    exits = {(place, name): getattr(place, name) for place, name in _EXITS if hasattr(place, name)}
-    os.register_at_fork(after_in_child=partial(_leave_alone, sys.excepthook, exits))
+    os.register_at_fork(after_in_child=partial(_leave_alone, sys.excepthook))
     if exit_hook:
         sys.excepthook = partial(_at_error, sys.excepthook)
-        for (place, name), exit_ in exits.items():
-            setattr(place, name, partial(_noted_exit, exit_))
 
 
-def _leave_alone(excepthook: Any, exits: Mapping[tuple[Any, str], Any]) -> None:
-    """A helper that is forked is no process of the group, and has none of its threads: it ends as any program does."""
+def _leave_alone(excepthook: Any) -> None:
+    """Make a forked helper end as any program does: it is no process of the group, and has none of its threads."""
     atexit.unregister(_at_exit)
     sys.excepthook = excepthook
-    for (place, name), exit_ in exits.items():
-        setattr(place, name, exit_)
-    if not callable(signal.getsignal(signal.SIGTERM)):  # the runtime's, which waits to be asked
+    # The runtime handles SIGTERM in C++ and only notes it, so `Process.terminate` would not end the helper:
+    # https://docs.jax.dev/en/latest/_autosummary/jax.experimental.multihost_utils.reached_preemption_sync_point.html
+    if not callable(signal.getsignal(signal.SIGTERM)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _heartbeat(stop: threading.Event, exit_hook: bool) -> None:
-    """Publish how far this process is, and end it when the others cannot go on: a program under way with them does not
-    come back to say so."""
-    me, at = jax.process_index(), -1
-    grace = BEAT / 2 if me else kv_store.NOTICE_SECONDS  # for the program itself to notice; process 0 goes last
+    """Publish the progress of this process, and end it when another one has failed.
+
+    A program that waits for a dead process inside the runtime never comes back to end itself.
+    """
+    me, published = jax.process_index(), -1
     while not stop.wait(BEAT):
         try:
-            number, what = PEERS.launches
-            if number != at:
-                at = number
-                kv_store.put(f"synk/at/{me}", f"{number} {what}")
-            look_for_dead()  # of which the others are told, whatever this program is doing
-            error = failure_notice(kv_store.list("synk/failed/"))
+            number, what = PEERS.progress
+            if number != published:
+                published = number
+                store.put(f"synk/at/{me}", f"{number} {what}")
+            look_for_dead()  # the others are told of a program that died, whatever the main thread is doing
+            error = failure_notice(store.get_all("synk/failed/"))
         except Exception:  # the store is gone: the runtime ends this process
             return
-        if error is not None and not stop.wait(grace) and PEERS.ended is None:
+        # First the program itself may notice, and print its traceback.
+        if error is not None and not stop.wait(BEAT / 2) and PEERS.ended is None:
             error = PEERS.end(error)
             if exit_hook:
                 _leave(error, is_told=False)
 
 
-def _noted_exit(before: Any, status: Any = None, /) -> NoReturn:
-    """Note with which code the program is about to end: at its very end nothing tells."""
-    global _exit_code
-    if threading.current_thread() is threading.main_thread():
-        _exit_code = status if isinstance(status, int) else int(status is not None)
-    before(status)
-    raise SystemExit(status)
-
-
 def _at_error(before: Any, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """At an uncaught error this process would wait for the others, and they for it, so it ends at once."""
+    """End this process at once after an uncaught error: it would wait for the others, and they for it."""
     faulthandler.cancel_dump_traceback_later()
     gone = PEERS.translate_error(error)
     if gone is None:
@@ -99,56 +93,44 @@ def _at_error(before: Any, kind: type[BaseException], error: BaseException, trac
 
 
 def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool, shutdown: int) -> None:
-    """At the end of the program: if the others go on without it, the runtime would wait for them, and they for it."""
+    """Wait for the other processes at the end of the program, or leave if they go on without this one."""
     faulthandler.cancel_dump_traceback_later()
     if exit_hook:
         if PEERS.ended is not None:
-            _leave(PEERS.ended, code=_exit_code or 1)
-        others = _wait_until_all_end(shutdown)
-        if others is not None:
+            _leave(PEERS.ended)
+        if (others := _wait_until_all_end()) is not None:
             publish_failure("it has ended its program")
             print(f"synk: this process has ended its program, but {others}.", file=sys.stderr)
-            _leave(None, code=_exit_code or 1)
+            _leave(None)
     stop.set()
-    heartbeat.join(shutdown)  # a thread that comes back from the runtime into an ended Python aborts the process
+    # A thread that comes back from the runtime when Python has ended aborts the process.
+    heartbeat.join(shutdown)
 
 
-def _wait_until_all_end(seconds: float) -> str | None:
-    """Wait until all processes have ended their programs, however long they work on alone: the heartbeat ends this one
-    if they die, and it would end them. If one goes on with what needs this one, or has failed, what it says."""
-    until = monotonic() + seconds
+def _wait_until_all_end() -> str | None:
+    """Wait until all processes have ended their programs, however long they work. Return why one of them cannot."""
     with contextlib.suppress(Exception):  # the store may be gone
-        kv_store.put(f"synk/ended/{jax.process_index()}", "it has ended its program")
-        while len(ended := kv_store.list("synk/ended/")) < jax.process_count():
-            if monotonic() > until:
-                until = float("inf")
-                alive = ", ".join(str(rank) for rank in range(jax.process_count()) if str(rank) not in ended)
-                print(f"synk: this process has ended, and waits for process {alive}, still at work.", file=sys.stderr)
-            for rank, at in kv_store.list("synk/at/").items():
+        store.put(f"synk/ended/{jax.process_index()}", "it has ended its program")
+        while len(store.get_all("synk/ended/")) < jax.process_count():
+            for rank, at in store.get_all("synk/at/").items():
                 number, what = at.split(" ", 1)
-                if int(number) > PEERS.launches[0]:
+                if int(number) > PEERS.progress[0]:
                     return f"process {rank} goes on with {what}"
-            for rank, why in kv_store.list("synk/failed/").items():
+            for rank, why in store.get_all("synk/failed/").items():
                 return f"process {rank} has failed: {why}"
             sleep(0.02)
     return None
 
 
 def _leave(error: SynkError | None, is_told: bool = True, code: int = 1) -> NoReturn:
-    """End this process now, with this code or the one that tells that another process has failed."""
+    """End this process now, with `code`, or with the code which tells that another process has failed."""
     _LEAVING.acquire()
     if not is_told:
         print(f"synk.{type(error).__name__}: {error}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # closed, or a broken pipe
             stream.flush()
-    until = monotonic() + kv_store.NOTICE_SECONDS
-    with contextlib.suppress(Exception):  # the store may be gone
-        kv_store.put(f"synk/left/{jax.process_index()}", "it has said why")
-        # It lives in process 0, without which JAX's runtime ends the others.
-        while jax.process_index() == 0 and monotonic() < until:
-            if len(kv_store.list("synk/left/")) == jax.process_count():
-                sleep(BEAT / 2)  # they have said so, and are about to end
-                break
-            sleep(0.05)
-    os._exit(EXIT_PEER_FAILED if isinstance(error, PeerError) else code & 0xFF or 1)
+    # The store lives in process 0, and the runtime ends the others without it: first they read why.
+    if jax.process_index() == 0:
+        sleep(NOTICE_SECONDS)
+    os._exit(EXIT_PEER_FAILED if isinstance(error, PeerError) else code)

@@ -7,7 +7,7 @@ from typing import Any
 from jax.experimental import multihost_utils
 
 from .._base.errors import SynkError, public_api
-from . import kv_store
+from . import coordinator
 
 _terminated: bool | None = None  # None while SIGTERM has no handler of synk's
 _questions = 0  # how many steps have been asked about
@@ -46,7 +46,7 @@ def preempted(step: int) -> bool:
 
 def _is_over() -> bool:
     global _terminated
-    if kv_store.is_running():
+    if coordinator.is_running():
         try:
             # After a signal JAX takes the largest number that a process has asked about so far, and says yes to the
             # next one alone: so it is asked about questions, of which none is left out, and not about steps.

@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import synk
-from synk._distributed import kv_store
+from synk._distributed import coordinator
 from synk._distributed import launcher as synk_launcher
 from synk._runtime import executable
 from synk._variables import checkpoint_files
@@ -1348,8 +1348,6 @@ def fail_by(mode):
         raise RuntimeError("a bug of the user's")
     if mode == "exit":
         sys.exit(3)
-    if mode == "site's exit":
-        exit(3)
     if mode == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
     if mode == "hang":
@@ -1438,14 +1436,14 @@ def preempt():
 def ends():
     """End while the thread that attends to the others is inside the runtime."""
     join(heartbeat=100)
-    get, is_inside = kv_store.get, threading.Event()
+    get, is_inside = coordinator.get, threading.Event()
 
     def slowly(key):
         is_inside.set()
-        kv_store.wait("never", 1.0)
+        coordinator.wait("never", 1.0)
         return get(key)
 
-    kv_store.get = slowly
+    coordinator.get = slowly
     is_inside.wait()
 
 

@@ -227,7 +227,7 @@ def test_checkpoints_of_gangs(n=4):
 
 FAILURES = [  # those that wait for the heartbeat go first
     ("stop", 1), ("stop", 0), ("raise without hook", 1), ("hang", 1), ("kill", 2), ("kill", 0), ("raise", 2),
-    ("raise", 0), ("exit", 1), ("exit", 0), ("site's exit", 1), ("leave", 1), ("leave", 0), ("interrupt", 1),
+    ("raise", 0), ("exit", 1), ("exit", 0), ("leave", 1), ("leave", 0), ("interrupt", 1),
 ]  # fmt: skip
 
 
@@ -253,10 +253,10 @@ def test_failure(mode, who):
     for rank, (end, seconds) in failed(mode, who).items():
         assert seconds < LATE
         assert end.code != 0, f"process {rank}:\n{end.output}"
-        if rank != who and mode in ("raise", "exit", "site's exit", "leave"):
+        if rank != who and mode in ("raise", "exit", "leave"):
             assert end.code == EXIT_PEER_FAILED
         if rank == who and mode != "raise without hook":
-            assert end.code == {"exit": 3, "site's exit": 3, "interrupt": 130, "kill": -9}.get(mode, 1)
+            assert end.code == {"interrupt": 130, "kill": -9}.get(mode, 1)
 
 
 @pytest.mark.slow
@@ -357,7 +357,7 @@ def test_preemption_asked_now_and_then(monkeypatch):
     asked = []
     monkeypatch.setattr(preemption, "_answer", (None, False))
     monkeypatch.setattr(preemption, "_questions", 0)
-    monkeypatch.setattr(preemption.kv_store, "is_running", lambda: True)
+    monkeypatch.setattr(preemption.coordinator, "is_running", lambda: True)
     reached = "jax.experimental.multihost_utils.reached_preemption_sync_point"
     monkeypatch.setattr(reached, lambda number: asked.append(number) or number == 3)
     assert [synk.preempted(step) for step in (1000, 1010, 1010, 1020, 1020, 1030)] == [False] * 3 + [True] * 3
@@ -533,9 +533,9 @@ def another_server(listener):
 
 
 WRONG = {  # processes, who listens there, what the last one says, beside the variable
-    "nobody there": ([("", 2, 1)], None, "nobody listens there"),
-    "silence": ([("", 2, 1)], silent, "what listens there does not answer"),
-    "another server": ([("", 2, 1)], another_server, "is no coordinator of JAX's"),
+    "nobody there": ([("", 2, 1)], None, "process 1 of 2 has met the others"),
+    "silence": ([("", 2, 1)], silent, "process 1 of 2 has met the others"),
+    "another server": ([("", 2, 1)], another_server, "process 1 of 2 has met the others"),
     "a port in use": ([("", 2, 0)], silent, "Address already in use. Give a port of this machine that nobody uses"),
     "no such host": ([("no-such-host.invalid:1234", 2, 1)], None, "no-such-host.invalid:1234"),
     "no port": ([("127.0.0.1", 2, 1)], None, "is '127.0.0.1'"),
@@ -545,7 +545,7 @@ WRONG = {  # processes, who listens there, what the last one says, beside the va
     "alone": ([("", 2, 0)], None, "3 s have passed before process 0 of 2 has met the others"),
     "one too few": ([("", 3, 0), ("", 3, 1)], None, "process 1 of 3 has met the others"),
     "counts differ": ([("", 2, 0), ("", 3, 1)], None, "is 3 in process 1, but 2 in process 0"),
-    "no such process": ([("", 2, 5)], None, "process_id is 5, but num_processes is 2"),
+    "no such process": ([("", 2, 5)], None, "Got process_id=5, num_processes=2"),
 }
 
 
