@@ -7,32 +7,32 @@ import pytest
 
 import synk
 
-from .helpers import GROUPS, group_of, slow
+from .helpers import group_of
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# A shell has what runs in the background ignore Ctrl-C, and so would all that it starts.
+# A shell makes its background jobs ignore Ctrl-C, and the programs that they start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def no_group_is_left():
-    """What one test makes current, the next one does not find."""
+    """Close the group after each test, so that the next test does not find it."""
     yield
     synk.close()
 
 
-@pytest.fixture(params=[GROUPS[1], slow(GROUPS[2])], ids="{0[1]} {0[0]}".format)
-def group(request):
-    """A group of two devices; in the slow tests of three replicas on one."""
-    with group_of(*request.param) as group:
+@pytest.fixture
+def group():
+    """Make a group of two replicas on two devices."""
+    with group_of("devices", 2) as group:
         yield group
 
 
-@pytest.fixture(params=["devices", slow("simulated")])
-def four(request):
-    """Four replicas, on as many devices and on one."""
-    with group_of(request.param, 4) as group:
+@pytest.fixture
+def four():
+    """Make a group of four replicas on four devices."""
+    with group_of("devices", 4) as group:
         yield group

@@ -31,6 +31,13 @@ OPS = {op: op for op in (*ELEMENTWISE, "concat")}
 combined = synk.function(weigh, {"w": "broadcast"}, OPS)
 
 
+@pytest.fixture(params=["devices", slow("simulated")])
+def four(request):
+    """Make a group of four replicas on four devices; among the slow tests, on one device."""
+    with group_of(request.param, 4) as group:
+        yield group
+
+
 @pytest.mark.smoke
 def test_jit(group):
     """A call is part of a larger program."""

@@ -25,9 +25,9 @@ rows = synk.function(lambda x: x, reduce="concat", name="rows")
 total = synk.function(lambda x: x.sum(0), name="total")
 
 
-@pytest.fixture(autouse=True, params=[("devices", 2), pytest.param(("simulated", 2), marks=pytest.mark.slow)], ids=str)
-def on_two_replicas(request):
-    with group_of(*request.param) as group:
+@pytest.fixture(autouse=True)
+def on_two_replicas():
+    with group_of("devices", 2) as group:
         yield group
 
 

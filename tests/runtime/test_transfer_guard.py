@@ -24,9 +24,9 @@ def of_process(level):
     return stack
 
 
-@pytest.fixture(params=[("devices", 2), slow(("simulated", 3))], ids=str)
-def few(request):
-    with group_of(*request.param) as group:
+@pytest.fixture
+def few():
+    with group_of("devices", 2) as group:
         yield group
 
 
