@@ -1,10 +1,10 @@
 # `make demo` and `make test` are the two commands to remember; each sets up all it needs in .venv.
-# Benchmarks and long examples take minutes more: make test ARGS='-m slow'.
+# `make test` runs the fast tests. ARGS='-m slow' runs the slow tests, ARGS='-m gang' the tests of several processes, ARGS='-m ""' all.
 PYTHON ?= python3
 VENV ?= .venv
-WORKERS ?= 2  # processes that share the test files; tests of hangs and of time limits want a core or so each
+WORKERS ?= 2  # processes that share the tests; tests of hangs and of time limits need a core each
 BIN := $(VENV)/bin
-# uv installs in seconds, where it is there.
+# uv installs in seconds, if it is there.
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install)
 
 .DELETE_ON_ERROR:
@@ -34,7 +34,7 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# One stamp an extra: newer than pyproject.toml means installed as it says.
+# A stamp for each extra: if it is newer than pyproject.toml, the extra is installed.
 $(VENV)/.%: pyproject.toml | $(BIN)/python
 	$(INSTALL) --quiet --editable '.[$*]'
 	touch $@

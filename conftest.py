@@ -3,13 +3,11 @@
 import gc
 import os
 import sys
-from collections import Counter
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import jax
-import pytest
 
 jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 8)
@@ -41,31 +39,3 @@ if jax.config.jax_compilation_cache_dir is None and sys.prefix != sys.base_prefi
     jax.config.update("jax_compilation_cache_dir", str(Path(sys.prefix) / "jax-cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def pytest_addoption(parser):
-    """Runs that need not take every case."""
-    parser.addoption(
-        "--one-in",
-        action="append",
-        default=[],
-        metavar="N[:WORD]",
-        help="of each test's cases take the first, and every Nth from there; with a word, of those alone that hold it; "
-        "if given again, of what is left",
-    )
-
-
-@pytest.hookimpl(trylast=True)  # when marks have chosen
-def pytest_collection_modifyitems(config, items):
-    """Take one case in so many of each test."""
-    left = []
-    for given in config.getoption("--one-in"):
-        count, _, word = given.partition(":")
-        met, taken = Counter(), []
-        for item in items:
-            test, _, case = item.nodeid.partition("[")
-            (left if word in case and met[test] % int(count) else taken).append(item)
-            met[test] += word in case
-        items[:] = taken
-    if left:
-        config.hook.pytest_deselected(items=left)

@@ -16,20 +16,21 @@ from jax._src import core  # noqa: TID251  # to mend what only JAX can break
 
 import synk
 
-# Is JAX's plugin here that compiles for GPUs?
+# JAX's plugin compiles for GPUs that are not here.
 HAS_PLUGIN = find_spec("jax_plugins") is not None and find_spec("jax_plugins.xla_cuda12") is not None
+needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
 
 # Replicas on as many devices, or on one.
 GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3)]
 
 
 def slow(*values):
-    """Parameters of which only `-m slow` hears."""
+    """Mark parameters that only `-m slow` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def smoke(*values):
-    """Parameters that tests of other versions of JAX take too."""
+    """Mark parameters that the oldest and the newest JAX run too."""
     return pytest.param(*values, marks=pytest.mark.smoke)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from .helpers import HAS_PLUGIN
+from .helpers import needs_plugin
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -65,8 +65,7 @@ def test_on_the_wire(capsys):
     assert bits == "1"
 
 
-@pytest.mark.target
-@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
+@needs_plugin
 def test_before_you_rent_with_the_plugin(capsys, tmp_path, monkeypatch):
     """All of the page."""
     monkeypatch.chdir(tmp_path)  # where it writes

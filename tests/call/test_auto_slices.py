@@ -16,7 +16,7 @@ import synk
 import synk.train
 from synk._call.auto_slices import most_rows
 
-from ..helpers import HAS_PLUGIN, slow, slow_but
+from ..helpers import needs_plugin, slow, slow_but
 
 RANDOM = np.random.default_rng(0)
 
@@ -310,8 +310,7 @@ def test_out_of_memory_while_compiling(monkeypatch, limit):
             np.testing.assert_allclose(w.value, turn * np.tanh(x).sum(), rtol=1e-5)
 
 
-@pytest.mark.target
-@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
+@needs_plugin
 def test_a_target():
     """The memory of GPUs that are not here: what does not fit is cut into the fewest slices that do."""
     shape, params = (131_072, 8192), [jax.ShapeDtypeStruct((8192, 8192), np.float32)] * 4

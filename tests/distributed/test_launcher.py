@@ -17,6 +17,8 @@ from synk._distributed.launcher import main, reserve_port
 from ..helpers import slow_but
 from . import gang
 
+pytestmark = pytest.mark.gang
+
 
 def launch(tmp_path, script, *options, arguments=(), signal_after=None, **environment):
     """Run the launcher on a script of no JAX; its exit code and output."""

@@ -26,6 +26,8 @@ from ..helpers import group_of, slow, slow_but, smoke
 from . import gang
 from .gang_programs import CASES, DISAGREEMENTS, said
 
+pytestmark = pytest.mark.gang
+
 SPLITS = ("2x2", "4x1", "2x1", "1x2", "1x4")  # processes x devices: each process compiles everything
 SHORT = ("then", "checkpoint", "first_values", "errors")  # cases of the one short gang
 COMPARED = ("bits", "slices", "data", "then", "collectives", "keys", "halves", "pmap")

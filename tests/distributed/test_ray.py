@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("ray", reason="install the extra `ray`, on Python 3.11")
 
+pytestmark = pytest.mark.gang
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 

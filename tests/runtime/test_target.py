@@ -13,13 +13,9 @@ import synk
 import synk.train
 from synk._runtime.target import known_accelerator
 
-from ..helpers import HAS_PLUGIN
+from ..helpers import HAS_PLUGIN, needs_plugin
 
 SHAPE = jax.ShapeDtypeStruct
-needs_plugin = [
-    pytest.mark.target,
-    pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'"),
-]
 
 
 def mean_square(params, x, y):
@@ -253,8 +249,7 @@ def test_rows_that_variables_and_data_hold(hosts):
             assert x._copy is None
 
 
-@pytest.mark.target
-@pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
+@needs_plugin
 class TestGpuPrograms:
     """What synk asks of XLA so that gradients travel while others are computed."""
 
