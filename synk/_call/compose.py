@@ -30,7 +30,7 @@ from .._runtime.layout import Layout, layouts, put
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import AUTO, BoundArguments, CallOptions, check_leaves
-from .kinds import check_row_numbers, checked_subset, part_form
+from .kinds import check_row_numbers, checked_subset, with_parts
 from .parts import arrays_of, part_of, part_table
 from .plan import Site, Traced, plan_key
 from .prepare import check_row_count
@@ -79,7 +79,7 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     lengths = None if rows is None else lengths_of(rows, group.size)
     # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
     slices = 1 if lengths is None else min(options.num_slices, max(lengths))
-    call = CallSpec(
+    kind = CallSpec(
         arguments=spec,
         options=(*trace_options(), *trace_surroundings()),
         rows=tuple((s.shape[1:], s.dtype) for s in sources),
@@ -88,8 +88,8 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
         keys=looked.keys,
         subset=None if subset is None else checked_subset(subset, name),
         is_composed=True,
-        **part_form(lengths, 1, False)._replace(lengths=lengths, num_slices=slices)._asdict(),
     )
+    call = with_parts(kind, lengths, 1, gathers=False)._replace(lengths=lengths, num_slices=slices)
     key, make = plan_key(function, call), partial(_make, function, group, call)
 
     def trace() -> Traced:

@@ -1,8 +1,9 @@
-"""Look: what a call is given: its arguments and rows, checked, and the kind of call that they make."""
+"""Kinds: check a call's arguments and rows, compute the key of its plan, and find the plan."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import jax
@@ -19,103 +20,126 @@ from .._runtime.layout import host_copy, put, replicate
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments, CallOptions, check_leaves, passes_variables
-from .plan import Site, Traced
+from .execute import translate_error
+from .plan import CallPlan, NeedsLengths, Site, Traced, plan_key, trace_plan
 from .rows import RowCall, RowInputs, launches, select_rows, values_given
-from .spec import CallSpec, FunctionSpec, PartForm
+from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, rows_not_in_blocks
 
-FORM_FIELDS = CallSpec._fields.index("part_sizes")
-MOST_ROWS = 2**31 - 1  # of one call, whose rows have numbers in int32
+# Rows of a call have numbers in int32.
+MOST_ROWS = 2**31 - 1
 
 
-class Looked(NamedTuple):
-    """What a call is given."""
+class CheckedCall(NamedTuple):
+    """A call whose arguments and rows are checked.
 
-    rows: RowInputs  # its scattered arguments
-    broadcast: list[Any]  # its broadcast ones, where they are wanted
-    form: tuple[Any, ...]  # the first fields of `CallSpec`: the kind of call that it is, whatever its parts
+    Attributes:
+      kind: the key of its plan, but for the parts that replicas run.
+      rows: the scattered arguments, and the rows of each replica.
+      broadcast: the broadcast arguments, on the replicas; shapes, if the call does not run.
+    """
 
-    def call(self, slices: int, function: FunctionSpec) -> CallSpec:
-        """The kind of call that it is in so many slices."""
-        is_over = function.is_over
+    kind: CallSpec
+    rows: RowInputs
+    broadcast: list[Any]
+
+    def in_slices(self, slices: int, function: FunctionSpec) -> CallSpec:
+        """Return the key of the plan that runs the call in so many slices."""
         lengths, block = self.rows.lengths, function.blocks
-        if block is not None and lengths is not None:  # who has which is compiled in; programs have no branches then
-            parts = PartForm(((max(lengths),),), lengths, is_even=False)
-            return CallSpec._make((*self.form, *parts, False, False, block))
-        parts = part_form(lengths, slices, function.gathers and not is_over)
-        return CallSpec._make((*self.form, *parts, False, is_over, None))
+        if block is not None and lengths is not None:
+            # Programs know which replica has which blocks, so that they need no branches.
+            return self.kind._replace(part_sizes=((max(lengths),),), lengths=lengths, is_even=False, block=block)
+        return with_parts(self.kind, lengths, slices, function.gathers and not function.is_over)
+
+
+def check_call(site: Site, bound: BoundArguments, options: CallOptions) -> CheckedCall:
+    """Check a call's arguments and rows, and compute the key of its plan; bring broadcast arguments to the replicas."""
+    function, group, slices, spec = site.function, site.group, options.num_slices, bound.spec
+    name, is_abstract, data_group = function.name, site.is_abstract, site.data_group
+    if function.blocks is not None:
+        check_blocks(function, bound, options)
+    arguments = check_leaves(bound, name, data_group or group, is_abstract)
+    rows = select_rows(
+        RowCall(
+            name,
+            spec.scattered_names,
+            arguments.scattered,
+            options,
+            group,
+            data_group,
+            spec.overlaps,
+            is_abstract,
+            function.blocks,
+        )
+    )
+    if group._is_multi_process and not is_abstract:
+        remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
+        group._peers.compare_values(f"the arguments of {name}", lambda: values_given(arguments, rows), remedy)
+    bring = abstract_broadcast if is_abstract else partial(place_broadcast, group, data_group, slices == 1)
+    broadcast = [bring(leaf) for leaf in arguments.broadcast]
+    batch_s = None if data_group else options.batch_s
+    # jax_debug_nans runs a program again to find where NaN came from, so its arguments must be there still. So must
+    # the rows of a variable that is an argument of its own update.
+    may_donate = site.may_donate and function.donates and not checks_floats()
+    kind = CallSpec(
+        arguments=spec,
+        options=trace_options(),
+        rows=tuple([(row.shape, row.dtype) for row in rows.each]),
+        feeds=tuple([row.feed for row in rows.each]),
+        broadcast=tuple([(b.shape, b.dtype, is_weak(a)) for a, b in zip(arguments.broadcast, broadcast, strict=True)]),
+        keys=arguments.keys,
+        held_index=None if batch_s is None else index_kind(batch_s),
+        subset=None if options.output_subset is None else checked_subset(options.output_subset, name),
+        donate=may_donate and not (spec.overlaps and passes_variables(bound)),
+        is_over=function.is_over,
+    )
+    if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
+        rows = _rows_of_variable(site, kind, rows, batch_s)
+    check_row_numbers(name, sum(rows.lengths or ()))
+    if rows.lengths is None and slices > 1:
+        raise ValueError(f"{name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows.")
+    return CheckedCall(kind, rows, broadcast)
+
+
+def with_parts(kind: CallSpec, lengths: tuple[int, ...] | None, slices: int, gathers: bool) -> CallSpec:
+    """Return the kind of a call whose replicas have so many rows each, in so many slices.
+
+    How many rows each replica has is data of programs; part sizes are compiled in. Where outputs have an entry a row
+    or a part (`gathers`), programs of unequal parts know all lengths.
+    """
+    if lengths is None:
+        return kind
+    part_sizes, is_even, count = _part_sizes(lengths, slices)
+    is_data = not gathers or (is_even and count == 1)
+    num_slices = 1 if count == 1 else 2 if is_data else count
+    return kind._replace(
+        part_sizes=part_sizes, lengths=None if is_data else lengths, is_even=is_even, num_slices=num_slices
+    )
+
+
+@lru_cache(maxsize=1024)
+def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int, ...], ...], bool, int]:
+    """Return the sizes of parts of the first launch and of each further kind of launch, whether replicas have equally
+    many rows, and how many launches there are."""
+    first, *later = [parts.sizes for parts in launches(lengths, slices)]
+    return (first, *dict.fromkeys(later)), len(set(lengths)) == 1, 1 + len(later)
 
 
 @dataclass(frozen=True, eq=False)
 class _Holder:
-    """Which variable brings a call its rows, if any; for given states of the variables read."""
+    """The variable that brings a call its rows, if any.
+
+    Attributes:
+      variable: the variable.
+      accepts: the states of variables for which it does.
+    """
 
     variable: Shared | None
     accepts: dict[Shared, tuple[AbstractState, ...]]
 
 
-def check_call(site: Site, bound: BoundArguments, options: CallOptions) -> Looked:
-    """Check a call's arguments and rows, and bring the broadcast ones to the replicas."""
-    function, group, slices = site.function, site.group, options.num_slices
-    name, is_abstract, data_group = function.name, site.is_abstract, site.data_group
-    if function.blocks is not None:
-        check_blocks(function, bound, options)
-    looked = check_leaves(bound, name, data_group or group, is_abstract)
-    spec = bound.spec
-    call_rows = RowCall(
-        name,
-        spec.scattered_names,
-        looked.scattered,
-        options,
-        group,
-        data_group,
-        spec.overlaps,
-        is_abstract,
-        function.blocks,
-    )
-    rows = select_rows(call_rows)
-    if group._is_multi_process and not is_abstract:
-        remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
-        group._peers.compare_values(f"the arguments of {name}", lambda: values_given(looked, rows), remedy)
-    bring = abstract_broadcast if is_abstract else partial(place_broadcast, group, data_group, slices == 1)
-    broadcast = [bring(leaf) for leaf in looked.broadcast]
-    batch_s = None if data_group else options.batch_s
-    form = (  # as many as FORM_FIELDS says
-        spec,
-        trace_options(),
-        tuple([(one.shape, one.dtype) for one in rows.each]),
-        tuple([one.feed for one in rows.each]),
-        tuple([(b.shape, b.dtype, is_weak(a)) for a, b in zip(looked.broadcast, broadcast, strict=True)]),
-        looked.keys,
-        None if batch_s is None else index_kind(batch_s),
-        None if options.output_subset is None else checked_subset(options.output_subset, name),
-        site.may_donate and function.donates and not (checks_floats() or (spec.overlaps and passes_variables(bound))),
-    )
-    if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
-        rows = _rows_of_variable(site, CallSpec(*form), rows, batch_s)
-    check_row_numbers(name, sum(rows.lengths or ()))
-    if rows.lengths is None and slices > 1:
-        raise ValueError(f"{name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows.")
-    return Looked(rows, broadcast, form)
-
-
-@lru_cache(maxsize=1024)
-def part_form(lengths: tuple[int, ...] | None, slices: int, gathers: bool) -> PartForm:
-    """What programs depend on of the rows of each replica: counts are data, and part sizes are not.
-
-    Where something is gathered by its rows, programs of parts that differ depend on all counts.
-    """
-    if lengths is None:
-        return PartForm()
-    first, *later = [parts.sizes for parts in launches(lengths, slices)]
-    is_even, count = len(set(lengths)) == 1, 1 + len(later)
-    is_data = not gathers or (is_even and count == 1)
-    num_slices = 1 if count == 1 else 2 if is_data else count
-    return PartForm((first, *dict.fromkeys(later)), None if is_data else lengths, is_even, num_slices)
-
-
 def _rows_of_variable(site: Site, call: CallSpec, rows: RowInputs, batch_s: Any) -> RowInputs:
-    """Where a variable brings rows, or `batch_s` picks from those that it holds."""
+    """Take the rows that a variable brings, or those that `batch_s` picks from it."""
     function = site.function
     name, taken = function.name, None if rows.lengths is None else rows.lengths[0]
 
@@ -123,8 +147,9 @@ def _rows_of_variable(site: Site, call: CallSpec, rows: RowInputs, batch_s: Any)
         traces = CallTraces(function, site.group, call._replace(held_index=None), site.view)
         traced = traces.of_rows(taken)
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
-        found = _Holder(holder, {v: (traces.abstract(v),) for v in traces.touched})
-        return Traced(traces.touched, (*traces.record, None if holder is None else holder._number), lambda: found)
+        accepted = {v: (traces.abstract(v),) for v in traces.touched}
+        record = (*traces.record, None if holder is None else holder._number)
+        return Traced(traces.touched, record, lambda: _Holder(holder, accepted))
 
     key = ("holder", call, taken, function.per_part)
     holder = site.find(key, trace).variable
@@ -148,7 +173,7 @@ def _rows_of_variable(site: Site, call: CallSpec, rows: RowInputs, batch_s: Any)
 
 
 def check_blocks(function: FunctionSpec, bound: BoundArguments, options: CallOptions) -> None:
-    """What does not go with rows that are dealt out in blocks."""
+    """Refuse what does not go with rows that are dealt out in blocks."""
     name, block = function.name, function.blocks
     if options.batch_s is not None:
         raise ValueError(f"{name}: batch_s picks rows on the replicas, but blocks={block} deals rows out. Use batch.")
@@ -163,32 +188,34 @@ def check_blocks(function: FunctionSpec, bound: BoundArguments, options: CallOpt
 
 
 def abstract_broadcast(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What a broadcast argument will be on every replica; no more than its shape is looked at."""
+    """Return the shape that a broadcast argument has on every replica, without looking at its values."""
     if isinstance(leaf, Data):
-        source_of(leaf)  # SynkError where it was freed
+        source_of(leaf)
     if isinstance(leaf, SCALARS):
         return jax.eval_shape(jnp.asarray, leaf)
     return jax.ShapeDtypeStruct(leaf.shape, narrow(leaf.dtype), weak_type=getattr(leaf, "weak_type", False))
 
 
 def place_broadcast(group: Group, data_group: Group | None, is_used_once: bool, leaf: Any) -> Any:
-    """Bring a broadcast argument to every replica; data is there already, unless another group is its home."""
+    """Bring a broadcast argument to every replica; data of the group is there already."""
     if isinstance(leaf, Data):
-        source_of(leaf)  # SynkError where it was freed
+        source_of(leaf)
         is_there = leaf._home.layout == "replicated" and data_group is None
         return resident(leaf, group) if is_there else replicate(group, leaf[:])
+    # The compiled call itself brings a host value to one device in a third of the time.
     if is_used_once and group._has_one_device and isinstance(leaf, np.generic | np.ndarray | int | float | complex):
-        return host_copy(leaf)  # the compiled call brings it in a third of the time
+        return host_copy(leaf)
     if not isinstance(leaf, SCALARS):
         return replicate(group, leaf)
-    # A number that stays, such as a learning rate, is placed once. Its bits tell -0.0 from 0.0, and find NaN again.
+    # A number that stays the same, such as a learning rate, is placed once. Its bits are the key: they tell -0.0 from
+    # 0.0, and NaN equals itself.
     number = host_copy(leaf)
     key = number.dtype, number.tobytes()
     return group._cached(place_broadcast, key, lambda: put(group, number, "replicated"))
 
 
 def check_row_numbers(name: str, rows: int) -> None:
-    """Each row of a call has a number."""
+    """Check that each row of a call can have an int32 number."""
     if rows > MOST_ROWS:
         raise ValueError(
             f"{name}: a call has at most {MOST_ROWS} rows, whose numbers are int32; this one has {rows}. Give them in "
@@ -197,9 +224,53 @@ def check_row_numbers(name: str, rows: int) -> None:
 
 
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
-    """`output_subset` is a list of indexes or keys."""
+    """Check that `output_subset` is a sequence of indexes or keys, and return it as a tuple."""
     if isinstance(subset, str) or not isinstance(subset, Sequence):
         raise TypeError(f"{name}: output_subset is {shown(subset)}; give a list of indexes or keys.")
     if not all(isinstance(each, int | str | np.integer) for each in subset):
         raise TypeError(f"{name}: output_subset holds {shown(subset)}; give indexes or keys alone.")
     return tuple(subset)
+
+
+def find_plan(site: Site, checked: CheckedCall, slices: int, is_probe: bool = False) -> tuple[CallSpec, CallPlan]:
+    """Return the plan of a call in so many slices, and its key; make the plan if there is none.
+
+    A probe shows how much memory programs need. It compiles only one of the programs that run slices: one whose parts
+    differ, if there is one, since that program holds both sizes.
+    """
+    kind, lengths = checked.in_slices(slices, site.function), checked.rows.lengths
+    if is_probe:
+        kind = kind._replace(part_sizes=(max(kind.part_sizes, key=lambda sizes: (len(sizes), sizes)),))
+    plan = _find(site, kind)
+    if isinstance(plan, NeedsLengths):
+        kind = kind._replace(lengths=lengths, num_slices=len(launches(lengths or (), slices)))
+        plan = _find(site, kind)
+    assert isinstance(plan, CallPlan)
+    return kind, plan
+
+
+def _find(site: Site, kind: CallSpec) -> CallPlan | NeedsLengths:
+    function = site.function
+
+    def timed(act: Callable[[], Any]) -> Any:
+        start = perf_counter()
+        result = act()
+        function.stats.dispatching += perf_counter() - start
+        return result
+
+    def trace() -> Traced:
+        traced: Traced = timed(partial(trace_plan, site, kind))
+        return traced._replace(finish=lambda: timed(partial(_compile, traced, function.name)))
+
+    return site.find(plan_key(function, kind), trace, holds_function=kind.is_over)
+
+
+def _compile(traced: Traced, name: str) -> Any:
+    try:
+        return traced.finish()
+    except jax.errors.JaxRuntimeError as error:
+        # XLA tries kernels on a GPU while it compiles, for which memory may not do.
+        translated = translate_error(error, name)
+        if translated is error:
+            raise
+        raise translated from error

@@ -124,9 +124,8 @@ class PlanCache:
         trace: Callable[[], Traced],
         *,
         holds_function: bool = False,
-        twin: Callable[[Any], Hashable] = lambda plan: None,
     ) -> Any:
-        """Return the plan for a key. A missing plan is made, and kept for the key's twin too, if it has one.
+        """Return the plan for a key; make it if there is none.
 
         Where `site.retraces` the function is always traced, since what it captures may have changed.
         """
@@ -158,9 +157,6 @@ class PlanCache:
             return plan
         plans = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)
         plans[:] = [plan, *(each for each in (*same, *others) if each is not plan)][:64]
-        if is_new and (other := twin(plan)) is not None:
-            other = ("as it is now", other) if retraces else other
-            self.kept(group, other, list, holds_function).insert(0, plan)
         return plan
 
     def is_stale(self, site: "Site", key: Any, trace: Callable[[], Traced]) -> bool:

@@ -110,17 +110,6 @@ class FunctionSpec:
         return bool(self.per_part) or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))
 
 
-class PartForm(NamedTuple):
-    """What programs depend on of the parts that replicas run."""
-
-    # For the first launch, and for each further kind of launch, the numbers of rows that parts have, most first;
-    # which replica has how many is data. ((None,),) where there are no rows.
-    part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
-    lengths: tuple[int, ...] | None = None  # rows of each replica, where programs depend on them
-    is_even: bool = True  # whether all replicas have as many rows
-    num_slices: int = 1  # 1; or, of slices, how many where programs depend on that, else 2
-
-
 class CallSpec(NamedTuple):
     """All that the programs of one kind of call depend on, beside the shared variables: the key of its plan."""
 
@@ -134,11 +123,12 @@ class CallSpec(NamedTuple):
     held_index: IndexKind | None = None  # how `batch_s` picks from the rows that variables hold
     subset: tuple[Any, ...] | None = None  # which outputs are asked for
     donate: bool = False  # whether old values may be overwritten
-    # The fields of `PartForm`.
+    # For the first launch, and for each further kind of launch, the numbers of rows that parts have, most first;
+    # which replica has how many is data. ((None,),) where there are no rows.
     part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
-    lengths: tuple[int, ...] | None = None
-    is_even: bool = True
-    num_slices: int = 1
+    lengths: tuple[int, ...] | None = None  # rows of each replica, where programs depend on them
+    is_even: bool = True  # whether all replicas have as many rows
+    num_slices: int = 1  # 1; or, of slices, how many where programs depend on that, else 2
     is_composed: bool = False  # whether it is part of an outer transformation
     is_over: bool = False  # whether it is a batch of many, which combine at the end
     block: int | None = None  # of how many rows are the blocks that each replica runs one by one, in one launch

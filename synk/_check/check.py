@@ -12,11 +12,10 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import LawError
 from .._base.pytree import PyTree
-from .._call.auto_slices import is_stale
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.plan import PlanCache, Site
-from .._call.prepare import prepare
+from .._call.prepare import is_stale, prepare
 from .._call.rows import launches
 from .._call.spec import FunctionSpec
 from .._call.traces import View, cannot_update_rows, shared_in

@@ -286,22 +286,3 @@ def test_steps_are_told_of_their_loss(four):
     """They have no ops to name, and no then."""
     step = synk.train.step(lambda w, x: jnp.sum((w - x) ** 2), np.float32(0), optax.sgd(0.1))
     assert "return the mean over them, or synk.Weighted" in fails(step, X)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_slices": 2}], ids=str)
-def test_a_call_after_check_compiles_nothing(four, options):
-    """Where nothing is updated its program is that of check; where something is, old values were kept there."""
-    w = synk.shared(np.float32(1), name="w")
-    f = synk.function(lambda x: (x * w.value).sum())
-    g = synk.function(lambda x: x.sum(), then=lambda total: setattr(w, "value", w.value + 0 * total))
-    for rows in (8, 7):
-        x = np.ones(rows, np.float32)
-        for function, more in ((f, 0), (g, 1)):
-            function.check(x, **options)
-            count = function.stats.compilations
-            for _ in range(2):
-                function(x, **options)
-            assert (function.stats.compilations > count) == bool(more)
-    assert (
-        f.explain(np.ones(8, np.float32), **options).why[0] != "old values of variables are overwritten, and were kept"
-    )
