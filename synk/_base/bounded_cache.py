@@ -1,4 +1,4 @@
-"""BoundedCache: what a pure function of a key gave, for the keys asked for last."""
+"""BoundedCache: results of pure functions, by key, for the keys used last."""
 
 import threading
 from collections import OrderedDict
@@ -9,9 +9,9 @@ MAX_KEPT = 1024
 
 
 class BoundedCache:
-    """At most so many values, none of them None; the one not asked for the longest goes first.
+    """A cache of at most `most` values, none of them None. It drops the value that was not used for the longest.
 
-    A failure is not kept. Threads may share it: keys are compared by users' code, which may let another thread in.
+    Failures are not kept. Threads may share the cache.
     """
 
     def __init__(self, most: int = MAX_KEPT) -> None:
@@ -20,7 +20,9 @@ class BoundedCache:
         self._lock = threading.RLock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The value for a key; made where there is none, and then the same for all who asked."""
+        """Return the value of a key, or make it. Threads that ask at once get the same value."""
+        # Comparing keys runs users' code (`__eq__`), which may switch threads: hold the lock. `make` may take minutes, so
+        # it runs without the lock.
         with self._lock:
             value = self._kept.get(key)
             if value is not None:

@@ -1,4 +1,4 @@
-"""Errors: synk's own exceptions, and which frames of synk's a traceback shows."""
+"""Errors: the exceptions of synk, texts of messages, and the frames that a traceback shows."""
 
 import functools
 import linecache
@@ -26,7 +26,7 @@ LONGEST_SHOWN = 100  # characters
 
 
 def shown(value: Any) -> str:
-    """A value as a message names it: as it prints itself or, where that is long, by its type and the shapes in it."""
+    """Return the text of a value in messages: its `repr` or, if that is long, its type and the shape of its arrays."""
     text = repr(value)
     if len(text) <= LONGEST_SHOWN and "\n" not in text:
         return text
@@ -37,13 +37,13 @@ def shown(value: Any) -> str:
 
 
 def in_a_line(error: Exception) -> str:
-    """What an error of JAX's says: its first line, or the last where the first announces a traceback."""
+    """Return the line of an error of JAX's that tells most: the first or, after a traceback, the last."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1 if "Traceback" in lines[0] else 0].strip()[:200]
 
 
 def checked_integer(value: Any, what: str, least: int = 0, wanted: str = "") -> int:
-    """An integer of the user's as Python's; TypeError where it is none, ValueError where it is too small."""
+    """Return a user's integer as a Python one. Raise TypeError if it is none, ValueError if it is below `least`."""
     wanted = wanted or f"give an integer >= {least}"
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{what} is {shown(value)}; {wanted}.")
@@ -53,7 +53,7 @@ def checked_integer(value: Any, what: str, least: int = 0, wanted: str = "") -> 
 
 
 class SynkError(Exception):
-    """Base of the errors that synk alone raises.
+    """Base class of the errors that only synk raises.
 
     Example:
       >>> issubclass(LawError, SynkError)
@@ -137,7 +137,7 @@ class CheckpointError(SynkError):
 
 
 def public_api(fn: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a public call: JAX's defaults around it, and of its own frames no more in a traceback than help."""
+    """Wrap a public call: run it with JAX's defaults, and hide synk's frames in tracebacks of the user's mistakes."""
 
     @functools.wraps(fn)
     def synk_call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -152,7 +152,8 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
                 leave_traces()
             if not isinstance(error, Exception):
                 raise
-            # What comes while JAX compares keys of its caches is a ValueError there, whose text alone may tell.
+            # JAX turns a Ctrl-C that comes while it hashes or compares keys of its caches into a ValueError, whose text
+            # alone may name it (https://github.com/jax-ml/jax/issues/9082).
             is_of_cache = isinstance(error, ValueError) and str(error).startswith("Cache keys should be comparable")
             if isinstance(error.__cause__, KeyboardInterrupt) or (is_of_cache and "KeyboardInterrupt" in str(error)):
                 raise KeyboardInterrupt from error
@@ -163,7 +164,7 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def warn(message: str) -> None:
-    """Warn of a line of the user's: the first one outside synk."""
+    """Warn, and point at the innermost line outside synk."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
@@ -171,8 +172,11 @@ def warn(message: str) -> None:
 
 
 def hide_internal_frames(error: Exception) -> None:
-    """Leave of a traceback what helps: of what synk raises by intent nothing inside the public call; of an error in the
-    user's function the user's frames; of a defect of synk's everything."""
+    """Cut the traceback of an error to the frames that help.
+
+    An error that synk raises on purpose shows the public call alone. An error in the user's function shows the user's
+    frames. A defect of synk shows everything.
+    """
     frames: list[TracebackType] = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -181,7 +185,8 @@ def hide_internal_frames(error: Exception) -> None:
     first = next((i for i, frame in enumerate(frames) if i and not _is_internal(frame)), None)
     if first is None:
         if frames and _is_deliberate(frames[-1]):
-            error.__traceback__ = None  # raised again, it shows the public call alone
+            # Raised again, the error shows the public call alone.
+            error.__traceback__ = None
         return
     linked: TracebackType | None = None
     for frame in reversed([frame for frame in frames[first:] if not _is_ours(frame)]):
@@ -194,7 +199,7 @@ def _is_ours(frame: TracebackType) -> bool:
 
 
 def _is_internal(frame: TracebackType) -> bool:
-    """Is it synk's, or of what synk calls: JAX, or Python's own library (cached properties, context managers)?"""
+    """Check whether a frame belongs to synk, or to JAX or Python's library, which synk calls."""
     file = frame.tb_frame.f_code.co_filename
     is_python = file.startswith(_PYTHON) and "-packages" not in file
     return is_python or file.startswith((_OURS, _JAX, "<frozen", "<string"))

@@ -1,4 +1,4 @@
-"""Old names: what Synkhronos called what has another name here, for messages."""
+"""Old names: what replaces the names of Synkhronos, for messages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ _FUNCTIONS = {
 
 
 def refuse_keywords(call: str, given: Mapping[str, Any]) -> None:
-    """TypeError for keywords that a call does not have, with what replaces those of Synkhronos."""
+    """Raise TypeError for keywords that a call does not have. Say what replaces those of Synkhronos."""
     for name in given:
         if name in _KEYWORDS:
             raise TypeError(f"synk.{call}: {name}= was Synkhronos's. Instead: {_KEYWORDS[name]}.")
@@ -38,13 +38,13 @@ def refuse_keywords(call: str, given: Mapping[str, Any]) -> None:
 
 
 def refuse_member(kind: str, name: str) -> AttributeError:
-    """For a member that there is not, with what replaces one of Synkhronos's."""
+    """Return the error for a missing attribute of an object. Say what replaces a name of Synkhronos."""
     instead = f", as Synkhronos's had. Instead: {_MEMBERS[name]}." if name in _MEMBERS else ""
     return AttributeError(f"a synk {kind} has no {name!r}{instead}")
 
 
 def refuse_function(name: str) -> AttributeError:
-    """The same for `synk.name`."""
+    """Return the error for a missing attribute of the module. Say what replaces a name of Synkhronos."""
     if name in _FUNCTIONS:
         return AttributeError(f"synk has no {name!r}, as Synkhronos had. Instead: {_FUNCTIONS[name]}.")
     return AttributeError(f"module 'synk' has no attribute {name!r}")

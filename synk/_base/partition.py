@@ -1,4 +1,4 @@
-"""Partition: cut rows into parts: for replicas, and into slices of one. Pure arithmetic."""
+"""Partition: cut rows into parts of replicas, and parts into slices. Pure arithmetic."""
 
 from functools import lru_cache
 from itertools import accumulate
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RowRange(NamedTuple):
-    """A run of rows: of the whole input, or of one replica's."""
+    """Consecutive rows of an input or of a replica's part: the first row, and their number."""
 
     start: int
     rows: int
@@ -26,7 +26,7 @@ def split_rows(rows: int, parts: int) -> list[RowRange]:
 
 @lru_cache(maxsize=1024)
 def lengths_of(rows: int, replicas: int, block: int | None = None) -> tuple[int, ...]:
-    """How many rows each replica gets of so many; of blocks whole ones, but for the last."""
+    """Return the number of rows of each replica. With `block`, replicas get whole blocks; the last may be shorter."""
     if block is None:
         return tuple([part.rows for part in split_rows(rows, replicas)])
     several = split_rows(-(-rows // block), replicas)

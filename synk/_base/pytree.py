@@ -1,4 +1,4 @@
-"""Pytree: leaves as JAX has them: typed PRNG keys and raw data, dtypes, tracers that nothing may keep."""
+"""Pytree: leaves of trees: typed PRNG keys and their raw data, dtypes, and tracers, which nothing may keep."""
 
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
@@ -16,37 +16,38 @@ SCALARS = (bool, int, float, complex)
 
 
 def as_keys(data: Any, impl: Any) -> Any:
-    """Raw data as a typed PRNG key array, where `impl` names an implementation."""
+    """Wrap raw data as a typed PRNG key array. Without an implementation, return the data."""
     return data if impl is None else jax.random.wrap_key_data(data, impl=impl)
 
 
 def key_of(leaf: Any) -> Any:
-    """The PRNG implementation of a typed key array, None of anything else."""
+    """Return the PRNG implementation of a typed key array, None for any other leaf."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return None
     if isinstance(leaf, jax.Array):
         return jax.random.key_impl(leaf)
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
-    return found[0]
+    # A shape has no implementation to ask for, but a traced key of that shape has.
+    implementations: list[Any] = []
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), leaf)
+    return implementations[0]
 
 
 def is_prng_key(leaf: Any) -> bool:
-    """Is it one PRNG key of JAX's, typed or raw?"""
+    """Check whether a leaf is one PRNG key, typed or raw."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
     return (leaf.ndim == 0 and key_of(leaf) is not None) or (leaf.shape == (2,) and leaf.dtype == np.uint32)
 
 
 def check_key(key: Any, call: str) -> None:
-    """TypeError for a number, as a seed is one."""
+    """Raise TypeError for a number in place of a PRNG key: users pass seeds."""
     dtype = getattr(key, "dtype", None)
     if dtype is None or (np.ndim(key) == 0 and not jnp.issubdtype(dtype, jax.dtypes.prng_key)):
         raise TypeError(f"{call}: the key is {shown(key)}; give a PRNG key, such as jax.random.key(0).")
 
 
 def as_data(leaf: Any) -> Any:
-    """A typed PRNG key array as raw data; anything else as it is."""
+    """Return the raw data of a typed PRNG key array; return any other leaf as it is."""
     if key_of(leaf) is None:
         return leaf
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(jax.random.key_data, leaf)
@@ -54,7 +55,7 @@ def as_data(leaf: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def is_number(dtype: np.dtype) -> bool:
-    """Is it of numbers or booleans that JAX has? Its own small floats are among them, C's long double is not."""
+    """Check whether JAX has numbers of a dtype. It has small floats of its own, and no C long double."""
     no_numbers = (np.void, np.longdouble, np.clongdouble)
     return dtype.kind not in "OSUMm" and dtype.fields is None and dtype.type not in no_numbers
 
@@ -68,13 +69,15 @@ def bits_of(dtype: Any) -> int:
 
 
 def refuse_two_bits(leaf: Any, what: str) -> None:
-    """TypeError for numbers of less than half a byte, which XLA's collectives mix up (int2, jaxlib 0.8 to 0.12)."""
+    """Raise TypeError for numbers below half a byte."""
+    # Collectives of int2 give wrong numbers in jaxlib 0.8 to 0.12. XLA widens dtypes below a byte on their way:
+    # https://github.com/openxla/xla/pull/31525
     if isinstance(leaf.dtype, np.dtype) and bits_of(leaf.dtype) < 4:
         raise TypeError(f"{what} is {leaf.dtype.name}, of which XLA sends wrong numbers between devices. Use int4.")
 
 
 def narrow(dtype: np.dtype) -> np.dtype:
-    """As JAX has it: 64 bits as 32 unless they are enabled, in the machine's order."""
+    """Return the dtype that JAX uses instead: 32 bits for 64 unless those are enabled, in the machine's byte order."""
     return _narrow(dtype, config.jax_enable_x64)
 
 
@@ -84,7 +87,7 @@ def _narrow(dtype: np.dtype, is_x64: bool) -> np.dtype:
 
 
 def number_dtype(number: Any) -> np.dtype:
-    """The dtype that JAX gives a number of Python's."""
+    """Return the dtype that JAX gives a Python number."""
     kind = next(kind for kind in SCALARS if isinstance(number, kind))
     return _number_dtype(kind, config.jax_enable_x64)
 
@@ -95,51 +98,52 @@ def _number_dtype(kind: type, is_x64: bool) -> np.dtype:
 
 
 def check_fits(number: int, what: str) -> None:
-    """OverflowError where JAX's integers have no such number."""
+    """Raise OverflowError for a number that JAX's integers cannot hold."""
     dtype = number_dtype(number)
     if dtype.kind == "i" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
         raise OverflowError(f"{what} is {number}, which is no {dtype.name}. Give a float, or set jax_enable_x64.")
 
 
 def array_of_list(values: list[Any], what: str) -> np.ndarray:
-    """An array of a list of numbers; ValueError where it makes none, OverflowError where JAX has no such integers."""
+    """Return a list of numbers as an array. Raise ValueError for a ragged list, OverflowError for huge integers."""
     try:
-        found = np.asarray(values)
+        array = np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{what} is a list that makes no array: {error}") from None
-    if found.dtype.kind in "iu" and found.size and narrow(found.dtype) != found.dtype:
-        for number in (found.min(), found.max()):
+    if array.dtype.kind in "iu" and array.size and narrow(array.dtype) != array.dtype:
+        for number in (array.min(), array.max()):
             check_fits(int(number), f"{what}: an entry")
-    return found
+    return array
 
 
 def is_weak(leaf: Any) -> bool:
-    """Does it take the dtype of what it meets, as Python's numbers do, and what JAX has made of them?"""
+    """Check whether a leaf takes the dtype of its partner in arithmetic, as Python numbers do."""
     if isinstance(leaf, SCALARS):
         return not isinstance(leaf, bool | np.generic)
     return getattr(leaf, "weak_type", False)
 
 
 def to_jax(leaf: Any) -> jax.Array:
-    """An array or a number as JAX's array, whatever its byte order; within a transformation, a part of it."""
+    """Return an array or a number as a `jax.Array`. Inside a transformation the result may be a tracer."""
     if isinstance(leaf, (jax.Array, *SCALARS)):
         return narrowed(jnp.asarray(leaf))
     return jnp.asarray(np.asarray(leaf, narrow(leaf.dtype)))
 
 
 def narrowed(array: jax.Array) -> jax.Array:
-    """The same without 64 bits that are switched off by now."""
-    is_plain = isinstance(array.dtype, np.dtype)  # and no PRNG key
+    """Return an array without 64-bit numbers, unless they are enabled now."""
+    # Typed PRNG keys have dtypes of their own.
+    is_plain = isinstance(array.dtype, np.dtype)
     return array.astype(narrow(array.dtype)) if is_plain and array.dtype != narrow(array.dtype) else array
 
 
 def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf as JAX will have it."""
+    """Return shape and dtype of the JAX array that a leaf will become."""
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def first_change(before: PyTree, after: PyTree, what: str) -> tuple[str, str, str] | None:
-    """Where two trees of arrays differ first, by which shape and dtype, or what trees: (where, was, is)."""
+    """Find the first difference of two trees of arrays, as (place, before, after): of trees, shapes or dtypes."""
     trees = jax.tree.structure(before), jax.tree.structure(after)
     if trees[0] != trees[1]:
         return f"the tree of {what}", str(trees[0]), str(trees[1])
@@ -151,19 +155,19 @@ def first_change(before: PyTree, after: PyTree, what: str) -> tuple[str, str, st
 
 
 def exactly(value: Any, dtype: np.dtype, what: str) -> np.ndarray:
-    """A number of the user's as one of this dtype; ValueError where it would become another."""
+    """Return a user's number in a dtype. Raise ValueError if that would change the number."""
     refuse_tracer(value, what)
-    found = np.asarray(value)
-    is_number = found.dtype.kind in "biufcV" and (found.dtype.kind != "c" or dtype.kind == "c")
+    array = np.asarray(value)
+    is_number = array.dtype.kind in "biufcV" and (array.dtype.kind != "c" or dtype.kind == "c")
     with np.errstate(all="ignore"):
-        cast = found.astype(dtype) if is_number else found
-    if not is_number or (dtype.kind in "biu" and not np.array_equal(cast.astype(np.float64), found.astype(np.float64))):
+        cast = array.astype(dtype) if is_number else array
+    if not is_number or (dtype.kind in "biu" and not np.array_equal(cast.astype(np.float64), array.astype(np.float64))):
         raise ValueError(f"{what} is {value!r}, which is no {np.dtype(dtype).name}. Give a number of that dtype.")
     return cast
 
 
 def refuse_tracer(leaf: Any, what: str) -> None:
-    """SynkError where a value is traced: whoever keeps it would have it after its trace has ended."""
+    """Raise SynkError for a tracer: it would outlive its trace."""
     if isinstance(leaf, jax.core.Tracer):
         raise SynkError(
             f"{what} is a traced one of jit, grad, vmap or the like, which nothing can keep. Return it from there, "

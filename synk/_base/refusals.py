@@ -1,4 +1,4 @@
-"""Refusals: arithmetic, indexing and conversions tried on an object that is no array answer where its value is."""
+"""Refusals: errors for objects that are used as arrays by mistake, which say where the array is."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -16,11 +16,11 @@ _NUMBERS = (bool, int, float, complex, jax.Array)
 
 
 def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
-    """Make a class refuse what it does not define itself of that which arrays and trees do.
+    """Make a class raise TypeError for operations of arrays and trees that it does not define.
 
     Args:
       cls: the class.
-      say: makes the message, from an object and what was tried ("used as a number").
+      say: returns the message for an object and an attempt ("used as a number").
     """
 
     def refusal(how: str) -> Any:
@@ -31,16 +31,18 @@ def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
 
     def operator(self: Any, other: Any) -> Any:
         if isinstance(other, np.ndarray | np.generic):
-            return NotImplemented  # NumPy asks `__array_ufunc__`, or takes the object as an array
+            # Then NumPy asks `__array_ufunc__`, or takes the object as an array.
+            return NotImplemented
         raise TypeError(say(self, "used as a number"))
 
     def equal(self: Any, other: Any) -> Any:
-        if not isinstance(other, _NUMBERS) or isinstance(other, np.generic):  # np.float64 is a float
+        # np.float64 is a float too, but belongs to NumPy.
+        if not isinstance(other, _NUMBERS) or isinstance(other, np.generic):
             return self is other or NotImplemented
         raise TypeError(say(self, "compared with a number"))
 
-    # JAX looks one of these up without calling it, and replaces a TypeError by one that names no object. What NumPy can
-    # convert refuses "sharding" alone, for which jnp.asarray, which converts it too, does not ask.
+    # JAX looks up one of these attributes, and replaces a TypeError by a message that names no object. jnp.asarray
+    # converts objects that NumPy can convert, and does not look up "sharding".
     of_jax = "sharding" if hasattr(cls, "__array__") else "__jax_array__"
 
     def no_member(self: Any, member: str) -> NoReturn:

@@ -9,17 +9,17 @@ UNKNOWN = "unknown"
 
 
 def counted(count: int, noun: str) -> str:
-    """Write a number of things."""
+    """Return a number with its noun, in the plural if needed."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def size_text(count: float | None) -> str:
-    """Bytes; None is unknown."""
+    """Return a number of bytes as text; None is unknown."""
     return UNKNOWN if count is None else f"{number_text(count)}B"
 
 
 def number_text(count: float) -> str:
-    """A number, a space, and a prefix of the SI."""
+    """Return a number with an SI prefix: 1500 is "1.5 k"."""
     for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= unit:
             return f"{count / unit:.4g} {prefix}"
@@ -31,7 +31,7 @@ _UNITS = {f"{prefix}{binary}B": (1024 if binary else 1000) ** power
 
 
 def parse_memory(memory: Any, call: str) -> int | float | None:
-    """What a user has given for the memory of a device: bytes, text such as "14GB", a fraction of it as float, None."""
+    """Parse `memory=`: bytes, text such as "14GB", a fraction of the device's memory as a float, or None."""
     if memory is None:
         return None
     wanted = f'{call}: memory is {memory!r}; give bytes (an integer), text like "14GB", or a fraction of what there is.'
@@ -39,9 +39,9 @@ def parse_memory(memory: Any, call: str) -> int | float | None:
     if isinstance(memory, bool) or not isinstance(memory, int | float | str):
         raise TypeError(wanted)
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?i?B)\s*", memory)
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGT]?i?B)\s*", memory)
         try:
-            memory = int(float(found[1]) * _UNITS[found[2].replace("k", "K")]) if found else 0
+            memory = int(float(match[1]) * _UNITS[match[2].replace("k", "K")]) if match else 0
         except (ValueError, KeyError):
             memory = 0
     if memory <= 0 or (isinstance(memory, float) and not memory <= 1):
