@@ -21,8 +21,8 @@ class BoundedCache:
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the value of a key, or make it. Threads that ask at once get the same value."""
-        # Comparing keys runs users' code (`__eq__`), which may switch threads: hold the lock. `make` may take minutes, so
-        # it runs without the lock.
+        # Comparing keys runs users' code (`__eq__`), which may switch threads: hold the lock. `make` may take minutes,
+        # and runs without it.
         with self._lock:
             value = self._kept.get(key)
             if value is not None:

@@ -13,7 +13,7 @@ from .._call.spec import FunctionSpec, Stats, with_then
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
 from .._reductions.wire import check_wire
-from .._runtime.engine import ENGINES
+from .._runtime.engine import ENGINES, EngineName
 from .function import Function
 
 Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
@@ -23,7 +23,7 @@ class Options(TypedDict, total=False):
     """Those of `synk.function` that are given by name."""
 
     then: Callable[..., PyTree] | None
-    engine: Literal["shard_map", "pmap"]
+    engine: EngineName
     donate: bool
     nan: Literal["raise"] | None
     wire: PyTree
@@ -48,7 +48,7 @@ def function(
     reduce: Op = "sum",
     *,
     then: Callable[..., PyTree] | None = None,
-    engine: Literal["shard_map", "pmap"] = "shard_map",
+    engine: EngineName = "shard_map",
     donate: bool = True,
     nan: Literal["raise"] | None = None,
     wire: PyTree = None,
@@ -111,9 +111,8 @@ def function(
         if not callable(fn):
             raise TypeError(f"synk.function: fn is {shown(fn)}; give a function of arrays.")
         called = name or getattr(fn, "__name__", type(fn).__name__)
-        engines = [each for each in ENGINES if each != "vmap"]
-        if engine not in engines:
-            raise ValueError(f"{called}: engine={engine!r}; use {' or '.join(map(repr, engines))}.")
+        if engine not in ENGINES:
+            raise ValueError(f"{called}: engine={engine!r}; use {' or '.join(map(repr, ENGINES))}.")
         binder = ArgumentBinder(fn, inputs, called)
         if nan not in (None, "raise"):
             raise ValueError(f'{called}: nan={nan!r}; use "raise", or None.')

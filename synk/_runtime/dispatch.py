@@ -1,4 +1,4 @@
-"""Dispatch: one lock for calls, whole commits, and where the runtime cannot finish many, few programs in flight."""
+"""Dispatch: the lock of calls, commits that signals cannot split, and the number of programs in flight."""
 
 import signal
 import sys
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 OnFailure: TypeAlias = Callable[[Exception], None]
 
-# signal.signal also looks names up for what it takes and gives, by exceptions: some microseconds of each call.
+# signal.signal wraps these in look-ups of enum members, by exceptions, which cost some microseconds of each call.
 _set_handler: Callable[[int, Any], Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 _get_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 # Ctrl-C, the end of a job, and time limits.
@@ -19,41 +19,49 @@ _HELD_BACK = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", 
 LOCK = threading.RLock()
 _MAIN = threading.main_thread().ident
 
-# A CPU device admits 32 computations, and below jaxlib 0.12 one more multi-device program that is not awaited wedges
-# its thread pool for good. Four in flight keep every core busy.
+# A CPU device admits 32 computations. Below jaxlib 0.12 one more program over several devices blocks its thread pool
+# for good, unless somebody waits for it. Four programs in flight keep every core busy. Drop this at jaxlib>=0.12.
 MAX_IN_FLIGHT = 4
 JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2])
 CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
 
 class InFlight(NamedTuple):
-    """A program under way."""
+    """A program that was launched.
 
-    token: Any  # one output of it; its is_ready() is not typed
-    on_failure: OnFailure  # whom to tell if it dies
-    peers: Any  # of its group, which learn of it first
-    name: str  # what they call it
+    Attributes:
+      token: one output of the program, a `jax.Array`, to wait on.
+      on_failure: called with the error if the program dies.
+      peers: the `Peers` of its group, which learn of a failure first.
+      name: the program's name in messages.
+    """
+
+    token: Any
+    on_failure: OnFailure
+    peers: Any
+    name: str
 
 
 IN_FLIGHT: deque[InFlight] = deque()
-_of_the_runtime: Any = None  # the handler of SIGTERM over which JAX has put one that Python does not know
+# The Python handler of SIGTERM that JAX's runtime replaced by one of its own, which Python does not see.
+_replaced_by_runtime: Any = None
 
 
 def wait_for_capacity(is_limited: bool) -> None:
-    """Where few may be in flight, wait until one more may be; forget those that have ended, but for the last few."""
+    """Wait until one more program may be in flight, if the number is limited. Forget old programs that have ended."""
     while len(IN_FLIGHT) >= MAX_IN_FLIGHT and (is_limited or IN_FLIGHT[0].token.is_ready()):
         _retire()
 
 
 def retire_finished() -> None:
-    """Forget the programs that have ended; variables of those that died learn that they are lost."""
+    """Forget the programs that have ended. Mark variables of programs that died as lost."""
     with LOCK:
         while IN_FLIGHT and IN_FLIGHT[0].token.is_ready():
             _retire()
 
 
 def ignore_failure(error: Exception) -> None:
-    """For programs without updates: JAX raises when their results are read, so nothing is to be done."""
+    """Do nothing: JAX itself raises the error where results of the program are read."""
 
 
 def drain() -> None:
@@ -64,36 +72,43 @@ def drain() -> None:
 
 
 def _retire() -> None:
-    with uninterrupted():  # what a handler raises is no failure of the program
+    # An error that a signal handler raises must not count as a failure of the program.
+    with uninterrupted():
         try:
-            one = IN_FLIGHT.popleft()
-        except IndexError:  # the handler of a signal has come first
+            program = IN_FLIGHT.popleft()
+        except IndexError:
+            # A signal handler that ran just before has retired it.
             return
         try:
-            one.token.block_until_ready()
-        except Exception as error:  # the program's own reader sees it too; here its variables learn of it
-            one.on_failure(one.peers.after_failure(one.name, error))
+            program.token.block_until_ready()
+        except Exception as error:
+            # Whoever reads the results sees the error too. Here the program's variables learn of it.
+            program.on_failure(program.peers.after_failure(program.name, error))
 
 
 def look_for_dead() -> None:
-    """Let peers learn of programs that have died, without waiting for those under way, nor for the lock."""
-    for one in tuple(IN_FLIGHT):
+    """Tell peers of programs that have died. Wait for no program, and not for the lock."""
+    for program in tuple(IN_FLIGHT):
         try:
-            if one.token.is_ready():
-                one.token.block_until_ready()
+            if program.token.is_ready():
+                program.token.block_until_ready()
         except Exception as error:
-            one.peers.after_failure(one.name, error)
+            program.peers.after_failure(program.name, error)
 
 
 def leave_to_runtime() -> None:
-    """JAX's runtime has taken SIGTERM: what Python takes for its handler has no say, until another one is set."""
-    global _of_the_runtime
-    if _of_the_runtime is None:
-        _of_the_runtime = _get_handler(signal.SIGTERM)
+    """Note that JAX's runtime has taken SIGTERM: the handler that Python reports is not called any more."""
+    global _replaced_by_runtime
+    if _replaced_by_runtime is None:
+        _replaced_by_runtime = _get_handler(signal.SIGTERM)
 
 
 class uninterrupted:
-    """Hold Ctrl-C, and signals that Python code handles, back in a `with` block: what is dispatched is committed."""
+    """Hold back signals with Python handlers inside a `with` block, so that a dispatched program is also committed.
+
+    Python runs handlers in the main thread, between two instructions (https://docs.python.org/3/library/signal.html),
+    so other threads need no protection.
+    """
 
     __slots__ = ("before", "changed", "note", "noted")
 
@@ -106,11 +121,13 @@ class uninterrupted:
             try:
                 for number in _HELD_BACK:
                     handler = self.before[number] = _get_handler(number)
-                    is_python = callable(handler) and handler is not _of_the_runtime
+                    is_python = callable(handler) and handler is not _replaced_by_runtime
                     if is_python or (number == signal.SIGINT and handler == signal.SIG_DFL):
                         self.changed.append(number)
-                        self.before[number] = _set_handler(number, self.note)  # which one that came before may have set
-            except BaseException:  # of one that is not held back yet
+                        # A signal that came since `_get_handler` may have changed the handler.
+                        self.before[number] = _set_handler(number, self.note)
+            except BaseException:
+                # A signal that is not held back yet has raised.
                 self.__exit__()
                 raise
 
@@ -121,7 +138,7 @@ class uninterrupted:
             self._pass_on()
 
     def _give_back(self) -> None:
-        """The handlers, each of which may raise as soon as it is back."""
+        """Restore the handlers. A restored handler may run at once and raise, so the others follow in `finally`."""
         try:
             while self.changed:
                 number = self.changed[-1]
@@ -133,14 +150,16 @@ class uninterrupted:
                 self._give_back()
 
     def _pass_on(self) -> None:
-        """What came, to those who wait for it, each of which may raise."""
+        """Deliver the signals that came. A handler may raise, so the others follow in `finally`."""
         while self.noted:
             number, frame = self.noted.pop(0)
-            handler = _get_handler(number)  # the one before may have set it
+            # The handler of the signal before may have set another one.
+            handler = _get_handler(number)
             try:
                 if callable(handler):
                     handler(number, frame)
                 else:
-                    signal.raise_signal(number)  # which ends the process
+                    # The default action ends the process.
+                    signal.raise_signal(number)
             finally:
                 self._pass_on()

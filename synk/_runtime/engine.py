@@ -1,7 +1,7 @@
 """Engine: the one place that knows how JAX maps a program over replicas."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,24 @@ from .group import AXIS, Group
 from .layout import Layout, Layouts, sharding_of
 
 Body: TypeAlias = Callable[..., Sequence[jax.Array]]
+EngineName: TypeAlias = Literal["shard_map", "pmap"]
 
 
 def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "shard_map") -> Body:
-    """Map a body of one replica's arrays over a group, for use under `jax.jit`; results are stacked or replicated."""
+    """Map a body of one replica's arrays over a group, for use under `jax.jit`.
+
+    Args:
+      group: the replicas.
+      body: takes and returns the arrays of one replica.
+      ins: the layouts of the global arguments.
+      outs: the layouts of the global results, stacked or replicated.
+      engine: an entry of `ENGINES`.
+    """
     if group.is_simulated and group.size > 1:
-        engine = "vmap"
-    elif engine == "pmap" and jax.process_count() > 1:
-        engine = "shard_map"  # under jit jax.pmap knows this process's devices only, and maps over those
+        return _by_vmap(group, body, ins, outs)
+    # Under jit, jax.pmap maps over the devices of this process alone.
+    if jax.process_count() > 1:
+        engine = "shard_map"
     return ENGINES[engine](group, body, ins, outs)
 
 
@@ -32,11 +42,11 @@ def run_rank_by_rank(
             return array
         return array[rank] if layout == "stacked" else array.reshape(group.size, -1, *array.shape[1:])[rank]
 
-    each = [
+    results = [
         run(rank, [of_rank(value, layout, rank) for value, layout in zip(values, ins, strict=True)])
         for rank in range(group.size)
     ]
-    return [jnp.stack(leaves) for leaves in zip(*each, strict=True)]
+    return [jnp.stack(leaves) for leaves in zip(*results, strict=True)]
 
 
 def _by_shard_map(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
@@ -44,14 +54,16 @@ def _by_shard_map(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body
         results = body(*(a[0] if layout == "stacked" else a for a, layout in zip(args, ins, strict=True)))
         return tuple(r[None] if layout == "stacked" else r for r, layout in zip(results, outs, strict=True))
 
-    in_specs, out_specs = (tuple(sharding_of(group, layout).spec for layout in each) for each in (ins, outs))
-    # check_vma=True would sum gradients of values it takes to be the same everywhere; pmap does not, nor does synk.
+    in_specs, out_specs = (tuple(sharding_of(group, layout).spec for layout in layouts) for layouts in (ins, outs))
+    # check_vma=True would add collectives to gradients of values that are equal on all replicas. Gradients of synk's
+    # functions are per replica, as those of pmap are: https://docs.jax.dev/en/latest/notebooks/shard_map.html
     return jax.shard_map(block, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _by_pmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
     mapped = jax.pmap(
-        lambda _, *args: tuple(body(*args)),  # pmap wants at least one mapped argument
+        # pmap needs at least one mapped argument.
+        lambda _, *args: tuple(body(*args)),
         axis_name=AXIS,
         devices=group.devices,
         in_axes=(0, *_axes(ins)),
@@ -76,7 +88,7 @@ def _axes(layouts: Layouts) -> tuple[int | None, ...]:
 
 
 def _per_replica(group: Group, args: Sequence[jax.Array], layouts: Layouts) -> list[jax.Array]:
-    """With rows cut into one entry a replica."""
+    """Reshape arrays of layout "rows" to one entry a replica on axis 0."""
     n = group.size
     return [
         a.reshape(n, len(a) // n, *a.shape[1:]) if layout == "rows" else a
@@ -87,5 +99,4 @@ def _per_replica(group: Group, args: Sequence[jax.Array], layouts: Layouts) -> l
 ENGINES: dict[str, Callable[[Group, Body, Layouts, Layouts], Body]] = {
     "shard_map": _by_shard_map,
     "pmap": _by_pmap,
-    "vmap": _by_vmap,
 }

@@ -1,4 +1,4 @@
-"""Executable: a body mapped over a group, lowered from shapes, agreed on, compiled, launched."""
+"""Executable: a program of a group: lower, agree on, compile and launch it."""
 
 import os
 from collections.abc import Generator, Iterator, Sequence
@@ -30,10 +30,10 @@ from .group import AXIS, Group
 from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
 from .watchdog import WATCHDOG
 
-# What XLA may pack into one sum on GPUs. By its own limit (30 MB) most gradients wait for those that come last.
-# bench/gpu_programs.py has the figures, also of others.
+# The bytes that XLA may pack into one all-reduce on GPUs. Under XLA's own limit (30 MB) most gradients wait for the
+# last ones. See bench/gpu_programs.py, and https://docs.jax.dev/en/latest/gpu_performance_tips.html
 COMBINE_BYTES = 8 * 2**20
-# What process 0 sends the others at a time of what it has read. Less would wait more often, more need not fit.
+# The bytes that process 0 sends to the others at a time. Smaller chunks wait more often; larger ones may not fit.
 CHUNK_BYTES = 2**24
 _REFUSES_SUB_BYTES = JAXLIB < (0, 12)
 _COMBINE = "xla_gpu_{}_combine_threshold_bytes"
@@ -41,22 +41,35 @@ _COMBINE = "xla_gpu_{}_combine_threshold_bytes"
 
 @dataclass(frozen=True)
 class ProgramSpec:
-    """What is compiled; arguments come in lists."""
+    """A program to compile. Its arguments come in lists.
 
-    body: Body  # takes one replica's arrays, all lists one after another, and returns its results
+    Attributes:
+      body: takes one replica's arrays, list after list, and returns its results.
+      ins: the layouts of each list.
+      shapes: the global shapes of each list; empty to compile for the arguments of a call.
+      outs: the layouts of the results.
+      donate: the lists that may be overwritten, by number.
+      engine: how `body` is mapped, an entry of `ENGINES`.
+      name: the program's name in messages, logs and profiles.
+      variables: names of the variables that it reads and writes, which processes compare too.
+      options: options of the compiler, in addition to those of the group's platform.
+      takes_all_replicas: whether `body` takes the arrays of all replicas, and is not mapped.
+    """
+
+    body: Body
     ins: Sequence[Layouts]
-    shapes: Sequence[Sequence[jax.ShapeDtypeStruct]]  # global ones; none where it is compiled for what comes
+    shapes: Sequence[Sequence[jax.ShapeDtypeStruct]]
     outs: Layouts
-    donate: tuple[int, ...] = ()  # which lists may be overwritten
+    donate: tuple[int, ...] = ()
     engine: str = "shard_map"
-    name: str = ""  # what messages, logs and profiles call it
-    variables: Sequence[str] = ()  # the names of what it reads and writes, on which processes agree as well
-    options: tuple[tuple[str, Any], ...] = ()  # for the compiler, beside those of the group's platform
-    takes_all_replicas: bool = False  # whether `body` takes the arrays of all replicas instead
+    name: str = ""
+    variables: Sequence[str] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    takes_all_replicas: bool = False
 
 
 class Executable:
-    """A compiled program over a group: called with arrays of the layouts it was built for, it starts and returns."""
+    """A compiled program of a group. `launch` starts it and returns at once."""
 
     def __init__(self, group: Group, spec: ProgramSpec) -> None:
         structs = [
@@ -70,56 +83,61 @@ class Executable:
             self.name += f"({describe_shapes([*chain(*structs)])})"
             text = lowered.as_text()
             group._peers.agree(self.name, "\n".join([*spec.variables, text]))
-            self.may_fail_alone = "callback" in text  # which may raise in one process
+            # A callback may raise in one process, while the others go on.
+            self.may_fail_alone = "callback" in text
         start = perf_counter()
         self.compiled = lowered.compile(compiler_options=options)
         self.seconds = perf_counter() - start
-        # Compiled programs refuse arrays of less than a byte a number, which jax.jit takes, at the price of compiling
-        # once more ("input layouts that disagree"); drop this when we require jaxlib>=0.12.
+        # Compiled programs refuse arrays of numbers below a byte ("input layouts that disagree"). jax.jit takes them,
+        # but compiles once more. Drop this when we require jaxlib>=0.12.
         is_refused = _REFUSES_SUB_BYTES and any([bits_of(s.dtype) < 8 for s in chain(*structs)])
         self._run = _jit(group, spec, options) if is_refused else self.compiled
 
     def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
-        """Start the program on its lists of arguments; `on_failure` is told should it die later."""
+        """Start the program on its lists of arguments. If it dies later, `on_failure` is called."""
         results = _launch(self.group, self.name, self._run, args, on_failure)
-        if self.may_fail_alone:  # the next program's collectives would meet those of this one in other processes
+        # If this program dies here alone, the next program's collectives would meet those of this one elsewhere.
+        if self.may_fail_alone:
             drain()
         return results
 
 
 def compiler_options(group: Group) -> dict[str, Any]:
-    """What programs of a group are compiled with."""
+    """Return the compiler options for the platform of a group. Options in XLA_FLAGS win."""
     if group.platform != "gpu":
         return {}
     flags = os.environ.get("XLA_FLAGS", "")
-    # Of a reduce-scatter XLA counts the bytes of a replica's piece.
+    # XLA counts the bytes of one replica's result: of a reduce-scatter that is a fraction.
     limits = {"all_reduce": COMBINE_BYTES, "reduce_scatter": max(COMBINE_BYTES // group.size, 1)}
     options: dict[str, Any] = {_COMBINE.format(kind): limit for kind, limit in limits.items()}
     options = {option: limit for option, limit in options.items() if option not in flags}
     if group.accelerator is not None:
-        options["xla_gpu_autotune_level"] = 0  # which would time kernels on the device
+        # Autotuning times kernels on the device, which a target does not have.
+        options["xla_gpu_autotune_level"] = 0
     return options
 
 
 def _launch(
     group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure, is_local: bool = False
 ) -> list[jax.Array]:
-    """Start a compiled program, of a call or of synk's own, and note it among those in flight. One that is local
-    communicates nothing, so that a process may run it alone."""
+    """Start a compiled program, and note it as in flight. A local one communicates nothing: one process may run it."""
     wait_for_capacity(group._limits_in_flight)
     group._refuse_if_absent(name)
     WATCHDOG.rearm()
     if group._is_multi_process:
-        retire_finished()  # where one has died this process has nothing to do with the others any more
+        # If an earlier program died, this raises here, and not inside a collective that others wait in.
+        retire_finished()
     if not is_local:
         group._peers.before_launch(name)
     try:
         with jax.profiler.TraceAnnotation(name):
             results = run(*args)
-    except Exception as error:  # on CPU it may be here that another process is found gone
+    except Exception as error:
+        # On CPUs a launch may find that another process is gone.
         gone = group._peers.translate_error(error)
+        # Any other runtime error, but one of bad arguments, comes from a program that has begun, and goes on elsewhere.
         if gone is None and isinstance(error, jax.errors.JaxRuntimeError) and "INVALID_ARGUMENT" not in str(error):
-            group._peers.after_failure(name, error)  # which has begun, and others go on
+            group._peers.after_failure(name, error)
         if gone is None or gone is error:
             raise
         raise gone from error
@@ -129,7 +147,7 @@ def _launch(
 
 @contextmanager
 def translate_peer_errors(group: Group) -> Generator[None]:
-    """Where what is waited for died since another process is gone, say so by PeerError."""
+    """Raise PeerError in place of a runtime error whose cause is that another process is gone."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -140,9 +158,9 @@ def translate_peer_errors(group: Group) -> Generator[None]:
 
 
 def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None) -> Any:
-    """Under `jax.jit`, by the name that logs and profiles show, with an extra scalar output per replica. We wait on it
-    to know that the program has finished; real outputs may be donated or deleted by then."""
+    """Wrap a program in `jax.jit`, with the name that logs and profiles show."""
 
+    # The token, an extra output, tells when the program has ended. Other outputs may be donated or deleted by then.
     def with_token(*values: jax.Array) -> list[jax.Array]:
         token = jnp.zeros((group.size,) if spec.takes_all_replicas else (), jnp.int32)
         return [*spec.body(*values), token]
@@ -162,7 +180,8 @@ def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None)
 def run_collective(
     group: Group, body: Body, ins: Layouts, outs: Layouts, args: Sequence[Any], is_local: bool = False
 ) -> list[jax.Array]:
-    """Run a small program of synk's own; it is kept by `body`, so give one that lasts. A local one is not agreed on."""
+    """Run a small program of synk's. It is cached by `body`, which must be a lasting object. Processes compare it
+    before it first runs, unless it is local."""
     args, key = list(args), (body, tuple(ins), tuple(outs))
     module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
     name = f"synk.{module.strip('_')}.{function.strip('_')}"
@@ -183,17 +202,17 @@ def run_collective(
 
 
 def relayout(group: Group, leaves: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
-    """Copy leaves of one layout into another; nothing is communicated. From stacked to replicated entries are equal."""
+    """Copy leaves to another layout without communication. From stacked to replicated, the entries must be equal."""
     return run_collective(group, _copy, layouts(layout, len(leaves)), layouts(to, len(leaves)), leaves, is_local=True)
 
 
 def _copy(*values: jax.Array) -> Sequence[jax.Array]:
-    # jnp.copy keeps jit from returning the input buffer itself, so the result owns its memory.
+    # Without jnp.copy, jit returns the argument's own buffer.
     return [jnp.copy(v) for v in values]
 
 
 def copy_to_replicas(group: Group, leaves: Sequence[Any], layout: Layout) -> list[jax.Array]:
-    """Give every replica a copy of each leaf. NumPy leaves must be synk's own, since their memory may be shared."""
+    """Give every replica a copy of each leaf. NumPy leaves must belong to synk, since their memory may be shared."""
     return relayout(group, [put(group, leaf, "replicated") for leaf in leaves], "replicated", layout)
 
 
@@ -201,7 +220,8 @@ def broadcast_from(group: Group, leaves: Sequence[jax.Array], rank: int, layout:
     """Copy one replica's entries of stacked leaves to all replicas, bit for bit."""
     root = constant(group, "replicated", (rank,), "int32")
     ins: list[Layout] = [*layouts("stacked", len(leaves)), "replicated"]
-    with jax.enable_x64(True):  # or there were no 64 bits to take what was made with it
+    # Leaves may have 64 bits from a time when those were enabled.
+    with jax.enable_x64(True):
         return run_collective(group, _broadcast, ins, layouts(layout, len(leaves)), [*leaves, root])
 
 
@@ -216,18 +236,19 @@ def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
 def from_process_0(
     group: Group, arrays: Sequence[np.ndarray] | None, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> list[np.ndarray]:
-    """Host arrays of process 0 in every process of the group, bit for bit; others give None.
+    """Send host arrays of process 0 to all processes, bit for bit. Other processes pass None.
 
-    Their bytes travel one after another, a chunk at a time, so that no device needs memory for more than a few chunks.
+    The bytes travel in chunks, so that no device needs memory for more than a few of them.
     """
     if not group._is_multi_process:
         assert arrays is not None
         return list(arrays)
     root = next(rank for rank, device in enumerate(group.devices) if device.process_index == 0)
-    found = [np.empty(s.shape, s.dtype) for s in shapes] if arrays is None else list(arrays)
-    flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in found]
+    copies = [np.empty(s.shape, s.dtype) for s in shapes] if arrays is None else list(arrays)
+    flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in copies]
     total = sum(map(len, flat))
-    size = min(CHUNK_BYTES, max(1024, 1 << (total - 1).bit_length()))  # few sizes: each is a program
+    # Powers of two: each size needs a program.
+    size = min(CHUNK_BYTES, max(1024, 1 << (total - 1).bit_length()))
     for start in range(0, total, size):
         chunk = np.zeros(size, np.uint8)
         if arrays is not None:
@@ -237,21 +258,21 @@ def from_process_0(
         if arrays is None:
             for bytes_, there in _between(flat, start, start + size):
                 bytes_[:] = came[there]
-    return found
+    return copies
 
 
 def _between(flat: Sequence[np.ndarray], start: int, stop: int) -> Iterator[tuple[np.ndarray, slice]]:
-    """What lies between two places of flat arrays in a row: pieces of these, and where they are from `start` on."""
+    """Yield the views of consecutive flat arrays between two places, each with its slice of that range."""
     place = 0
-    for each in flat:
-        low, high = max(start, place), min(stop, place + len(each))
+    for array in flat:
+        low, high = max(start, place), min(stop, place + len(array))
         if low < high:
-            yield each[low - place : high - place], slice(low - start, high - start)
-        place += len(each)
+            yield array[low - place : high - place], slice(low - start, high - start)
+        place += len(array)
 
 
 def _words_of_root(group: Group, root: int, words: np.ndarray) -> np.ndarray:
-    """The words of the process that has the root, of as many in each, in host memory."""
+    """Return the words of the process that has replica `root`, in host memory of every process."""
 
     def entry(index: Any) -> np.ndarray:
         return (words if index[0].start == root else np.zeros_like(words))[None]
@@ -262,7 +283,10 @@ def _words_of_root(group: Group, root: int, words: np.ndarray) -> np.ndarray:
 
 
 def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
-    """One replica's entry in host memory, cut to so many rows; a view on CPU. Over processes all ask together."""
+    """Return one replica's entry in host memory, cut to `rows` rows. On CPUs it is a view.
+
+    Several processes call this together.
+    """
     if group._is_multi_process:
         if layout == "stacked":
             array, layout = broadcast_from(group, [array], rank, "replicated")[0], "replicated"
@@ -271,7 +295,7 @@ def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, r
 
 
 def as_bits(array: jax.Array) -> jax.Array:
-    """The bits of an array as unsigned integers of at least 32 bits; complex ones as pairs."""
+    """Return the bits of an array as unsigned integers of at least 32 bits. Complex numbers become pairs."""
     if array.dtype == np.bool_:
         return array.astype(jnp.uint32)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -281,7 +305,7 @@ def as_bits(array: jax.Array) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The reverse of `as_bits`."""
+    """Return the array of a dtype whose bits `as_bits` has returned."""
     if dtype == np.bool_:
         return bits.astype(bool)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -21,48 +21,54 @@ Layouts: TypeAlias = Sequence[Layout]
 
 
 def layouts(layout: Layout, count: int) -> list[Layout]:
-    """The layouts of so many arrays."""
+    """Return `count` times the same layout."""
     return [layout] * count
 
 
 def sharding_of(group: Group, layout: Layout) -> NamedSharding:
-    """The sharding of an array of the group with this layout."""
+    """Return the sharding of an array with a layout."""
     return group.replicated if layout == "replicated" else group.stacked
 
 
 def is_everywhere(array: jax.Array) -> bool:
-    """Can this process read all of it?"""
+    """Check whether this process can read the whole array."""
     return array.is_fully_addressable or array.is_fully_replicated
 
 
 def everywhere(array: jax.Array) -> np.ndarray:
-    """All of an array in host memory; of one that lies over processes all of them ask together."""
+    """Copy a whole array to host memory. If it lies over several processes, all of them call this together."""
     return np.asarray(array if is_everywhere(array) else multihost_utils.process_allgather(array, tiled=True))
 
 
 def put(group: Group, value: Any, layout: Layout) -> jax.Array:
-    """A global value in its place; over processes it is not compared. NumPy memory may be shared."""
+    """Place a global value in a layout. The result may share memory with a NumPy array.
+
+    Several processes place the same value; nothing compares it.
+    """
     where = sharding_of(group, layout)
     group._refuse_if_absent("a value to place")
     if isinstance(value, jax.Array) and not group._is_multi_process:
         return jax.device_put(value if value.is_fully_addressable else everywhere(value), where)
     if isinstance(value, jax.Array) and not is_everywhere(value):
         group._peers.before_launch(f"an argument ({describe_shapes([value])}) moved to its place")
-        with LOCK:  # awaited, so it need not be counted among those in flight
+        # The program is awaited here, so it does not count as one in flight.
+        with LOCK:
             reshard = group._cached(group, where, lambda: jax.jit(lambda value: value, out_shardings=where))
             return jax.block_until_ready(reshard(value))
     host = np.asarray(value)
-    return jax.make_array_from_callback(host.shape, where, host.__getitem__)  # in half the time of a device_put
+    # This takes half the time of jax.device_put:
+    # https://docs.jax.dev/en/latest/_autosummary/jax.make_array_from_callback.html
+    return jax.make_array_from_callback(host.shape, where, host.__getitem__)
 
 
 def is_placed(group: Group, array: jax.Array, layout: Layout) -> bool:
-    """Does it lie where compiled programs want it, whatever its sharding is called?"""
+    """Check whether an array lies where compiled programs want it, whatever the class of its sharding."""
     where = sharding_of(group, layout)
     return array.sharding == where or array.sharding.is_equivalent_to(where, array.ndim)
 
 
 def replicate(group: Group, leaf: Any) -> jax.Array:
-    """Put a value on every replica; memory of the user's NumPy arrays is not shared."""
+    """Put a value on every replica. The result shares no memory with the user's NumPy arrays."""
     if isinstance(leaf, jax.Array):
         leaf = narrowed(leaf)
         return leaf if is_placed(group, leaf, "replicated") else put(group, leaf, "replicated")
@@ -70,28 +76,29 @@ def replicate(group: Group, leaf: Any) -> jax.Array:
 
 
 def host_copy(leaf: Any) -> np.ndarray:
-    """A NumPy array of synk's own, of the dtype that JAX gives it."""
+    """Copy a leaf to a new NumPy array, in the dtype that JAX gives it."""
+    # On CPUs JAX may share the memory of a NumPy array: https://github.com/jax-ml/jax/issues/37830
     return np.array(leaf, narrow(leaf.dtype) if hasattr(leaf, "dtype") else number_dtype(leaf))
 
 
 def constant(group: Group, layout: Layout, values: Any, dtype: str) -> jax.Array:
-    """A small array of numbers (nested tuples), placed once."""
+    """Place a small array of numbers, given as nested tuples, once a group."""
     return group._cached(constant, (layout, values, dtype), lambda: put(group, np.array(values, dtype), layout))
 
 
 def shards(group: Group, array: jax.Array) -> list[jax.Array]:
-    """The single-device arrays behind a global one, in rank order; those of this process."""
+    """Return the single-device arrays of a global array that this process has, in rank order."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     return [by_device[group.devices[rank]] for rank in group._local_ranks]
 
 
 def shard_of_rank(group: Group, array: jax.Array, rank: int) -> jax.Array:
-    """What lies on the device of one replica, of this process; simulated ones share it."""
+    """Return the array on the device of one replica of this process. Simulated replicas share one array."""
     return array if group.is_simulated else shards(group, array)[rank - group._local_ranks.start]
 
 
 def local_replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:
-    """The entry of a replica of this process in host memory, cut to so many rows; a view on CPU."""
+    """Return the entry of one replica of this process in host memory, cut to `rows` rows. On CPUs it is a view."""
     entry = np.asarray(shard_of_rank(group, array, rank))
     if layout != "replicated":
         entry = entry[rank if group.is_simulated else 0, ...]
@@ -99,7 +106,7 @@ def local_replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: 
 
 
 def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Array:
-    """A stacked array with one replica's entry replaced; the others' memory is shared with the old one."""
+    """Return a stacked array with one replica's entry replaced. Other entries share memory with the old array."""
     if group.is_simulated:
         return array.at[rank].set(new)
     parts = shards(group, array)
@@ -109,7 +116,7 @@ def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Arra
 
 
 def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Array:
-    """Stack one array a replica, each padded to `rows` rows (None: they have one shape)."""
+    """Stack one array a replica, each padded to `rows` rows. With None they have one shape."""
     group._refuse_if_absent("rows to place")
     shape = parts[0].shape if rows is None else (rows, *parts[0].shape[1:])
 
@@ -125,6 +132,6 @@ def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Arr
 
 
 def describe_shapes(args: Sequence[Any]) -> str:
-    """Shapes and dtypes of arguments, for messages."""
+    """Describe the shapes and dtypes of arguments, for messages."""
     shapes = [f"{a.dtype.name}{list(a.shape)}" for a in args[-6:]]
     return ", ".join([f"{len(args) - 6} more", *shapes] if len(args) > 6 else shapes)

@@ -1,4 +1,4 @@
-"""Target: groups of devices that are not here, for which programs compile."""
+"""Target: groups of devices that this machine does not have, for which programs compile."""
 
 import os
 from collections.abc import Generator
@@ -14,21 +14,31 @@ from .group import CURRENT, Accelerator, Device, Group, make_group
 
 
 class _Gpu(NamedTuple):
-    """What XLA's compiler asks of a GPU, as its own descriptions have it (xla/backends/gpu/target_config/specs)."""
+    """The data of a GPU that XLA's compiler asks for, from
+    https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs.
+
+    Attributes:
+      fpus: arithmetic units a core.
+      clock: in GHz.
+      shared_memory: bytes a core; a block gets 1 KiB less.
+      cache: bytes of the second level.
+      memory: bytes.
+      bandwidth: bytes a second.
+    """
 
     description: str
     capability: int
     cores: int
-    fpus: int  # a core
-    clock: float  # GHz
-    shared_memory: int  # bytes a core; a block gets 1 KiB less
-    cache: int  # bytes, second level
-    memory: int  # bytes
-    bandwidth: int  # bytes a second
+    fpus: int
+    clock: float
+    shared_memory: int
+    cache: int
+    memory: int
+    bandwidth: int
 
     @property
     def config(self) -> str:
-        """As a text-format proto."""
+        """Return the data as a text-format proto."""
         return f"""
             gpu_device_info {{
               threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -56,18 +66,20 @@ _GPUS = {
 # Dense bfloat16 operations a second, and bytes a second one way by NVLink: NVIDIA's data sheets of A100, H100, H200 and
 # HGX B200.
 _GPU_SPEEDS = {"a100": (312e12, 300e9), "h100": (989e12, 450e9), "h200": (989e12, 450e9), "b200": (2250e12, 900e9)}
-_TPUS = {  # cloud.google.com/tpu/docs/v5e and v6e; links count both ways there
+# https://cloud.google.com/tpu/docs/v5e and https://cloud.google.com/tpu/docs/v6e, which count links in both directions.
+_TPUS = {
     "v5e": Accelerator("v5e", 16 * 2**30, 16 * 2**30, 197e12, 819e9, 200e9),
     "v6e": Accelerator("v6e", 32 * 2**30, 32 * 2**30, 918e12, 1638e9, 400e9),
 }
-# As JAX calls them; "TPU v5" alone is the faster v5p.
+# JAX's names. "TPU v5" alone is the faster v5p.
 _TPU_KINDS = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v6 lite": "v6e", "TPU v6e": "v6e"}
 _TPU_SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
 MOST = 64
-_PLUGINS = {  # what is set while JAX looks for its plugins, all of which it does once
-    # Else its CUDA plugin wants a CUDA runtime, which compiling does without,
+# Environment variables while JAX looks for its plugins, which it does once.
+_PLUGINS = {
+    # Without this the CUDA plugin demands a CUDA runtime, which compiling does not need.
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-    # and libtpu asks a metadata server which machine this is.
+    # Without these libtpu asks a metadata server which machine this is.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -121,13 +133,14 @@ def _accelerator(device: str) -> Accelerator:
     if device in _TPUS:
         return _TPUS[device]
     flops, link = _GPU_SPEEDS[device]
-    fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))  # JAX's own default
+    # JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+    fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
     memory = _GPUS[device].memory
     return Accelerator(device, memory, int(memory * fraction), flops, _GPUS[device].bandwidth, link)
 
 
 def known_accelerator(device: Device) -> Accelerator | None:
-    """Look up what a device that is here can do; None if its kind is not in the table."""
+    """Look up the speed and memory of a device of this machine. Return None if its kind is not in the table."""
     kind = device.device_kind
     name = _TPU_KINDS.get(kind) or next((name for name, gpu in _GPUS.items() if _is_kind(kind, gpu.description)), None)
     return None if name is None else _accelerator(name)
@@ -159,7 +172,7 @@ def _devices(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
         )
     with _environment(**_PLUGINS):
         try:
-            found: Any = topologies.get_topology_desc(**options)
+            topology: Any = topologies.get_topology_desc(**options)
         except (NotImplementedError, RuntimeError) as error:
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise SynkError(
@@ -167,12 +180,12 @@ def _devices(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
                 f"Install it, pip install '.[{extra}]' in a clone of synk, and if JAX is used before synk.target, set "
                 f"{setting} before Python starts."
             ) from error
-    return tuple(found.devices)
+    return tuple(topology.devices)
 
 
 @contextmanager
 def _environment(**values: str) -> Generator[None]:
-    """Environment variables that are not set, for a while."""
+    """Set environment variables inside a `with` block, unless the user has set them."""
     added = [name for name in values if name not in os.environ]
     os.environ.update({name: values[name] for name in added})
     try:
