@@ -1,8 +1,8 @@
-"""Check: the serial answer, and whether the parallel one is equal to it."""
+"""Check: whether the parallel answer of a call is equal to the serial one."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,101 +11,24 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.errors import LawError
-from .._base.pytree import PyTree
-from .._call.binding import BoundArguments, CallOptions
-from .._call.execute import Outcome, ReadyCall, evaluate
+from .._call.binding import CallOptions
+from .._call.execute import Outcome, evaluate
 from .._call.plan import PlanCache, Site
 from .._call.prepare import is_stale, prepare
 from .._call.rows import launches
 from .._call.spec import FunctionSpec
-from .._call.traces import View, cannot_update_rows, shared_in
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS
 from .._reductions.wire import largest_error, may_be_nan
-from .._runtime.dispatch import LOCK, drain
-from .._runtime.executable import replica_to_host
+from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
-from .._runtime.layout import put
-from .._variables.access import commit_all, state_of_copies, state_of_rows
-from .._variables.pieces import whole_on_host
-from .._variables.state import VariableState
-from .._variables.variable import Shared
 from .compare import Tolerance, difference
-from .diagnosis import Finding, UnequalOutput, finding, likely_cause
-from .host_rows import HostRows
-from .views import one_device, split_at, view_of_one, view_of_simulated
-
-
-@dataclass(frozen=True)
-class Runner:
-    """Runs one call of a function without committing or donating anything."""
-
-    function: FunctionSpec  # what is run
-    plans: PlanCache  # the function's own, also for views: a plan serves wherever an equal state is met
-    bound: BoundArguments  # its arguments
-    options: CallOptions  # which rows
-    home: Group  # the group that shared variables and data live in
-
-    @cached_property
-    def serial(self) -> Site:
-        """One device, for all rows."""
-        view = view_of_one(self.home, self.options.batch_s)
-        if self.home._is_multi_process:  # replicas give each other rows now, and not in a trace
-            for variable in (*shared_in(self.function.fn), *shared_in(self.function.then)):
-                if variable._state.rows_per_replica is not None:
-                    view(variable)
-        return self._site(one_device(self.home), view)
-
-    @cached_property
-    def parallel(self) -> Site:
-        """The replicas; one is the serial program itself, but two simulated ones are not."""
-        if self.home.size > 1:
-            return self._site(self.home)
-        group = self.home._simulated(2)
-        view = view_of_simulated(self.home, group, self.options.batch_s)
-        return self._site(group, view)
-
-    def _site(self, group: Group, view: View | None = None) -> Site:
-        data_group = None if view is None else self.home
-        return Site(self.function, self.plans, group, view, data_group, may_donate=False, retraces=True)
-
-    def ready(self, site: Site, function: FunctionSpec) -> ReadyCall:
-        """Prepare a call of the function, or of a function made of it."""
-        options = self.options._replace(num_slices=1) if site is self.serial else self.options
-        return prepare(replace(site, function=function), self.bound, options)
-
-    def run(self, site: Site, function: FunctionSpec) -> Outcome:
-        """Its outcome."""
-        drain()
-        outcome = evaluate(self.ready(site, function), site.view)
-        for variable, state in outcome.updates.items():
-            if self.options.batch_s is not None and state.rows_per_replica:
-                raise cannot_update_rows(function.name, variable.name)
-        return outcome
-
-
-def run_serial(runner: Runner, update: bool) -> PyTree:
-    """Run once on one device; commit on request."""
-    with LOCK:
-        outcome, home = runner.run(runner.serial, runner.function), runner.home
-        if outcome.is_refused:
-            raise FloatingPointError(f"{runner.function.name}: its outputs or updates are not finite.")
-        states = []
-        for variable, state in outcome.updates.items() if update else ():
-            held = variable._state.rows_per_replica
-            one = _on_host(variable, state, runner.serial.group)[0]
-            if held is None:
-                states.append((variable, state_of_copies(variable, one)))
-            else:
-                states.append((variable, state_of_rows(variable, split_at([np.asarray(leaf) for leaf in one], held))))
-        commit_all(states)
-        # Replicated, as a call's results are: what lies on one device cannot meet those in one jnp operation.
-        leaves = [put(home, leaf, "replicated") for leaf in outcome.leaves]
-    return outcome.plan.result.tree(leaves)
+from .diagnosis import UnequalOutput, finding, likely_cause
+from .serial import HostRows, Runner, stored_on_host
 
 
 def refuse_stale(function: FunctionSpec, runner: Runner) -> None:
-    """LawError where calls of a function go on with what it captured when it was traced, and that has changed."""
+    """Raise LawError if calls go on with something that the function captured when it was traced, and that changed."""
     with LOCK:
         if is_stale(Site(function, runner.plans, runner.home), runner.bound, runner.options):
             raise LawError(
@@ -115,30 +38,35 @@ def refuse_stale(function: FunctionSpec, runner: Runner) -> None:
 
 
 def check(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
-    """Compare both ways from one state; LawError names what differs."""
+    """Run a call on the replicas and on one device from the same state; raise LawError naming what differs.
+
+    `mapping` is the function without its `then`.
+    """
     with LOCK:
         function, serial, parallel = runner.function, runner.serial, runner.parallel
         many, one = runner.run(parallel, mapping), runner.run(serial, mapping)
         outputs = list(_differing_outputs(runner, mapping, one, many, tolerance))
-        found = [each.words for each in outputs]
-        if function.then is not None and not (outputs and function.output_names):  # else what follows differs too
+        lines = [words for words, _ in outputs]
+        # If an output with a name of its own differs, what follows from it differs as well, and needs no line.
+        if function.then is not None and not (outputs and function.output_names):
             one, many = runner.run(serial, function), runner.run(parallel, function)
             after = list(_differing_results(runner, one, many, tolerance))
-            if after and all(each.is_rounding for each in outputs):
-                after = list(_differing_results(runner, *_of_the_same_outputs(runner, one), tolerance))
-            found += after
+            if after and all(is_rounding for _, is_rounding in outputs):
+                one, many = _run_after_equal_outputs(runner, one)
+                after = list(_differing_results(runner, one, many, tolerance))
+            lines += after
         elif function.then is None and not outputs:
-            found += _differing_updates(one, many, tolerance, serial.group, parallel.group)
-    if found:
-        lines = "\n  ".join(dict.fromkeys(found))
+            lines += _differing_updates(one, many, tolerance, serial.group, parallel.group)
+    if lines:
+        text = "\n  ".join(dict.fromkeys(lines))
         raise LawError(
-            f"{function.name}: on {parallel.group.size} replicas the answer is not the serial one.\n  {lines}\n"
+            f"{function.name}: on {parallel.group.size} replicas the answer is not the serial one.\n  {text}\n"
             f"  {function.advice}"
         )
 
 
 def check_blocks(runner: Runner, mapping: FunctionSpec, exact: FunctionSpec, tolerance: Tolerance) -> None:
-    """Compare outputs of blocks on all replicas with those of one, bit for bit, and with the same without blocks."""
+    """Compare outputs of blocks with those on one device, bit for bit, and with those of `exact`, without blocks."""
     with LOCK:
         many, one = runner.run(runner.parallel, mapping), runner.run(runner.serial, mapping)
         plain = runner.run(runner.serial, exact)
@@ -151,8 +79,7 @@ def check_blocks(runner: Runner, mapping: FunctionSpec, exact: FunctionSpec, tol
 
 
 def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
-    """Compare outputs whose sums travel narrowly with the same that do not; LawError names what is further off than
-    that explains."""
+    """Compare sums that travel narrowly with sums that do not; raise LawError if rounding explains no such gap."""
     exact = replace(mapping, wires=None)
     with LOCK:
         one, many = runner.run(runner.parallel, exact), runner.run(runner.parallel, mapping)
@@ -175,8 +102,8 @@ def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> 
 
 def _differing_outputs(
     runner: Runner, mapping: FunctionSpec, one: Outcome, many: Outcome, tolerance: Tolerance
-) -> Iterator[Finding]:
-    """Combined outputs, before any then; each that differs, with the ops that would have matched."""
+) -> Iterator[tuple[str, bool]]:
+    """Describe combined outputs that differ, before any `then`, and tell whether rounding explains each."""
     leaves = many.plan.outputs.results
     differing = [
         i
@@ -185,14 +112,19 @@ def _differing_outputs(
     ]
     parts = _parts(runner, replace(mapping, per_part="all")) if differing else None
     for i in differing:
-        own = None if parts is None else (parts[0][i], parts[1])
-        a, b = np.asarray(one.leaves[i]), np.asarray(many.leaves[i])
-        output = UnequalOutput(leaves[i], mapping.name_of_output(leaves[i].path), a, b, own, many.plan.narrowest)
+        output = UnequalOutput(
+            leaves[i],
+            mapping.name_of_output(leaves[i].path),
+            np.asarray(one.leaves[i]),
+            np.asarray(many.leaves[i]),
+            None if parts is None else (parts[0][i], parts[1]),
+            many.plan.narrowest,
+        )
         yield finding(output, tolerance, partial(_cause, runner, mapping, i))
 
 
 def _differing_results(runner: Runner, one: Outcome, many: Outcome, tolerance: Tolerance) -> Iterator[str]:
-    """What differs of a function with then: what that returns, and updates."""
+    """Describe results of `then`, and updates, that differ."""
     treedef = one.plan.result.treedef
     paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
     for (path, _), a, b in zip(paths, one.leaves, many.leaves, strict=True):
@@ -201,9 +133,11 @@ def _differing_results(runner: Runner, one: Outcome, many: Outcome, tolerance: T
     yield from _differing_updates(one, many, tolerance, runner.serial.group, runner.parallel.group)
 
 
-def _of_the_same_outputs(runner: Runner, before: Outcome) -> tuple[Outcome, Outcome]:
-    """Both ways again, then on one device after the very outputs of the replicas: of what rounding alone makes, as
-    gradients that should be 0 do, some optimizers make whole steps. The outcomes are of the plan that was before."""
+def _run_after_equal_outputs(runner: Runner, before: Outcome) -> tuple[Outcome, Outcome]:
+    """Run `then` both ways again, both times after the outputs of the replicas; the outcomes have the plan of `before`.
+
+    Some optimizers make whole steps of what rounding alone makes, such as gradients that should be 0.
+    """
     function, then = runner.function, runner.function.then
     assert then is not None
 
@@ -215,20 +149,20 @@ def _of_the_same_outputs(runner: Runner, before: Outcome) -> tuple[Outcome, Outc
     many = again.run(again.parallel, again.function)
     outputs, _ = many.plan.result.tree([jnp.asarray(np.asarray(leaf)) for leaf in many.leaves])
 
-    def given(*args: Any, **kwargs: Any) -> Any:
-        function.fn(*args, **kwargs)  # for what it updates
+    def with_equal_outputs(*args: Any, **kwargs: Any) -> Any:
+        function.fn(*args, **kwargs)  # for the variables that it updates
         return outputs
 
-    same = replace(again.function, fn=given, ops=REDUCTIONS["first"])
+    same = replace(again.function, fn=with_equal_outputs, ops=REDUCTIONS["first"])
     again = replace(again, function=same, plans=PlanCache())
     count = len(jax.tree.leaves(outputs))
     one = again.run(again.serial, same)
-    one, many = [each._replace(leaves=each.leaves[count:], plan=before.plan) for each in (one, many)]
+    one, many = (outcome._replace(leaves=outcome.leaves[count:], plan=before.plan) for outcome in (one, many))
     return one, many
 
 
 def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolerance) -> str | None:
-    """What rows do to each other in an output; None where it cannot be told."""
+    """Find what rows do to each other in an output, in words; None if that cannot be told."""
     bound, name, home = runner.bound, mapping.name, runner.home
     if any(bound.spec.overlaps) or runner.options.batch_s is not None or not bound.spec.scattered:
         return None
@@ -242,12 +176,13 @@ def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolera
 
     try:
         return likely_cause(run, len(rows), tolerance)
-    except Exception:  # of other numbers of rows it has no answer, or another one
+    except Exception:
+        # The function may refuse other numbers of rows.
         return None
 
 
 def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndarray] | None:
-    """Every output's parts as they come, and the rows of each; None where their shapes differ."""
+    """Return the parts of every output, and how many rows each part has; None if the parts' shapes differ."""
     try:
         ready = runner.ready(runner.parallel, raw)
         outcome = evaluate(ready, runner.parallel.view)
@@ -257,28 +192,17 @@ def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndar
     rows = [1] * size
     if lengths is not None:
         by_launch = launches(lengths, ready.num_slices)
-        rows = [each.counts[rank] for rank in range(size) for each in by_launch if each.counts[rank]]
+        rows = [parts.counts[rank] for rank in range(size) for parts in by_launch if parts.counts[rank]]
     return [np.asarray(leaf) for leaf in outcome.leaves], np.array(rows, np.float64)
-
-
-def _on_host(variable: Shared, state: VariableState, group: Group) -> list[list[np.ndarray]]:
-    """The stored leaves of each replica; of what is equal, or lies in pieces, or holds rows, those of all."""
-    if variable._spec.is_cut is not None:
-        return [[*whole_on_host(variable._spec, group, state.leaves)]]
-    held = state.rows_per_replica or [None] * group.size
-    ranks = range(group.size if state.layout == "stacked" else 1)
-    by_rank = [[replica_to_host(group, leaf, state.layout, r, held[r]) for leaf in state.leaves] for r in ranks]
-    if state.rows_per_replica is None:
-        return by_rank
-    return [[np.concatenate(leaves) for leaves in zip(*by_rank, strict=True)]]
 
 
 def _differing_updates(
     one: Outcome, many: Outcome, tolerance: Tolerance, serial: Group, parallel: Group
 ) -> Iterator[str]:
+    """Describe updates of variables that differ."""
     for update in many.plan.updates:
         variable, new, want = update.variable, many.updates[update.variable], one.updates[update.variable]
-        whole, by_rank = _on_host(variable, want, serial)[0], _on_host(variable, new, parallel)
+        whole, by_rank = stored_on_host(variable, want, serial)[0], stored_on_host(variable, new, parallel)
         unpack = variable._spec.unpack
         for i, path in enumerate(variable._spec.paths):
             a, got = unpack(whole)[i], [unpack(leaves)[i] for leaves in by_rank]

@@ -1,4 +1,4 @@
-"""Diagnosis: why an output is not the serial one: its op, rounding, or what rows do to each other, by a few runs."""
+"""Diagnosis: why an output is not the serial one: its op, rounding, or rows that depend on each other."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,44 +25,50 @@ ADDS_UP = 'its parts add up, but it is their mean: return synk.Weighted(sum / we
 
 
 class UnequalOutput(NamedTuple):
-    """A combined output that is not the serial one."""
+    """A combined output that is not the serial one.
+
+    Attributes:
+      leaf: how the output combines.
+      name: what messages call the output, and whether its op is the user's.
+      serial: the serial value.
+      got: the value on the replicas.
+      parts: the parts of the value, and how many rows each has; None if the parts' shapes differ.
+      inside: the narrowest dtype of floats that the function computes; None if there are no floats.
+    """
 
     leaf: OutputLeaf
-    name: tuple[str, bool]  # what messages call it, and whether its op is the user's
+    name: tuple[str, bool]
     serial: np.ndarray
     got: np.ndarray
-    parts: tuple[np.ndarray, np.ndarray] | None  # as they come, and the rows of each; None where their shapes differ
-    inside: np.dtype | None  # the narrowest dtype of the floats that its function computes
+    parts: tuple[np.ndarray, np.ndarray] | None
+    inside: np.dtype | None
 
 
-class Finding(NamedTuple):
-    """What is said of an output that is not the serial one."""
+def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolerance], str | None]) -> tuple[str, bool]:
+    """Tell in words why an output differs, and whether rounding in a narrow dtype explains it.
 
-    words: str
-    is_rounding: bool = False  # whether a narrow dtype inside explains it
-
-
-def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolerance], str | None]) -> Finding:
-    """Why it differs; `cause` looks for more than ops and rounding, of numbers that differ by a tolerance."""
+    `cause` is asked if neither an op nor rounding explains the difference; it compares numbers by a tolerance.
+    """
     leaf, off, (name, is_users) = output.leaf, difference(output.serial, output.got), output.name
     if leaf.op == "merge":
-        return Finding(f"{name}: {off}; is merge associative, and the state that of all rows?")
+        return f"{name}: {off}; is merge associative, and the state that of all rows?", False
     op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
-    said, fits, inside = f"{name}{f' combined by {op}' * is_users}: {off}", _fitting(output, tolerance), output.inside
+    said = f"{name}{f' combined by {op}' * is_users}: {off}"
+    fits, inside = _fitting(output, tolerance), output.inside
     likely: str | None = None
     if fits is None and inside is not None and _is_narrower(inside, leaf.reduced.dtype):
         coarse = rounding(inside, output.serial, *(output.parts or ())[:1])
         if coarse.admits(output.serial, output.got):
-            return Finding(f"{said}; " + _of_rounding(output, inside, tolerance), is_rounding=True)
+            return f"{said}; {_rounding_text(output, inside, tolerance)}", True
         tolerance, fits = coarse, _fitting(output, coarse)
     if fits is None:
         likely = OVERFLOW if _overflows(output) else cause(tolerance)
         fits = "no op would have matched"
-    return Finding(f"{said}{f'; {fits}' * is_users}{'' if likely is None else f'. Likely cause: {likely}'}.")
+    return f"{said}{f'; {fits}' * is_users}{'' if likely is None else f'. Likely cause: {likely}'}.", False
 
 
 def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
-    """What would have matched; None for no op."""
+    """Name the ops that would have matched; None if there is none."""
     if output.parts is None:
         return None if output.leaf.op == "concat" else '"concat" would have matched'
     ops = matching_ops(*output.parts, output.serial, tolerance)
@@ -76,13 +82,14 @@ def _is_narrower(inside: np.dtype, dtype: Any) -> bool:
 
 
 def _overflows(output: UnequalOutput) -> bool:
-    """Is a number of a mean finite serially alone, of a function that computes in float16?"""
+    """Check whether a mean of a function that computes in float16 is finite only serially."""
     if output.leaf.op != "mean" or output.inside != np.float16 or output.serial.shape != output.got.shape:
         return False
     return bool((np.isfinite(output.serial) & ~np.isfinite(output.got)).any())
 
 
-def _of_rounding(output: UnequalOutput, inside: np.dtype, tolerance: Tolerance) -> str:
+def _rounding_text(output: UnequalOutput, inside: np.dtype, tolerance: Tolerance) -> str:
+    """Tell that rounding explains a difference, and with which options `f.check` admits it."""
     dtype = output.leaf.reduced.dtype
     rtol, atol = tolerance.of(dtype)
     options = least_tolerance(output.serial, output.got, max(rtol, Tolerance(None, None).of(inside)[0]), atol)
@@ -93,7 +100,10 @@ def _of_rounding(output: UnequalOutput, inside: np.dtype, tolerance: Tolerance) 
 
 
 def likely_cause(run: Callable[[np.ndarray], Any], rows: int, tolerance: Tolerance) -> str | None:
-    """The cause, in words; `run` gives the serial output of rows by their numbers. None where there are too few."""
+    """Find the cause by a few runs, in words; None if there are too few rows.
+
+    `run` computes the serial output of some rows, by their numbers.
+    """
     if rows < 4:
         return None
     every, order = np.arange(rows), np.random.default_rng(0).permutation(rows)
@@ -113,7 +123,7 @@ def likely_cause(run: Callable[[np.ndarray], Any], rows: int, tolerance: Toleran
 
 
 def _more(run: Callable[[np.ndarray], Any], whole: np.ndarray, every: np.ndarray, cut: int) -> np.ndarray:
-    """By how much the outputs of two parts add up to more than that of all rows."""
+    """Compute by how much the outputs of two parts add up to more than the output of all rows."""
     wide = np.complex128 if np.iscomplexobj(whole) else np.float64
     parts = (np.asarray(run(every[:cut]), wide), np.asarray(run(every[cut:]), wide))
     with np.errstate(all="ignore"):

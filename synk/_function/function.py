@@ -24,8 +24,9 @@ from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare, start
 from .._call.spec import FunctionSpec, with_then
 from .._check.blame import Blame, blame
-from .._check.check import Runner, check, check_blocks, check_wires, refuse_stale, run_serial
+from .._check.check import check, check_blocks, check_wires, refuse_stale
 from .._check.compare import Tolerance
+from .._check.serial import Runner, run_serial
 from .._check.views import view_of_absent
 from .._data.prefetch import Prefetch
 from .._explain.explain import explain

@@ -10,7 +10,7 @@ import pytest
 
 import synk
 import synk.train
-from synk._check.search import Found, find_first
+from synk._check.probe import find_first
 
 from ..helpers import group_of, mapped, parts_of, slow, slow_but
 
@@ -28,11 +28,11 @@ class TestSearch:
                 asked.append(len(subset))
                 return bad in subset
 
-            assert find_first(rows, is_bad) == Found(bad, bad, True)
+            assert find_first(rows, is_bad) == (bad, bad)
             assert len(asked) <= 2 * log2(rows) + 4
             both = {bad, rows - 1}
             if rows > 2 and bad < rows - 2:
-                assert find_first(rows, lambda subset, both=both: bool(both & set(subset))) == Found(bad, bad, True)
+                assert find_first(rows, lambda subset, both=both: bool(both & set(subset))) == (bad, bad)
 
     @pytest.mark.parametrize("rows", [2, 7, 64, 1000])
     def test_rows_together(self, rows):
@@ -44,10 +44,10 @@ class TestSearch:
                 asked.append(1)
                 return {one, two} <= set(subset)
 
-            assert find_first(rows, is_bad) == Found(one, two, False)
+            assert find_first(rows, is_bad) == (one, two)
             assert len(asked) <= 2 * ceil(log2(rows)) + 4
-        assert not find_first(rows, lambda subset: len(set(subset)) < 2 or len(subset) == rows).is_alone
-        assert not find_first(rows, lambda subset: True).is_alone
+        assert find_first(rows, lambda subset: len(set(subset)) < 2 or len(subset) == rows) == (0, rows - 1)
+        assert find_first(rows, lambda subset: True) == (0, rows - 1)
         assert find_first(rows, lambda subset: False) is None
 
 
