@@ -18,10 +18,6 @@ from .transfer import PartRows
 Edge: TypeAlias = Literal["nearest", "cyclic", "reflect", "fill"]
 # Of np.pad; what is filled comes in programs.
 _MODES: dict[str, Any] = {"nearest": "edge", "cyclic": "wrap", "reflect": "reflect", "fill": "edge"}
-_OTHERS = {  # of SkePU, dask, SciPy and NumPy
-    "duplicate": "nearest", "edge": "nearest", "periodic": "cyclic", "wrap": "cyclic", "grid-wrap": "cyclic",
-    "mirror": "reflect", "pad": "fill", "constant": "fill", "none": "fill",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, init=False)
@@ -61,9 +57,7 @@ class Overlap:
         after = before if after is None else after
         before, after = checked_integer(before, "synk.Overlap: before"), checked_integer(after, "synk.Overlap: after")
         if edge not in get_args(Edge):
-            other = _OTHERS.get(edge.lower()) if isinstance(edge, str) else None
-            hint = f'it is "{other}" here.' if other else f"use {', '.join(map(repr, get_args(Edge)))}."
-            raise ValueError(f"synk.Overlap: edge is {edge!r}; {hint}")
+            raise ValueError(f"synk.Overlap: edge is {edge!r}; use {', '.join(map(repr, get_args(Edge)))}.")
         if np.ndim(fill) or np.asarray(fill).dtype.kind not in "biufc":
             raise ValueError(f"synk.Overlap: fill is {fill!r}; give one number.")
         values = {"before": before, "after": after, "edge": edge, "fill": np.asarray(fill).item()}

@@ -166,8 +166,6 @@ def test_modes_in_trees():
 
 
 REFUSED = {
-    "dask's": (lambda: synk.Overlap(1, edge="periodic"), ValueError, "edge is 'periodic'; it is \"cyclic\" here"),
-    "SkePU's": (lambda: synk.Overlap(1, edge="Duplicate"), ValueError, 'it is "nearest" here'),
     "none": (lambda: synk.Overlap(1, edge="spiral"), ValueError, "use 'nearest', 'cyclic', 'reflect', 'fill'"),
     "negative": (lambda: synk.Overlap(-1), ValueError, "before is -1; give an integer >= 0"),
     "float": (lambda: synk.Overlap(1, 2.0), TypeError, "after is 2.0; give an integer >= 0"),
