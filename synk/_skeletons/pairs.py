@@ -1,4 +1,4 @@
-"""Pairs: all pairs of rows, by a ring on which they go round the replicas."""
+"""Pairs: all pairs of rows, by a ring on which rows go round the replicas."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,20 +37,22 @@ def pairs(
     reduce: ElementwiseOp | Literal["concat"] = "sum",
     outputs: Results = "concat",
 ) -> PyTree:
-    """Combine `fn(x[i], y[j])` over all j, for each i: the rows of y go round the replicas, none of which holds all.
+    """Combine `fn(x[i], y[j])` over all j, for each i.
+
+    The rows of `y` go round the replicas, so none of them holds all rows.
 
     Args:
-      fn: of one row of `x` and one of `y`, both without axis 0.
+      fn: a function of one row of `x` and one of `y`, both without axis 0.
       x: a pytree of arrays that share their rows, as for `synk.scan`.
-      y: another one, of any number of rows; None for `x` itself.
-      reduce: how they combine: "sum", "mean", "max", "min", "prod", "any" or "all"; "concat" keeps them all, on axis 1.
-      outputs: "concat" for arrays that lie on every replica, "scatter" for `synk.Data` whose rows stay on theirs.
+      y: another tree, of any number of rows; None for `x` itself.
+      reduce: how pairs combine: "sum", "mean", "max", "min", "prod", "any" or "all"; "concat" keeps all on axis 1.
+      outputs: "concat" for arrays that lie on every replica; "scatter" for `synk.Data` whose rows stay in place.
 
     Returns:
-      What `fn` returns, with the rows of `x` on axis 0.
+      The combined results of `fn`, with the rows of `x` on axis 0.
 
     Raises:
-      TypeError, ValueError: arrays differ in rows or have none, or an op is none of these.
+      TypeError, ValueError: arrays differ in rows or have none, or `reduce` is no such op.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -73,28 +75,35 @@ def pairs(
         )
     tree = jax.tree.structure(out)
 
-    def each(a: Leaves, b: Leaves) -> list[jax.Array]:
+    def of_pair(a: Leaves, b: Leaves) -> list[jax.Array]:
         return [jnp.asarray(leaf) for leaf in jax.tree.leaves(alone(one.tree.unflatten(a), two.tree.unflatten(b)))]
 
-    ring = _Ring(each, len(one.leaves), lengths_of(two.rows, group.size), reduction)
+    ring = _Ring(of_pair, len(one.leaves), lengths_of(two.rows, group.size), reduction)
     key = pairs, one.tree, two.tree, reduction.name, two.rows
     return tree.unflatten(run_skeleton(group, Skeleton(name, fn, key, ring.run, tree.num_leaves, outputs), [one, two]))
 
 
-# Pairs that are made at a time, so that a replica needs the memory of its rows, those that visit, and these.
+# The number of pairs that are made at a time: a replica needs memory for its rows, visiting rows, and these pairs.
 TOGETHER = 1 << 16
 
 
 class _Ring(NamedTuple):
-    """All pairs of a replica's rows with those of all, which go round."""
+    """All pairs of a replica's rows with the rows of all replicas, which visit one after another.
 
-    fn: Callable[[Leaves, Leaves], list[jax.Array]]  # of one row of each
-    arguments: int  # how many arrays the first has
-    lengths: Sequence[int]  # of the second, on each replica
+    Attributes:
+      fn: the user's function of one row of each tree, on leaves.
+      arguments: the number of leaves of the first tree.
+      lengths: the number of rows that each replica has of the second tree.
+      reduction: how pairs combine.
+    """
+
+    fn: Callable[[Leaves, Leaves], list[jax.Array]]
+    arguments: int
+    lengths: Sequence[int]
     reduction: Reduction
 
     def run(self, values: Leaves) -> list[jax.Array]:
-        """Results of a replica's rows."""
+        """Compute the results of a replica's rows."""
         x, y, size = list(values[: self.arguments]), list(values[self.arguments :]), len(self.lengths)
         rank, to_previous = lax.axis_index(AXIS), [(i, (i - 1) % size) for i in range(size)]
         visit = self._keep if self.reduction.name == "concat" else self._fold
@@ -103,52 +112,51 @@ class _Ring(NamedTuple):
             visitors = lax.ppermute(carry[0], AXIS, to_previous)
             return visitors, visit(carry[1], x, visitors, (rank + k) % size)
 
-        found = lax.fori_loop(1, size, turn, (y, visit([], x, y, rank)))[1]
+        results = lax.fori_loop(1, size, turn, (y, visit([], x, y, rank)))[1]
         if self.reduction.name == "concat":
             max_rows = max(self.lengths)
             valid = np.concatenate([i * max_rows + np.arange(count) for i, count in enumerate(self.lengths)])
-            return [leaf[:, valid] for leaf in found]
-        whole = zip(found, jax.eval_shape(self._every, x, y), strict=True)
-        return [self.reduction.finalize(a, None).astype(result_dtype(v.dtype, self.reduction.name)) for a, v in whole]
+            return [leaf[:, valid] for leaf in results]
+        dtypes = [result_dtype(pair.dtype, self.reduction.name) for pair in jax.eval_shape(self._pairs, x, y)]
+        return [self.reduction.finalize(leaf, None).astype(d) for leaf, d in zip(results, dtypes, strict=True)]
 
-    def _every(self, x: Leaves, y: Leaves) -> list[jax.Array]:
-        found = jax.vmap(lambda a, b: jax.vmap(partial(self.fn, a))(b), (0, None))(list(x), list(y))
+    def _pairs(self, x: Leaves, y: Leaves) -> list[jax.Array]:
+        """Compute all pairs of some rows: (rows of x, rows of y, ...)."""
+        results = jax.vmap(lambda a, b: jax.vmap(partial(self.fn, a))(b), (0, None))(list(x), list(y))
         if self.reduction.name not in ("sum", "prod"):
-            return found
-        return [value.astype(jax.eval_shape(jnp.sum, value).dtype) for value in found]  # small integers would wrap
+            return results
+        # Sums and products of small integers would wrap.
+        return [value.astype(jax.eval_shape(jnp.sum, value).dtype) for value in results]
 
-    def _fold(self, before: list[jax.Array], x: Leaves, y: Leaves, whose: jax.Array) -> list[jax.Array]:
-        """What pairs so far come to, with those of the rows of one replica, some of them at a time."""
-        own, max_rows = jnp.asarray(np.array(self.lengths, np.int32))[whose], y[0].shape[0]
+    def _fold(self, before: list[jax.Array], x: Leaves, y: Leaves, owner: jax.Array) -> list[jax.Array]:
+        """Accumulate the pairs with the rows of the replica `owner`, a block of them at a time."""
+        rows, max_rows = jnp.asarray(np.array(self.lengths, np.int32))[owner], y[0].shape[0]
         count = max(1, min(max_rows, TOGETHER // x[0].shape[0]))
-        blocks = -(-max_rows // count)
-        numbers = jnp.minimum(jnp.arange(blocks * count, dtype=jnp.int32), max_rows - 1).reshape(blocks, count)
-        first = jnp.arange(blocks, dtype=jnp.int32) * count
+        numbers = jnp.arange(-(-max_rows // count) * count, dtype=jnp.int32).reshape(-1, count)
 
-        def add(states: list[jax.Array], block: tuple[jax.Array, jax.Array]) -> tuple[list[jax.Array], None]:
-            index, start = block
-            is_row = start + jnp.arange(count, dtype=jnp.int32) < own
-            new = self._states(x, [leaf.at[index].get() for leaf in y], is_row)
+        def add(states: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
+            index = jnp.minimum(block, max_rows - 1)
+            new = self._states(x, [leaf.at[index].get() for leaf in y], block < rows)
             return [self.reduction.accumulate(a, b) for a, b in zip(states, new, strict=True)], None
 
         if not before:
-            shapes = jax.eval_shape(self._states, x, [leaf[:count] for leaf in y], numbers[0] < own)
+            shapes = jax.eval_shape(self._states, x, [leaf[:count] for leaf in y], numbers[0] < rows)
             before = [jnp.full(s.shape, self.reduction.identity(s.dtype), s.dtype) for s in shapes]
-        return lax.scan(add, before, (numbers, first))[0]
+        return lax.scan(add, before, numbers)[0]
 
     def _states(self, x: Leaves, y: Leaves, is_row: jax.Array) -> list[jax.Array]:
-        """What pairs of some rows come to."""
-        info, found = PartInfo(1 / sum(self.lengths), True), list[jax.Array]()
-        for value in self._every(x, y):
+        """Combine the pairs with some rows of y, of which `is_row` tells which count."""
+        info, states = PartInfo(1 / sum(self.lengths), True), list[jax.Array]()
+        for value in self._pairs(x, y):
             state = self.reduction.prepare(value, info)
-            there = is_row.reshape(1, -1, *[1] * (state.ndim - 2))
-            state = jnp.where(there, state, jnp.asarray(self.reduction.identity(state.dtype), state.dtype))
-            found.append(fold(self.reduction.collective, state, axis=1))
-        return found
+            counts = is_row.reshape(1, -1, *[1] * (state.ndim - 2))
+            state = jnp.where(counts, state, jnp.asarray(self.reduction.identity(state.dtype), state.dtype))
+            states.append(fold(self.reduction.collective, state, axis=1))
+        return states
 
-    def _keep(self, before: list[jax.Array], x: Leaves, y: Leaves, whose: jax.Array) -> list[jax.Array]:
-        """All pairs so far, with those of the rows of one replica in their places."""
-        size, max_rows, values = len(self.lengths), y[0].shape[0], self._every(x, y)
+    def _keep(self, before: list[jax.Array], x: Leaves, y: Leaves, owner: jax.Array) -> list[jax.Array]:
+        """Put the pairs with the rows of the replica `owner` in their places among all pairs."""
+        size, max_rows, values = len(self.lengths), y[0].shape[0], self._pairs(x, y)
         empty = [jnp.zeros((v.shape[0], size * max_rows, *v.shape[2:]), v.dtype) for v in values]
-        pairs = zip(before or empty, values, strict=True)
-        return [lax.dynamic_update_slice_in_dim(one, value, whose * max_rows, 1) for one, value in pairs]
+        places = zip(before or empty, values, strict=True)
+        return [lax.dynamic_update_slice_in_dim(place, value, owner * max_rows, 1) for place, value in places]

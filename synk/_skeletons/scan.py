@@ -30,24 +30,24 @@ def scan(
 ) -> PyTree:
     """Combine each row with all rows before it: `jax.lax.associative_scan` over rows on all replicas.
 
-    Each replica scans its rows, and gets one total of each other.
+    Each replica scans its rows, and gets one total from each other replica.
 
     Args:
-      op: associative, and need not commute: `op(a, b)` combines each row of `a` with that of `b`, which comes later;
-        both are trees as `x`, of any number of rows.
+      op: associative, and need not commute: `op(a, b)` combines each row of `a` with a later row of `b`; both are trees
+        like `x`, with any number of rows.
       x: a pytree of arrays that share their rows, axis 0. `synk.data` with `place="scatter"`, and shared variables that
-        hold rows, are taken where they lie.
-      identity: what changes nothing, a tree of one row as `x`; only needed with `exclusive`.
+        hold rows, are read on the replicas where their rows lie.
+      identity: a tree of one row like `x` that changes nothing under `op`; needed with `exclusive` only.
       reverse: whether to go from the last row to the first.
-      exclusive: whether a row's own value is left out.
-      reduce: "concat" for arrays that lie on every replica, "scatter" for `synk.Data` whose rows stay on theirs.
+      exclusive: whether to leave out a row's own value.
+      reduce: "concat" for arrays that lie on every replica, "scatter" for `synk.Data` whose rows stay in place.
 
     Returns:
-      A tree as `x`.
+      A tree like `x`.
 
     Raises:
-      TypeError, ValueError: arrays differ in rows or have none, `op` changes tree, shapes or dtypes, or there is no
-        identity where one is needed.
+      TypeError, ValueError: arrays differ in rows or have none, `op` changes tree, shapes or dtypes, or `exclusive` has
+        no identity.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -60,11 +60,11 @@ def scan(
     """
     name, group = f"synk.scan({getattr(op, '__name__', 'op')})", current_group()
     group._refuse_if_absent(name)
-    given, op_alone = row_tree(x, "x", name, group), without_state(op, name)
-    first = None if identity is None else _identity(identity, given, name)
+    rows, op_alone = row_tree(x, "x", name, group), without_state(op, name)
+    first = None if identity is None else _identity(identity, rows, name)
     if exclusive and first is None:
         raise ValueError(f"{name}: exclusive leaves the first row with nothing but the identity; give identity=...")
-    like = given.tree.unflatten(given.structs(2))
+    like = rows.tree.unflatten(rows.structs(2))
     change = first_change(like, jax.eval_shape(op_alone, like, like), "x")
     if change is not None:
         raise ValueError(
@@ -73,64 +73,71 @@ def scan(
         )
 
     def combine(a: Leaves, b: Leaves) -> list[jax.Array]:
-        return jax.tree.leaves(op_alone(given.tree.unflatten(a), given.tree.unflatten(b)))
+        return jax.tree.leaves(op_alone(rows.tree.unflatten(a), rows.tree.unflatten(b)))
 
-    body = partial(_scan, combine, lengths_of(given.rows, group.size), None if first is None else list(first), reverse)
-    constants = None if first is None else tuple((leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in first)
-    key = scan, given.tree, constants, reverse, exclusive
-    program = Skeleton(name, op, key, partial(body, exclusive), len(given.leaves), reduce)
-    return given.tree.unflatten(run_skeleton(group, program, [given]))
+    body = partial(_scan, combine, lengths_of(rows.rows, group.size), reverse, first if exclusive else None)
+    constants = [(leaf.dtype.str, leaf.shape, leaf.tobytes()) for leaf in first or ()]
+    key = scan, rows.tree, tuple(constants), reverse, exclusive
+    return rows.tree.unflatten(run_skeleton(group, Skeleton(name, op, key, body, len(rows.leaves), reduce), [rows]))
 
 
-def _identity(identity: PyTree, given: RowTree, name: str) -> list[np.ndarray]:
-    """The leaves of one row."""
+def _identity(identity: PyTree, rows: RowTree, name: str) -> list[np.ndarray]:
+    """Check an identity and return its leaves."""
     leaves, tree = jax.tree.flatten(identity)
-    if tree != given.tree:
-        raise ValueError(f"{name}: identity has the tree {tree}, but x has {given.tree}. Give one row's.")
-    pairs, what = zip(leaves, given.structs(), strict=True), f"{name}: identity"
+    if tree != rows.tree:
+        raise ValueError(f"{name}: identity has the tree {tree}, but x has {rows.tree}. Give one row's.")
+    pairs, what = zip(leaves, rows.structs(), strict=True), f"{name}: identity"
     return [np.broadcast_to(exactly(leaf, like.dtype, what), like.shape) for leaf, like in pairs]
 
 
 def _scan(
     combine: Callable[[Leaves, Leaves], list[jax.Array]],
     lengths: Sequence[int],
-    first: Sequence[np.ndarray] | None,
     is_reversed: bool,
-    is_exclusive: bool,
+    first: Sequence[np.ndarray] | None,
     values: Leaves,
 ) -> list[jax.Array]:
-    """Scan a replica's rows, and put before them what all earlier replicas come to."""
+    """Scan a replica's rows, and put the total of all earlier replicas before them.
+
+    Args:
+      combine: the user's op on leaves.
+      lengths: the number of rows of each replica.
+      is_reversed: whether to go from the last row to the first.
+      first: the result of the first row where a row's own value is left out; else None.
+      values: this replica's rows.
+    """
     rank = lax.axis_index(AXIS)
-    own = jnp.asarray(np.array(lengths, np.int32))[rank]
-    rows = [_turned(value, own) if is_reversed else value for value in values]
-    is_own = jnp.arange(rows[0].shape[0], dtype=jnp.int32) < own
+    count = jnp.asarray(np.array(lengths, np.int32))[rank]
+    rows = [_reversed(value, count) if is_reversed else value for value in values]
+    is_row = jnp.arange(rows[0].shape[0], dtype=jnp.int32) < count
 
-    def combine_own(a: Leaves, b: Leaves) -> list[jax.Array]:
-        """Both, of which the first leaf says which are own rows, where a gradient flows back from these alone."""
+    def combine_rows(a: Leaves, b: Leaves) -> list[jax.Array]:
+        """Combine leaves behind a first one that tells which rows count; gradients flow back from these alone."""
         counts = [b[0].reshape(-1, *[1] * (leaf.ndim - 1)) for leaf in b[1:]]
-        return [b[0], *combine(*(list(map(constant_unless, counts, each[1:])) for each in (a, b)))]
+        return [b[0], *combine(*(list(map(constant_unless, counts, leaves[1:])) for leaves in (a, b)))]
 
-    inside = lax.associative_scan(combine_own, [is_own, *rows])[1:]
-    totals = all_gather([leaf.at[own - 1].get() for leaf in inside])
-    order = np.flatnonzero(lengths)[:: -1 if is_reversed else 1]  # the replicas that have rows, as they follow
-    place = np.zeros(len(lengths), np.int32)
-    place[order] = np.arange(len(order))
+    inside = lax.associative_scan(combine_rows, [is_row, *rows])[1:]
+    totals = all_gather([leaf.at[count - 1].get() for leaf in inside])
+    # The replicas that have rows, in the order of the scan, and the place of each replica in it.
+    order = np.flatnonzero(lengths)[:: -1 if is_reversed else 1]
+    places = np.zeros(len(lengths), np.int32)
+    places[order] = np.arange(len(order))
+    place = jnp.asarray(places)[rank]
     carried = lax.associative_scan(combine, [total[order] for total in totals])
-    at = jnp.asarray(place)[rank]
-    before = [leaf.at[jnp.maximum(at - 1, 0)].get() for leaf in carried]
-    # What does not count is replaced before it is combined by what does follow: a gradient through what a select leaves
-    # out may be NaN. So first come the totals of the first two replicas.
-    found = safe = [fill_up(leaf, own, leaf[:1]) for leaf in inside]
+    before = [leaf.at[jnp.maximum(place - 1, 0)].get() for leaf in carried]
+    # A gradient through what a select leaves out may be NaN, so numbers that do not count are replaced before they are
+    # combined: on the first replica by the total of the second one, elsewhere by the first row.
+    results = inside = [fill_up(leaf, count, leaf[:1]) for leaf in inside]
     if len(order) > 1:
-        after = [jnp.where(at == 0, total[order[1]], leaf) for total, leaf in zip(totals, safe, strict=True)]
+        after = [jnp.where(place == 0, total[order[1]], leaf) for total, leaf in zip(totals, inside, strict=True)]
         spread = [jnp.broadcast_to(a, b.shape) for a, b in zip(before, after, strict=True)]
-        found = [jnp.where(at == 0, a, b) for a, b in zip(safe, combine(spread, after), strict=True)]
-    if is_exclusive and first is not None:
-        start = [jnp.where(at == 0, a, b) for a, b in zip(first, before, strict=True)]
-        found = [jnp.concatenate([a[None], leaf[:-1]]) for a, leaf in zip(start, found, strict=True)]
-    return [_turned(leaf, own) if is_reversed else leaf for leaf in found]
+        results = [jnp.where(place == 0, a, b) for a, b in zip(inside, combine(spread, after), strict=True)]
+    if first is not None:
+        start = [jnp.where(place == 0, a, b) for a, b in zip(first, before, strict=True)]
+        results = [jnp.concatenate([a[None], leaf[:-1]]) for a, leaf in zip(start, results, strict=True)]
+    return [_reversed(leaf, count) if is_reversed else leaf for leaf in results]
 
 
-def _turned(rows: jax.Array, own: jax.Array) -> jax.Array:
-    """Its own rows in reverse, before what fills them up."""
-    return rows.at[jnp.maximum(own - 1 - jnp.arange(rows.shape[0], dtype=jnp.int32), 0)].get()
+def _reversed(rows: jax.Array, count: jax.Array) -> jax.Array:
+    """Reverse the first `count` rows; the rows behind them are anything."""
+    return rows.at[jnp.maximum(count - 1 - jnp.arange(rows.shape[0], dtype=jnp.int32), 0)].get()

@@ -1,4 +1,4 @@
-"""Skeletons: programs over rows that lie on all replicas and communicate while they run, for any number of rows."""
+"""Skeletons: programs over the rows of all replicas that communicate while they run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
@@ -20,7 +20,7 @@ from .._call.binding import told_apart
 from .._call.compose import in_blocks, own_mesh, place_traced, run_inlined
 from .._call.execute import run
 from .._call.parts import spare_rows
-from .._data.dataset import Data, data_of_replicas, is_result, resident, source_of
+from .._data.dataset import Data, data_of_replicas, resident, source_of
 from .._reductions.collectives import all_gather, merge_leading_axes
 from .._runtime.dispatch import LOCK
 from .._runtime.engine import spmd
@@ -36,19 +36,25 @@ Results: TypeAlias = Literal["concat", "scatter"]
 
 
 class RowTree(NamedTuple):
-    """A tree of arrays that share their rows."""
+    """A tree of arrays that share their rows.
 
-    leaves: list[Any]  # data that lies on the replicas; under a trace arrays
+    Attributes:
+      leaves: `Data` that lies on the replicas; arrays under a trace.
+      tree: the structure of the tree.
+      rows: the number of rows.
+    """
+
+    leaves: list[Any]
     tree: Any
     rows: int
 
     def structs(self, *rows: int) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of so many rows, or of one without its axis."""
+        """Return shapes and dtypes of this many rows, or without a number of one row without its axis."""
         return [jax.ShapeDtypeStruct((*rows, *leaf.shape[1:]), narrow(leaf.dtype)) for leaf in self.leaves]
 
 
 def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
-    """Check a tree of arrays."""
+    """Check a tree of arrays, and bring its rows to the replicas."""
     if current_trace() is not None:
         raise SynkError(f"{name}: it runs over all replicas, so not inside a synk function, which has its own rows.")
     pairs, treedef = tree_flatten_with_path(tree)
@@ -82,8 +88,10 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
 
 
 def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
-    """A user's function of rows, which may not read or write shared variables, nor call what runs over all replicas:
-    programs are kept by the function alone."""
+    """Return a user's function of rows as one that refuses shared variables and calls over all replicas.
+
+    Programs are kept by the function alone, so they may depend on nothing else.
+    """
     if not callable(fn):
         raise TypeError(f"{name}: it is given {shown(fn)}; give a function of rows.")
     try:
@@ -101,49 +109,57 @@ def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]
 
 
 class Skeleton(NamedTuple):
-    """A program over rows that lie on all replicas."""
+    """A program over the rows of all replicas.
+
+    Attributes:
+      name: what messages call it.
+      fn: the user's function.
+      key: what `body` depends on, beside `fn` and the shapes of its arguments.
+      body: runs on one replica's rows. A shorter replica has one more row behind its own, a real one.
+      num_results: the number of leaves that `body` returns.
+      results: "scatter" to leave results on their replicas, "concat" to gather them.
+    """
 
     name: str
-    fn: Callable[..., Any]  # the user's
-    key: Any  # all that `body` depends on, beside it and the shapes of its arguments
-    body: Callable[[Leaves], list[jax.Array]]  # of one replica's rows, filled up behind its own
+    fn: Callable[..., Any]
+    key: Any
+    body: Callable[[Leaves], list[jax.Array]]
     num_results: int
-    results: str  # whether these stay where they are, or are gathered
+    results: str
 
 
-def filled(values: Leaves, lengths: Mapping[int, Sequence[int]]) -> Leaves:
-    """A replica's rows of some arrays, by their numbers, of so many on each, with a real one behind its own where
-    others have one more."""
+def _filled(values: Leaves, lengths: Mapping[int, Sequence[int]]) -> Leaves:
+    """Put a real row behind the rows of shorter replicas, in the arrays that `lengths` names by number.
+
+    Whatever lies there would otherwise reach the user's function, and its gradients.
+    """
     rank, leaves = lax.axis_index(AXIS), list(values)
-    may_lack = any(0 in each for each in lengths.values())
-    spares = spare_rows({i: leaves[i] for i in lengths}, rank == 0, may_lack)  # the first replica has rows
+    may_lack = any(0 in counts for counts in lengths.values())
+    # The first replica has rows.
+    spares = spare_rows({i: leaves[i] for i in lengths}, rank == 0, may_lack)
     for i, spare in spares.items():
         is_longest = jnp.asarray(np.array(lengths[i]) == lengths[i][0])[rank]
-        leaves[i] = leaves[i].at[-1].set(jnp.where(is_longest, leaves[i][-1], spare[0]))  # the cheapest on CPU
+        # On CPU this is cheaper than a select over all rows.
+        leaves[i] = leaves[i].at[-1].set(jnp.where(is_longest, leaves[i][-1], spare[0]))
     return leaves
 
 
-def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> list[Any]:
+def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree]) -> list[Any]:
     """Run a program; its results have the rows of the first argument."""
     in_turn()
-    name, rows = skeleton.name, given[0].rows
+    name, rows = skeleton.name, arguments[0].rows
     if skeleton.results not in ("concat", "scatter"):
         raise ValueError(f'{name}: results are {skeleton.results!r}; use "concat" or "scatter".')
-    leaves, counts = zip(*[(leaf, each.rows) for each in given for leaf in each.leaves], strict=True)
-    # Behind rows that were made on the replicas lies anything; behind those that were sent a real one.
-    made = {
-        i: lengths_of(n, group.size)
-        for i, (leaf, n) in enumerate(zip(leaves, counts, strict=True))
-        if n % group.size and isinstance(leaf, Data) and is_result(source_of(leaf))
-    }
+    leaves, counts = zip(*[(leaf, tree.rows) for tree in arguments for leaf in tree.leaves], strict=True)
+    uneven = {i: lengths_of(n, group.size) for i, n in enumerate(counts) if n % group.size}
     is_inlined = any(not isinstance(leaf, Data) for leaf in leaves)
     stays = skeleton.results == "scatter" and not is_inlined
     lengths = lengths_of(rows, group.size)
     valid = np.concatenate([rank * lengths[0] + np.arange(count) for rank, count in enumerate(lengths)])
 
     def body(*values: jax.Array) -> list[jax.Array]:
-        found = skeleton.body(filled(values, made))
-        return found if stays else [merge_leading_axes(each).at[valid].get() for each in all_gather(found)]
+        results = skeleton.body(_filled(values, uneven))
+        return results if stays else [merge_leading_axes(leaf).at[valid].get() for leaf in all_gather(results)]
 
     outs = layouts("stacked" if stays else "replicated", skeleton.num_results)
     if is_inlined:
@@ -158,10 +174,10 @@ def run_skeleton(group: Group, skeleton: Skeleton, given: Sequence[RowTree]) -> 
 
     with LOCK:
         arrays = [resident(leaf, group) for leaf in leaves]
-        key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts, (*made,))
+        key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts)
         fn: Any = skeleton.fn
-        # A plain function equals itself alone, and its programs go with it.
+        # A plain function equals itself alone, and its programs go with it. Other callables may be equal to a new one.
         owner, which = (fn, None) if isinstance(fn, FunctionType) else (run_skeleton, told_apart(fn))
         program: Executable = group._cached(owner, (which, *key), compile)
-        found = run(name, program, [arrays], advice='Let results stay where they are made ("scatter").')
-    return [data_of_replicas(group, each, rows, None, f"a result of {name}") for each in found] if stays else found
+        results = run(name, program, [arrays], advice='Let results stay where they are made ("scatter").')
+    return [data_of_replicas(group, leaf, rows, None, f"a result of {name}") for leaf in results] if stays else results
