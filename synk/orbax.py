@@ -1,4 +1,4 @@
-"""Checkpoints by orbax: asynchronous saves, object stores. Not imported by `synk` itself; needs the extra `orbax`."""
+"""Checkpoints by orbax, for asynchronous saves and object stores. Needs the extra `orbax`; `synk` does not import it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,21 +35,22 @@ __all__ = ["load", "save"]
 def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any = None) -> bool:
     """Save shared variables by an orbax `CheckpointManager`, as `synk.save` does into a folder.
 
-    The values are those of now, even where the manager writes in the background; functions may run on at once.
+    The present values are saved, also if the manager writes in the background; functions may run on at once.
 
     Args:
       manager: an `orbax.checkpoint.CheckpointManager`; its options say where, how many, how often, and whether to wait.
-      variables: from name to shared variable.
+      variables: a mapping from names to shared variables.
       step: the number of the checkpoint.
-      extra: what else to keep, as JSON has it.
+      extra: a value to keep beside the variables, such as JSON can hold.
 
     Returns:
-      Whether it was saved: the manager may skip steps.
+      Whether the checkpoint was saved: the manager may skip steps.
 
     Raises:
-      ValueError: the step is no integer >= 0, or comes before the manager's latest, so that it would be skipped, or is
-        that one, saved before this program went back to an earlier one; or a flat variable differs on the replicas.
-      TypeError: `extra` is no JSON, or there is something else than shared variables.
+      ValueError: the step is no integer >= 0; or orbax would skip it, since it comes before the manager's latest step,
+        or is that step, saved before this program went back to an earlier one; or a flat variable differs on the
+        replicas.
+      TypeError: `extra` is no JSON, or `variables` holds something else than shared variables.
 
     Example:
       >>> import numpy as np, orbax.checkpoint as ocp, synk, tempfile  # doctest: +SKIP
@@ -70,11 +71,11 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
     with eager():
         call = f"synk.orbax.save(step={number})"
         common_group(variables, "orbax.save")._peers.from_process_0(call, lambda: _refuse_skipped(manager, number))
-        # Orbax refuses what has no size, whose shape is known.
+        # Orbax refuses arrays without numbers, and an empty state. Shapes alone restore such arrays.
         state = {name: [leaf for leaf in _copy(variable) if leaf.size] for name, variable in variables.items()}
         about = {"extra": extra, "variables": {name: described(v) for name, v in variables.items()}}
         items = {"about": ocp.args.JsonSave(about)}
-        if state:  # orbax refuses an empty one
+        if state:
             items["state"] = ocp.args.StandardSave(state)
         is_saved = bool(manager.save(number, args=ocp.args.Composite(**items)))
     if is_saved:
@@ -84,15 +85,15 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
 
 @public_api
 def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = None) -> tuple[int, Any]:
-    """Set shared variables to what `synk.orbax.save` has saved, all of them or, on any error, none.
+    """Load shared variables from a checkpoint of `synk.orbax.save`. On any error no variable changes.
 
     Args:
       manager: an `orbax.checkpoint.CheckpointManager`.
-      variables: from name to shared variable, the same names as were saved.
-      step: which checkpoint; None for the newest.
+      variables: a mapping from names to shared variables, with the names that were saved.
+      step: the number of the checkpoint; None for the newest.
 
     Returns:
-      The step, and what was saved as `extra`.
+      The step, and the `extra` that was saved.
 
     Raises:
       FileNotFoundError: there is no checkpoint.
@@ -125,9 +126,10 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
 
 
 def _refuse_skipped(manager: Any, step: int) -> str:
-    """ValueError where orbax would save nothing until the latest step is passed."""
+    """Raise ValueError if orbax would skip a step, since it has a later one."""
     latest, loaded = manager.latest_step(), last_loaded(Path(manager.directory))
-    is_of_another_run = loaded is not None and loaded < step  # which this one has gone back from, and comes to again
+    # This program has gone back to an earlier step, and has come to the same step again.
+    is_of_another_run = loaded is not None and loaded < step
     if latest is not None and (step < latest or (step == latest and is_of_another_run)):
         raise ValueError(
             f"synk.orbax.save: step {step} is not after {latest}, the latest in {manager.directory}, and orbax would "
@@ -138,7 +140,7 @@ def _refuse_skipped(manager: Any, step: int) -> str:
 
 
 def _copy(variable: Shared) -> list[jax.Array]:
-    """Its leaves as the user sees them, in memory of their own; stacked where replicas differ."""
+    """Copy the leaves of a variable as users see them; stacked if replicas differ."""
     group, spec = group_of(variable), variable._spec
 
     def copy(leaves: list[jax.Array]) -> list[jax.Array]:
@@ -155,7 +157,7 @@ def _copy(variable: Shared) -> list[jax.Array]:
 
 
 def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:
-    """What orbax restores, and where to."""
+    """Return shapes, dtypes and shardings of the leaves that orbax restores."""
     group = group_of(variable)
     shapes = [(tuple(leaf["shape"]), np.dtype(leaf["dtype"])) for leaf in kept["leaves"]]
     if kept["is_equal"]:
@@ -169,13 +171,14 @@ def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def _with_empty(wanted: list[jax.ShapeDtypeStruct], restored: list[jax.Array]) -> list[jax.Array]:
-    """All leaves, those of no size among them."""
+    """Return all leaves: the restored ones, and zeros for leaves without numbers."""
     rest = iter(restored)
     return [next(rest) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for leaf in wanted]
 
 
 def _restored_state(variable: Shared, kept: Any, leaves: list[jax.Array]) -> VariableState:
-    """What the variable holds once it has these, in memory of its own, since programs may overwrite it."""
+    """Return the state of a variable with restored leaves."""
+    # In memory of its own, since programs may overwrite it.
     group = group_of(variable)
     if is_of_others(kept, variable):
         return state_of_copies(variable, [mean_of([*np.asarray(leaf)]) for leaf in leaves])

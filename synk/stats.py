@@ -1,6 +1,7 @@
-"""Exact statistics over all rows of a call, whatever parts they come in: what a function returns instead of an array.
+"""Exact statistics over all rows of a call, whatever parts the rows come in.
 
-Each is a `synk.Monoid` of the rows (axis 0) that a part has; what the call returns is that of all, as NumPy has it.
+A synk function returns a statistic of its part's rows (axis 0), a `synk.Monoid`. The call returns the statistic of all
+rows, as NumPy computes it.
 """
 
 from functools import partial
@@ -25,7 +26,7 @@ __all__ = [
 
 
 def mean(x: Any) -> Monoid:
-    """The mean of the rows, as `np.mean(x, 0)`.
+    """Return the mean of the rows, as `np.mean(x, 0)`.
 
     Args:
       x: of shape (rows, ...).
@@ -42,11 +43,13 @@ def mean(x: Any) -> Monoid:
 
 
 def var(x: Any, ddof: int = 0) -> Monoid:
-    """The variance of the rows, as `np.var(x, 0, ddof=ddof)`, also of rows far from 0 (Chan, Golub and LeVeque 1983).
+    """Return the variance of the rows, as `np.var(x, 0, ddof=ddof)`.
+
+    It is accurate also for rows far from 0 (Chan, Golub and LeVeque 1983).
 
     Args:
       x: of shape (rows, ...).
-      ddof: what is taken from the number of rows in the divisor.
+      ddof: the divisor is the number of rows less `ddof`.
 
     Returns:
       A Monoid whose value has the shape of a row, floating; NaN or infinite for no more than `ddof` rows.
@@ -61,7 +64,7 @@ def var(x: Any, ddof: int = 0) -> Monoid:
 
 
 def std(x: Any, ddof: int = 0) -> Monoid:
-    """The standard deviation of the rows, as `np.std(x, 0, ddof=ddof)`.
+    """Return the standard deviation of the rows, as `np.std(x, 0, ddof=ddof)`.
 
     Args:
       x: of shape (rows, ...).
@@ -79,13 +82,13 @@ def std(x: Any, ddof: int = 0) -> Monoid:
 
 
 def moments(x: Any) -> Monoid:
-    """Mean and variance of the rows together.
+    """Return mean and variance of the rows together.
 
     Args:
       x: of shape (rows, ...).
 
     Returns:
-      A Monoid whose value is the pair of them.
+      A Monoid whose value is the pair of mean and variance.
 
     Example:
       >>> import numpy as np, synk
@@ -96,11 +99,11 @@ def moments(x: Any) -> Monoid:
 
 
 def cov(x: Any, ddof: int = 1) -> Monoid:
-    """The covariance of the columns, as `np.cov(x, rowvar=False, ddof=ddof)`.
+    """Return the covariance of the columns, as `np.cov(x, rowvar=False, ddof=ddof)`.
 
     Args:
       x: of shape (rows, columns).
-      ddof: what is taken from the number of rows in the divisor.
+      ddof: the divisor is the number of rows less `ddof`.
 
     Returns:
       A Monoid whose value has shape (columns, columns).
@@ -121,7 +124,7 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
 
 
 def logsumexp(x: Any) -> Monoid:
-    """The logarithm of the sum of exponentials over the rows, as `scipy.special.logsumexp(x, 0)`.
+    """Return the logarithm of the sum of exponentials over the rows, as `scipy.special.logsumexp(x, 0)`.
 
     Args:
       x: of shape (rows, ...), floating.
@@ -144,7 +147,9 @@ def logsumexp(x: Any) -> Monoid:
 
 
 def argmax(x: Any) -> Monoid:
-    """The number of the row that holds the maximum, as `np.argmax(x, 0)`: the first of equal ones, NaN the greatest.
+    """Return the number of the row that holds the maximum, as `np.argmax(x, 0)`.
+
+    Of equal rows the first counts; NaN is the maximum.
 
     Args:
       x: of shape (rows, ...), real.
@@ -161,13 +166,13 @@ def argmax(x: Any) -> Monoid:
 
 
 def argmin(x: Any) -> Monoid:
-    """The number of the row that holds the minimum, as `np.argmin(x, 0)`.
+    """Return the number of the row that holds the minimum, as `np.argmin(x, 0)`.
 
     Args:
       x: as for `argmax`.
 
     Returns:
-      As `argmax`.
+      A Monoid like that of `argmax`.
 
     Example:
       >>> import numpy as np, synk
@@ -178,11 +183,13 @@ def argmin(x: Any) -> Monoid:
 
 
 def top_k(x: Any, k: int) -> Monoid:
-    """The k largest numbers and their rows, as `jax.lax.top_k`; of equal ones the first rows, NaN the largest.
+    """Return the k largest numbers and their rows, as `jax.lax.top_k`.
+
+    Of equal numbers the first rows count; NaN is the largest.
 
     Args:
       x: of shape (rows,), real.
-      k: how many; a call of fewer rows in all raises ValueError before anything runs.
+      k: how many; a call with fewer rows in all raises ValueError before anything runs.
 
     Returns:
       A Monoid whose value is the pair of the numbers, largest first, and their row numbers in the selection, int32.
@@ -203,14 +210,14 @@ def top_k(x: Any, k: int) -> Monoid:
 
 
 def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) -> Monoid:
-    """How many numbers fall into each bin, and the edges of the bins, as `np.histogram(x, bins, range)`.
+    """Count the numbers in each bin, and return counts and edges, as `np.histogram(x, bins, range)`.
 
     Args:
-      x: of any shape (rows, ...), real. For numbers under a mask put the others outside the range:
+      x: of any shape (rows, ...), real. To leave out numbers by a mask put them outside the range:
         `jnp.where(mask, x, -jnp.inf)`.
-      bins: how many of equal width, with `range`; or their edges, increasing.
-      range: the outer edges; what lies outside is not counted. Needed with a number of bins: the data's own are not
-        known before all rows are.
+      bins: the number of bins of equal width, with `range`; or their edges, increasing.
+      range: the outer edges; numbers outside are not counted. Needed with a number of bins, since the extremes of the
+        data are not known before all rows are.
 
     Returns:
       A Monoid whose value is the pair of the counts and the edges. Counts are int32, at most 2**31 - 1, or int64 under
@@ -243,14 +250,14 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
 
 
 def bincount(x: Any, length: int) -> Monoid:
-    """How often each of 0, 1, ..., length - 1 occurs, as `np.bincount(x, minlength=length)`.
+    """Count how often each of 0, 1, ..., length - 1 occurs, as `np.bincount(x, minlength=length)`.
 
     Args:
-      x: integers of shape (rows, ...); others than these are not counted.
-      length: how many numbers there are.
+      x: integers of shape (rows, ...); other integers are not counted.
+      length: the number of counts.
 
     Returns:
-      A Monoid whose value has shape (length,), of the dtype and limit of `histogram`'s counts.
+      A Monoid whose value has shape (length,), with the dtype and limit of `histogram`'s counts.
 
     Example:
       >>> import numpy as np, synk
@@ -261,15 +268,15 @@ def bincount(x: Any, length: int) -> Monoid:
 
 
 def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
-    """The confusion matrix, as scikit-learn's `confusion_matrix(labels, predictions, labels=range(classes))`.
+    """Return the confusion matrix, as scikit-learn's `confusion_matrix(labels, predictions, labels=range(classes))`.
 
     Args:
       labels: true classes, integers of shape (rows, ...).
-      predictions: of the same shape; pairs in which either is no class are not counted.
-      classes: how many there are.
+      predictions: predicted classes, of the same shape; a pair is not counted if one of the two is no class.
+      classes: the number of classes.
 
     Returns:
-      A Monoid whose value has shape (classes, classes), of the dtype and limit of `histogram`'s counts: rows are true
+      A Monoid whose value has shape (classes, classes), with the dtype and limit of `histogram`'s counts. Rows are true
       classes.
 
     Example:
@@ -288,14 +295,14 @@ def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
 
 
 def quantile(x: Any, q: Any) -> Monoid:
-    """Quantiles of the rows, as `np.quantile(x, q, 0)`. All rows are gathered on every replica.
+    """Return quantiles of the rows, as `np.quantile(x, q, 0)`. All rows are gathered on every replica.
 
     Args:
       x: of shape (rows, ...), real.
       q: a number from 0 to 1, or a list of them.
 
     Returns:
-      A Monoid whose value has the shape of a row, after that of `q`.
+      A Monoid whose value has the shape of `q`, followed by the shape of a row.
 
     Example:
       >>> import numpy as np, synk
@@ -309,18 +316,18 @@ def quantile(x: Any, q: Any) -> Monoid:
 
 
 def _statistic(state: Any, merge: Any, finish: Any = None, least_rows: int = 1) -> Monoid:
-    """Parts merge to the same answer in any order."""
+    """Make a Monoid whose parts merge to the same answer in any order."""
     return known(Monoid(state, merge, finish), MonoidSpec(least_rows, has_order=False))
 
 
 def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
-    """What is made of count, mean and squares, named as it is."""
+    """Make a statistic that `finish` computes from count, mean and squares."""
     finish_it = partial(finish, dtype=statistics.real_like(x), **options)
     return _statistic(statistics.spread(x, finish.__name__), statistics.merge_spreads, finish_it)
 
 
 def _numbered(x: Any, name: str) -> tuple[jax.Array, jax.Array]:
-    """Return the rows and their numbers; ValueError if there are not as many."""
+    """Return the rows and their numbers; raise ValueError if the array has another number of rows."""
     x, rows = statistics.rows_of(x, name), row_numbers()
     if len(x) != len(rows):
         raise ValueError(

@@ -88,7 +88,7 @@ TOGETHER = 1 << 16
 
 
 class _Ring(NamedTuple):
-    """All pairs of a replica's rows with the rows of all replicas, which visit one after another.
+    """Pairs of a replica's rows with the rows of all replicas, which visit one after another.
 
     Attributes:
       fn: the user's function of one row of each tree, on leaves.
