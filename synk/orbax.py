@@ -1,4 +1,4 @@
-"""Checkpoints by orbax, for asynchronous saves and object stores. Needs the extra `orbax`; `synk` does not import it."""
+"""Checkpoints by orbax: asynchronous saves, object stores. Needs the extra `orbax`; `synk` does not import it."""
 
 from collections.abc import Mapping
 from pathlib import Path
