@@ -20,8 +20,9 @@ from .._variables.variable import Shared
 from .binding import BoundArguments, CallOptions
 from .execute import ReadyCall, execute, translate_error
 from .kinds import CheckedCall, check_call, find_plan
+from .parts import split_into_launches
 from .plan import CallPlan, Site, SliceChoice, Traced, plan_key
-from .rows import RowInputs, launches
+from .rows import RowInputs
 
 
 def choose_slices(site: Site, bound: BoundArguments, options: CallOptions) -> SliceChoice:
@@ -136,7 +137,7 @@ def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
     """Run a call. If synk has chosen its slices and memory runs out, run it in twice as many, with nothing lost."""
     while True:
         choice, lengths = ready.choice, ready.rows.lengths
-        ready.function.stats.slices = len(launches(lengths, ready.num_slices)) if lengths else 1
+        ready.function.stats.slices = len(split_into_launches(lengths, ready.num_slices)) if lengths else 1
         # The other processes would not know that this process has run out of memory.
         if choice is None or ready.group._is_multi_process:
             return execute(ready)

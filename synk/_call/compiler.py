@@ -18,9 +18,8 @@ from .._runtime.group import AXIS
 from .._runtime.layout import Layout, Layouts, layouts
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
-from .parts import POSITION, TABLE_ROWS, Part, any_not_finite, arrays_of, part_of, part_of_many
+from .parts import POSITION, TABLE_ROWS, Part, any_not_finite, arrays_of, part_of, part_of_many, split_into_launches
 from .program import Finisher
-from .rows import launches
 from .traces import State
 
 Arrays = Sequence[jax.Array]
@@ -93,7 +92,9 @@ class Compiler:
         """
         builder, call = self.builder, self.call
         if not call.is_sliced:
-            counts = launches(call.lengths, 1)[0].counts if call.lengths else call.part_sizes[0] * self.group.size
+            counts = (
+                split_into_launches(call.lengths, 1)[0].counts if call.lengths else call.part_sizes[0] * self.group.size
+            )
             return {call.part_sizes[0]: self._compile(_Launch(call.part_sizes[0], counts, True))}, None, None
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
@@ -109,7 +110,7 @@ class Compiler:
 
         kinds: list[tuple[Any, Any]] = [(sizes, ()) for sizes in call.part_sizes]
         if builder.runs_each_rank and call.lengths:
-            kinds = [(parts.sizes, parts.counts) for parts in launches(call.lengths, call.num_slices)]
+            kinds = [(parts.sizes, parts.counts) for parts in split_into_launches(call.lengths, call.num_slices)]
         programs = {counts or sizes: cached(_Launch(sizes, counts, False, self.carry)) for sizes, counts in kinds}
         start = self.group._cached(owner, ("start", self.carry), self._compile_start)
         return programs, start, None if call.is_over else cached(_Launch((), (), True, self.carry))

@@ -1,9 +1,8 @@
-"""Compose: a call under an outer jit, grad, vmap or checkpoint, as one traced operation: the same step program."""
+"""Compose: trace a call under an outer jit, grad, vmap or checkpoint as one operation."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -29,29 +28,35 @@ from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
 from .._variables.state import AbstractState
 from .._variables.variable import Shared
-from .binding import AUTO, BoundArguments, CallOptions, check_leaves
+from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions, check_leaves
 from .kinds import check_row_numbers, checked_subset, with_parts
-from .parts import arrays_of, part_of, part_table
+from .parts import arrays_of, part_of, part_table, split_into_launches
 from .plan import Site, Traced, plan_key
 from .prepare import check_row_count
 from .program import Finisher, ProgramBuilder
-from .rows import RowCall, launches, select_rows
+from .rows import select_rows
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 
 
 @dataclass(frozen=True, eq=False)
 class ComposedPlan:
-    """The step program of one kind of call, to be inlined: it takes rows in equal blocks, and broadcast arguments."""
+    """The program of one kind of traced call.
+
+    Attributes:
+      mapped: the program, to be inlined. It takes rows in equal blocks, one a replica, and broadcast arguments.
+      result: the structure of what the call returns.
+      accepts: the states of variables for which it is made; a traced call has no variables.
+    """
 
     mapped: Callable[..., Sequence[jax.Array]]
     result: ResultSpec
-    accepts: dict[Shared, tuple[AbstractState, ...]]  # states of variables: it has none
+    accepts: dict[Shared, tuple[AbstractState, ...]]
 
 
 @transfers_on_purpose()
 def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
-    """Trace the call into whatever transformation is under way."""
+    """Trace a call into the transformation under way."""
     with own_mesh(site.function.name, site.group):
         return _compose(replace(site, function=site.function.gathering()), bound, options)
 
@@ -69,15 +74,15 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
         raise ValueError(f'{name}: num_slices="auto" looks at compiled programs, which a traced call has not. Name it.')
     if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
         raise ValueError(f"{name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
-    looked = check_leaves(bound, name)
-    sources = _picked(RowCall(name, spec.scattered_names, looked.scattered, CallOptions(), group, group), options.batch)
-    broadcast = [to_jax(leaf) for leaf in looked.broadcast]
+    arguments = check_leaves(bound, name)
+    sources = _picked(site, spec, arguments.scattered, options.batch)
+    broadcast = [to_jax(leaf) for leaf in arguments.broadcast]
     rows = len(sources[0]) if sources else None
     if rows is None and options.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
     check_row_numbers(name, rows or 0)
     lengths = None if rows is None else lengths_of(rows, group.size)
-    # Which rows are whose is compiled in: the number of rows is part of an outer trace anyway.
+    # The rows of each replica are compiled in: their number is part of the outer trace anyway.
     slices = 1 if lengths is None else min(options.num_slices, max(lengths))
     kind = CallSpec(
         arguments=spec,
@@ -85,18 +90,18 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
         rows=tuple((s.shape[1:], s.dtype) for s in sources),
         feeds=(SENT,) * len(sources),
         broadcast=tuple((b.shape, b.dtype, b.weak_type) for b in broadcast),
-        keys=looked.keys,
+        keys=arguments.keys,
         subset=None if subset is None else checked_subset(subset, name),
         is_composed=True,
     )
     call = with_parts(kind, lengths, 1, gathers=False)._replace(lengths=lengths, num_slices=slices)
-    key, make = plan_key(function, call), partial(_make, function, group, call)
 
     def trace() -> Traced:
-        made = make()  # which touches no variable, or making it raises
-        return Traced((), (ref(made),), lambda: made)
+        # A program that touches a variable is refused, so none is touched here.
+        plan = _make(function, group, call)
+        return Traced((), (ref(plan),), lambda: plan)
 
-    plan = site.find(key, trace, holds_function=True)
+    plan = site.find(plan_key(function, call), trace, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]
@@ -105,9 +110,10 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
 
 @contextmanager
 def own_mesh(name: str, group: Group) -> Generator[None]:
-    """Trace programs of the group under no mesh but its own; SynkError where another one, or its axis, is taken."""
+    """Trace programs of a group without the mesh of the trace under way; raise SynkError if that is another mesh, or
+    has taken the name of the replicas' axis."""
     mesh = get_abstract_mesh()
-    is_its_own = mesh == group.mesh.abstract_mesh  # which its programs make theirs
+    is_its_own = mesh == group.mesh.abstract_mesh
     if not (mesh.empty or is_its_own or (group.is_simulated and set(mesh.axis_types) == {AxisType.Auto})):
         raise SynkError(
             f"{name}: it is traced inside jax.set_mesh or jax.shard_map with the mesh {dict(mesh.shape)}, but runs on "
@@ -135,34 +141,38 @@ def run_inlined(
         return mapped(*(jax.device_put(a, group.replicated) for a in placed))
 
 
-def _picked(call: RowCall, batch: Any) -> list[jax.Array]:
-    """The scattered arguments, their rows picked; a traced batch picks them as the program runs."""
+def _picked(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], batch: Any) -> list[jax.Array]:
+    """Pick rows of the scattered arguments; a traced batch picks them when the program runs."""
+    name = site.function.name
+    # All rows come as from another group's host; `in_blocks` adds neighbours.
+    site, spec = replace(site, data_group=site.group), replace(spec, overlaps=())
     if isinstance(batch, jax.core.Tracer):
         if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
             form = f"{batch.dtype}{batch.shape}"
-            raise TypeError(f"{call.name}: a traced batch is a 1-d integer array; this one is {form}.")
+            raise TypeError(f"{name}: a traced batch is a 1-d integer array; this one is {form}.")
         if not batch.shape[0]:
-            raise ValueError(f"{call.name}: the batch selects no rows. A call needs at least one.")
-        if any(isinstance(leaf, Data) and leaf.is_minibatch for leaf in call.leaves):
-            raise ValueError(f"{call.name}: minibatch data cannot go with a traced batch. Pass its array.")
-        select_rows(call)
-        # Its values are not known yet, so not checked: rows that are not there are NaN (of integers the least or the
-        # largest number), and never another row.
-        wide = batch if batch.dtype.itemsize >= 4 else batch.astype(jnp.int32)  # in which a number of rows fits
-        return [to_jax(leaf).at[wide].get(mode="fill") for leaf in call.leaves]
+            raise ValueError(f"{name}: the batch selects no rows. A call needs at least one.")
+        if any(isinstance(leaf, Data) and leaf.is_minibatch for leaf in leaves):
+            raise ValueError(f"{name}: minibatch data cannot go with a traced batch. Pass its array.")
+        select_rows(site, spec, leaves, CallOptions())
+        # Traced indexes cannot be checked. A row that is not there is NaN (of integers the least or the largest
+        # number), and never another row.
+        wide = batch if batch.dtype.itemsize >= 4 else batch.astype(jnp.int32)
+        return [to_jax(leaf).at[wide].get(mode="fill") for leaf in leaves]
     picked: list[jax.Array] = []
-    for each in select_rows(call._replace(options=CallOptions(batch))).each:
-        array, selection = each.source, each.selection
-        if not isinstance(array, jax.Array):  # a constant of the trace holds what is picked, and no other row
-            picked.append(jnp.asarray(gather_rows(array, selection, each.dtype)))
+    for row in select_rows(site, spec, leaves, CallOptions(batch)).each:
+        array, selection = row.source, row.selection
+        # A constant of the trace holds only the rows that are picked.
+        if not isinstance(array, jax.Array):
+            picked.append(jnp.asarray(gather_rows(array, selection, row.dtype)))
             continue
         index = slice(selection.start, selection.start + selection.rows)
-        picked.append(array[index if selection.indexes is None else selection.indexes].astype(each.dtype))
+        picked.append(array[index if selection.indexes is None else selection.indexes].astype(row.dtype))
     return picked
 
 
 def in_blocks(source: jax.Array, lengths: Sequence[int], overlap: Overlap | None) -> jax.Array:
-    """Rows in equal blocks, one a replica, with their neighbours, filled up with copies of real rows."""
+    """Cut rows into equal blocks, one a replica, with their neighbours; copies of real rows fill short blocks."""
     if len(set(lengths)) == 1 and overlap is None:
         return source
     numbers = np.arange(len(source)) if overlap is None else with_neighbours(len(source), overlap)
@@ -172,7 +182,7 @@ def in_blocks(source: jax.Array, lengths: Sequence[int], overlap: Overlap | None
 
 
 def place_traced(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
-    """What one device holds cannot enter a program over several; a traced value has no place yet."""
+    """Move an array that one device holds to where a program over several devices can take it."""
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return array
     return put(group, array, layout)
@@ -191,7 +201,7 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
         )
     table = None
     if call.lengths is not None and not call.is_plain:
-        table = np.array(part_table(launches(call.lengths, 1)[0], call.lengths), np.int32)
+        table = np.array(part_table(split_into_launches(call.lengths, 1)[0], call.lengths), np.int32)
 
     sizes, max_rows = call.part_sizes[0], call.part_sizes[0][0]
 

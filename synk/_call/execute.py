@@ -20,9 +20,9 @@ from .._runtime.layout import constant, shard_of_rank
 from .._variables.access import bind, divergence, invalidate
 from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .parts import part_table
+from .parts import part_table, split_into_launches
 from .plan import CallPlan, SliceChoice
-from .rows import RowInputs, exchanged, feed_rows, index_on_replicas, launches
+from .rows import RowInputs, exchanged, feed_rows, index_on_replicas
 from .spec import CallSpec, FunctionSpec
 
 
@@ -147,7 +147,7 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
     plan, lengths = ready.plan, ready.rows.lengths
     leaves, rows = leaves_taken(ready, states), rows_taken(ready)
     if plan.finish is None:
-        parts = launches(lengths, 1)[0] if lengths else None
+        parts = split_into_launches(lengths, 1)[0] if lengths else None
         values = values_of(ready, rows, parts)
         if parts is not None and not ready.call.is_plain:
             values.append(place_table(ready, parts))
@@ -156,11 +156,11 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
     assert plan.start is not None
     carry = run(ready.function.name, plan.start, [])
     slot = 0
-    for j, parts in enumerate(launches(lengths, ready.num_slices)):
+    for j, parts in enumerate(split_into_launches(lengths, ready.num_slices)):
         values = [*values_of(ready, rows, parts), place_table(ready, parts, slot, j)]
         carry = run(ready.function.name, plan.program_of(parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
         slot += parts.max_rows
-    whole = launches(lengths, 1)[0]
+    whole = split_into_launches(lengths, 1)[0]
     return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, place_table(ready, whole)]]
 
 

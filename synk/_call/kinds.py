@@ -21,8 +21,9 @@ from .._variables.state import AbstractState
 from .._variables.variable import Shared
 from .binding import BoundArguments, CallOptions, check_leaves, passes_variables
 from .execute import translate_error
+from .parts import split_into_launches
 from .plan import CallPlan, NeedsLengths, Site, Traced, plan_key, trace_plan
-from .rows import RowCall, RowInputs, launches, select_rows, values_given
+from .rows import RowInputs, select_rows, values_on_host
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, rows_not_in_blocks
 
@@ -59,22 +60,10 @@ def check_call(site: Site, bound: BoundArguments, options: CallOptions) -> Check
     if function.blocks is not None:
         check_blocks(function, bound, options)
     arguments = check_leaves(bound, name, data_group or group, is_abstract)
-    rows = select_rows(
-        RowCall(
-            name,
-            spec.scattered_names,
-            arguments.scattered,
-            options,
-            group,
-            data_group,
-            spec.overlaps,
-            is_abstract,
-            function.blocks,
-        )
-    )
+    rows = select_rows(site, spec, arguments.scattered, options)
     if group._is_multi_process and not is_abstract:
         remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
-        group._peers.compare_values(f"the arguments of {name}", lambda: values_given(arguments, rows), remedy)
+        group._peers.compare_values(f"the arguments of {name}", lambda: values_on_host(arguments, rows), remedy)
     bring = abstract_broadcast if is_abstract else partial(place_broadcast, group, data_group, slices == 1)
     broadcast = [bring(leaf) for leaf in arguments.broadcast]
     batch_s = None if data_group else options.batch_s
@@ -121,7 +110,7 @@ def with_parts(kind: CallSpec, lengths: tuple[int, ...] | None, slices: int, gat
 def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int, ...], ...], bool, int]:
     """Return the sizes of parts of the first launch and of each further kind of launch, whether replicas have equally
     many rows, and how many launches there are."""
-    first, *later = [parts.sizes for parts in launches(lengths, slices)]
+    first, *later = [parts.sizes for parts in split_into_launches(lengths, slices)]
     return (first, *dict.fromkeys(later)), len(set(lengths)) == 1, 1 + len(later)
 
 
@@ -243,7 +232,7 @@ def find_plan(site: Site, checked: CheckedCall, slices: int, is_probe: bool = Fa
         kind = kind._replace(part_sizes=(max(kind.part_sizes, key=lambda sizes: (len(sizes), sizes)),))
     plan = _find(site, kind)
     if isinstance(plan, NeedsLengths):
-        kind = kind._replace(lengths=lengths, num_slices=len(launches(lengths or (), slices)))
+        kind = kind._replace(lengths=lengths, num_slices=len(split_into_launches(lengths or (), slices)))
         plan = _find(site, kind)
     assert isinstance(plan, CallPlan)
     return kind, plan

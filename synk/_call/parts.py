@@ -1,6 +1,7 @@
 """Parts: what one replica runs on in one launch."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -9,10 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._base.partition import split_rows
 from .._data.feed import read_rows
 from .._data.transfer import PartRows
 from .._reductions.collectives import all_gather
 from .spec import CallSpec
+
+
+@lru_cache(maxsize=1024)
+def split_into_launches(lengths: tuple[int, ...], num_slices: int) -> list[PartRows]:
+    """Cut each replica's rows into slices; launch number i runs slice i of every replica that has so many.
+
+    Example:
+      >>> [parts.counts for parts in split_into_launches((3, 2), 2)]
+      [(2, 1), (1, 1)]
+    """
+    # More slices than the longest part has rows would be empty.
+    slices = min(num_slices, max(lengths))
+    before, cuts = np.cumsum([0, *lengths]).tolist(), [split_rows(length, slices) for length in lengths]
+    launches: list[PartRows] = []
+    for parts in zip(*cuts, strict=True):
+        offsets, counts = zip(*parts, strict=True)
+        starts = tuple(b + o for b, o in zip(before, offsets, strict=False))
+        launches.append(PartRows(max(counts), counts, starts, offsets))
+    return launches
 
 
 class Part(NamedTuple):

@@ -11,8 +11,8 @@ from .auto_slices import choose_slices
 from .binding import AUTO, BoundArguments, CallOptions
 from .execute import ReadyCall
 from .kinds import check_call, find_plan
+from .parts import split_into_launches
 from .plan import Site, plan_key, trace_plan
-from .rows import launches
 from .spec import FunctionSpec
 
 
@@ -85,7 +85,7 @@ def is_stale(site: Site, bound: BoundArguments, options: CallOptions) -> bool:
     lengths = checked.rows.lengths
     calls = [checked.in_slices(slices, site.function)]
     if lengths is not None:
-        calls.append(calls[0]._replace(lengths=lengths, num_slices=len(launches(lengths, slices))))
+        calls.append(calls[0]._replace(lengths=lengths, num_slices=len(split_into_launches(lengths, slices))))
     return any(
         site.plans.is_stale(site, plan_key(site.function, call), partial(trace_plan, site, call)) for call in calls
     )

@@ -22,8 +22,7 @@ from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
 from .blocks import Blocks, fusion_barrier, run_blocks, weighted_apart
-from .parts import Part, PartArrays, pad_rows, spare_rows
-from .rows import launches
+from .parts import Part, PartArrays, pad_rows, spare_rows, split_into_launches
 from .traces import CallTraces, State
 
 
@@ -393,7 +392,7 @@ class Finisher:
         parts: list[int] = []
         for rank in range(self.group.size):
             slot = 0
-            for j, launch in enumerate(launches(lengths, self.call.num_slices)):  # each has its place
+            for j, launch in enumerate(split_into_launches(lengths, self.call.num_slices)):  # each has its place
                 rows.append(rank * self.builder.slots[True] + slot + np.arange(launch.counts[rank]))
                 parts += [rank * self.builder.slots[False] + j] * bool(launch.counts[rank])
                 slot += launch.max_rows
@@ -441,7 +440,7 @@ class Finisher:
         lengths = self.call.lengths or ()
         order = np.zeros((self.group.size, max(lengths)), np.int32)
         slot = 0
-        for launch in launches(lengths, self.call.num_slices):
+        for launch in split_into_launches(lengths, self.call.num_slices):
             for row, offset, count in zip(order, launch.offsets, launch.counts, strict=True):
                 row[offset : offset + count] = slot + np.arange(count)
             slot += launch.max_rows

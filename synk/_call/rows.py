@@ -1,19 +1,19 @@
-"""Row input: how the rows of one argument reach the replicas: sent from the host, or picked where they lie."""
+"""Rows: select the rows of a call's scattered arguments, and bring each launch its rows."""
 
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .._base.partition import lengths_of, split_rows
+from .._base.partition import lengths_of
 from .._base.pytree import SCALARS, narrow
 from .._data.dataset import Data, abstract_rows, is_result, resident, source_of
 from .._data.exchange import exchange, exchange_program
 from .._data.feed import SENT, InputFeed
-from .._data.overlap import Overlap, widened, with_neighbours
+from .._data.overlap import widened, with_neighbours
 from .._data.places import Picks
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
@@ -28,41 +28,104 @@ from .._data.transfer import PartRows, gather_rows, send_index, send_rows
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import constant
-from .binding import Arguments, CallOptions, no_rows
+from .binding import Arguments, ArgumentSpec, CallOptions, no_rows
+from .parts import split_into_launches
+from .plan import Site
+
+_NO_ROWS = Selection(None, 0, 0)
 
 
 class RowInput(NamedTuple):
-    """One scattered argument."""
+    """One scattered argument of a call.
 
-    source: Any  # on the host; or the resident array
-    selection: Selection  # which rows; of scattered data that keeps its rows, all
-    feed: InputFeed  # how they come
-    shape: tuple[int, ...]  # of one row
-    dtype: np.dtype  # as JAX has it
-    scattered_rows: int | None = None  # where a batch picks from all rows of scattered data: how many there are
-    rows_before: int = 0  # rows of the call that lie before the source's, in other processes
+    Attributes:
+      source: the rows on the host, or the array on the devices.
+      selection: the rows that the call takes; all of them, if scattered data keeps its rows.
+      feed: how the rows reach a replica's program.
+      shape: the shape of one row.
+      dtype: the dtype as JAX has it.
+      scattered_rows: how many rows scattered data has, if replicas first exchange those that the call takes.
+      rows_before: rows of the call that other processes hold before the source's.
+    """
 
-
-class RowCall(NamedTuple):
-    """What the checks of the rows of one call share."""
-
-    name: str  # of the function
-    names: Sequence[str]  # of the scattered arguments
-    leaves: Sequence[Any]  # these, looked at
-    options: CallOptions  # which rows
-    group: Group  # which runs them
-    data_group: Group | None = None  # where scattered data lies in another group: that one; rows come from the host
-    overlaps: Sequence[Overlap | None] = ()  # which neighbours of its rows each brings; () for none
-    is_abstract: bool = False  # whether the call is compiled and not run, so that nothing is placed
-    block: int | None = None  # of how many rows are the blocks that replicas get whole; None: rows are dealt out evenly
+    source: Any
+    selection: Selection
+    feed: InputFeed
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    scattered_rows: int | None = None
+    rows_before: int = 0
 
 
-def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
-    """Choose how one argument's rows come: sent from the host, or taken from where resident data lies."""
+class RowInputs(NamedTuple):
+    """The scattered arguments of a call.
+
+    Attributes:
+      each: the arguments.
+      lengths: the number of rows of each replica; None as long as nothing has brought rows.
+      on_replicas: what `batch_s` picks of the rows on the replicas.
+      is_process_local: whether each process brings rows of its own.
+    """
+
+    each: tuple[RowInput, ...]
+    lengths: tuple[int, ...] | None
+    on_replicas: ReplicaSelection | None = None
+    is_process_local: bool = False
+
+
+def select_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: CallOptions) -> RowInputs:
+    """Check the scattered arguments of a call, and select their rows by `batch` and `batch_s`."""
+    name, names, block = site.function.name, spec.scattered_names, site.function.blocks
+    if any([isinstance(leaf, ProcessLocalRows) for leaf in leaves]):
+        return _select_process_rows(site, spec, leaves, options)
+    batch, batch_s, group = options.batch, options.batch_s, site.group
+    # Minibatch data brings the rows of the batch; batch_s picks from data on the replicas; batch picks from all else.
+    minibatch = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Data) and leaf.is_minibatch]
+    on_replicas = [i for i, leaf in enumerate(leaves) if batch_s is not None and i not in minibatch and _is_there(leaf)]
+    picked = [i for i in range(len(leaves)) if i not in minibatch and i not in on_replicas]
+    chosen = None
+    if on_replicas:
+        common_rows(name, names, leaves, on_replicas)
+        lengths = lengths_of(len(leaves[on_replicas[0]]), (site.data_group or group).size)
+        chosen = select_on_replicas(batch_s, lengths, name, names[on_replicas[0]])
+    rows = common_rows(name, names, leaves, picked, batch=batch)
+    if rows is None and batch is not None:
+        raise ValueError(
+            f"{name}: batch picks rows of scattered inputs, but {_nothing_to_pick(chosen, bool(minibatch))}"
+        )
+    selection = None if rows is None else select(batch, rows, name, names[picked[0]])
+    count = None if selection is None else selection.rows
+    if chosen is not None:
+        count = _check_count(name, count, chosen, names[picked[0]] if picked else "")
+    if minibatch:
+        count = _check_minibatch(name, count, common_rows(name, names, leaves, minibatch), names[minibatch[0]])
+    inputs: list[RowInput] = []
+    for i, leaf in enumerate(leaves):
+        overlap = spec.overlaps[i] if spec.overlaps else None
+        picks = Picks(selection or _NO_ROWS, batch, False, batch_s is not None, options.num_slices > 1, overlap, block)
+        if i in minibatch:
+            picks = picks._replace(selection=Selection(None, 0, count or 0), batch=None)
+        elif chosen is not None and i in on_replicas:
+            # Another group, and a program that exchanges neighbours, take all rows that batch_s picks, in rank order.
+            all_rows = merge_replicas(chosen) if site.data_group or overlap else Selection(None, 0, len(leaf))
+            picks = picks._replace(selection=all_rows, batch=batch_s, is_on_replicas=overlap is None)
+        inputs.append(_row_input(site, leaf, picks))
+    if chosen is not None and site.data_group is None:
+        return RowInputs(tuple(inputs), chosen.lengths, chosen)
+    return RowInputs(tuple(inputs), None if count is None else lengths_of(count, group.size, block))
+
+
+def _is_there(leaf: Any) -> bool:
+    """Tell whether a leaf is data of which each replica holds rows of its own."""
+    return isinstance(leaf, Data) and leaf._home.layout == "stacked"
+
+
+def _row_input(site: Site, leaf: Any, picks: Picks) -> RowInput:
+    """Choose how the rows of one argument come: sent from the host, or taken from where resident data lies."""
     taken, selection, overlap = None, picks.selection, picks.overlap
     is_data = isinstance(leaf, Data)
-    if is_data and call.data_group is None:
-        taken = leaf._home.take(call.group, source_of(leaf), len(leaf), picks)
+    if is_data and site.data_group is None:
+        taken = leaf._home.take(site.group, source_of(leaf), len(leaf), picks)
     # The program itself exchanges neighbours where replicas take their own rows.
     if overlap is not None and not (taken and taken.feed.held_rows):
         among = with_neighbours(selection.rows, overlap)
@@ -72,120 +135,65 @@ def row_input(call: RowCall, leaf: Any, picks: Picks) -> RowInput:
     if taken is None:
         feed = SENT if overlap is None else SENT._replace(overlap=overlap)
         return RowInput(source_of(leaf) if is_data else leaf, selection, feed, shape, dtype)
-    array = abstract_rows(leaf, call.group) if call.is_abstract else resident(leaf, call.group)
+    array = abstract_rows(leaf, site.group) if site.is_abstract else resident(leaf, site.group)
     return RowInput(array, selection, taken.feed, shape, dtype, len(leaf) if taken.is_exchanged else None)
 
 
-_NO_ROWS = Selection(None, 0, 0)
-
-
-class RowInputs(NamedTuple):
-    """The scattered arguments of a call, checked."""
-
-    each: tuple[RowInput, ...]  # one an argument
-    lengths: tuple[int, ...] | None  # rows of each replica; None where nothing has brought any yet
-    on_replicas: ReplicaSelection | None = None  # where `batch_s` picks from rows that lie on the replicas
-    is_process_local: bool = False  # whether each process brings rows of its own
-
-
-def select_rows(call: RowCall) -> RowInputs:
-    """Check the scattered arguments of a call and what picks their rows: values, in every call."""
-    name, names, leaves, (batch, batch_s, num_slices, *_), group, data_group = call[:6]
-    minibatch: list[int] = []  # brings the rows of the batch itself
-    resident_ones: list[int] = []  # lies on the replicas, where batch_s picks
-    picked: list[int] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, ProcessLocalRows):
-            if call.block is not None:
-                raise ValueError(
-                    f"{name}: synk.local rows stay where they are, but blocks={call.block} deals them out."
-                )
-            return _select_process_rows(call)
-        is_data = isinstance(leaf, Data)
-        if is_data and leaf.is_minibatch:
-            minibatch.append(i)
-        elif is_data and batch_s is not None and leaf._home.layout == "stacked":
-            resident_ones.append(i)
-        else:
-            picked.append(i)
-    on_replicas = None
-    if resident_ones:
-        common_rows(name, names, leaves, resident_ones)
-        lengths = lengths_of(len(leaves[resident_ones[0]]), (data_group or group).size)
-        on_replicas = select_on_replicas(batch_s, lengths, name, names[resident_ones[0]])
-    rows = common_rows(name, names, leaves, picked, batch=batch)
-    if rows is None and batch is not None:
-        raise ValueError(
-            f"{name}: batch picks rows of scattered inputs, but {_nothing_to_pick(on_replicas, bool(minibatch))}"
-        )
-    selection = None if rows is None else select(batch, rows, name, names[picked[0]])
-    count = None if selection is None else selection.rows
-    if on_replicas is not None or minibatch:
-        count = _agree_on_count(call, count, picked, on_replicas, minibatch)
-    each: list[RowInput] = []
-    for i, leaf in enumerate(leaves):
-        overlap = call.overlaps[i] if call.overlaps else None
-        chosen, picked_by, is_on_replicas = selection, batch, False
-        if i in minibatch:
-            chosen, picked_by = Selection(None, 0, count or 0), None
-        elif on_replicas is not None and i in resident_ones:
-            chosen = merge_replicas(on_replicas) if data_group or overlap else Selection(None, 0, len(leaf))
-            picked_by, is_on_replicas = batch_s, overlap is None
-        assert chosen is not None
-        is_sliced = num_slices > 1
-        picks = Picks(chosen, picked_by, is_on_replicas, batch_s is not None, is_sliced, overlap, call.block)
-        each.append(row_input(call, leaf, picks))
-    if on_replicas is not None and data_group is None:
-        return RowInputs(tuple(each), on_replicas.lengths, on_replicas)
-    return RowInputs(tuple(each), None if count is None else lengths_of(count, group.size, call.block))
-
-
-def _select_process_rows(call: RowCall) -> RowInputs:
-    """Rows of this process: over several they meet those of the others where the call runs."""
-    name, names, group, data_group = call.name, call.names, call.group, call.data_group
-    if call.options.batch_s is not None:
-        raise ValueError(f"{name}: batch_s picks rows that live on the replicas; batch picks from synk.local rows.")
-    if any(call.overlaps):
-        raise ValueError(
-            f"{name}: synk.local rows have neighbours in other processes, so they do not go with synk.Overlap. Give "
-            f"every process all rows, or data that lies on the replicas."
-        )
-    for leaf, argument in zip(call.leaves, names, strict=True):
-        if not isinstance(leaf, ProcessLocalRows):
-            raise ValueError(
-                f"{name}: argument {argument} is the same in all processes, but others hold synk.local rows. Mark all "
-                f"scattered arguments of a call, or none."
-            )
-    home = data_group or group
+def _select_process_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: CallOptions) -> RowInputs:
+    """Select rows that this process alone holds; the processes tell one another how many they have."""
+    name, names, data_group = site.function.name, spec.scattered_names, site.data_group
+    _check_process_rows(site, spec, leaves, options)
+    home = data_group or site.group
     is_multi_process = home._is_multi_process
-    sources: list[Any] = [leaf.source for leaf in call.leaves]
+    sources: list[Any] = [leaf.source for leaf in leaves]
     try:
         rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
-        selection = select(call.options.batch, rows, name, names[0], is_part=is_multi_process) if rows else _NO_ROWS
+        selection = select(options.batch, rows, name, names[0], is_part=is_multi_process) if rows else _NO_ROWS
     except Exception:
         if is_multi_process:
             refuse_together(home, name)
         raise
     lengths: tuple[int, ...] | None = None
     if is_multi_process:
-        lengths = rows_of_replicas(home, selection.rows, name, _described(call))
+        lengths = rows_of_replicas(home, selection.rows, name, _description(name, leaves, options))
         if not any(lengths):
             raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
-        if data_group is not None:  # which takes all rows from here
+        # A call on one device takes all rows, so each process brings it those of the others.
+        if data_group is not None:
             sources = [rows_of_processes(home, gather_rows(source, selection, source.dtype)) for source in sources]
             selection, lengths = Selection(None, 0, len(sources[0])), None
-    each = [row_input(call, source, Picks(selection)) for source in sources]
+    inputs = [_row_input(site, source, Picks(selection)) for source in sources]
     if lengths is None:
-        return RowInputs(tuple(each), lengths_of(selection.rows, group.size))
-    before = sum(lengths[: group._local_ranks.start])
-    return RowInputs(tuple(one._replace(rows_before=before) for one in each), lengths, None, True)
+        return RowInputs(tuple(inputs), lengths_of(selection.rows, site.group.size))
+    before = sum(lengths[: site.group._local_ranks.start])
+    return RowInputs(tuple(row._replace(rows_before=before) for row in inputs), lengths, None, True)
 
 
-def _described(call: RowCall) -> str:
-    """A call with rows of this process, but for their number."""
-    shapes = ", ".join(f"{narrow(leaf.dtype)}{list(leaf.shape[1:])}" for leaf in call.leaves)
-    turn = "" if call.options.turn is None else f", item {call.options.turn} of a loop"
-    return f"{call.name}(synk.local rows of {shapes}), num_slices={call.options.num_slices}{turn}"
+def _check_process_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: CallOptions) -> None:
+    """Refuse what does not go with rows that this process alone holds."""
+    name, block = site.function.name, site.function.blocks
+    if block is not None:
+        raise ValueError(f"{name}: synk.local rows stay where they are, but blocks={block} deals them out.")
+    if options.batch_s is not None:
+        raise ValueError(f"{name}: batch_s picks rows that live on the replicas; batch picks from synk.local rows.")
+    if any(spec.overlaps):
+        raise ValueError(
+            f"{name}: synk.local rows have neighbours in other processes, so they do not go with synk.Overlap. Give "
+            f"every process all rows, or data that lies on the replicas."
+        )
+    for leaf, argument in zip(leaves, spec.scattered_names, strict=True):
+        if not isinstance(leaf, ProcessLocalRows):
+            raise ValueError(
+                f"{name}: argument {argument} is the same in all processes, but others hold synk.local rows. Mark all "
+                f"scattered arguments of a call, or none."
+            )
+
+
+def _description(name: str, leaves: Sequence[Any], options: CallOptions) -> str:
+    """Describe a call with synk.local rows; the other processes must describe theirs alike."""
+    shapes = ", ".join(f"{narrow(leaf.dtype)}{list(leaf.shape[1:])}" for leaf in leaves)
+    turn = "" if options.turn is None else f", item {options.turn} of a loop"
+    return f"{name}(synk.local rows of {shapes}), num_slices={options.num_slices}{turn}"
 
 
 def refuse_together(group: Group, name: str) -> None:
@@ -193,35 +201,31 @@ def refuse_together(group: Group, name: str) -> None:
     rows_of_replicas(group, None, name, "")
 
 
-def _nothing_to_pick(on_replicas: ReplicaSelection | None, has_minibatch: bool) -> str:
-    if on_replicas is not None:
+def _nothing_to_pick(chosen: ReplicaSelection | None, has_minibatch: bool) -> str:
+    if chosen is not None:
         return "batch_s has picked from all that this call has. Give one of the two."
     return "all that this call has is minibatch data." if has_minibatch else "this call has none."
 
 
-def _agree_on_count(
-    call: RowCall,
-    rows: int | None,
-    picked: Sequence[int],
-    on_replicas: ReplicaSelection | None,
-    minibatch: Sequence[int],
-) -> int | None:
-    """How many rows the call takes; all that picks or brings rows agrees."""
-    name, names = call.name, call.names
-    if on_replicas is not None:
-        if rows is not None and rows != sum(on_replicas.lengths):
-            raise ValueError(
-                f"{name}: batch_s picks {sum(on_replicas.lengths)} rows of the data on the replicas, but "
-                f"{names[picked[0]]} gives {rows} with them. Give as many; batch picks from it."
-            )
-        rows = sum(on_replicas.lengths)
-    brought = common_rows(name, names, call.leaves, minibatch)
-    if rows is not None and brought is not None and brought != rows:
+def _check_count(name: str, rows: int | None, chosen: ReplicaSelection, argument: str) -> int:
+    """Check that `batch` picks as many rows of an argument as `batch_s` picks on the replicas; return how many."""
+    count = sum(chosen.lengths)
+    if rows is not None and rows != count:
         raise ValueError(
-            f"{name}: {names[minibatch[0]]} is minibatch data of {brought} rows, but the call picks {rows}. "
-            f"It has one row for each row picked."
+            f"{name}: batch_s picks {count} rows of the data on the replicas, but {argument} gives {rows} with them. "
+            f"Give as many; batch picks from it."
         )
-    return brought if rows is None else rows
+    return count
+
+
+def _check_minibatch(name: str, rows: int | None, brought: int | None, argument: str) -> int | None:
+    """Check that minibatch data brings as many rows as the call picks; return how many."""
+    if rows is not None and brought != rows:
+        raise ValueError(
+            f"{name}: {argument} is minibatch data of {brought} rows, but the call picks {rows}. It has one row for "
+            f"each row picked."
+        )
+    return brought
 
 
 def common_rows(
@@ -232,12 +236,12 @@ def common_rows(
     may_be_empty: bool = False,
     batch: Any = None,
 ) -> int | None:
-    """How many rows these arguments have, all the same; None where there are none. `batch` will pick of them."""
+    """Return the number of rows that these arguments share; None for no argument. `batch` improves the message."""
     rows: int | None = None
     for i in which:
         leaf = leaves[i]
         if isinstance(leaf, Data):
-            source_of(leaf)  # SynkError where it was freed
+            source_of(leaf)
         if isinstance(leaf, SCALARS) or leaf.ndim == 0:
             raise no_rows(name, names[i])
         count = leaf.shape[0]
@@ -255,121 +259,107 @@ def common_rows(
 
 
 def _cure_of_unequal(rows: dict[str, int], batch: Any) -> str:
-    """What to do with two arguments of other numbers of rows; of both, where `batch` picks as many as one has."""
+    """Say what to do with two arguments of different numbers of rows, in view of what `batch` picks."""
     for (name, count), (_, held) in itertools.permutations(rows.items()):
-        try:
-            is_one_each = batch is not None and select(batch, held, "", "").rows == count
-        except (IndexError, TypeError, ValueError):  # it picks of the other one
-            continue
-        if is_one_each:
-            return (
-                f", of which batch picks {count}. If {name} has one for each of these, pass "
-                f'synk.data({name}, minibatch=True); if it has no rows, pass it as "broadcast".'
-            )
+        # A batch that does not fit this argument picks from the other one.
+        with suppress(IndexError, TypeError, ValueError):
+            if batch is not None and select(batch, held, "", "").rows == count:
+                return (
+                    f", of which batch picks {count}. If {name} has one for each of these, pass "
+                    f'synk.data({name}, minibatch=True); if it has no rows, pass it as "broadcast".'
+                )
     return '. Scattered ones share their rows; pass this one as "broadcast" if it has none to share.'
 
 
-def values_given(given: Arguments, rows: RowInputs) -> list[Any]:
-    """What a call runs on, in host memory: rows that are picked, what picks on the replicas, and broadcast arguments.
-    Rows of this process alone are not among them, nor what lies on other processes too."""
+def values_on_host(arguments: Arguments, rows: RowInputs) -> list[Any]:
+    """Return the values that all processes must have alike: the rows picked, the picks of `batch_s`, and broadcast
+    arguments. Rows of this process alone and arrays that lie on other processes too are left out."""
     sources: list[Any] = []
     if not rows.is_process_local:
-        sources = [source_of(leaf) if isinstance(leaf, Data) else leaf for leaf in given.scattered]
+        sources = [source_of(leaf) if isinstance(leaf, Data) else leaf for leaf in arguments.scattered]
     values = [
-        gather_rows(np.asarray(source) if isinstance(source, jax.Array) else source, one.selection, one.dtype)
-        for source, one in zip(sources, rows.each, strict=False)
+        gather_rows(np.asarray(source) if isinstance(source, jax.Array) else source, row.selection, row.dtype)
+        for source, row in zip(sources, rows.each, strict=False)
         if (source.is_fully_addressable if isinstance(source, jax.Array) else not is_result(source))
     ]
-    values += [] if rows.on_replicas is None else [one.positions(0, one.rows) for one in rows.on_replicas.chosen]
-    broadcast = [leaf[:] if isinstance(leaf, Data) else leaf for leaf in given.broadcast]
+    if rows.on_replicas is not None:
+        values += [selection.positions(0, selection.rows) for selection in rows.on_replicas.chosen]
+    broadcast = [leaf[:] if isinstance(leaf, Data) else leaf for leaf in arguments.broadcast]
     return values + [leaf for leaf in broadcast if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable]
 
 
-@lru_cache(maxsize=1024)
-def launches(lengths: tuple[int, ...], num_slices: int) -> list[PartRows]:
-    """Which rows each replica runs in each launch: of each its slice with that number, of few rows none in the last.
-
-    Example:
-      >>> [parts.counts for parts in launches((3, 2), 2)]
-      [(2, 1), (1, 1)]
-    """
-    slices = min(num_slices, max(lengths))  # further ones would have no row
-    before, cuts = np.cumsum([0, *lengths]).tolist(), [split_rows(length, slices) for length in lengths]
-    found: list[PartRows] = []
-    for parts in zip(*cuts, strict=True):
-        offsets, counts = zip(*parts, strict=True)
-        starts = tuple(b + o for b, o in zip(before, offsets, strict=False))
-        found.append(PartRows(max(counts), counts, starts, offsets))
-    return found
-
-
 def exchanged(group: Group, rows: RowInputs) -> RowInputs:
-    """Where a global batch picks from scattered data, the rows picked in their place."""
-    if all([one.scattered_rows is None for one in rows.each]):
+    """Let replicas exchange rows where a batch picks from all rows of scattered data."""
+    if all([row.scattered_rows is None for row in rows.each]):
         return rows
 
-    def bring(one: RowInput) -> RowInput:
-        if one.scattered_rows is None:
-            return one
-        parts = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap)
-        wanted = np.array([parts.positions(one.selection, rank) for rank in range(group.size)])
-        return one._replace(source=exchange(group, one.source, one.scattered_rows, wanted), scattered_rows=None)
+    def bring(row: RowInput) -> RowInput:
+        if row.scattered_rows is None:
+            return row
+        parts = _parts_wanted(rows, row)
+        wanted = np.array([parts.positions(row.selection, rank) for rank in range(group.size)])
+        return row._replace(source=exchange(group, row.source, row.scattered_rows, wanted), scattered_rows=None)
 
     return rows._replace(each=tuple(map(bring, rows.each)))
 
 
 def exchange_programs(group: Group, rows: RowInputs) -> Iterator[tuple[int, Executable]]:
-    """The programs that `exchanged` runs, each with the number of the argument whose rows it brings."""
-    for i, one in enumerate(rows.each):
-        if one.scattered_rows is not None:
-            max_rows = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap).max_rows
-            data = jax.ShapeDtypeStruct(one.source.shape, one.source.dtype)
-            yield i, exchange_program(group, data, one.scattered_rows, max_rows)
+    """Yield the programs that `exchanged` runs, each with the number of the argument whose rows it brings."""
+    for i, row in enumerate(rows.each):
+        if row.scattered_rows is not None:
+            data = jax.ShapeDtypeStruct(row.source.shape, row.source.dtype)
+            yield i, exchange_program(group, data, row.scattered_rows, _parts_wanted(rows, row).max_rows)
 
 
-def feed_rows(group: Group, rows: RowInputs, part_rows: PartRows) -> list[Any]:
-    """Bring a launch its rows, or what picks them."""
+def _parts_wanted(rows: RowInputs, row: RowInput) -> PartRows:
+    return widened(split_into_launches(rows.lengths or (), 1)[0], row.feed.overlap)
+
+
+def feed_rows(group: Group, rows: RowInputs, parts: PartRows) -> list[Any]:
+    """Bring a launch its rows: for each argument an array, and an index where the program picks rows from it."""
     values: list[Any] = []
-    picks: dict[Any, Any] = {}
-    for one in rows.each:
-        layout, index, overlap = one.feed.layout, one.feed.index, one.feed.overlap
+    # Arguments that share a selection share its index.
+    indexes: dict[Any, Any] = {}
+    for row in rows.each:
+        layout, index, overlap = row.feed.layout, row.feed.index, row.feed.overlap
         if layout == "rows":
-            here = widened(part_rows, overlap)
+            here = widened(parts, overlap)
             if rows.is_process_local:
-                here = here._replace(starts=tuple([start - one.rows_before for start in part_rows.starts]))
-            values.append(send_rows(group, one.source, one.selection, here, one.dtype))
+                here = here._replace(starts=tuple([start - row.rows_before for start in parts.starts]))
+            values.append(send_rows(group, row.source, row.selection, here, row.dtype))
             continue
-        values.append(one.source)
+        values.append(row.source)
         if index is None:
             continue
-        key = (layout, index, id(one.selection), overlap)
-        if key not in picks:
+        key = (layout, index, id(row.selection), overlap)
+        if key not in indexes:
             has_all = layout == "replicated" or (group.size == 1 and rows.on_replicas is None)
-            picks[key] = (
-                _index_of_all(group, one, widened(part_rows, overlap))
+            indexes[key] = (
+                _index_of_all(group, row, widened(parts, overlap))
                 if has_all
-                else index_on_replicas(group, index, None if overlap else rows.on_replicas, part_rows)
+                else index_on_replicas(group, index, None if overlap else rows.on_replicas, parts)
             )
-        values.append(picks[key])
+        values.append(indexes[key])
     return values
 
 
-def _index_of_all(group: Group, one: RowInput, rows: PartRows) -> Any:
-    """What picks a launch's rows among all."""
-    selection = one.selection
-    if one.feed.index == "slice":
-        return send_index(group, np.array([selection.start + start for start in rows.starts], np.int32))
-    return send_index(group, np.array([rows.positions(selection, r) for r in range(group.size)], np.int32))
+def _index_of_all(group: Group, row: RowInput, parts: PartRows) -> Any:
+    """Send the index by which replicas that have all rows pick those of a launch."""
+    selection = row.selection
+    if row.feed.index == "slice":
+        return send_index(group, np.array([selection.start + start for start in parts.starts], np.int32))
+    return send_index(group, np.array([parts.positions(selection, r) for r in range(group.size)], np.int32))
 
 
-def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | None, rows: PartRows) -> Any:
-    """What picks a launch's rows among those that each replica holds."""
-    if chosen is None:  # slices of all of them, each from its offset on
-        return constant(group, "stacked", rows.offsets, "int32")
-    parts = list(zip(chosen.chosen, rows.offsets, rows.counts, strict=True))
+def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | None, parts: PartRows) -> Any:
+    """Send the index by which replicas pick the rows of a launch from those that they hold."""
+    # Without a selection a replica runs slices of all its rows, each from its offset on.
+    if chosen is None:
+        return constant(group, "stacked", parts.offsets, "int32")
+    replicas = list(zip(chosen.chosen, parts.offsets, parts.counts, strict=True))
     if kind == "slice":
-        return send_index(group, np.array([s.start + o if n else 0 for s, o, n in parts], np.int32))
-    index = np.zeros((len(parts), rows.max_rows), np.int32)
-    for row, (selection, offset, count) in zip(index, parts, strict=True):
+        return send_index(group, np.array([s.start + o if n else 0 for s, o, n in replicas], np.int32))
+    index = np.zeros((len(replicas), parts.max_rows), np.int32)
+    for row, (selection, offset, count) in zip(index, replicas, strict=True):
         row[:count] = selection.positions(offset, offset + count)
     return send_index(group, index)

@@ -12,9 +12,10 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import SynkError
 from .._call.binding import BoundArguments, CallOptions, check_leaves
 from .._call.execute import Outcome, ReadyCall, evaluate
+from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare
-from .._call.rows import feed_rows, launches
+from .._call.rows import feed_rows
 from .._call.spec import FunctionSpec, Stats
 from .._call.traces import CallTraces
 from .._data.dataset import Data
@@ -67,7 +68,7 @@ class Blame:
 
 def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: CallOptions) -> Blame | None:
     """Find what makes a call's numbers not finite; `probe_plans` are the plans of its probes."""
-    function, group = site.function, site.group
+    function = site.function
     # With these flags of JAX a probe would raise.
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):
         drain()
@@ -84,7 +85,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
         for variable, cause in nans:
             if variable is None or function.then is None:
                 return cause
-        rows = HostRows(bound, function.name, options, group) if sum(ready.rows.lengths or ()) else None
+        rows = HostRows(site, bound, options) if sum(ready.rows.lengths or ()) else None
         prober = Prober(ready, probe_plans, bound, rows)
         shows_kinds = after and infinite is None and not ready.plan.own
         span = prober.find(np.any([kinds for _, kinds in after], axis=0) if shows_kinds else ALL_KINDS)
@@ -155,7 +156,7 @@ def _blame_rows(
 
 def _place_of(lengths: tuple[int, ...], num_slices: int, row: int) -> tuple[int, int]:
     """Return the replica and the slice that run a row of a call."""
-    for number, parts in enumerate(launches(lengths, num_slices)):
+    for number, parts in enumerate(split_into_launches(lengths, num_slices)):
         for replica, (start, count) in enumerate(zip(parts.starts, parts.counts, strict=True)):
             if start <= row < start + count:
                 return replica, number
@@ -232,7 +233,7 @@ def _line(function: FunctionSpec, bound: BoundArguments, group: Group) -> str | 
             for variable in traced.variables
             for leaf in view(variable).leaves
         ]
-        rows = feed_rows(one, ready.rows, launches((1,), 1)[0])
+        rows = feed_rows(one, ready.rows, split_into_launches((1,), 1)[0])
         arguments = ready.call.arguments.in_tree_order(rows, ready.broadcast)
         with jax.ensure_compile_time_eval():
             values = [np.asarray(leaf) for leaf in (*leaves, *arguments)]

@@ -13,9 +13,9 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import LawError
 from .._call.binding import CallOptions
 from .._call.execute import Outcome, evaluate
+from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
 from .._call.prepare import is_stale, prepare
-from .._call.rows import launches
 from .._call.spec import FunctionSpec
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS
@@ -163,12 +163,12 @@ def _run_after_equal_outputs(runner: Runner, before: Outcome) -> tuple[Outcome, 
 
 def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolerance) -> str | None:
     """Find what rows do to each other in an output, in words; None if that cannot be told."""
-    bound, name, home = runner.bound, mapping.name, runner.home
+    bound, home = runner.bound, runner.home
     if any(bound.spec.overlaps) or runner.options.batch_s is not None or not bound.spec.scattered:
         return None
     if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
         return None
-    rows = HostRows(bound, name, runner.options, home)
+    rows = HostRows(Site(runner.function, runner.plans, home), bound, runner.options)
 
     def run(index: np.ndarray) -> np.ndarray:
         ready = prepare(replace(runner.serial, function=mapping), rows.take(index), CallOptions())
@@ -191,7 +191,7 @@ def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndar
     size, lengths = runner.parallel.group.size, ready.rows.lengths
     rows = [1] * size
     if lengths is not None:
-        by_launch = launches(lengths, ready.num_slices)
+        by_launch = split_into_launches(lengths, ready.num_slices)
         rows = [parts.counts[rank] for rank in range(size) for parts in by_launch if parts.counts[rank]]
     return [np.asarray(leaf) for leaf in outcome.leaves], np.array(rows, np.float64)
 

@@ -11,7 +11,7 @@ from .._call.binding import BoundArguments, CallOptions, check_leaves
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare
-from .._call.rows import RowCall, select_rows
+from .._call.rows import select_rows
 from .._call.spec import FunctionSpec
 from .._call.traces import View, cannot_update_rows, shared_in
 from .._data.transfer import gather_rows, to_host
@@ -119,11 +119,13 @@ def stored_on_host(variable: Shared, state: VariableState, group: Group) -> list
 class HostRows:
     """The rows of one call in host memory, from which calls with any of them can be made."""
 
-    def __init__(self, bound: BoundArguments, name: str, options: CallOptions, group: Group) -> None:
-        spec, arguments = bound.spec, check_leaves(bound, name, group)
+    def __init__(self, site: Site, bound: BoundArguments, options: CallOptions) -> None:
+        group, spec = site.group, bound.spec
+        arguments = check_leaves(bound, site.function.name, group)
         self._bound, self._keys = bound, [arguments.keys[place] for place in spec.scattered]
-        call = RowCall(name, spec.scattered_names, arguments.scattered, options, one_device(group), group)
-        self._arrays = [self._gathered(group, picked) for picked in select_rows(call).each]
+        site = replace(site, group=one_device(group), data_group=group)
+        rows = select_rows(site, spec, arguments.scattered, options)
+        self._arrays = [self._gathered(group, row) for row in rows.each]
 
     def _gathered(self, group: Group, picked: Any) -> np.ndarray:
         host = to_host(group, picked.source)

@@ -19,8 +19,9 @@ from .._call.auto_slices import (
 from .._call.blocks import Blocks
 from .._call.causes import causes
 from .._call.execute import ReadyCall
+from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, Site
-from .._call.rows import RowInputs, exchange_programs, launches
+from .._call.rows import RowInputs, exchange_programs
 from .._data.overlap import widened
 from .._runtime.executable import Executable
 from .._runtime.group import Accelerator
@@ -40,7 +41,7 @@ def explain(ready: ReadyCall, site: Site, was_compiled: bool) -> Explanation:
         group=repr(group),
         platform=group.platform,
         lengths=rows.lengths or (),
-        num_slices=len(launches(rows.lengths, ready.num_slices)) if rows.lengths else 1,
+        num_slices=len(split_into_launches(rows.lengths, ready.num_slices)) if rows.lengths else 1,
         programs=programs,
         inputs=tuple(_inputs(ready)),
         variables=tuple(_variables(plan)),
@@ -74,7 +75,7 @@ def _programs(ready: ReadyCall) -> Iterator[ProgramReport]:
     assert plan.start is not None
     yield _program("begin", plan.start, 1, plan, data)
     counts: dict[Executable, int] = {}
-    for parts in launches(lengths, ready.num_slices):
+    for parts in split_into_launches(lengths, ready.num_slices):
         program = plan.program_of(parts)
         counts[program] = counts.get(program, 0) + 1
     for program, count in counts.items():
@@ -101,7 +102,7 @@ def _inputs(ready: ReadyCall) -> Iterator[InputReport]:
             continue
         how = "rows that every replica holds" if one.feed.layout == "replicated" else "rows that lie on the replicas"
         if one.scattered_rows is not None:
-            max_rows = widened(launches(rows.lengths or (), 1)[0], one.feed.overlap).max_rows
+            max_rows = widened(split_into_launches(rows.lengths or (), 1)[0], one.feed.overlap).max_rows
             yield InputReport(name, "rows exchanged between replicas", count, 4 * max_rows * size * size)
             continue
         index = 4 * (size if one.feed.index == "slice" else count) if one.feed.index else 0
@@ -113,7 +114,7 @@ def _inputs(ready: ReadyCall) -> Iterator[InputReport]:
 
 def _sent_rows(ready: ReadyCall, rows: RowInputs, one: Any) -> int:
     row = jax.ShapeDtypeStruct(one.shape, one.dtype)
-    parts = launches(rows.lengths or (), ready.num_slices)
+    parts = split_into_launches(rows.lengths or (), ready.num_slices)
     return (
         sum(widened(each, one.feed.overlap).max_rows for each in parts)
         * ready.group.size
@@ -133,7 +134,9 @@ def _variables(plan: CallPlan) -> Iterator[VariableReport]:
 def _flops(ready: ReadyCall) -> int:
     """On the replica with the most rows."""
     plan, lengths = ready.plan, ready.rows.lengths
-    sizes: list[int | None] = [None] if lengths is None else [p.max_rows for p in launches(lengths, ready.num_slices)]
+    sizes: list[int | None] = (
+        [None] if lengths is None else [p.max_rows for p in split_into_launches(lengths, ready.num_slices)]
+    )
     if ready.call.block is not None:
         sizes = list(Blocks(ready.call).sizes_of_longest)
     return sum(plan.flops[size] for size in sizes) + plan.flops_of_then

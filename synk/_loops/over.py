@@ -16,9 +16,10 @@ from .._call.binding import BoundArguments, CallOptions
 from .._call.compiler import Compiler
 from .._call.execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
 from .._call.kinds import MOST_ROWS
+from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, Site
 from .._call.prepare import check_row_count, prepare, start
-from .._call.rows import RowInputs, launches
+from .._call.rows import RowInputs
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective
 from .._runtime.layout import constant, layouts, put
@@ -82,7 +83,7 @@ class Accumulation:
         of_variables = [leaves[variable] for variable in plan.reads[0]]
         compiler = _compiler(plan)
         count = len(compiler.carry)
-        several = launches(lengths, ready.num_slices)
+        several = split_into_launches(lengths, ready.num_slices)
         ready.function.stats.slices = len(several)
         for j, parts in enumerate(several, 1):
             table = place_table(ready, parts, ended=sum(lengths) if j == len(several) else 0)
