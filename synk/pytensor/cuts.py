@@ -1,6 +1,7 @@
 """Cuts: part a graph into expressions of a replica's rows, and expressions of their combined values."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections import Counter
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from pytensor.compile.sharedvalue import SharedVariable
@@ -79,11 +80,14 @@ def cut(name: str, rows: Set[Variable], combine: Sequence[Output], outputs: Sequ
     named = {part.expression for part in parts}
     of_rows = {expression for expression in named if reached(expression, by_value=True) & rows}
     _check_order(name, named, of_rows)
-    whole = {output.expression for output in outputs if output.op in WHOLE}
-    _check_updates(name, rows - named, named | whole, updates)
+    # An output that combines in two ways has no combined value that others could follow from.
+    ways = Counter(output.expression for output in set(outputs))
+    single = [output for output in outputs if ways[output.expression] == 1]
+    followed = named | {output.expression for output in single if output.op in WHOLE}
+    _check_updates(name, rows - named, followed, updates)
     # Outputs may follow from means whose op is left out as well. Updates may not: a sum that is taken for a mean would
     # stay in the variable.
-    whole |= {output.expression for output in outputs if output.op is None and _is_mean(output.expression)}
+    followed |= {output.expression for output in single if output.op is None and _is_mean(output.expression)}
     places: list[int | Variable] = []
     for output in outputs:
         expression = output.expression
@@ -91,8 +95,7 @@ def cut(name: str, rows: Set[Variable], combine: Sequence[Output], outputs: Sequ
             places.append([part.expression for part in parts].index(expression))
             continue
         if output.op is None:
-            stops = named | whole - {expression}
-            if not reached(expression, stops) & (rows - named):
+            if not reached(expression, followed - {expression}) & (rows - named):
                 places.append(expression)
                 continue
             output = _with_default_op(name, expression, of_rows)
@@ -104,7 +107,7 @@ def cut(name: str, rows: Set[Variable], combine: Sequence[Output], outputs: Sequ
         if output not in parts:
             parts.append(output)
         places.append(parts.index(output))
-    return _follow(name, Cuts(parts, [], places, updates), named)
+    return _follow(Cuts(parts, [], places, updates), followed)
 
 
 def _distinct(name: str, combine: Sequence[Output]) -> list[Output]:
@@ -164,30 +167,13 @@ def _with_default_op(name: str, expression: Variable, of_rows: Set[Variable]) ->
     return Output(expression, "mean")
 
 
-def _follow(name: str, cuts: Cuts, named: Set[Variable]) -> Cuts:
+def _follow(cuts: Cuts, followed: Set[Variable]) -> Cuts:
     """Put inputs for the combined values of parts into what follows from them."""
     combined = [part.expression.type(name=part.expression.name) for part in cuts.parts]
-    stand_ins: dict[Variable, Variable] = {}
-    ops: dict[Variable, list[Any]] = {}
-    for part, value in zip(cuts.parts, combined, strict=True):
-        if part.expression in named or part.op in WHOLE:
-            stand_ins.setdefault(part.expression, value)
-            ops.setdefault(part.expression, []).append(part.op)
+    pairs = zip(cuts.parts, combined, strict=True)
+    stand_ins: dict[Variable, Variable] = {p.expression: value for p, value in pairs if p.expression in followed}
     following = [place for place in cuts.outputs if isinstance(place, Variable)]
     following += [new for _, new in cuts.updates]
-    _check_ops(name, following, ops)
     replaced = iter(clone_replace(following, replace=stand_ins) if following else [])
     outputs = [next(replaced) if isinstance(place, Variable) else place for place in cuts.outputs]
-    updates = [(variable, next(replaced)) for variable, _ in cuts.updates]
-    return Cuts(cuts.parts, combined, outputs, updates)
-
-
-def _check_ops(name: str, following: Iterable[Variable], ops: dict[Variable, list[Any]]) -> None:
-    """Refuse expressions that follow from a part which combines in two ways."""
-    for expression in following:
-        for stop in reached(expression, ops.keys()) & ops.keys():
-            if len(ops[stop]) > 1:
-                raise ValueError(
-                    f"{name}: {described(expression)} follows from {described(stop)}, which is combined as "
-                    f"{' and '.join(map(repr, ops[stop]))}. Name one of them in combine, and no other as an output."
-                )
+    return Cuts(cuts.parts, combined, outputs, [(variable, next(replaced)) for variable, _ in cuts.updates])
