@@ -33,7 +33,7 @@ from record import about, say
 
 import synk
 import synk.train
-from synk._explain.hlo import read_schedule
+from synk._explain.hlo import read_collectives
 from synk._runtime import executable
 
 BENCH = Path(__file__).resolve()
@@ -151,8 +151,8 @@ def trial(options):
         executable.COMBINE_BYTES = int(float(options.combine_mb) * 2**20)
     model, way = MODELS[options.models](), options.ways
     compiled = by_synk(model, group, **OPTIONS[way]) if way in OPTIONS else by_hand(way, model, group)
-    memory, found = compiled.memory_analysis(), read_schedule(compiled.as_text(), is_in_order=True)
-    sums = [each for each in found.collectives if each.kind in ("all-reduce", "reduce-scatter", "all-to-all")]
+    memory, found = compiled.memory_analysis(), read_collectives(compiled.as_text(), is_in_order=True)
+    sums = [each for each in found if each.kind in ("all-reduce", "reduce-scatter", "all-to-all")]
     gradients = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params))
     total = sum(each.operand_bytes for each in sums)
     state = jax.tree.leaves((model.params, model.state, jax.eval_shape(model.tx.init, model.params)))
@@ -171,7 +171,7 @@ def trial(options):
                 "bytes": max(each.operand_bytes, each.result_bytes),
                 "behind": each.behind,
             }
-            for each in found.collectives
+            for each in found
         ],
         "all-reduces": [each.operand_bytes for each in sums],
         "exposed": [each.operand_bytes for each in sums if not each.behind],

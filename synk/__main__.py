@@ -2,14 +2,14 @@
 
 import sys
 
-from . import _scaling
 from ._distributed.launcher import main
-from ._info import report
+from ._explain.bench import bench
+from ._explain.info import report
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["info"]:
         print(report())
     elif sys.argv[1:2] == ["bench"]:
-        sys.exit(_scaling.main(sys.argv[2:]))
+        sys.exit(bench(sys.argv[2:]))
     else:
         sys.exit(main())

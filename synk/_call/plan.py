@@ -20,7 +20,6 @@ from .._tracing.names import Names
 from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest
-from .causes import Compiled
 from .compiler import Compiler
 from .program import Finisher, ProgramBuilder
 from .spec import CallSpec, FunctionSpec
@@ -76,6 +75,10 @@ class CallPlan:
     def last(self) -> Executable:
         """The program that ends a call."""
         return self.finish or next(iter(self.launches.values()))
+
+
+# A plan that was compiled: the plan, its group in words, the key of its calls, and the states of its variables.
+Compiled = tuple[ref[Any], str, CallSpec, WeakKeyDictionary[Shared, tuple[AbstractState, ...]]]
 
 
 class Traced(NamedTuple):
@@ -152,7 +155,7 @@ class PlanCache:
         self._touched.update(dict.fromkeys(plan.accepts))
         if isinstance(plan, CallPlan) and is_new:
             states = WeakKeyDictionary(plan.accepts)
-            self.compiled.append(Compiled(ref(plan), ref(group), repr(group), key[0], states))
+            self.compiled.append((ref(plan), repr(group), key[0], states))
         if retraces and not is_new:
             return plan
         plans = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)

@@ -1,9 +1,11 @@
-"""Explain: what a call would do, read from its plan: programs, memory, collectives, bytes, and why it was compiled."""
+"""Explain: describe a call from its plan: programs, memory, collectives, bytes, and why it was compiled; time it."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from statistics import median
+from time import perf_counter
 
 import jax
 
@@ -17,122 +19,140 @@ from .._call.auto_slices import (
     variable_bytes,
 )
 from .._call.blocks import Blocks
-from .._call.causes import causes
-from .._call.execute import ReadyCall
+from .._call.execute import ReadyCall, evaluate
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, Site
-from .._call.rows import RowInputs, exchange_programs
+from .._call.rows import RowInput, exchange_programs
 from .._data.overlap import widened
-from .._runtime.executable import Executable
-from .._runtime.group import Accelerator
+from .._runtime.executable import Executable, relayout
+from .._runtime.group import Group
 from .._runtime.target import known_accelerator
-from .._variables.state import AbstractState
-from .hlo import read_schedule
-from .report import Explanation, InputReport, ProgramReport, VariableReport
+from .._variables.access import bind
+from .._variables.state import VariableState
+from .hlo import read_collectives
+from .report import Explanation, InputReport, Measured, ProgramReport, VariableReport
+from .why import why_compiled
+
+_WAYS = {"replicated": "rows that every replica holds", "stacked": "rows that lie on the replicas"}
 
 
 def explain(ready: ReadyCall, site: Site, was_compiled: bool) -> Explanation:
-    """What is known of a call that was made ready from shapes."""
-    plan, group, rows = ready.plan, ready.group, ready.rows
-    device = group.accelerator or known_accelerator(group.devices[0])
-    programs, flops = (*_exchanges(ready), *_programs(ready)), _flops(ready)
-    found = Explanation(
+    """Describe a call that was made ready from shapes."""
+    plan, group, lengths = ready.plan, ready.group, ready.rows.lengths or ()
+    programs, inputs, variables = (
+        (*_exchanges(ready), *_programs(ready)),
+        tuple(_inputs(ready)),
+        tuple(_variables(plan)),
+    )
+    flops, sizes = _flops(ready), [program.total_bytes for program in programs]
+    memory = None if None in sizes else max(size or 0 for size in sizes)
+    fits = None if memory is None or group.memory is None else memory <= group.memory
+    return Explanation(
         function=ready.function.name,
         group=repr(group),
         platform=group.platform,
-        lengths=rows.lengths or (),
-        num_slices=len(split_into_launches(rows.lengths, ready.num_slices)) if rows.lengths else 1,
-        programs=programs,
-        inputs=tuple(_inputs(ready)),
-        variables=tuple(_variables(plan)),
-        flops=flops,
-        why=causes(list(site.plans.compiled), plan),
+        lengths=lengths,
+        num_slices=len(split_into_launches(lengths, ready.num_slices)) if lengths else 1,
         was_compiled=was_compiled,
+        why=why_compiled(list(site.plans.compiled), plan),
+        flops=flops,
+        sent_bytes=sum(report.sent_bytes for report in inputs),
+        memory_bytes=memory,
         memory_limit=group.memory,
-        lower_bound_seconds=_lower_bound(ready, programs, flops, device),
+        fits=fits,
+        rows_that_fit=rows_that_fit(ready, site) if fits is False else None,
+        lower_bound_seconds=_lower_bound(ready, flops, variables),
+        programs=programs,
+        inputs=inputs,
+        variables=variables,
     )
-    return found if found.fits is not False else replace(found, rows_that_fit=rows_that_fit(ready, site))
 
 
 def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
-    """Of the rows that a batch picks where they lie; beside data there are variables and what was brought before."""
-    names, beside = ready.call.arguments.scattered_names, variable_bytes(ready.plan, ready.group)
-    beside += data_beside(ready.rows, ready.group)
-    for i, program in exchange_programs(ready.group, ready.rows):
-        one = ready.rows.each[i]
-        memory = sizes_of(program)._replace(resident=beside - bytes_on_device(one.source, ready.group))
-        yield _report(f"exchange of {names[i]}", program, 1, memory)
-        beside += memory.results or 0
+    """Describe the programs that bring the rows of a batch from where they lie, in the order in which they run."""
+    names, group = ready.call.arguments.scattered_names, ready.group
+    # Variables, data, and rows that an earlier exchange has brought are in memory meanwhile.
+    resident = variable_bytes(ready.plan, group) + data_beside(ready.rows, group)
+    for i, program in exchange_programs(group, ready.rows):
+        source = ready.rows.each[i].source
+        memory = sizes_of(program)._replace(resident=resident - bytes_on_device(source, group))
+        yield _program(f"exchange of {names[i]}", program, 1, memory)
+        resident += memory.results or 0
 
 
 def _programs(ready: ReadyCall) -> Iterator[ProgramReport]:
-    """In the order in which they are launched, one each."""
-    plan, lengths, data = ready.plan, ready.rows.lengths, data_beside(ready.rows, ready.group)
-    if plan.finish is None:
-        yield _program("the call", plan.last, 1, plan, data)
-        return
-    assert lengths is not None
-    assert plan.start is not None
-    yield _program("begin", plan.start, 1, plan, data)
-    counts: dict[Executable, int] = {}
-    for parts in split_into_launches(lengths, ready.num_slices):
-        program = plan.program_of(parts)
-        counts[program] = counts.get(program, 0) + 1
-    for program, count in counts.items():
-        yield _program("a slice", program, count, plan, data)
-    yield _program("combine", plan.finish, 1, plan, data)
+    """Describe the programs that run the function, in the order in which they are launched first."""
+    plan, lengths = ready.plan, ready.rows.lengths or ()
+    roles: Counter[tuple[str, Executable]] = Counter()
+    if plan.start is None or plan.finish is None:
+        roles["the call", plan.last] = 1
+    else:
+        roles["begin", plan.start] = 1
+        roles.update(("a slice", plan.program_of(parts)) for parts in split_into_launches(lengths, ready.num_slices))
+        roles["combine", plan.finish] = 1
+    for (role, program), count in roles.items():
+        memory = memory_of(program, plan)
+        resident = memory.resident + data_beside(ready.rows, ready.group)
+        yield _program(role, program, count, memory._replace(resident=resident))
 
 
-def _program(role: str, program: Executable, count: int, plan: CallPlan, data: int) -> ProgramReport:
-    memory = memory_of(program, plan)
-    return _report(role, program, count, memory._replace(resident=memory.resident + data))
-
-
-def _report(role: str, program: Executable, count: int, memory: ProgramMemory) -> ProgramReport:
-    schedule = read_schedule(program.compiled.as_text() or "", program.group.platform != "cpu")
-    return ProgramReport(role, count, *memory, program.seconds, schedule.collectives, schedule.heavy)
+def _program(role: str, program: Executable, count: int, memory: ProgramMemory) -> ProgramReport:
+    collectives = read_collectives(program.compiled.as_text() or "", program.group.platform != "cpu")
+    knows = all(collective.behind is not None for collective in collectives)
+    return ProgramReport(
+        role,
+        count,
+        *memory,
+        total_bytes=memory.total,
+        compile_seconds=program.seconds,
+        collective_bytes=sum(collective.operand_bytes for collective in collectives),
+        behind_bytes=sum(c.operand_bytes for c in collectives if c.behind) if knows else None,
+        collectives=collectives,
+    )
 
 
 def _inputs(ready: ReadyCall) -> Iterator[InputReport]:
-    spec, rows, size = ready.call.arguments, ready.rows, ready.group.size
-    for name, one in zip(spec.scattered_names, rows.each, strict=True):
-        count = sum(rows.lengths or ())
-        if one.feed.layout == "rows":
-            yield InputReport(name, "rows from the host", count, _sent_rows(ready, rows, one))
-            continue
-        how = "rows that every replica holds" if one.feed.layout == "replicated" else "rows that lie on the replicas"
-        if one.scattered_rows is not None:
-            max_rows = widened(split_into_launches(rows.lengths or (), 1)[0], one.feed.overlap).max_rows
-            yield InputReport(name, "rows exchanged between replicas", count, 4 * max_rows * size * size)
-            continue
-        index = 4 * (size if one.feed.index == "slice" else count) if one.feed.index else 0
-        yield InputReport(name, how, count, index)
+    """Describe the arguments: scattered ones first."""
+    spec, rows = ready.call.arguments, ready.rows
+    for name, row_input in zip(spec.scattered_names, rows.each, strict=True):
+        how, sent = _way(ready, row_input)
+        yield InputReport(name, how, sum(rows.lengths or ()), sent)
     for place, leaf in zip(spec.broadcast, ready.broadcast, strict=True):
-        nbytes = leaf.size * leaf.dtype.itemsize
-        yield InputReport(spec.names[place], "broadcast", None, nbytes * size)
+        sent = leaf.size * leaf.dtype.itemsize * ready.group.size
+        yield InputReport(spec.names[place], "broadcast", None, sent)
 
 
-def _sent_rows(ready: ReadyCall, rows: RowInputs, one: Any) -> int:
-    row = jax.ShapeDtypeStruct(one.shape, one.dtype)
-    parts = split_into_launches(rows.lengths or (), ready.num_slices)
-    return (
-        sum(widened(each, one.feed.overlap).max_rows for each in parts)
-        * ready.group.size
-        * row.size
-        * row.dtype.itemsize
-    )
+def _way(ready: ReadyCall, rows: RowInput) -> tuple[str, int]:
+    """Return in words how rows reach the replicas, and the bytes that the host sends for it."""
+    lengths, size, feed = ready.rows.lengths or (), ready.group.size, rows.feed
+    if feed.layout == "rows":
+        # All replicas get as many rows as the longest part has.
+        sent = (
+            sum(widened(parts, feed.overlap).max_rows for parts in split_into_launches(lengths, ready.num_slices))
+            * size
+        )
+        return "rows from the host", sent * _row_bytes(rows)
+    if rows.scattered_rows is not None:
+        # Each replica is told which rows each replica wants.
+        longest = widened(split_into_launches(lengths, 1)[0], feed.overlap).max_rows
+        return "rows exchanged between replicas", 4 * longest * size * size
+    indexes = {None: 0, "slice": size, "gather": sum(lengths)}[feed.index]
+    return _WAYS[feed.layout], 4 * indexes
+
+
+def _row_bytes(rows: RowInput) -> int:
+    return prod(rows.shape) * rows.dtype.itemsize
 
 
 def _variables(plan: CallPlan) -> Iterator[VariableReport]:
     written = {update.variable for update in plan.updates}
     for variable, states in plan.accepts.items():
-        state: AbstractState = states[0]
-        nbytes = sum(shape.size * shape.dtype.itemsize for shape in state.shapes)
+        nbytes = sum(shape.size * shape.dtype.itemsize for shape in states[0].shapes)
         yield VariableReport(variable.name, nbytes, variable in written, plan.layouts[variable] == "replicated")
 
 
 def _flops(ready: ReadyCall) -> int:
-    """On the replica with the most rows."""
+    """Count the operations on the replica with the most rows."""
     plan, lengths = ready.plan, ready.rows.lengths
     sizes: list[int | None] = (
         [None] if lengths is None else [p.max_rows for p in split_into_launches(lengths, ready.num_slices)]
@@ -142,33 +162,37 @@ def _flops(ready: ReadyCall) -> int:
     return sum(plan.flops[size] for size in sizes) + plan.flops_of_then
 
 
-def _lower_bound(
-    ready: ReadyCall, programs: Sequence[ProgramReport], flops: int, device: Accelerator | None
-) -> float | None:
-    """Work at the device's peak, or reading arguments and writing results once, whichever takes longer. Of rows that
-    lie on the device the call reads those that it picks; of an exchange nothing is known but what it gives."""
-    if device is None or any(program.total_bytes is None for program in programs):
+def _lower_bound(ready: ReadyCall, flops: int, variables: Sequence[VariableReport]) -> float | None:
+    """Return the flops at the device's peak or the data once through its memory, whichever takes longer."""
+    device = ready.group.accelerator or known_accelerator(ready.group.devices[0])
+    if device is None:
         return None
-    moved = sum(((each.argument_bytes or 0) + (each.result_bytes or 0)) * each.launches for each in programs)
-    moved -= sum(each.argument_bytes or 0 for each in programs if each.role.startswith("exchange"))
-    # What slices add up in place need not be touched whole.
-    moved -= sum(2 * (each.aliased_bytes or 0) * each.launches for each in programs if each.role == "a slice")
-    runs = sum(each.launches for each in programs if each.role in ("the call", "a slice"))
-    lengths, is_simulated = ready.rows.lengths or (0,), ready.group.is_simulated
-    for row, whole in _lying(ready):
-        moved += (sum(lengths) if is_simulated else max(lengths)) * row - runs * whole
+    moved = max(ready.rows.lengths or (0,)) * sum(map(_row_bytes, ready.rows.each))
+    moved += sum(leaf.size * leaf.dtype.itemsize for leaf in ready.broadcast)
+    # Calls with `batch_s` read only some of the rows that variables hold.
+    held = {variable.name for variable in ready.plan.held}
+    moved += sum(report.bytes * (1 + report.is_written) for report in variables if report.name not in held)
     return max(flops / device.flops, moved / device.bandwidth)
 
 
-def _lying(ready: ReadyCall) -> Iterator[tuple[int, int]]:
-    """Of what programs take and pick rows from: bytes of a row, and of all that a device has."""
-    plan, group = ready.plan, ready.group
-    for one in ready.rows.each:
-        if one.feed.layout != "rows" and one.scattered_rows is None:
-            whole = one.source.size * one.source.dtype.itemsize
-            is_on_each = one.feed.layout == "replicated"
-            yield prod(one.shape) * one.dtype.itemsize, whole if is_on_each else bytes_on_device(one.source, group)
-    for variable in plan.held if ready.call.held_index is not None else ():
-        for shape in plan.accepts[variable][0].shapes:
-            row = prod(shape.shape[1:]) * shape.dtype.itemsize
-            yield row, row * shape.shape[0] * (group.size if group.is_simulated else 1)
+def measure(prepare: Callable[[], ReadyCall], calls: int) -> Measured:
+    """Time calls, whose results and updates are dropped, and return the medians. The first of them does not count."""
+    times = [_timed(prepare) for _ in range(calls + 1)][1:]
+    return Measured(calls, median(whole for whole, _ in times), median(host for _, host in times))
+
+
+def _timed(prepare: Callable[[], ReadyCall]) -> tuple[float, float]:
+    """Return the seconds of one call, and of its part on the host."""
+    group, plan = prepare().group, prepare().plan
+    # The call may overwrite the values of variables, so it gets copies.
+    states = {variable: _copied(bind(variable, group), group) for variable in plan.accepts}
+    jax.block_until_ready([state.leaves for state in states.values()])
+    start = perf_counter()
+    outcome = evaluate(prepare(), states.__getitem__)
+    host = perf_counter() - start
+    jax.block_until_ready((outcome.leaves, [state.leaves for state in outcome.updates.values()]))
+    return perf_counter() - start, host
+
+
+def _copied(state: VariableState, group: Group) -> VariableState:
+    return replace(state, leaves=relayout(group, state.leaves, state.layout, state.layout))

@@ -1,30 +1,31 @@
-"""Report: what is known of a call, as data, text, JSON and pictures."""
+"""Report: records that describe a call, as data, text, JSON and a page."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .._base.units import UNKNOWN, number_text, size_text
-from .._call.auto_slices import ProgramMemory
+from .._base.units import counted, size_text
 from .hlo import Collective
-from .picture import draw_png, draw_svg, page, scrolled
+from .page import Bar, chart, fragment, page, text
 
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """A program of a call, one of `Explanation.programs`; bytes are of one device. None: the backend does not tell.
+    """A program of a call, one of `Explanation.programs`. Bytes are of one device; None: the backend does not tell.
 
     Attributes:
-      role: what it does: "the call", or of slices "begin", "a slice" and "combine"; before these "exchange of x", which
-        brings the rows of x that a batch picks from where they lie.
-      launches: how often a call runs it.
-      argument_bytes, temporary_bytes, result_bytes: what it takes, needs meanwhile, and gives.
-      aliased_bytes: of results that take the place of arguments.
-      resident_bytes: of shared variables and data of the call that it does not take.
-      compile_seconds: how long it took to compile.
-      collectives: what travels, in the order of the schedule.
-      heavy: where in the schedule convolutions and matrix products run, from 0 to 1.
+      role: "the call" for a call in one launch; "begin", "a slice" and "combine" for slices; "exchange of x" for the
+        program that brings the rows of x that a batch picks.
+      launches: how often a call runs the program.
+      argument_bytes, temporary_bytes, result_bytes: arguments, temporary memory and results.
+      aliased_bytes: results that take the place of arguments.
+      resident_bytes: shared variables and data of the call that the program does not take.
+      total_bytes: the memory that a device needs while the program runs.
+      compile_seconds: how long compiling took.
+      collective_bytes: bytes that a replica gives to collectives. A collective in a loop counts once.
+      behind_bytes: the part of `collective_bytes` that travels while a convolution or matrix product runs.
+      collectives: one `Collective` each, in the order of the schedule.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -40,26 +41,22 @@ class ProgramReport:
     result_bytes: int | None
     aliased_bytes: int | None
     resident_bytes: int
+    total_bytes: int | None
     compile_seconds: float
+    collective_bytes: int
+    behind_bytes: int | None
     collectives: tuple[Collective, ...]
-    heavy: tuple[float, ...]
-
-    @property
-    def total_bytes(self) -> int | None:
-        """What a device needs while it runs."""
-        sizes = (self.argument_bytes, self.temporary_bytes, self.result_bytes, self.aliased_bytes)
-        return ProgramMemory(*sizes, self.resident_bytes).total
 
 
 @dataclass(frozen=True)
 class InputReport:
-    """How one argument comes, one of `Explanation.inputs`.
+    """An argument of a call, one of `Explanation.inputs`.
 
     Attributes:
-      name: the argument's.
-      how: in words.
-      rows: how many it gives; None: it is broadcast.
-      sent_bytes: from the host, by one call, to all replicas.
+      name: the argument's name.
+      how: how the argument reaches the replicas, in words.
+      rows: the number of rows; None: it is broadcast.
+      sent_bytes: bytes that one call sends from the host, to all replicas.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -79,10 +76,10 @@ class VariableReport:
     """A shared variable of a call, one of `Explanation.variables`.
 
     Attributes:
-      name: the variable's.
-      bytes: of one replica.
+      name: the variable's name.
+      bytes: bytes of one replica.
       is_written: whether the call updates it.
-      is_equal: whether the call has replicas hold one value.
+      is_equal: whether all replicas hold one value.
 
     Example:
       >>> import numpy as np, synk
@@ -100,10 +97,10 @@ class VariableReport:
 
 @dataclass(frozen=True)
 class Measured:
-    """What calls took, `Explanation.measured` of `f.explain(..., run=3)`; medians.
+    """Times of real calls, `Explanation.measured` of `f.explain(..., run=3)`; medians.
 
     Attributes:
-      calls: how many were measured.
+      calls: how many calls were measured.
       seconds: from the call to the end on the devices.
       host_seconds: until the call came back.
 
@@ -121,25 +118,29 @@ class Measured:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What a call would do; made by `f.explain`. Print it, or read its fields; what a backend does not tell is None
-    there, and "unknown" in the text.
+    """A description of a call, made by `f.explain`. Print it, or read its fields. A field is None, and "unknown" in
+    print, where a backend does not tell.
 
     Attributes:
       function: the function's name.
       group: the group, in words.
-      platform: its platform.
-      lengths: rows of each replica; () where there are none.
-      num_slices: in how many parts each runs them.
-      programs: what is launched, one `ProgramReport` a program.
+      platform: the group's platform.
+      lengths: rows of each replica; () for a call without rows.
+      num_slices: the number of slices in which each replica runs its rows.
+      was_compiled: whether the programs were compiled before.
+      why: what made compiling necessary: the parts of the call that differ from the most similar call before.
+      flops: multiplications and additions in matrix products and convolutions, on the replica with the most rows. A
+        `cond` counts its shortest branch; a loop without a fixed number of rounds counts one.
+      sent_bytes: bytes that one call sends from the host, to all replicas.
+      memory_bytes: the memory that a device needs for the largest program.
+      memory_limit: the memory that programs may use on a device.
+      fits: whether `memory_bytes` is within `memory_limit`.
+      rows_that_fit: about how many rows in all would fit; None where the call fits, or nobody knows.
+      lower_bound_seconds: a time below which no call on such devices gets: the flops at the device's peak, or the rows,
+        broadcast arguments and variables once through its memory. A call that touches a few rows of a large table can
+        be faster, since the table counts whole.
+      programs: one `ProgramReport` for each program that is launched.
       inputs, variables: arguments and shared variables.
-      flops: multiplications and additions in matrix products and convolutions on the replica with the most rows; of
-        branches those of the shortest, of a loop without a fixed number of rounds those of one.
-      why: what made compiling necessary, one line each.
-      was_compiled: whether that had been done before.
-      memory_limit: bytes of a device that programs may use; None: unknown.
-      rows_that_fit: where it does not fit, with about how many rows in all it would; None: it fits, or unknown.
-      lower_bound_seconds: no device of this kind can be faster, unless programs read or write only a part of a variable
-        or broadcast argument (a table whose rows are gathered or updated), which counts whole; None: unknown.
       measured: times of real calls, if asked for.
 
     Example:
@@ -155,118 +156,69 @@ class Explanation:
     platform: str
     lengths: tuple[int, ...]
     num_slices: int
+    was_compiled: bool
+    why: list[str]
+    flops: int
+    sent_bytes: int
+    memory_bytes: int | None
+    memory_limit: int | None
+    fits: bool | None
+    rows_that_fit: int | None
+    lower_bound_seconds: float | None
     programs: tuple[ProgramReport, ...]
     inputs: tuple[InputReport, ...]
     variables: tuple[VariableReport, ...]
-    flops: int
-    why: list[str]
-    was_compiled: bool
-    memory_limit: int | None
-    lower_bound_seconds: float | None
-    rows_that_fit: int | None = None
     measured: Measured | None = None
 
-    @property
-    def memory_bytes(self) -> int | None:
-        """What a device needs for the largest of the programs."""
-        sizes = [program.total_bytes for program in self.programs]
-        return None if None in sizes else max(size or 0 for size in sizes)
-
-    @property
-    def fits(self) -> bool | None:
-        """Does that fit in a device's memory? None: unknown."""
-        if self.memory_bytes is None or self.memory_limit is None:
-            return None
-        return self.memory_bytes <= self.memory_limit
-
-    @property
-    def memory_text(self) -> str:
-        """In words, what a device needs, and whether that fits."""
-        if self.fits is None:
-            return f"{size_text(self.memory_bytes)}; what a device has is unknown"
-        fits = "fits in" if self.fits else "DOES NOT FIT in"
-        return f"{size_text(self.memory_bytes)}, {fits} {size_text(self.memory_limit)}"
-
-    @property
-    def sent_bytes(self) -> int:
-        """What one call sends from the host, to all replicas."""
-        return sum(each.sent_bytes for each in self.inputs)
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
     def __repr__(self) -> str:
-        return str(self)
+        return text(asdict(self))
 
     def _repr_html_(self) -> str:
-        return scrolled(draw_svg(self))
+        return fragment(asdict(self), self._drawing())
 
     def json(self) -> str:
-        """All of it as JSON text; what is unknown is null."""
-        found = asdict(self)
-        found |= {name: getattr(self, name) for name in ("memory_bytes", "fits", "sent_bytes")}
-        return json.dumps(found, indent=1, default=int)  # of NumPy's
+        """Return all fields as JSON text; unknown values are null."""
+        # `default` converts NumPy's integers.
+        return json.dumps(asdict(self), indent=1, default=int)
 
     def html(self, path: str | Path) -> None:
-        """Write one HTML file with a picture, which needs no network."""
-        Path(path).write_text(page(self, str(self)), encoding="utf-8")
+        """Write one HTML page with a drawing. The page loads nothing from the network."""
+        Path(path).write_text(page(self._title(), asdict(self), self._drawing()), encoding="utf-8")
 
-    def png(self, path: str | Path) -> None:
-        """Write the picture as PNG.
+    def _title(self) -> str:
+        where, _, _ = self.group.removeprefix("Group(").removesuffix(")").partition(" on ")
+        return f"A call of {self.function} on {where}"
 
-        Raises:
-          ImportError: matplotlib is not installed.
-        """
-        draw_png(self, path)
-
-
-def _lines(e: Explanation) -> Iterator[str]:
-    sizes = ", ".join(map(str, e.lengths[:8])) + (", ..." if len(e.lengths) > 8 else "")
-    rows = f"{sum(e.lengths)} rows ({sizes})" if e.lengths else "no rows"
-    slices = f", in {e.num_slices} slices" if e.num_slices > 1 else ""
-    yield f"{e.function}: {rows} on {e.group}{slices}"
-    state = "compiled before" if e.was_compiled else "compiled now"
-    yield f"  why compiled ({state}): {'; '.join(e.why)}"
-    for each in e.inputs:
-        yield f"  {each.name}: {each.how}" + (f", {size_text(each.sent_bytes)} sent" if each.sent_bytes else "")
-    for each in e.variables:
-        written = ", written" if each.is_written else ""
-        yield f"  {each.name}: shared, {size_text(each.bytes)} a replica{written}" + (
-            "" if each.is_equal else ", a value each"
-        )
-    for program in e.programs:
-        yield from _program_lines(program)
-    yield f"  work: {number_text(e.flops)}flop in matrix products and convolutions on the replica with the most rows"
-    would = "" if e.rows_that_fit is None else f"; {e.rows_that_fit} rows would"
-    yield f"  memory of a device: {e.memory_text}{would}"
-    bound = UNKNOWN if e.lower_bound_seconds is None else f"{e.lower_bound_seconds * 1e3:.3g} ms"
-    yield f"  lower bound of the time, by flops and bytes against the device's figures: {bound}"
-    if e.measured is not None:
-        took = f"{e.measured.seconds * 1e3:.3g} ms, of which {e.measured.host_seconds * 1e3:.3g} before it came back"
-        yield f"  measured, median of {e.measured.calls} calls: {took}"
+    def _drawing(self) -> str:
+        """Draw the rows of each replica, and memory and collectives of each program."""
+        rows: list[Bar] = [(f"replica {i}", [("rows", n)], counted(n, "row")) for i, n in enumerate(self.lengths)]
+        memory = [
+            (program.role, list(_memory_parts(program)), size_text(program.total_bytes))
+            for program in self.programs
+            if program.total_bytes is not None
+        ]
+        if self.memory_limit is not None:
+            memory.append(
+                ("a device", [("memory that programs may use", self.memory_limit)], size_text(self.memory_limit))
+            )
+        travels = [
+            (program.role, list(_travel_parts(program)), counted(len(program.collectives), "collective"))
+            for program in self.programs
+        ]
+        sections = [("rows by replica", rows), ("memory of a device", memory), ("bytes in collectives", travels)]
+        return chart(self._title(), sections)
 
 
-def _program_lines(program: ProgramReport) -> Iterator[str]:
-    times = f" x {program.launches}" if program.launches > 1 else ""
-    beside = f", beside {size_text(program.resident_bytes)} that stay there" if program.resident_bytes else ""
-    yield (
-        f"  program of {program.role}{times}: arguments {size_text(program.argument_bytes)}, temporary "
-        f"{size_text(program.temporary_bytes)}, results {size_text(program.result_bytes)} "
-        f"({size_text(program.aliased_bytes)} in place){beside}, compiled in {program.compile_seconds:.2f} s"
-    )
-    if not program.collectives:
-        yield "    no collective"
-    for kind in dict.fromkeys(each.kind for each in program.collectives):
-        same = [each for each in program.collectives if each.kind == kind]
-        total = sum(each.operand_bytes for each in same)
-        inner = sum(each.in_loop for each in same)
-        loop = f" ({inner} in a loop or branch, counted once)" if inner else ""
-        yield f"    {len(same)} {kind}{loop}, {size_text(total)} given by each replica{_behind_text(same)}"
+def _memory_parts(program: ProgramReport) -> Iterator[tuple[str, int]]:
+    yield "arguments", program.argument_bytes or 0
+    yield "temporary", program.temporary_bytes or 0
+    yield "results not in place", (program.result_bytes or 0) - (program.aliased_bytes or 0)
+    yield "kept beside it", program.resident_bytes
 
 
-def _behind_text(same: list[Collective]) -> str:
-    if any(each.behind is None for each in same):
-        return "; behind computation: unknown"
-    behind = sum(each.operand_bytes for each in same if each.behind)
-    last = sum(each.operand_bytes for each in same if each.after_last and not each.behind)
-    return f"; {size_text(behind)} behind computation, {size_text(last)} after the last of it"
+def _travel_parts(program: ProgramReport) -> Iterator[tuple[str, int]]:
+    if program.behind_bytes is None:
+        yield "travels; beside what is unknown", program.collective_bytes
+        return
+    yield "travels behind computation", program.behind_bytes
+    yield "travels alone", program.collective_bytes - program.behind_bytes

@@ -29,8 +29,7 @@ from .._check.compare import Tolerance
 from .._check.serial import Runner, run_serial
 from .._check.views import view_of_absent
 from .._data.prefetch import Prefetch
-from .._explain.explain import explain
-from .._explain.measure import measure
+from .._explain.explain import explain, measure
 from .._explain.report import Explanation
 from .._loops.iterate import Batches, iterate, stream
 from .._loops.over import Accumulation
@@ -530,7 +529,7 @@ class Function:
           run: how many calls to time, whose results and updates are dropped; 0 for none.
 
         Returns:
-          An `Explanation`: print it, or write it by its `json`, `html` and `png`. In a group of several processes all
+          An `Explanation`: print it, or write it by its `json` and `html`. In a group of several processes all
           make this call.
 
         Raises:

@@ -221,7 +221,7 @@ def test_rows_that_fit():
     with synk.simulate(2, memory="2MB"):
         e = f.explain(x)
         assert e.fits is False
-        assert f"DOES NOT FIT in 2 MB; {e.rows_that_fit} rows would" in str(e)
+        assert f"fits: no\nrows that fit: {e.rows_that_fit}\n" in str(e)
         assert f.explain(x[: e.rows_that_fit]).fits
         assert not f.explain(x[: int(1.2 * (e.rows_that_fit or 0))]).fits
         assert f.explain(x, num_slices=8).rows_that_fit is None  # it fits

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from synk._scaling import main as scaling
+from synk._explain.bench import bench as scaling
 
 PROGRAM = """
 import numpy as np, synk
@@ -71,11 +71,12 @@ def test_a_page_is_written(folder, more, rows):
         zip("123", rows, strict=True)
     )
     page = (folder / "scaling.html").read_text()
-    assert len([ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.S)]) == 2
-    cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td>.*?)</tr>", page)]
+    assert len([ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.S)]) == 1
+    table = page.split("<h2>scaling</h2>")[1].split("</table>")[0]
+    cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td>.*?)</tr>", table)]
     assert [row[:2] for row in cells] == [[n, r] for n, r in zip("123", rows, strict=True)]
     assert cells[0][4:] == ["1.00", "100 %"]
-    assert all(word in page for word in ("3 replicas", "slope", "jaxlib", "<h2>The machine</h2>"))
+    assert all(word in page for word in ("3 replicas", "slope", "jaxlib", "<h2>the machine</h2>"))
     assert "JAX_NUM_CPU_DEVICES" not in page and "8 cpu" not in page  # which the user has not set
     assert not re.search(r"Group\(.*</h|\b1 replicas|\(s\)", page)
     assert set(re.findall(r"https?://[\w.]+", page)) == {"http://www.w3.org"}  # the name of SVG; nothing is loaded

@@ -1,4 +1,4 @@
-"""Scaling: `python -m synk bench FILE:NAME`, rows a second of a user's step by numbers of replicas, as one page."""
+"""Bench: `python -m synk bench FILE:NAME`, rows a second of a user's step by numbers of replicas, as one page."""
 
 import argparse
 import importlib.util
@@ -15,15 +15,14 @@ from typing import Any
 
 import jax
 
-from ._base.units import counted
-from ._distributed.init import group, init
-from ._explain.picture import draw_svg
-from ._info import machine, settings
-from ._scaling_page import page, words
+from .._base.units import counted, number_text
+from .._distributed.init import group, init
+from .info import machine, settings
+from .page import Bar, chart, page
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Measure each number of replicas in a process of its own, one after the other; the exit status."""
+def bench(arguments: Sequence[str]) -> int:
+    """Measure each number of replicas in a process of its own, one after the other; return the exit status."""
     options = _options(arguments)
     if options.only:
         options.json.write_text(json.dumps(_measured(options)))
@@ -31,25 +30,74 @@ def main(arguments: Sequence[str]) -> int:
     counts = options.replicas or _numbers_here()
     # As many CPU devices as are measured, and as the file's own group may want.
     environment = {"JAX_NUM_CPU_DEVICES": str(max(8, *counts))} | os.environ
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for count in counts:
         print(f"{counted(count, 'replica')}: ", end="", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "found.json"
-            own = ["--only", str(count), "--of", str(max(counts)), "--json", str(path)]
-            done = subprocess.run(
-                [sys.executable, "-m", "synk", "bench", *arguments, *own], env=environment, stdout=sys.stderr
-            )
+            path = Path(folder) / "result.json"
+            more = ["--only", str(count), "--of", str(max(counts)), "--json", str(path)]
+            command = [sys.executable, "-m", "synk", "bench", *arguments, *more]
+            # What the file prints goes to stderr.
+            done = subprocess.run(command, env=environment, stdout=sys.stderr)
             if done.returncode:
                 status = f"exit status {done.returncode}"
                 print(f"python -m synk bench: it failed on {counted(count, 'replica')}, with {status}.")
                 return 1
-            found.append(json.loads(path.read_text()))
-        print(words(found, options.unit))
-    found[-1]["machine"] += f"\n{settings()}"  # the user's own, without those of the processes above
-    options.out.write_text(page(options, found), encoding="utf-8")
+            results.append(json.loads(path.read_text()))
+        print(_sentence(_points(results, options.unit)[-1], options.unit))
+    options.out.write_text(_page(options, results), encoding="utf-8")
     print(options.out)
     return 0
+
+
+def _points(results: list[dict[str, Any]], unit: str) -> list[dict[str, Any]]:
+    """Make a row of the page's table for each number of replicas."""
+    first, points = results[0], []
+    for result in results:
+        speedup = result["rate"] / first["rate"]
+        efficiency = speedup * first["replicas"] / result["replicas"]
+        points.append(
+            {
+                "replicas": result["replicas"],
+                "rows": result["rows"],
+                "ms a step": f"{result['seconds'] * 1e3:.2f}",
+                f"{unit}/s": number_text(result["rate"]),
+                "speed-up": f"{speedup:.2f}",
+                "efficiency": f"{100 * efficiency:.0f} %",
+            }
+        )
+    return points
+
+
+def _sentence(point: dict[str, Any], unit: str) -> str:
+    rate = point[f"{unit}/s"]
+    return f"{point['rows']} rows in {point['ms a step']} ms, {rate} {unit}/s, efficiency {point['efficiency']}"
+
+
+def _page(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
+    """Write the page of all measurements."""
+    path, name = options.target
+    first, last = results[0], results[-1]
+    tree: dict[str, Any] = {
+        "measured": f"medians of {options.rounds} rounds of {options.steps} steps in a row",
+        "rows": "the same for any number of replicas" if options.strong else "as many for each replica",
+    }
+    if first["platform"] == "cpu":
+        tree["note"] = (
+            "Replicas on CPU devices share the machine's cores, and one replica may use all of them. So this shows the "
+            "cost that synk adds, not the speed that more devices would bring."
+        )
+    tree["scaling"] = _points(results, options.unit)
+    tree[f"one step on {counted(last['replicas'], 'replica')}"] = last["explained"]
+    # The settings of this process are the user's own, without those of the processes above.
+    tree["the machine"] = last["machine"] | {"settings": settings()}
+    bars: list[Bar] = []
+    for result in results:
+        ideal = first["rate"] / first["replicas"] * result["replicas"]
+        segments = [("measured", result["rate"]), ("ideal", max(0, ideal - result["rate"]))]
+        bars.append((counted(result["replicas"], "replica"), segments, number_text(result["rate"])))
+    title = f"{path.name}:{name} on up to {counted(last['replicas'], 'replica')}"
+    return page(title, tree, chart(title, [(f"{options.unit}/s", bars)]))
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -138,14 +186,14 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(3):
         jax.block_until_ready(step(*args, **batch))
     seconds = median(_timed(lambda: step(*args, **batch), options.steps) for _ in range(options.rounds))
-    about = {"explained": str(explained), "svg": draw_svg(explained)}
-    about |= {"machine": machine(group().devices[0]), "platform": group().platform}
     return {
         "replicas": options.only,
         "rows": rows,
         "seconds": seconds,
         "rate": rows * options.per_row / seconds,
-        **about,
+        "platform": group().platform,
+        "explained": json.loads(explained.json()),
+        "machine": machine(group().devices),
     }
 
 

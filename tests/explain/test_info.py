@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import synk
-from synk._info import report
+from synk._explain.info import report
 
 
 def info(**environment):
@@ -22,7 +22,7 @@ def info(**environment):
 def test_what_there_is():
     """Versions, devices and settings; what may be wrong, with the remedy."""
     text = info(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="3", XLA_FLAGS="--xla_force_host_platform_device_count=3")
-    assert f"synk {synk.__version__}, Python 3." in text
+    assert f"synk: {synk.__version__}, Python 3." in text
     assert f"jax {jax.__version__}" in text
     assert "devices: 3 cpu" in text
     assert "memory of a device that JAX uses: unknown" in text

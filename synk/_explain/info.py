@@ -1,0 +1,101 @@
+"""Info: versions, devices, memory and settings of this machine, and what may be wrong with them."""
+
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import jax
+
+from .._base.units import UNKNOWN, counted, number_text, size_text
+from .._runtime.dispatch import CPU_CAN_WEDGE
+from .._runtime.group import Device
+from .._runtime.target import known_accelerator
+from .page import text
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "optax", "flax", "equinox")
+_SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "NCCL_", "SYNK_")
+
+
+def report() -> str:
+    """Describe this machine as text. Starts JAX's backend, as the first use of any device does."""
+    devices, troubles = _started()
+    troubles = [*_version_troubles(), *troubles, *(_device_troubles(devices) if devices else [])]
+    facts = machine(devices) | {"settings": settings()}
+    wrong = "what may be wrong:" + ("" if troubles else " nothing that shows here")
+    return "\n".join([text(facts), wrong, *[f"  - {trouble}" for trouble in troubles]])
+
+
+def machine(devices: Sequence[Device]) -> dict[str, str]:
+    """Describe what programs on some devices run on: versions, the kind of device and its memory."""
+    packages = [f"{name} {_version(name)}" for name in _PACKAGES if _version(name)]
+    facts = {
+        "synk": f"{_version('synk-jax') or UNKNOWN}, Python {platform.python_version()}, {platform.platform()}",
+        "packages": ", ".join(packages),
+        "devices": f"none, {counted(os.cpu_count() or 1, 'CPU core')}",
+    }
+    if not devices:
+        return facts
+    device = devices[0]
+    facts["devices"] = f"{len(devices)} {device.device_kind} ({device.platform}), {os.cpu_count()} CPU cores"
+    memory = None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
+    facts["memory of a device that JAX uses"] = size_text(memory)
+    known = known_accelerator(device)
+    if known is not None:
+        speeds = f"{size_text(known.bandwidth)}/s, {number_text(known.flops)}flop/s in bfloat16"
+        facts["by its data sheet"] = f"{size_text(known.memory)}, {speeds}"
+    return facts
+
+
+def settings() -> str:
+    """Name the environment variables that matter."""
+    found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
+    return ", ".join(found) or "none"
+
+
+def _started() -> tuple[Sequence[Device], list[str]]:
+    """Return the devices; or none, and why JAX does not start."""
+    try:
+        return jax.devices(), []
+    # A bare AssertionError comes where JAX_PLATFORMS names a platform without its plugin.
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "") or type(error).__name__
+        return [], [f"JAX does not start with these settings: {first_line}"]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _version_troubles() -> Iterator[str]:
+    jax_version, jaxlib = _version("jax"), _version("jaxlib")
+    for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
+        has = _version(plugin)
+        if has is not None and has != jaxlib:
+            yield f"{plugin} {has} goes with jaxlib {has}, but this one is {jaxlib}: install both of one version."
+    if jax_version and jaxlib and jax_version.split(".")[:2] != jaxlib.split(".")[:2]:
+        yield f"jax {jax_version} beside jaxlib {jaxlib}: install both of one version."
+
+
+def _device_troubles(devices: Sequence[Device]) -> Iterator[str]:
+    count, cores = len(devices), os.cpu_count() or 1
+    if devices[0].platform != "cpu":
+        return
+    if Path("/proc/driver/nvidia/version").exists():
+        yield "an NVIDIA driver is here, but JAX runs on the CPU: pip install 'jax[cuda12]', and see JAX_PLATFORMS."
+    if count == 1:
+        yield "one CPU device is one replica: JAX_NUM_CPU_DEVICES=4, synk.init(4) or synk.simulate(4) make more."
+    if count > 1 and CPU_CAN_WEDGE:
+        yield (
+            f"jaxlib {_version('jaxlib')} stops for good at 33 programs in flight on several CPU devices: synk keeps "
+            f"4; programs of yours around it should be waited for."
+        )
+    if count > cores:
+        yield f"{count} CPU devices share {cores} cores: right answers, but no speed to be measured."
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" in flags and "JAX_NUM_CPU_DEVICES" in os.environ:
+        yield "XLA_FLAGS and JAX_NUM_CPU_DEVICES both say how many CPU devices there are: keep the second."
