@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synk
-from synk._variables.access import bind
+from synk._variables.variable import bind
 
 
 class Hand:

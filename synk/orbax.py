@@ -12,7 +12,6 @@ from ._base.errors import public_api
 from ._runtime.executable import relayout, run_collective
 from ._runtime.layout import layouts, put
 from ._tracing.context import eager
-from ._variables.access import commit_all, group_of, read, state_of_copies, state_of_leaves
 from ._variables.checkpoint import (
     check_variables,
     checked_extra,
@@ -24,9 +23,9 @@ from ._variables.checkpoint import (
     mean_of,
 )
 from ._variables.checkpoint_files import last_loaded, note_loaded, note_saved
-from ._variables.pieces import whole_leaves
+from ._variables.shards import whole_leaves
 from ._variables.state import VariableState
-from ._variables.variable import Shared
+from ._variables.variable import Shared, commit_all, group_of, read, state_of_copies, state_of_leaves
 
 __all__ = ["load", "save"]
 
@@ -142,18 +141,14 @@ def _refuse_skipped(manager: Any, step: int) -> str:
 def _copy(variable: Shared) -> list[jax.Array]:
     """Copy the leaves of a variable as users see them; stacked if replicas differ."""
     group, spec = group_of(variable), variable._spec
-
-    def copy(leaves: list[jax.Array]) -> list[jax.Array]:
-        state = variable._state
-        if spec.is_cut is not None:
-            return whole_leaves(spec, group, leaves)
-        copies = relayout(group, leaves, state.layout, "replicated" if state.is_equal else "stacked")
-        if spec.buffers is None:
-            return copies
-        ins, outs = layouts("replicated", len(copies)), layouts("replicated", len(spec.shapes))
-        return run_collective(group, spec.unpacker, ins, outs, copies, is_local=True)
-
-    return read(variable, copy)
+    leaves, state = read(variable), variable._state
+    if spec.is_cut is not None:
+        return whole_leaves(spec, group, leaves)
+    copies = relayout(group, leaves, state.layout, "replicated" if state.is_equal else "stacked")
+    if spec.buffers is None:
+        return copies
+    ins, outs = layouts("replicated", len(copies)), layouts("replicated", len(spec.shapes))
+    return run_collective(group, spec.unpacker, ins, outs, copies, is_local=True)
 
 
 def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:

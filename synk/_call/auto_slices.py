@@ -14,9 +14,8 @@ from .._runtime.dispatch import drain
 from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group
 from .._runtime.layout import put
-from .._variables.access import bind
 from .._variables.state import VariableState
-from .._variables.variable import Shared
+from .._variables.variable import Shared, bind
 from .binding import BoundArguments, CallOptions
 from .execute import ReadyCall, execute, translate_error
 from .kinds import CheckedCall, check_call, find_plan

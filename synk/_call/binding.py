@@ -25,7 +25,7 @@ from .._data.process_rows import ProcessLocalRows
 from .._data.sources import Source, as_source
 from .._runtime.group import Group
 from .._tracing.names import links
-from .._variables.combine import rows_held
+from .._variables.collectives import rows_held
 from .._variables.variable import Shared
 
 MODES = ("scatter", "broadcast", "static")

@@ -17,9 +17,8 @@ from .._runtime.dispatch import ignore_failure, uninterrupted
 from .._runtime.executable import Executable, relayout, translate_peer_errors
 from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
-from .._variables.access import bind, divergence, invalidate
 from .._variables.state import VariableState
-from .._variables.variable import Shared
+from .._variables.variable import Shared, bind, divergence, invalidate
 from .parts import part_table, split_into_launches
 from .plan import CallPlan, SliceChoice
 from .rows import RowInputs, exchanged, feed_rows, index_on_replicas

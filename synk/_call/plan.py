@@ -17,9 +17,8 @@ from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
 from .._tracing.names import Names
-from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, with_layout
-from .._variables.variable import Shared, newest
+from .._variables.variable import Shared, newest, state_in
 from .compiler import Compiler
 from .program import Finisher, ProgramBuilder
 from .spec import CallSpec, FunctionSpec

@@ -16,9 +16,8 @@ from .._runtime.group import AXIS, Group
 from .._tracing.context import TraceContext
 from .._tracing.names import named_objects
 from .._tracing.tracer import TracedFunction, TraceRequest, trace
-from .._variables.access import state_in
 from .._variables.state import AbstractState, VariableState, refuse_narrow
-from .._variables.variable import Shared
+from .._variables.variable import Shared, state_in
 from .binding import constant_of
 from .spec import CallSpec, FunctionSpec
 

@@ -24,8 +24,7 @@ from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import relayout, run_collective, translate_peer_errors
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts
-from .._variables.access import bind
-from .._variables.variable import Shared
+from .._variables.variable import Shared, bind
 from .probe import ALL_KINDS, Prober, kinds_of
 from .serial import HostRows
 from .views import one_device, view_of_one

@@ -19,10 +19,9 @@ from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
 from .._runtime.layout import everywhere, put
-from .._variables.access import commit_all, state_of_copies, state_of_rows
-from .._variables.pieces import whole_on_host
+from .._variables.shards import whole_on_host
 from .._variables.state import VariableState
-from .._variables.variable import Shared
+from .._variables.variable import Shared, commit_all, state_of_copies, state_of_rows
 from .views import one_device, split_at, view_of_one, view_of_simulated
 
 

@@ -15,10 +15,9 @@ from .._data.selection import merge_replicas, select_on_replicas
 from .._runtime.executable import copy_to_replicas
 from .._runtime.group import Group
 from .._runtime.layout import shard_of_rank, stack_parts
-from .._variables.access import bind, divergence, group_of, host_leaves, stacked_leaves
-from .._variables.pieces import abstract_pieces, stored_pieces
+from .._variables.shards import abstract_shards, stored_shards
 from .._variables.state import VariableState
-from .._variables.variable import Shared
+from .._variables.variable import Shared, bind, divergence, group_of, host_leaves, stacked_leaves
 
 
 def one_device(group: Group) -> Group:
@@ -68,7 +67,7 @@ def view_of_absent(group: Group) -> View:
     def look(variable: Shared) -> VariableState:
         state = variable._state
         if variable._spec.is_cut is not None:
-            return replace(state, abstract=abstract_pieces(variable._spec, group.size))
+            return replace(state, abstract=abstract_shards(variable._spec, group.size))
         if state.rows_per_replica is None:
             return state
         lengths = lengths_of(sum(state.rows_per_replica), group.size)
@@ -82,7 +81,7 @@ def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
     """Variables of a group of one replica, for several simulated ones."""
 
     def look(variable: Shared, state: VariableState) -> VariableState:
-        first = [leaf[0] for leaf in stacked_leaves(variable, group)]
+        first = [leaf[0] for leaf in stacked_leaves(variable)]
         leaves, abstract = copy_to_replicas(parallel, first, "stacked"), replace(state.abstract, layout="stacked")
         return replace(state, leaves=leaves, abstract=abstract)
 
@@ -91,8 +90,8 @@ def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
 
 def _of_pieces(group: Group, variable: Shared) -> VariableState:
     """What is in pieces, cut for the replicas of another group."""
-    leaves = stored_pieces(variable._spec, group, host_leaves(variable, 0))
-    return replace(variable._state, leaves=leaves, abstract=abstract_pieces(variable._spec, group.size))
+    leaves = stored_shards(variable._spec, group, host_leaves(variable, 0))
+    return replace(variable._state, leaves=leaves, abstract=abstract_shards(variable._spec, group.size))
 
 
 def _of_rows(group: Group, variable: Shared, state: VariableState, batch_s: Any) -> VariableState:

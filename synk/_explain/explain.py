@@ -27,8 +27,8 @@ from .._data.overlap import widened
 from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group
 from .._runtime.target import known_accelerator
-from .._variables.access import bind
 from .._variables.state import VariableState
+from .._variables.variable import bind
 from .hlo import read_collectives
 from .report import Explanation, InputReport, Measured, ProgramReport, VariableReport
 from .why import why_compiled

@@ -24,9 +24,8 @@ from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective
 from .._runtime.layout import constant, layouts, put
 from .._tracing.nan_origin import is_finite
-from .._variables.access import bind
 from .._variables.state import VariableState
-from .._variables.variable import Shared
+from .._variables.variable import Shared, bind
 
 _TOGETHER = 32  # pieces that are joined at a time
 

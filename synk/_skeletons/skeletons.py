@@ -28,7 +28,7 @@ from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
-from .._variables.combine import rows_held
+from .._variables.collectives import rows_held
 from .._variables.variable import Shared
 
 Leaves: TypeAlias = Sequence[jax.Array]

@@ -17,13 +17,23 @@ from .._runtime.executable import from_process_0
 from .._runtime.group import Group, current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
-from . import access
-from .access import group_of
 from .checkpoint_files import WRITER, Checkpoint, note_loaded, read, write
-from .combine import each_of
-from .pieces import whole_on_host
+from .collectives import variables_of
+from .shards import whole_on_host
 from .state import VariableState
-from .variable import Shared
+from .variable import (
+    Shared,
+    commit_all,
+    group_of,
+    host_leaves,
+    logical_shapes,
+    state_of_copies,
+    state_of_leaves,
+    state_of_rows,
+)
+from .variable import (
+    read as read_leaves,
+)
 
 Folder = str | PathLike[str]
 
@@ -142,7 +152,7 @@ def load(
         names = list(kept)
         arrays = opened.enter_context(found[0].arrays()) if found else None
         states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
-        access.commit_all(states)
+        commit_all(states)
         if found:  # this process reads and writes for all
             note_loaded(place, about["step"])
     return about["step"], about["extra"]
@@ -154,7 +164,7 @@ def check_variables(variables: Any, call: str) -> None:
         raise TypeError(
             f'synk.{call}: variables is {shown(variables)}; give a mapping from name to variable: {{"w": w}}.'
         )
-    each_of(list(variables.values()), call)
+    variables_of(list(variables.values()), call)
 
 
 def common_group(variables: Mapping[str, Shared], call: str) -> Group:
@@ -214,7 +224,7 @@ def described(variable: Shared) -> dict[str, Any]:
     return {
         "leaves": [
             {"path": path, "shape": list(s.shape), "dtype": s.dtype.name, "key": None if key is None else str(key)}
-            for path, s, key in zip(spec.paths, access.logical_shapes(variable), spec.keys, strict=True)
+            for path, s, key in zip(spec.paths, logical_shapes(variable), spec.keys, strict=True)
         ],
         "is_equal": state.is_equal,
         "lengths": state.rows_per_replica and list(state.rows_per_replica),
@@ -226,7 +236,7 @@ def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> 
     """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype; for those that do not
     write, what all processes ask for together."""
     for number, variable in enumerate(variables.values()):
-        group, leaves = group_of(variable), access.read(variable, list)
+        group, leaves = group_of(variable), read_leaves(variable)
         state, own = variable._state, group._local_ranks.start
         if variable._spec.is_cut is not None:  # all ask, also those that do not write
             for i, leaf in enumerate(whole_on_host(variable._spec, group, leaves)):
@@ -238,7 +248,7 @@ def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> 
             if rank is None:  # any replica's will do, and every process has one of its own
                 entries = [local_replica_to_host(group, leaf, state.layout, own, None) for leaf in leaves]
             else:
-                entries = access.host_leaves(variable, rank)
+                entries = host_leaves(variable, rank)
             for i, leaf in enumerate(variable._spec.unpack(entries)):
                 stored = _storable(leaf)
                 is_shared = is_copy and np.may_share_memory(stored, leaf)
@@ -322,11 +332,11 @@ def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str,
         return spec.pack(from_process_0(group, own, shapes))
 
     if kept["is_equal"]:
-        return access.state_of_copies(variable, stored(None))
+        return state_of_copies(variable, stored(None))
     parts = [stored(rank) for rank in range(kept["replicas"])]
     if is_of_others(kept, variable):
-        return access.state_of_copies(variable, [mean_of(leaves) for leaves in zip(*parts, strict=True)])
+        return state_of_copies(variable, [mean_of(leaves) for leaves in zip(*parts, strict=True)])
     if lengths is not None:
-        return access.state_of_rows(variable, parts)
+        return state_of_rows(variable, parts)
     stacked = [stack_parts(group, leaves, None) for leaves in zip(*parts, strict=True)]
-    return access.state_of_leaves(stacked, "stacked", diverged_by="what was saved")
+    return state_of_leaves(stacked, "stacked", diverged_by="what was saved")

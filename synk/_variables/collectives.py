@@ -1,18 +1,53 @@
-"""Collectives: shared variables across replicas, from the serial program; and traced values, inside a function."""
+"""Collectives: move and combine the values of shared variables, and of traced arrays inside a function."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
 
-from .._base.errors import public_api
-from .._base.pytree import PyTree
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._base.errors import public_api, shown
+from .._base.partition import lengths_of, split_rows
+from .._base.pytree import PyTree, as_data, as_keys, key_of
+from .._data.dataset import Data, data_of_replicas
+from .._data.selection import select
+from .._data.transfer import gather_rows
+from .._reductions import reduction
+from .._reductions.collectives import all_gather as gather_arrays
+from .._reductions.collectives import merge_leading_axes
 from .._reductions.reduction import ElementwiseOp
-from .._tracing.context import current_trace, eager
-from . import access, combine
-from .access import commit_all, group_of, state_of_leaves
-from .combine import Variables, each_of, each_with_value
-from .variable import Shared
+from .._runtime.engine import Body
+from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
+from .._runtime.group import AXIS, Group
+from .._runtime.layout import Layout, constant, layouts, put
+from .._tracing.context import TraceContext, current_trace, eager
+from .shards import refuse_shards
+from .state import VariableState, refuse_narrow
+from .variable import (
+    Shared,
+    bind,
+    commit_all,
+    group_of,
+    host_leaves,
+    logical_shapes,
+    new_leaves,
+    refuse_inside,
+    refuse_traced,
+    rows_of_rank,
+    stacked_leaves,
+    state_of_copies,
+    state_of_leaves,
+    state_of_rows,
+    state_of_value,
+    state_with_rank,
+)
 
-# Each makes the new states of all its variables before any variable takes one: all change, or on any error none.
+Variables: TypeAlias = Shared | Sequence[Shared]
+
+# A collective makes the new states of all its variables before one variable takes its state: all change, or none.
 
 
 @public_api
@@ -35,13 +70,14 @@ def broadcast(variables: Variables, value: PyTree = None) -> None:
       ...     w.value.tolist()
       [1.0, 1.0]
     """
-    each = each_of(variables, "broadcast")
-    with eager():
-        if value is None:
-            commit_all([(v, combine.state_of_first(v)) for v in each])
-        else:
-            news = each_with_value(variables, value, "broadcast")
-            commit_all([(v, access.copied_state(v, new, "broadcast")) for v, new in news])
+    if value is None:
+        checked = variables_of(variables, "broadcast")
+        with eager():
+            commit_all([(v, _state_of_first(v)) for v in checked])
+    else:
+        pairs = _with_values(variables, value, "broadcast")
+        with eager():
+            commit_all([(v, state_of_value(v, new, "broadcast")) for v, new in pairs])
 
 
 @public_api
@@ -66,10 +102,10 @@ def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
       ...     synk.get_lengths(w), w.get_value(1).tolist()
       ([3, 2, 2], [3, 4])
     """
-    each = each_with_value(variables, value, "scatter", with_rows=True)
+    pairs = _with_values(variables, value, "scatter", with_rows=True)
     with eager():
-        parts = ((v, combine.split_value(v, new, batch, group_of(v).size, "scatter")) for v, new in each)
-        commit_all([(v, access.state_of_rows(v, rows)) for v, rows in parts])
+        parts = ((v, _split_value(v, new, batch, group_of(v).size, "scatter")) for v, new in pairs)
+        commit_all([(v, state_of_rows(v, rows)) for v, rows in parts])
 
 
 @public_api
@@ -91,11 +127,11 @@ def gather(variables: Variables, nd_up: int = 1) -> Any:
       ...     synk.gather(w, nd_up=0).tolist()
       [0, 1, 2]
     """
-    each = each_of(variables, "gather", with_rows=not nd_up)
+    checked = variables_of(variables, "gather", with_rows=not nd_up)
     if nd_up not in (0, 1):
         raise ValueError(f"synk.gather: nd_up={nd_up!r}; give 1 for a replica axis or 0 to concatenate rows.")
     with eager():
-        return _like(variables, [v._spec.tree(combine.gather_leaves(v, "gather", nd_up, "replicated")) for v in each])
+        return _like(variables, [v._spec.tree(_gather(v, "gather", nd_up, "replicated")) for v in checked])
 
 
 @public_api
@@ -119,11 +155,11 @@ def all_gather(variables: Any) -> Any:
       [0, 1, 2]
     """
     context = current_trace()
-    if context is not None and not combine.names_shared(variables):
-        return combine.gather_traced(context, variables)
-    each = each_of(variables, "all_gather", with_rows=True)
+    if context is not None and not _holds_variables(variables):
+        return _gather_traced(context, variables)
+    checked = variables_of(variables, "all_gather", with_rows=True)
     with eager():
-        gathered = [(v, combine.gather_leaves(v, "all_gather", 0, v._state.layout)) for v in each]
+        gathered = [(v, _gather(v, "all_gather", 0, v._state.layout)) for v in checked]
         commit_all([(v, state_of_leaves(leaves, v._state.layout)) for v, leaves in gathered])
 
 
@@ -147,11 +183,11 @@ def reduce(variables: Variables, op: ElementwiseOp = "mean", in_place: bool = Tr
       ...     float(synk.reduce(synk.shared(np.float32(2.0)), "sum", in_place=False))
       6.0
     """
-    each = each_of(variables, "reduce")
+    checked = variables_of(variables, "reduce")
     with eager():
         if not in_place:
-            return _like(variables, [v._spec.tree(combine.reduce_leaves(v, "reduce", op, None, "none")) for v in each])
-        commit_all([(v, combine.state_of_reduced(v, op)) for v in each])
+            return _like(variables, [v._spec.tree(_reduce(v, "reduce", op, None, "none")) for v in checked])
+        commit_all([(v, _state_of_reduced(v, op)) for v in checked])
 
 
 @public_api
@@ -177,11 +213,11 @@ def all_reduce(variables: Any, op: ElementwiseOp = "mean", weights: Sequence[flo
       [0.75]
     """
     context = current_trace()
-    if context is not None and not combine.names_shared(variables):
-        return combine.reduce_traced(context, variables, op, weights)
-    each = each_of(variables, "all_reduce")
+    if context is not None and not _holds_variables(variables):
+        return _reduce_traced(context, variables, op, weights)
+    checked = variables_of(variables, "all_reduce")
     with eager():
-        combined = [(v, combine.reduce_leaves(v, "all_reduce", op, weights, "all")) for v in each]
+        combined = [(v, _reduce(v, "all_reduce", op, weights, "all")) for v in checked]
         commit_all([(v, state_of_leaves(leaves, v._state.layout)) for v, leaves in combined])
 
 
@@ -195,7 +231,7 @@ def get_value(rank: int, variables: Variables) -> Any:
       ...     synk.get_value(1, synk.shared(np.arange(2))).tolist()
       [0, 1]
     """
-    return _like(variables, [variable.get_value(rank) for variable in each_of(variables, "get_value")])
+    return _like(variables, [variable.get_value(rank) for variable in variables_of(variables, "get_value")])
 
 
 @public_api
@@ -219,11 +255,11 @@ def set_value(rank: int, variables: Variables, value: PyTree, batch: Any = None)
       ...     synk.get_lengths(w), w.get_value(1).tolist()
       ([2, 3], [4, 0, 3])
     """
-    each = each_with_value(variables, value, "set_value", with_rows=batch is not None)
+    pairs = _with_values(variables, value, "set_value", with_rows=batch is not None)
     with eager():
         if batch is not None:
-            each = [(v, v._spec.tree(combine.split_value(v, new, batch, 1, "set_value")[0])) for v, new in each]
-        commit_all([(v, access.state_with_rank(v, rank, new)) for v, new in each])
+            pairs = [(v, v._spec.tree(_split_value(v, new, batch, 1, "set_value")[0])) for v, new in pairs]
+        commit_all([(v, state_with_rank(v, rank, new)) for v, new in pairs])
 
 
 @public_api
@@ -240,14 +276,14 @@ def get_lengths(variables: Variables) -> Any:
       [3, 3]
     """
     with eager():
-        return _like(variables, [_lengths(variable) for variable in each_of(variables, "get_lengths")])
+        return _like(variables, [_lengths(variable) for variable in variables_of(variables, "get_lengths")])
 
 
 def _lengths(variable: Shared) -> list[Any]:
-    found = [access.rows_of_rank(variable, rank) for rank in range(group_of(variable).size)]
-    if None in found:
+    lengths = [rows_of_rank(variable, rank) for rank in range(group_of(variable).size)]
+    if None in lengths:
         raise ValueError(f"synk.get_lengths: the leaves of {variable.name} have no common axis 0, so it has no rows.")
-    return found
+    return lengths
 
 
 @public_api
@@ -261,14 +297,240 @@ def get_shapes(variables: Variables) -> Any:
       [(3, 4), (3, 4)]
     """
     with eager():
-        return _like(variables, [_shapes(variable) for variable in each_of(variables, "get_shapes")])
+        return _like(variables, [_shapes(variable) for variable in variables_of(variables, "get_shapes")])
 
 
 def _shapes(variable: Shared) -> list[Any]:
-    on_each = variable._state.rows_per_replica or (None,) * group_of(variable).size
-    shapes = [[s.shape for s in access.logical_shapes(variable, rows)] for rows in on_each]
-    return [variable._spec.treedef.unflatten(each) for each in shapes]
+    lengths = variable._state.rows_per_replica or (None,) * group_of(variable).size
+    shapes = [[s.shape for s in logical_shapes(variable, rows)] for rows in lengths]
+    return [variable._spec.treedef.unflatten(leaves) for leaves in shapes]
+
+
+# Arguments.
+
+
+def variables_of(variables: Any, call: str, with_rows: bool = False) -> list[Shared]:
+    """Check the variables of a call and return them as a list; with `with_rows` each must be able to hold rows."""
+    checked = [variables] if isinstance(variables, Shared) else variables
+    if not isinstance(checked, list | tuple) or not all(isinstance(v, Shared) for v in checked):
+        raise TypeError(
+            f"synk.{call}: {shown(variables)} is no shared variable (or list of them); make one by synk.shared."
+        )
+    for variable in checked:
+        refuse_inside(variable.name, call)
+        refuse_traced(variable.name, f"synk.{call}")
+        # Calls that only read give 64 bits as they are.
+        if call not in ("get_value", "get_lengths", "get_shapes", "save"):
+            refuse_narrow(variable._state.abstract, f"synk.{call}: {variable.name}")
+        if call in ("scatter", "gather", "all_gather", "reduce", "all_reduce", "set_value"):
+            refuse_shards(variable, f"synk.{call}")
+        if with_rows and variable._spec.buffers is not None:
+            raise ValueError(
+                f"synk.{call}: {variable.name} is flat, one buffer a dtype, so it cannot hold rows. Make it without "
+                f"flat=True."
+            )
+    return list(checked)
+
+
+def _with_values(variables: Any, value: Any, call: str, with_rows: bool = False) -> list[tuple[Shared, Any]]:
+    """Check the variables of a call, and pair each with its value."""
+    checked = variables_of(variables, call, with_rows)
+    values = [value] if isinstance(variables, Shared) else value
+    if not isinstance(values, list | tuple) or len(values) != len(checked):
+        raise ValueError(f"synk.{call}: {len(checked)} variables need a list of as many values.")
+    return list(zip(checked, values, strict=True))
 
 
 def _like(variables: Any, results: list[Any]) -> Any:
     return results[0] if isinstance(variables, Shared) else results
+
+
+def _holds_variables(tree: Any) -> bool:
+    """Tell shared variables from traced values."""
+    return any(isinstance(leaf, Shared) for leaf in jax.tree.leaves(tree))
+
+
+def _split_value(variable: Shared, new: PyTree, batch: Any, parts: int, call: str) -> list[list[np.ndarray]]:
+    """Select rows of a new value and cut them into parts, one a replica."""
+    leaves = [np.asarray(leaf) for leaf in new_leaves(variable, new, f"synk.{call}", borrow=True)]
+    rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
+    if len(rows) != 1 or None in rows:
+        raise ValueError(
+            f"synk.{call}: the leaves of {variable.name} have {rows} rows; all need as many, and one axis."
+        )
+    selection = select(batch, rows.pop() or 0, f"synk.{call}", variable.name)
+    picked = [gather_rows(leaf, selection, leaf.dtype) for leaf in leaves]
+    return [[leaf[start : start + count] for leaf in picked] for start, count in split_rows(selection.rows, parts)]
+
+
+def rows_held(variable: Shared, group: Group, what: str) -> Data:
+    """Return the rows that a variable of one array holds as data that lies on the replicas."""
+    state, spec = bind(variable, group), variable._spec
+    lengths = state.rows_per_replica
+    if len(spec.shapes) != 1 or spec.buffers is not None:
+        raise TypeError(f"{what} is the shared variable {variable.name}, a tree; only one array can be passed.")
+    if lengths is None or lengths != lengths_of(sum(lengths), group.size):
+        held = "no rows" if lengths is None else f"{list(lengths)} rows"
+        raise ValueError(
+            f"{what} is the shared variable {variable.name}, which holds {held}, and not as synk.scatter deals them "
+            f"out. Scatter them: synk.scatter({variable.name}, value)."
+        )
+    return data_of_replicas(group, state.leaves[0], sum(lengths), spec.keys[0], variable.name)
+
+
+# Leaves of all replicas.
+
+
+def _state_of_first(variable: Shared) -> VariableState:
+    """Make the state in which every replica has what the first one holds.
+
+    Replicas that are taken to be equal are copied too: a host callback may have made them differ, and so may the values
+    with which processes begin.
+    """
+    group, state = group_of(variable), variable._state
+    if variable._spec.is_cut is not None:
+        return state_of_copies(variable, host_leaves(variable, 0))
+    is_new = variable._group is None
+    stacked = copy_to_replicas(group, state.leaves, "stacked") if is_new else stacked_leaves(variable)
+    leaves = broadcast_from(group, stacked, 0, state.layout)
+    if state.rows_per_replica is not None:
+        leaves = [put(group, leaf[:, : state.rows_per_replica[0]], "stacked") for leaf in leaves]
+    return state_of_leaves(leaves, state.layout)
+
+
+def _gather(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax.Array]:
+    """Gather the stored leaves of all replicas: stacked on a new axis, or their rows one after another."""
+    group = group_of(variable)
+    state = bind(variable, group)
+    if nd_up:
+        _refuse_unequal_rows(variable, state, call)
+    elif any(not s.shape for s in state.abstract.shapes):
+        raise ValueError(f"synk.{call}: {variable.name} has leaves without rows to concatenate; use gather(nd_up=1).")
+    body, count = _gather_body(nd_up, state.rows_per_replica), len(state.leaves)
+    return run_collective(group, body, layouts(state.layout, count), layouts(layout, count), state.leaves)
+
+
+@lru_cache(maxsize=256)
+def _gather_body(nd_up: int, rows: tuple[int, ...] | None) -> Body:
+    def body(*leaves: jax.Array) -> list[jax.Array]:
+        gathered = gather_arrays(leaves)
+        if nd_up:
+            return gathered
+        if rows is None or len(set(rows)) == 1:
+            return [merge_leading_axes(entries) for entries in gathered]
+        return [jnp.concatenate([entries[rank, :n] for rank, n in enumerate(rows)]) for entries in gathered]
+
+    return body
+
+
+def _reduce(
+    variable: Shared,
+    call: str,
+    op: ElementwiseOp,
+    weights: Sequence[float] | None,
+    takers: Literal["all", "first", "none"],
+) -> list[jax.Array]:
+    """Combine the stored leaves of all replicas elementwise.
+
+    If only the first takes the combination, return stacked leaves: the first entry is new, the others are old.
+    """
+    name = _elementwise(op, call)
+    group, spec = group_of(variable), variable._spec
+    state = bind(variable, group)
+    _refuse_unequal_rows(variable, state, call)
+    for shape, key, path in zip(spec.shapes, spec.keys, spec.paths, strict=True):
+        if key is not None or (takers != "none" and reduction.result_dtype(shape.dtype, name) != shape.dtype):
+            what = "PRNG keys" if key is not None else shape.dtype.name
+            ops = [op for op in ("sum", "max", "min", "any") if reduction.result_dtype(shape.dtype, op) == shape.dtype]
+            advice = f"{' or '.join(map(repr, ops))}, or " if key is None else ""
+            raise TypeError(
+                f'synk.{call}: {variable.name}{path} holds {what}, which "{name}" does not keep. '
+                f"Use {advice}reduce(in_place=False)."
+            )
+    # Shares are an argument, so that other weights need no other program.
+    shares = constant(group, "replicated", _shares(weights, name, group.size, call), jnp.result_type(float).name)
+    count = len(state.leaves)
+    ins: list[Layout] = ["replicated", *layouts(state.layout, count)]
+    out: Layout = state.layout if takers == "all" else "stacked" if takers == "first" else "replicated"
+    body = _reduce_body(name, takers == "first")
+    return run_collective(group, body, ins, layouts(out, count), [shares, *state.leaves])
+
+
+def _state_of_reduced(variable: Shared, op: ElementwiseOp) -> VariableState:
+    """Make the state in which the first replica has the combination of all and the others keep their values."""
+    leaves = _reduce(variable, "reduce", op, None, "first")
+    by = "synk.reduce" if group_of(variable).size > 1 else ""
+    return state_of_leaves(leaves, "stacked", variable._state.rows_per_replica, by)
+
+
+@lru_cache(maxsize=256)
+def _reduce_body(op: str, is_for_first: bool) -> Body:
+    def body(shares: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+        # The rank of a function's context is not noted as used: what is combined does not depend on it.
+        context = current_trace()
+        rank = lax.axis_index(AXIS) if context is None else context.rank
+        weight = shares[rank]
+        leaves = [reduction.Reduced(reduction.REDUCTIONS[op], array.dtype) for array in arrays]
+        states = reduction.prepare_parts(arrays, leaves, reduction.PartInfo(weight, rank == 0))
+        whole = reduction.combine_replicas(states, leaves, [None] * len(leaves), has_gradients=context is not None)
+        if is_for_first:
+            return [jnp.where(rank == 0, new, old) for new, old in zip(whole, arrays, strict=True)]
+        return whole
+
+    return body
+
+
+def _elementwise(op: Any, call: str) -> str:
+    name = reduction.reduction_of(op, f"synk.{call}").name
+    if name not in reduction.ELEMENTWISE:
+        names = ", ".join(reduction.ELEMENTWISE)
+        raise ValueError(f"synk.{call}: op {op!r} does not combine elementwise; use one of {names}.")
+    return name
+
+
+def _shares(weights: Sequence[float] | None, op: str, size: int, call: str) -> tuple[float, ...]:
+    """Return each replica's part of a mean; equal parts without weights."""
+    if weights is None:
+        return (1 / size,) * size
+    numbers = [float(weight) for weight in weights]
+    if op != "mean":
+        raise ValueError(f'synk.{call}: weights go with "mean", but the op is {op!r}.')
+    if len(numbers) != size or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
+        raise ValueError(f"synk.{call}: weights are {numbers}; give {size} numbers >= 0, one a replica, not all 0.")
+    return tuple(weight / sum(numbers) for weight in numbers)
+
+
+def _refuse_unequal_rows(variable: Shared, state: VariableState, call: str) -> None:
+    rows = state.rows_per_replica
+    if rows is not None and len(set(rows)) > 1:
+        raise ValueError(
+            f"synk.{call}: {variable.name} holds {list(rows)} rows on the replicas, but this needs as many on each. "
+            f"Use all_gather, or gather with nd_up=0."
+        )
+
+
+# Inside a function.
+
+
+def _reduce_traced(context: TraceContext, tree: PyTree, op: ElementwiseOp, weights: Sequence[float] | None) -> PyTree:
+    _check_axis(context, "all_reduce")
+    name = _elementwise(op, "all_reduce")
+    arrays, treedef = jax.tree.flatten(tree)
+    shares = np.array(_shares(weights, name, context.size, "all_reduce"), jnp.result_type(float))
+    return treedef.unflatten(_reduce_body(name, False)(jnp.asarray(shares), *map(jnp.asarray, arrays)))
+
+
+def _gather_traced(context: TraceContext, tree: PyTree) -> PyTree:
+    _check_axis(context, "all_gather")
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    if any(array.ndim == 0 for array in arrays):
+        raise ValueError("synk.all_gather: a scalar has no rows to gather; give it an axis, as by value[None].")
+    gathered = map(merge_leading_axes, gather_arrays([as_data(array) for array in arrays]))
+    return treedef.unflatten([as_keys(rows, key_of(array)) for rows, array in zip(gathered, arrays, strict=True)])
+
+
+def _check_axis(context: TraceContext, call: str) -> None:
+    if not context.has_axis:
+        pairs = " synk.pairs combines all pairs of rows, of any number." if call == "all_gather" else ""
+        raise ValueError(context.without_axis(f"synk.{call} communicates inside") + pairs)

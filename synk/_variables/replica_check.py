@@ -15,9 +15,8 @@ from .._runtime.executable import as_bits, run_collective, translate_peer_errors
 from .._runtime.group import AXIS
 from .._runtime.layout import Layout
 from .._tracing.context import eager
-from .access import bind, divergence, group_of
-from .combine import each_of
-from .variable import Shared
+from .collectives import variables_of
+from .variable import Shared, bind, divergence, group_of
 
 AT_A_TIME = 1 << 20  # numbers that are mixed, which takes twice their memory where they are not fused
 
@@ -38,7 +37,7 @@ def check_replicas(*variables: Shared) -> None:
       >>> with synk.simulate(2):
       ...     synk.check_replicas(synk.shared(np.zeros(3)), synk.shared(np.ones(2)))
     """
-    each = [variable for variable in each_of(list(variables), "check_replicas") if not variable._may_differ]
+    each = [variable for variable in variables_of(list(variables), "check_replicas") if not variable._may_differ]
     if not each:
         return
     with eager():

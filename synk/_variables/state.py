@@ -1,4 +1,4 @@
-"""State: what a shared variable holds at one moment: a record that is replaced whole, and can be gone back to."""
+"""State: what a shared variable holds at one moment. A state never changes; a new one replaces it whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,47 +8,60 @@ import jax
 import numpy as np
 
 from .._base.errors import SynkError
-from .._base.jax_context import config, is_traced
+from .._base.jax_context import config
 from .._runtime.layout import Layout
-from .._tracing.context import current_trace
 
 _WIDE = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
 
 @dataclass(frozen=True)
 class AbstractState:
-    """What programs depend on, beside the value's tree, which stays."""
+    """The part of a state that programs are compiled for.
 
-    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of each stored leaf on one replica; of rows, on that with the most
-    layout: Layout = "replicated"  # as long as nothing has made replicas differ, then "stacked"
-    rows_per_replica: tuple[int, ...] | None = None  # where it holds rows
+    Attributes:
+      shapes: of each stored leaf on one replica; of a variable that holds rows, on the replica with the most.
+      layout: "replicated" until something makes replicas differ, then "stacked".
+      rows_per_replica: how many rows each replica holds; None if the variable holds no rows.
+    """
+
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    layout: Layout = "replicated"
+    rows_per_replica: tuple[int, ...] | None = None
 
     @cached_property
-    def is_wide(self) -> bool:
-        """Does it hold numbers that JAX has only while `jax_enable_x64` is on?"""
-        return any(shape.dtype in _WIDE for shape in self.shapes)
+    def wide_dtypes(self) -> tuple[str, ...]:
+        """Name the dtypes that JAX has only while `jax_enable_x64` is on."""
+        return tuple(sorted({shape.dtype.name for shape in self.shapes if shape.dtype in _WIDE}))
 
     def part_shapes(self, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
-        """Of the value that a function sees; of one that holds rows, of so many."""
+        """Return the shapes inside a function. A variable that holds rows is seen with `rows` rows."""
         if self.rows_per_replica is None or rows is None:
             return self.shapes
         return [jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for s in self.shapes]
 
     def global_shapes(self, size: int) -> list[jax.ShapeDtypeStruct]:
-        """Of the arrays of a group of this size."""
+        """Return the shapes of the arrays of a group of `size` replicas."""
         front = (size,) if self.layout == "stacked" else ()
         return [jax.ShapeDtypeStruct((*front, *s.shape), s.dtype) for s in self.shapes]
 
 
 @dataclass(frozen=True, eq=False)
 class VariableState:
-    """The leaves of a shared variable and what is known of them."""
+    """The leaves of a shared variable and what is known of them.
 
-    leaves: list[jax.Array]  # stored leaves, global arrays of the variable's group
+    Attributes:
+      leaves: the stored leaves, global arrays of the variable's group.
+      abstract: their shapes and layout.
+      is_equal: whether all replicas hold one value, as far as synk knows.
+      diverged_by: the function or call that made replicas differ.
+      failure: the function whose program died before it wrote these leaves, and the cause.
+    """
+
+    leaves: list[jax.Array]
     abstract: AbstractState
-    is_equal: bool = True  # whether all replicas hold one value, as far as synk knows
-    diverged_by: str = ""  # what made them differ
-    failure: tuple[str, Exception] | None = None  # (function, cause) where it was donated to a program that died
+    is_equal: bool = True
+    diverged_by: str = ""
+    failure: tuple[str, Exception] | None = None
 
     @property
     def layout(self) -> Layout:
@@ -60,34 +73,14 @@ class VariableState:
 
 
 def with_layout(state: AbstractState, layout: Layout | None) -> AbstractState:
-    """The same with another layout, if one is given."""
+    """Return the state with another layout; None keeps the layout that it has."""
     return state if layout is None or layout == state.layout else replace(state, layout=layout)
 
 
 def refuse_narrow(state: AbstractState, name: str) -> None:
-    """SynkError where programs would have its 64 bits as 32, silently."""
-    if state.is_wide and not config.jax_enable_x64:
-        dtypes = ", ".join(sorted({shape.dtype.name for shape in state.shapes if shape.dtype in _WIDE}))
+    """Raise SynkError where programs would silently take 64 bits as 32."""
+    if state.wide_dtypes and not config.jax_enable_x64:
         raise SynkError(
-            f"{name}: it holds {dtypes}, made while jax_enable_x64 was on, which is off here. Turn it on, or make a "
-            f"variable of 32 bits."
-        )
-
-
-def refuse_inside(name: str, call: str) -> None:
-    """Refuse to run inside a function, where a replica sees its own value only."""
-    context = current_trace()
-    if context is not None:
-        raise SynkError(
-            f"{context.name}: {call} of {name} is for the serial program, not inside a function. "
-            f"There, read and assign {name}.value."
-        )
-
-
-def refuse_traced(name: str, call: str) -> None:
-    """Refuse what a transformation would do once, when it is traced, and never again."""
-    if is_traced():
-        raise SynkError(
-            f"{call}: it runs when called, but {name} is used inside jit, grad, vmap or the like, "
-            f"which would run it once and never again. Call it outside."
+            f"{name}: it holds {', '.join(state.wide_dtypes)}, made while jax_enable_x64 was on, which is off here. "
+            f"Turn it on, or make a variable of 32 bits."
         )

@@ -1,4 +1,4 @@
-"""Value: the tree of a shared variable, how its leaves are stored, and the check that a new value keeps both."""
+"""Value: the tree of a shared variable, how its leaves are stored, and checks of new values."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,46 +29,54 @@ from .._base.pytree import (
 from .._tracing.context import current_trace
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
-Buffers: TypeAlias = tuple[tuple[int, ...], ...]  # the numbers of the leaves that lie one after another in each
+# The numbers of the leaves that lie one after another in each buffer.
+Buffers: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
 class ValueSpec:
-    """The tree of a value, and how its *logical* leaves, which the user sees, are *stored*."""
+    """The tree of a value, and how its *logical* leaves, which the user sees, are *stored*.
+
+    Attributes:
+      treedef: the tree of the value.
+      paths: of the logical leaves, as messages write them.
+      keys: the PRNG implementation of each logical leaf; None for plain arrays.
+      shapes: of the logical leaves, typed keys as raw data. Axis 0 may change if the variable holds rows.
+      buffers: the leaves in each buffer of a flat variable, which has one buffer a dtype; None if it is not flat.
+      is_cut: for a sharded variable, which leaves each replica holds one n-th of; None if it is not sharded.
+    """
 
     treedef: Any
-    paths: tuple[str, ...]  # of the logical leaves, as messages write them
-    keys: tuple[Any, ...]  # the PRNG implementation of each, None for plain arrays
-    shapes: Shapes  # of each, raw key data where it is a typed key; of what holds rows axis 0 may change
-    buffers: Buffers | None  # one a dtype, in which a flat variable is stored; None: leaves are stored as they are
-    is_cut: tuple[bool, ...] | None = None  # of one in pieces, of which leaves each replica holds a piece; else None
+    paths: tuple[str, ...]
+    keys: tuple[Any, ...]
+    shapes: Shapes
+    buffers: Buffers | None
+    is_cut: tuple[bool, ...] | None = None
 
     @property
     def is_rearranged(self) -> bool:
-        """Are leaves stored in another form than users see, so that their shapes stay?"""
+        """Check whether leaves are stored in another form than users see. Then their shapes never change."""
         return self.buffers is not None or self.is_cut is not None
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """Stored leaves from logical ones."""
+        """Return stored leaves of logical ones."""
         if self.buffers is None:
             return list(leaves)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            sizes = [sum(leaves[i].size for i in which) for which in self.buffers]
-            dtypes = [leaves[which[0]].dtype for which in self.buffers]
-            return [jax.ShapeDtypeStruct((size,), dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+            return jax.eval_shape(self.pack, list(leaves))
         numpy: Any = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np
         return [numpy.concatenate([numpy.asarray(leaves[i]).reshape(-1) for i in which]) for which in self.buffers]
 
     @property
     def unpacker(self) -> Callable[..., list[Any]]:
-        """What gives logical leaves of stored ones, both maybe with axes in front, as a body of programs."""
+        """Return the function from stored leaves to logical ones. Both may have more axes in front."""
         return _as_they_are if self.buffers is None else _unpacker(self.buffers, self.shapes)
 
     def unpack(self, stored: Sequence[Any]) -> list[Any]:
         return self.unpacker(*stored)
 
     def tree(self, stored: Sequence[Any]) -> PyTree:
-        """Stored leaves as the user's tree, raw key data as keys."""
+        """Return stored leaves as the user's tree, raw key data as keys."""
         return self.treedef.unflatten(map(as_keys, self.unpack(stored), self.keys))
 
 
@@ -91,16 +99,15 @@ def _unpacker(buffers: Buffers, shapes: Shapes) -> Callable[..., list[Any]]:
 
 
 def spec_of_value(value: PyTree, name: str, borrow: bool, is_flat: bool) -> tuple[ValueSpec, list[Any]]:
-    """The spec of a first value, and its stored leaves, which are synk's own unless borrowed."""
+    """Return the spec of a first value, and its stored leaves: copies unless `borrow` allows to share memory."""
     leaves, treedef = tree_flatten_with_path(value)
     paths = tuple(keystr(path) for path, _ in leaves)
     owned: list[Any] = []
     for path, (_, leaf) in zip(paths, leaves, strict=True):
         refuse_tracer(leaf, f"{name}{path}: its value")
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            owned.append(leaf)
-            continue
-        owned.append(as_owned_array(leaf, f"{name}{path}", borrow or is_flat))  # what is flat is copied into buffers
+        # A flat variable copies leaves into its buffers.
+        is_shape, borrows = isinstance(leaf, jax.ShapeDtypeStruct), borrow or is_flat
+        owned.append(leaf if is_shape else as_owned_array(leaf, f"{name}{path}", borrows))
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in owned)
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in owned]
     shapes = tuple(abstract_array(leaf) for leaf in data)
@@ -113,7 +120,7 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, is_flat: bool) -> tupl
 
 
 def shared_rows(arrays: Sequence[Any]) -> int | None:
-    """How many rows each of them has; None where they share no axis 0."""
+    """Return the number of rows of all arrays; None where they share no axis 0."""
     rows = {array.shape[0] if array.shape else None for array in arrays}
     return rows.pop() if len(rows) == 1 else None
 
@@ -165,7 +172,7 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
 
 
 def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
-    """A leaf as an array of synk's own; TypeError where it is none."""
+    """Return a leaf as an array, a copy unless `borrow`; TypeError if it cannot be one."""
     if isinstance(leaf, jax.Array | np.ndarray):
         refuse_two_bits(leaf, name)
     if isinstance(leaf, jax.Array):
@@ -187,6 +194,6 @@ def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
 
 
 def _kind(dtype: np.dtype) -> int:
-    """The place of its kind in bool, int, float, complex; as in jnp, a Python number takes no lower one."""
+    """Return the place of a dtype in bool, int, float, complex. A Python number fits its own place and higher ones."""
     kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
     return next((i for i, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), 0)

@@ -1,26 +1,32 @@
-"""Variable: `synk.shared`, and what its users do with what it makes."""
+"""Variable: `synk.shared`, the variables that it makes, and how these are placed, read and replaced."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from .._base.errors import SynkError, public_api
-from .._base.pytree import PyTree, abstract_array
+from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, public_api, shown
+from .._base.jax_context import is_traced
+from .._base.pytree import PyTree, abstract_array, as_keys
 from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
-from .._runtime.group import Group
+from .._runtime.dispatch import drain, uninterrupted
+from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host
+from .._runtime.group import Group, current_group
+from .._runtime.layout import Layout, set_replica, stack_parts
 from .._tracing.context import current_trace, eager
-from . import access
-from .pieces import refuse_pieces
-from .state import AbstractState, VariableState, refuse_inside, refuse_traced
-from .value import conform, spec_of_value
+from .shards import abstract_shards, refuse_shards, stored_shards, whole_leaves, whole_on_host
+from .state import AbstractState, VariableState, refuse_narrow
+from .value import as_owned_array, conform, shared_rows, spec_of_value
 
 _numbers, _made, _lock = count(), count(1), threading.RLock()
 
@@ -52,7 +58,8 @@ class Shared:
         "name",
     )
 
-    _living: ClassVar[OrderedDict[int, ref[Shared]]] = OrderedDict()  # by number, which grows with each
+    # All variables that live, by their numbers, which grow.
+    _living: ClassVar[OrderedDict[int, ref[Shared]]] = OrderedDict()
 
     def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
         with _lock:
@@ -61,17 +68,20 @@ class Shared:
             living = self._living
             living[number] = ref(self, lambda _: living.pop(number, None))
         self.name = name or f"shared_{next(_numbers)}"
+        # Processes compare the given name: a made-up name has a number that may differ between them.
         self._given_name = name or ""
         self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
+        # None until the first use places the leaves.
         self._group: Group | None = None
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
-        # Whether each replica has its own by design: no replicas are compared, and others load the average of all.
+        # Whether replicas differ by design. Then they are not compared, and other numbers of them load the average.
         self._may_differ = False
-        self._cures: dict[str, str] = {}  # by the name of what made replicas differ: how they become equal again
+        # How replicas become equal again, by the name of the function that made them differ.
+        self._cures: dict[str, str] = {}
 
     @property
     def _is_per_replica(self) -> bool:
-        """Return whether each replica stores leaves of its own by design: a shard, or what it alone has left out."""
+        """Check whether each replica stores leaves of its own by design: a shard, or what it alone has left out."""
         return self._may_differ or self._spec.is_cut is not None
 
     def __reduce__(self) -> NoReturn:
@@ -82,7 +92,7 @@ class Shared:
 
     def __repr__(self) -> str:
         held = self._state.rows_per_replica
-        shapes = access.logical_shapes(self, None if held is None else sum(held))
+        shapes = logical_shapes(self, None if held is None else sum(held))
         shown = ", ".join([f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4]] + ["..."] * (len(shapes) > 4))
         rows = "" if held is None else f"; {sum(held)} rows on {len(held)} replicas"
         return f"Shared({self.name}: {shown}{'; flat' if self._spec.buffers else ''}{rows})"
@@ -90,7 +100,7 @@ class Shared:
     @property
     @public_api
     def value(self) -> PyTree:
-        """Inside a function, this replica's value when the call began; outside, a copy of the value all share.
+        """Read, inside a function, this replica's value when the call began; outside, a copy of the value all share.
 
         Assigning inside takes effect when the call ends; outside it is `synk.broadcast(w, new)`. A new value keeps
         tree, shapes and dtypes.
@@ -103,23 +113,23 @@ class Shared:
         """
         context = current_trace()
         if context is not None:
-            refuse_pieces(self, context.name)
+            refuse_shards(self, context.name)
             return context.read(self)
         with eager():
-            return access.common_value(self)
+            return common_value(self)
 
     @value.setter
     @public_api
     def value(self, new: PyTree) -> None:
         context = current_trace()
         if context is not None:
-            refuse_pieces(self, context.name)
+            refuse_shards(self, context.name)
             context.write(self, new, None)
             return
         refuse_traced(self.name, f"assigning {self.name}.value")
         with eager():
             any_rows = self._state.rows_per_replica is not None
-            access.commit_all([(self, access.copied_state(self, new, f"{self.name}.value", any_rows=any_rows))])
+            commit_all([(self, state_of_value(self, new, f"{self.name}.value", any_rows=any_rows))])
 
     @public_api
     def update(self, new: PyTree, slices: str | None = None) -> None:
@@ -150,7 +160,7 @@ class Shared:
             raise SynkError(f"{self.name}.update: it is for use inside a function; outside, assign {self.name}.value.")
         if slices is not None and slices not in UPDATES:
             raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(UPDATES)}.")
-        refuse_pieces(self, context.name)
+        refuse_shards(self, context.name)
         context.write(self, new, slices)
 
     @public_api
@@ -175,7 +185,7 @@ class Shared:
         """
         refuse_inside(self.name, "get_value")
         with eager():
-            return access.value_of_rank(self, rank, borrow)
+            return value_of_rank(self, rank, borrow)
 
     @public_api
     def set_value(self, new: PyTree, rank: int | None = None, borrow: bool = False) -> None:
@@ -202,10 +212,10 @@ class Shared:
         refuse_traced(self.name, "set_value")
         with eager():
             if rank is None:
-                state = access.copied_state(self, new, borrow=borrow)
+                state = state_of_value(self, new, borrow=borrow)
             else:
-                state = access.state_with_rank(self, rank, new)
-            access.commit_all([(self, state)])
+                state = state_with_rank(self, rank, new)
+            commit_all([(self, state)])
 
     # What tracing calls (TracedState).
 
@@ -218,15 +228,6 @@ class Shared:
 
 
 refuse_use(Shared, lambda self, how: f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
-
-
-def newest() -> int:
-    """The number of the newest variable that still lives: one that is gone has nobody's place."""
-    while True:
-        try:
-            return next(reversed(Shared._living), 0)
-        except RuntimeError:  # another thread made one, or let one go
-            continue
 
 
 @public_api
@@ -260,3 +261,321 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, flat
       0.8
     """
     return Shared(value, name, borrow, flat)
+
+
+def newest() -> int:
+    """Return the number of the newest variable that still lives."""
+    while True:
+        try:
+            return next(reversed(Shared._living), 0)
+        # Another thread has made a variable, or let one go.
+        except RuntimeError:
+            continue
+
+
+def refuse_inside(name: str, call: str) -> None:
+    """Raise SynkError inside a function, where a replica sees only its own value."""
+    context = current_trace()
+    if context is not None:
+        raise SynkError(
+            f"{context.name}: {call} of {name} is for the serial program, not inside a function. "
+            f"There, read and assign {name}.value."
+        )
+
+
+def refuse_traced(name: str, call: str) -> None:
+    """Raise SynkError under a transformation, which would run the call once, when it is traced, and never again."""
+    if is_traced():
+        raise SynkError(
+            f"{call}: it runs when called, but {name} is used inside jit, grad, vmap or the like, "
+            f"which would run it once and never again. Call it outside."
+        )
+
+
+# Callers of what follows hold the lock.
+
+
+def group_of(variable: Shared) -> Group:
+    """Return the group in which the variable lives, or will live."""
+    return variable._group or current_group()
+
+
+def bind(variable: Shared, group: Group) -> VariableState:
+    """Return the state in this group. The first use places the value there."""
+    if variable._group is not group:
+        group._refuse_if_absent(variable.name)
+    if variable._group is None:
+        if is_made_of_shapes(variable):
+            raise SynkError(
+                f"{variable.name}: it was made of shapes alone, for compile and explain. Give it a value first: "
+                f"{variable.name}.value = ..., or synk.load."
+            )
+        state = state_in(variable, group)
+        refuse_narrow(state.abstract, variable.name)
+        _compare_processes(variable, group, state.leaves)
+        variable._state, variable._group = replace(state, leaves=_copies(variable, group, state.leaves)), group
+    if variable._group is not group:
+        here = str(group) if str(group) != str(variable._group) else "a later one of that kind"
+        raise SynkError(
+            f"{variable.name}: it lives in {variable._group}, but the current group is {here}. Use it in its own group "
+            f"(`with group:`), or make a new one from {variable.name}.get_value()."
+        )
+    if variable._state.failure is not None:
+        name, cause = variable._state.failure
+        # After the loss of a process a new value would not help.
+        if isinstance(cause, PeerError):
+            raise cause
+        raise SharedLostError(
+            f"{variable.name}: a program of {name} that was to write it died ({in_a_line(cause)}), so its value is "
+            f"lost. Set or load it again."
+        ) from cause
+    return variable._state
+
+
+def state_in(variable: Shared, group: Group) -> VariableState:
+    """Return the state as a call in a group sees it, without placing anything."""
+    if variable._spec.is_cut is None:
+        return variable._state
+    # A sharded variable is cut when it is placed.
+    if variable._group is None:
+        return replace(variable._state, abstract=abstract_shards(variable._spec, group.size))
+    return bind(variable, group)
+
+
+def is_made_of_shapes(variable: Shared) -> bool:
+    """Check whether the variable has no value yet, only shapes."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in variable._state.leaves)
+
+
+def map_value(variable: Shared, fn: Callable[[PyTree], PyTree]) -> PyTree:
+    """Apply a function to the value. A first value is not placed; if it is made of shapes, return shapes."""
+    if variable._group is not None:
+        with eager():
+            value = common_value(variable)
+        return fn(value)
+    if is_made_of_shapes(variable):
+        return jax.eval_shape(fn, abstract_value(variable))
+    return fn(variable._spec.tree(variable._state.leaves))
+
+
+def abstract_value(variable: Shared) -> PyTree:
+    """Return the value's tree with shapes for arrays and typed keys."""
+    spec, shapes = variable._spec, logical_shapes(variable)
+    return jax.eval_shape(lambda *leaves: spec.treedef.unflatten(map(as_keys, leaves, spec.keys)), *shapes)
+
+
+def _copies(variable: Shared, group: Group, leaves: list[Any]) -> list[jax.Array]:
+    if variable._spec.is_cut is not None:
+        return stored_shards(variable._spec, group, leaves)
+    return copy_to_replicas(group, leaves, variable._state.layout)
+
+
+def _compare_processes(variable: Shared, group: Group, leaves: list[Any]) -> None:
+    """Compare new leaves between processes. First values always are: unseeded random numbers, say, differ."""
+    name, cure = _shared_name(variable), f"synk.broadcast({variable.name})"
+    remedy = f"Make it alike, e.g. of one seed, or give all of them that of the first replica: {cure}."
+    group._peers.compare_values(f"the value of {name}", lambda: leaves, remedy, variable._group is None)
+
+
+def _shared_name(variable: Shared) -> str:
+    return variable._given_name or "a shared variable without a name"
+
+
+def logical_shapes(variable: Shared, rows: int | None = None) -> Sequence[jax.ShapeDtypeStruct]:
+    """Return shapes of the leaves that the user sees, on a replica with `rows` rows, or with the most for None."""
+    spec = variable._spec
+    return spec.shapes if spec.is_rearranged else variable._state.abstract.part_shapes(rows)
+
+
+def rows_of_rank(variable: Shared, rank: int) -> int | None:
+    """Return the length of axis 0 on one replica; None where the leaves share no axis 0."""
+    held = variable._state.rows_per_replica
+    if held is not None:
+        return held[rank]
+    return shared_rows(logical_shapes(variable)) if variable._spec.buffers is None else None
+
+
+# Reading.
+
+
+def read(variable: Shared) -> list[jax.Array]:
+    """Return the stored leaves once they are computed; SharedLostError if the program that was to write them died."""
+    group = group_of(variable)
+    state = bind(variable, group)
+    try:
+        return jax.block_until_ready(state.leaves)
+    except Exception as error:
+        # An exception that a handler of a signal has raised is no failure of the program.
+        if _end_well(state.leaves):
+            raise
+        gone = group._peers.translate_error(error)
+        if gone is not None:
+            raise gone from error
+        # A program of a function marks the variable itself. A collective has no function to name.
+        drain()
+        invalidate(variable, state, "a function", error)
+        # This raises, unless a handler of a signal has set the variable meanwhile.
+        return read(variable)
+
+
+def _end_well(leaves: Sequence[jax.Array]) -> bool:
+    with uninterrupted():
+        try:
+            jax.block_until_ready(leaves)
+        except Exception:
+            return False
+    return True
+
+
+def common_value(variable: Shared) -> PyTree:
+    """Return a copy of the value that all replicas share; DivergedError if they share none."""
+    group = group_of(variable)
+    if not bind(variable, group).is_equal:
+        raise DivergedError(divergence(variable))
+    if variable._spec.is_cut is not None:
+        _agree_to_read(variable, group)
+    return variable._spec.tree(_common_leaves(variable, group))
+
+
+def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
+    """Return a copy of one replica's value; NumPy arrays that may share memory with it if `borrow`."""
+    group, state = _bind_rank(variable, rank)
+    if state.layout == "stacked":
+        _agree_to_read(variable, group)
+    # Under a trace a program that asks for its rank would mix with the trace.
+    if borrow or is_traced():
+        leaves = host_leaves(variable, rank)
+        return variable._spec.tree(leaves if borrow else [jnp.array(leaf) for leaf in leaves])
+    if state.layout == "replicated" or variable._spec.is_cut is not None:
+        return variable._spec.tree(_common_leaves(variable, group))
+    leaves = broadcast_from(group, read(variable), rank, "replicated")
+    rows = state.rows_per_replica
+    return variable._spec.tree(leaves if rows is None else [leaf[: rows[rank]] for leaf in leaves])
+
+
+def _agree_to_read(variable: Shared, group: Group) -> None:
+    """Let processes meet before a read that communicates, so that a process that reads alone is told."""
+    group._peers.agree(f"a read of {_shared_name(variable)}", "")
+
+
+def _common_leaves(variable: Shared, group: Group) -> list[jax.Array]:
+    leaves = read(variable)
+    if variable._spec.is_cut is not None:
+        return whole_leaves(variable._spec, group, leaves)
+    return relayout(group, leaves, variable._state.layout, "replicated")
+
+
+def host_leaves(variable: Shared, rank: int) -> list[Any]:
+    """Return one replica's leaves in host memory, views where that saves a copy. All processes must ask together."""
+    group, leaves = group_of(variable), read(variable)
+    if variable._spec.is_cut is not None:
+        return list(whole_on_host(variable._spec, group, leaves))
+    layout, rows = variable._state.layout, rows_of_rank(variable, rank)
+    return [replica_to_host(group, leaf, layout, rank, rows) for leaf in leaves]
+
+
+def stacked_leaves(variable: Shared) -> list[jax.Array]:
+    """Return the leaves with one entry a replica on axis 0."""
+    group = group_of(variable)
+    state = bind(variable, group)
+    return state.leaves if state.layout == "stacked" else relayout(group, read(variable), "replicated", "stacked")
+
+
+def divergence(variable: Shared) -> str:
+    """Say why replicas share no value, and what to do."""
+    name, state = variable.name, variable._state
+    if state.rows_per_replica is not None:
+        return (
+            f"{name}: its replicas hold different rows, {list(state.rows_per_replica)} of them. Read them all with "
+            f"synk.gather({name}, nd_up=0), one replica's with {name}.get_value(rank)."
+        )
+    cure = f"Update it in then, from combined outputs; or combine it with synk.all_reduce({name})"
+    cure = variable._cures.get(state.diverged_by, cure)
+    return (
+        f"{name}: its replicas hold different values, since {state.diverged_by} updated it on each from its own rows. "
+        f"{cure}; {name}.get_value(rank) reads one replica's."
+    )
+
+
+def _bind_rank(variable: Shared, rank: int) -> tuple[Group, VariableState]:
+    """Return the group and the state there; raise if the group has no such rank."""
+    group = group_of(variable)
+    state = bind(variable, group)
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        raise TypeError(f"{variable.name}: rank is {shown(rank)}; give an integer from 0 to {group.size - 1}.")
+    if not 0 <= rank < group.size:
+        raise IndexError(f"{variable.name}: there is no rank {rank}; ranks are 0 to {group.size - 1}.")
+    return group, state
+
+
+# Replacing.
+
+
+def commit_all(states: Sequence[tuple[Shared, VariableState]]) -> None:
+    """Give variables new states: all of them or, on Ctrl-C, none."""
+    with uninterrupted():
+        for variable, state in states:
+            variable._group, variable._state = group_of(variable), state
+
+
+def invalidate(variable: Shared, state: VariableState, name: str, cause: Exception) -> None:
+    """Mark the variable as lost, if it still has this state, whose program died."""
+    if variable._state is state:
+        variable._state = replace(state, failure=(name, cause))
+
+
+def state_of_leaves(
+    leaves: list[Any], layout: Layout, rows: Sequence[int] | None = None, diverged_by: str = ""
+) -> VariableState:
+    """Make a state of new leaves. Replicas are equal unless they hold rows, or `diverged_by` says why not."""
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[layout == "stacked" :], leaf.dtype) for leaf in leaves)
+    abstract = AbstractState(shapes, layout, None if rows is None else tuple(rows))
+    return VariableState(leaves, abstract, not diverged_by and rows is None, diverged_by)
+
+
+def state_of_copies(variable: Shared, leaves: list[Any]) -> VariableState:
+    """Make the state in which every replica has a copy of the leaves, or its shards of them."""
+    group = group_of(variable)
+    layout: Layout = variable._state.layout if variable._spec.is_cut is None else "stacked"
+    return state_of_leaves(_copies(variable, group, leaves), layout)
+
+
+def state_of_value(
+    variable: Shared, new: PyTree, call: str = "set_value", *, borrow: bool = False, any_rows: bool = True
+) -> VariableState:
+    """Make the state in which every replica has a copy of a new value."""
+    return state_of_copies(variable, new_leaves(variable, new, call, borrow, any_rows))
+
+
+def state_of_rows(variable: Shared, parts: Sequence[Sequence[Any]]) -> VariableState:
+    """Make the state in which replicas hold rows: `parts[rank]` are the leaves of one replica."""
+    group = group_of(variable)
+    rows = tuple(int(leaves[0].shape[0]) for leaves in parts)
+    stacked = [stack_parts(group, leaves, max(rows)) for leaves in zip(*parts, strict=True)]
+    return state_of_leaves(stacked, "stacked", rows)
+
+
+def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
+    """Make the state in which one replica has a new value and the others keep theirs."""
+    group, state = _bind_rank(variable, rank)
+    refuse_shards(variable, "set_value(rank=...)")
+    leaves = new_leaves(variable, new, "set_value", borrow=False)
+    has_same_shapes = [leaf.shape for leaf in leaves] == [s.shape for s in state.abstract.shapes]
+    if state.rows_per_replica is None and has_same_shapes:
+        pairs = zip(stacked_leaves(variable), leaves, strict=True)
+        stacked = [set_replica(group, old, leaf, rank) for old, leaf in pairs]
+        by = f"set_value(rank={rank})" if group.size > 1 else ""
+        return state_of_leaves(stacked, "stacked", diverged_by=by)
+    if shared_rows(leaves) is None or None in [rows_of_rank(variable, other) for other in range(group.size)]:
+        raise ValueError(f"set_value: {variable.name} changes its number of rows, so all leaves need as many.")
+    parts = [leaves if other == rank else host_leaves(variable, other) for other in range(group.size)]
+    return state_of_rows(variable, parts)
+
+
+def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
+    """Check a new value and return its stored leaves, copies unless `borrow`. Axis 0 may change if `any_rows`."""
+    spec = variable._spec
+    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and not spec.is_rearranged)
+    stored = spec.pack([as_owned_array(leaf, variable.name, borrow) for leaf in leaves])
+    _compare_processes(variable, group_of(variable), stored)
+    return stored

@@ -18,8 +18,7 @@ from .._function.function import Function
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, Reduction, Weighted
 from .._reductions.wire import check_wire
-from .._variables.access import map_value
-from .._variables.variable import Shared, shared
+from .._variables.variable import Shared, map_value, shared
 from .optimizer import update_of
 from .power_sgd import LowRankSum, PowerSGD
 from .sharded import ShardedOptimizer

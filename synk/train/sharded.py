@@ -18,8 +18,7 @@ from .._reductions.reduction import accumulation_dtype
 from .._reductions.shard_ops import gather_shards, sum_to_shards, take_shards
 from .._runtime.group import AXIS
 from .._tracing.context import current_trace
-from .._variables.access import abstract_value, map_value
-from .._variables.variable import Shared, shared
+from .._variables.variable import Shared, abstract_value, map_value, shared
 from .elementwise import ElementwiseOptimizer, is_sharded
 
 Leaves = Sequence[jax.Array]
