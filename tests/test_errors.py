@@ -224,7 +224,7 @@ ERRORS = {
     "a ragged list": (lambda: mean()([[1, 2], [3]]), ValueError, "argument x is a list that makes no array"),
     "a seed for a key": (lambda: synk.row_keys(0, 3), TypeError, r"synk.row_keys: the key is 0; give a PRNG key, such as jax.random.key"),
     "a seed as an argument": (lambda: synk.function(lambda x, key: x + synk.part_key(key), ["x"])(X, 0), TypeError, r"synk.part_key: the key is .*; give a PRNG key"),
-    "variables for each batch": (lambda: synk.function(lambda w, x: x.sum(), ["x"], name="f").iterate(synk.each([held()]), X, batches=[[0]]), TypeError, "synk.each gives values, not shared variables"),
+    "variables for each batch": (lambda: next(synk.function(lambda w, x: x.sum(), ["x"], name="f").iterate(synk.each([held()]), X, batches=[[0]])), TypeError, "synk.each gives values, not shared variables"),
     "a misspelt attribute": (lambda: setattr(held(), "valeu", 1), AttributeError, "valeu"),
     "a shared variable": (lambda: synk.function(lambda tree: tree["w"])({"w": held()}), TypeError, r"argument tree\['w'\] is the shared variable held; read held.value"),
     "a scalar to scatter": (lambda: mean()(1.0), ValueError, 'x is a scalar .* inputs={"x": "broadcast"}'),

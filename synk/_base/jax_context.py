@@ -71,29 +71,6 @@ def leave_traces() -> None:
     _enter_trace(_EVALUATION).__enter__()
 
 
-# Options that a `with` of JAX's sets for its thread alone and that change numbers, and errors.
-_SET_BY_WITH = """
-    enable_x64 default_prng_impl threefry_partitionable default_matmul_precision numpy_dtype_promotion
-    numpy_rank_promotion default_device legacy_prng_key debug_key_reuse debug_nans debug_infs
-""".split()
-_OF_THREADS = [name for name in _SET_BY_WITH if hasattr(jax, name) and hasattr(config, f"jax_{name}")]
-
-
-def options_of_thread() -> dict[str, Any]:
-    """What the user has set around this line, for a thread that works for it."""
-    return {name: getattr(config, f"jax_{name}") for name in _OF_THREADS}
-
-
-@contextmanager
-def with_options(options: dict[str, Any]) -> Generator[None]:
-    """Set them for this thread."""
-    with ExitStack() as stack:
-        for name, value in options.items():
-            if getattr(config, f"jax_{name}") != value:
-                stack.enter_context(getattr(jax, name)(value))
-        yield
-
-
 # Guards against transfers between host and devices, or devices, that nobody has asked for.
 _GUARDS = ("transfer_guard_host_to_device", "transfer_guard_device_to_device", "transfer_guard_device_to_host")
 _guards = attrgetter(*(f"jax_{name}" for name in _GUARDS))

@@ -11,7 +11,6 @@ import numpy as np
 from .._base.errors import SynkError, checked_integer, public_api
 from .._base.pytree import key_of, narrow
 from .._base.refusals import refuse_use
-from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, uninterrupted
 from .._runtime.group import Group
 from .first_rows import index_within, read_within, touched_rows
@@ -100,7 +99,6 @@ class Data:
 
     @public_api
     def __getitem__(self, index: Any) -> Any:
-        in_turn()
         source = source_of(self)
         if isinstance(source, Reader):
             rows = source[index] if self._length == len(source) else read_within(source, self._length, index)
@@ -110,7 +108,6 @@ class Data:
 
     @public_api
     def __setitem__(self, index: Any, rows: Any) -> None:
-        in_turn()
         source = source_of(self)
         is_read_only = isinstance(source, np.ndarray) and not source.flags.writeable
         if isinstance(source, jax.Array) or is_result(source) or is_read_only:
@@ -152,7 +149,6 @@ class Data:
                 f"{self.name}.set_value: the new rows have shape {source.shape[1:]}, but its rows have "
                 f"{self._row_shape}. Only their number may change."
             )
-        in_turn()
         self._become(_source=source, _length=len(source))
 
     @public_api
@@ -172,7 +168,6 @@ class Data:
                 f"{self.name}.set_length: it holds an array of {held} rows, so there are not {rows}. "
                 f"set_value gives it another array."
             )
-        in_turn()
         if rows != self._length:
             self._become(_length=rows)
 
@@ -189,7 +184,6 @@ class Data:
           'scatter'
         """
         _check_place(place, f"{self.name}.to")
-        in_turn()
         if place != self._place:
             self._become(_place=place)
         return self
@@ -205,7 +199,6 @@ class Data:
           >>> x
           Data(x: float64[0], place="host")
         """
-        in_turn()
         self._become(_source=None, _length=0)
 
     def _mark(self, written: range | None) -> None:

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from .._base.partition import RowRange, lengths_of, split_rows
-from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import replica_to_host, run_collective
 from .._runtime.group import Group
@@ -90,7 +89,6 @@ class ReplicaRows:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         if self._host is None:
-            in_turn()
             with LOCK:
                 self._bring()
         assert self._host is not None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
+from itertools import count
 from typing import Any, Literal
 
 import jax
@@ -15,7 +16,6 @@ from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced
 from .._base.old_names import refuse_member
 from .._base.pytree import PyTree
-from .._base.turns import in_turn
 from .._call.auto_slices import execute_fitting
 from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
 from .._call.compose import compose
@@ -31,8 +31,9 @@ from .._check.views import view_of_absent
 from .._data.prefetch import Prefetch
 from .._explain.explain import explain, measure
 from .._explain.report import Explanation
-from .._loops.iterate import Batches, iterate, stream
+from .._loops.iterate import Prepared, launch, prepare_batches, warn_of_keys
 from .._loops.over import Accumulation
+from .._loops.stream import prepare_items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
@@ -204,7 +205,9 @@ class Function:
         output_subset: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> Prefetch[Any, PyTree]:
-        """Call the function for each batch; the next ones are picked and sent while the current one runs.
+        """Call the function for each batch; the next batches are picked and sent while a call runs.
+
+        `batches` and the values of `synk.each` are asked for on the thread of the loop, right after a call is launched.
 
         A PRNG key given whole draws the same noise in every batch, which a warning says: give each batch its own by
         `synk.each(jax.random.split(key, number_of_batches))`.
@@ -212,13 +215,14 @@ class Function:
         Args:
           *args: as in a call.
           batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
-          prefetch: how many batches a thread works ahead; 0 for none.
+          prefetch: how many batches to take early. With 0, a batch is taken when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
           **kwargs: as in a call.
 
         Returns:
-          An iterator of the results, in order; it has as many as there are batches. Leaving the loop stops the thread.
+          An iterator of the results, in order; it has as many as there are batches. Leaving the loop drops the batches
+          that were taken early.
 
         Errors are those of a call, when that batch is reached.
 
@@ -230,28 +234,51 @@ class Function:
           [6, 9]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        return self._each_batch("iterate", (args, kwargs), batches, prefetch, options, self._launch)
+        prepared = self._batches("iterate", (args, kwargs), batches, options)
+        return self._loop("iterate", batches, prepared, prefetch, self._launch)
 
-    def _each_batch(
+    def _batches(
         self,
-        name: Literal["iterate", "over"],
-        given: tuple[tuple[Any, ...], dict[str, Any]],
+        member: Literal["iterate", "over"],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
         batches: Iterable[Any],
-        prefetch: int,
         options: CallOptions,
-        call: Callable[[BoundArguments, CallOptions], PyTree],
-    ) -> Prefetch[Any, PyTree]:
-        """Give `call` the arguments of each batch; positional and keyword ones are given."""
-        if not any(given) and any(p.default is p.empty for p in self._binder.parameters.values()):
-            instead = "stream(loader)" if name == "iterate" else "over(source=loader)"
+    ) -> Iterator[Prepared]:
+        """Check positional and keyword arguments of a loop, and make a call ready for each batch."""
+        name, group = f"{self.name}.{member}", current_group()
+        if not any(arguments) and any(p.default is p.empty for p in self._binder.parameters.values()):
+            instead = "stream(loader)" if member == "iterate" else "over(source=loader)"
             raise TypeError(
-                f"{self.name}.{name}: batches pick rows of its arguments, but there is none. If each item of a loader "
-                f"brings its own, write {self.name}.{instead}."
+                f"{name}: batches pick rows of its arguments, but there is none. If each item of a loader brings its "
+                f"own, write {self.name}.{instead}."
             )
-        bound, group = self._bind(*given, options, name), current_group()
-        group._refuse_if_absent(f"{self.name}.{name}")
-        rows = Batches(self._spec, bound, options, group, name)
-        return iterate(rows, batches, prefetch, call, lambda: self._refuse(name))
+        bound = self._bind(*arguments, options, member)
+        group._refuse_if_absent(name)
+        if member == "iterate":
+            warn_of_keys(name, bound, "synk.each(jax.random.split(key, number_of_batches))")
+        return prepare_batches(self._spec, bound, options, group, name, batches)
+
+    def _items(
+        self, member: Literal["stream", "over"], source: Iterable[Any], options: CallOptions
+    ) -> Iterator[Prepared]:
+        """Make a call ready for each item of a loader."""
+        name, group = f"{self.name}.{member}", current_group()
+        check_slices(options.num_slices, self.name)
+        self._refuse(member)
+        group._refuse_if_absent(name)
+        return prepare_items(self._spec, self._binder, options, group, name, source)
+
+    def _loop(
+        self,
+        member: str,
+        source: Iterable[Any],
+        prepared: Iterator[Prepared],
+        prefetch: int,
+        call: Callable[[BoundArguments, CallOptions], PyTree],
+    ) -> Prefetch[Prepared, PyTree]:
+        """Run `call` with the arguments of each item."""
+        name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
+        return Prefetch(source, prepared, partial(launch, call, count()), prefetch, name, refuse)
 
     @public_api
     def stream(
@@ -262,22 +289,22 @@ class Function:
         num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
     ) -> Prefetch[Any, PyTree]:
-        """Call the function for each item of a loader; the next ones are taken and sent while the current one runs.
+        """Call the function for each item of a loader; the next items are taken and sent while a call runs.
 
-        What the loader calls of synk, and what it reads or sets of shared variables and `synk.data`, waits
-        until the loop comes to that item, so that results are those of `prefetch=0`.
+        The loader is asked on the thread of the loop, right after a call is launched. It is up to `prefetch` items
+        early, so what it reads of shared variables is that much older. What it writes to them is that much earlier.
 
         Args:
           source: gives the arguments of each call: a tuple or list by position, a mapping by name, anything else as the
             only one. Any iterable: a `torch.utils.data.DataLoader`, Grain, `tf.data`'s `as_numpy_iterator()`, a
             generator. Items may have any numbers of rows, and their memory may be used again for the next one.
-          prefetch: how many items a thread works ahead; 0 for none.
+          prefetch: how many items to take early. With 0, an item is taken when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
 
         Returns:
-          An iterator of the results, in order; it has as many as the source says. Leaving the loop stops the thread
-          and drops the items that it has taken ahead: for n items of a longer source, `itertools.islice(source, n)`.
+          An iterator of the results, in order; it has as many as the source says. Leaving the loop drops the items that
+          were taken early: for n items of a longer source, `itertools.islice(source, n)`.
 
         Raises:
           TypeError: the source is not iterable.
@@ -292,32 +319,7 @@ class Function:
           [6.0, 6.0, 3.0]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        return self._each_item("stream", source, prefetch, options, self._launch)
-
-    def _each_item(
-        self,
-        name: Literal["stream", "over"],
-        source: Iterable[Any],
-        prefetch: int,
-        options: CallOptions,
-        call: Callable[[BoundArguments, CallOptions], PyTree],
-    ) -> Prefetch[Any, PyTree]:
-        """Give `call` the arguments that each item of a loader brings."""
-        check_slices(options.num_slices, self.name)
-        self._refuse(name)
-        group = current_group()
-        group._refuse_if_absent(f"{self.name}.{name}")
-        return stream(
-            self._spec,
-            self._binder,
-            source,
-            options,
-            group,
-            size=prefetch,
-            call=call,
-            refuse=lambda: self._refuse(name),
-            name=f"{self.name}.{name}",
-        )
+        return self._loop("stream", source, self._items("stream", source, options), prefetch, self._launch)
 
     @public_api
     def over(
@@ -342,7 +344,7 @@ class Function:
           batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
           source: instead of arguments and batches, an iterable of the arguments of each batch, as `stream` takes them:
             a `torch.utils.data.DataLoader`, a generator.
-          prefetch: how many batches are taken ahead; 0 for none.
+          prefetch: how many batches to take early.
 
         Returns:
           As a call.
@@ -370,12 +372,13 @@ class Function:
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
         total = Accumulation(Site(self._spec, self._plans, current_group()))
         if batches is not None:
-            loop = self._each_batch("over", (args, kwargs), batches, prefetch, options, total.add)
+            items, prepared = batches, self._batches("over", (args, kwargs), batches, options)
         elif args or kwargs:
             raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
         else:
-            loop = self._each_item("over", source or (), prefetch, options, total.add)
-        for _ in loop:
+            assert source is not None
+            items, prepared = source, self._items("over", source, options)
+        for _ in self._loop("over", items, prepared, prefetch, total.add):
             pass
         return total.finish()
 
@@ -383,7 +386,6 @@ class Function:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, call: str = ""
     ) -> BoundArguments:
         """Bind the arguments of a call without looking at a leaf; `call` names a member that runs in no trace."""
-        in_turn()
         self._refuse(call)
         check_slices(options.num_slices, self.name)
         for option in OPTIONS.intersection(kwargs):

@@ -1,22 +1,18 @@
-"""Iterate: a function over many batches, or what a loader gives; the next ones are sent while the current one runs."""
+"""Iterate: pick the rows of each batch, send them while the call before runs, and call a function with them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from copy import deepcopy
-from functools import partial
-from itertools import count
-from operator import is_
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from .._base.errors import public_api, shown, warn
+from .._base.errors import SynkError, public_api, shown, warn
 from .._base.pytree import PyTree, as_keys, is_prng_key, narrow
-from .._call.binding import ArgumentBinder, BoundArguments, CallOptions, check_leaves
+from .._call.binding import BoundArguments, CallOptions, check_leaves
 from .._call.rows import common_rows, refuse_together
 from .._call.spec import FunctionSpec
 from .._data.dataset import Data, source_of
-from .._data.prefetch import Prefetch
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
 from .._data.sources import copied
@@ -24,11 +20,11 @@ from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .._variables.variable import Shared
 
-_END = object()  # of values that have ended
+_END = object()
 
 
-class Each:
-    """Values of which each batch gets the next one; made by `synk.each`."""
+class PerBatch:
+    """Values of which each batch gets the next; made by `synk.each`."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self.values = values
@@ -36,8 +32,9 @@ class Each:
     def __repr__(self) -> str:
         return f"synk.each({self.values!r})"
 
+    # A static argument must have a hash. All batches would share it, so there is none.
     def __hash__(self) -> int:
-        raise TypeError("values of batches have no hash")  # so they are no static argument, which all would share
+        raise TypeError("values of batches have no hash")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("synk.each gives a value to each batch of iterate or over; give a call one value.")
@@ -45,7 +42,7 @@ class Each:
 
 @public_api
 def each(values: Iterable[Any]) -> Any:
-    """Give each batch of `f.iterate` or `f.over` a value of its own, for an input that is broadcast.
+    """Give each batch of `f.iterate` or `f.over` its own value, for an input that is broadcast.
 
     Args:
       values: an iterable with as many values as there are batches, or more: learning rates, PRNG keys.
@@ -55,7 +52,7 @@ def each(values: Iterable[Any]) -> Any:
 
     Raises:
       TypeError: it is not iterable.
-      ValueError: there are fewer values than batches; when that batch is reached.
+      ValueError: there are fewer values than batches; when the loop comes to that batch.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -66,145 +63,202 @@ def each(values: Iterable[Any]) -> Any:
     """
     if not isinstance(values, Iterable):
         raise TypeError(f"synk.each: {shown(values)} is no iterable; give one value for each batch.")
-    return Each(values)
+    return PerBatch(values)
 
 
-class Ahead(NamedTuple):
-    """A call made ready: its arguments, the batch where there is data to pick from, and versions of that."""
+class Prepared(NamedTuple):
+    """The arguments of one call of a loop, made ready early.
 
-    rows: "Batches"
-    bound: BoundArguments | Exception  # or why there are none, for the data as it was
-    versions: list[int]
-    kept: Any
-    given: dict[int, Any]  # by leaf: the value of `synk.each` that this batch has
-    seconds: float
+    Attributes:
+      batches: the arguments of the loop.
+      batch: a copy of the user's batch, if its rows may have to be picked again.
+      arguments: the arguments before rows were picked.
+      picked: the arguments with the rows of this batch; None if picking failed, which the call tries again.
+      late_data: data that came with this batch and that the call reads itself, with their versions.
+      writes: how often the source and the loop had written to the data of the loop.
+    """
+
+    batches: "Batches"
+    batch: Any
+    arguments: BoundArguments
+    picked: BoundArguments | None
+    late_data: list[tuple[Data, int]]
+    writes: tuple[int, int]
 
 
 class Batches:
-    """The arguments of a call, of which it picks the rows of each batch."""
+    """The arguments of a loop, from which each batch picks rows.
+
+    Rows of arrays and of data in host memory are picked as soon as the batch is there. Rows of data on the devices are
+    picked by the call. An item of a stream is a loop of one batch, whose arguments came from the source.
+    """
 
     def __init__(
-        self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, call: str = "iterate"
+        self,
+        function: FunctionSpec,
+        bound: BoundArguments,
+        options: CallOptions,
+        group: Group,
+        name: str,
+        is_item: bool = False,
     ) -> None:
-        self.function, self.options, self.group = function, options, group
-        self.name = f"{function.name}.{call}"
-        self._each = self._values_of_each(bound)
-        self._next = self._values_of_batch()
-        if call == "iterate":
-            warn_of_keys(self.name, bound, "synk.each(jax.random.split(key, number_of_batches))")
-        self.bound = bound = self._with_values(bound, self._next)
-        looked = check_leaves(bound, function.name, group)
-        self.sources, self.keys = looked.scattered, [looked.keys[i] for i in bound.spec.scattered]
-        self.names = bound.spec.scattered_names
-        sources = self.sources
-        self.picked = [i for i, s in enumerate(sources) if not (isinstance(s, Data) and s.is_minibatch)]
-        self.resident = [i for i in self.picked if self._stays(sources[i])]
-        self.followed = [source for source in sources if isinstance(source, Data)]
-        self.rows()
-        if not self.picked and call != "stream":
-            raise ValueError(f"{self.name}: batches pick rows of scattered inputs, but this call has none.")
+        self.function, self.bound, self.options, self.group, self.name = function, bound, options, group, name
+        self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
+        checked = check_leaves(_with_values(bound, dict.fromkeys(self._values, 0)), function.name, group)
+        self._sources, self._keys = checked.scattered, [checked.keys[i] for i in bound.spec.scattered]
+        self.picked = [i for i, s in enumerate(self._sources) if not (isinstance(s, Data) and s.is_minibatch)]
+        self.on_devices = [i for i in self.picked if self._is_on_devices(self._sources[i])]
+        is_process_local = any(isinstance(source, ProcessLocalRows) for source in self._sources)
+        # Each process brings its own rows. A process without rows, or with a wrong batch, must not leave the others.
+        self.meets_others = group._is_multi_process and is_process_local
+        early = {bound.spec.scattered[i] for i in self.picked if i not in self.on_devices}
+        self._read_by_call = [leaf for i, leaf in enumerate(bound.leaves) if isinstance(leaf, Data) and i not in early]
+        self._is_item = is_item
+        # Nobody but the source writes to the data of an item, before the item is taken.
+        self._data = [] if is_item else [leaf for leaf in bound.leaves if isinstance(leaf, Data)]
+        self._versions = [data._version for data in self._data]
+        self._writes = (0, 0)
+        self._count_rows()
 
-    def _stays(self, source: Any) -> bool:
-        """Is it picked from where it lies, when the call is made?"""
+    def prepare_all(self, batches: Iterable[Any]) -> Generator[Prepared]:
+        """Make a call ready for each batch, when it is asked for."""
+        try:
+            for batch in batches:
+                values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
+                self._note_writes(by_source=True)
+                yield self.prepare(batch, values)
+        finally:
+            self._note_writes(by_source=True)
+
+    def prepare(self, batch: Any, values: dict[int, Any]) -> Prepared:
+        """Pick the rows of a batch that lie on the host; `values` are those of `synk.each`, by leaf."""
+        arguments, picked = _with_values(self.bound, values), None
+        is_picked_again = bool(self._data or self.on_devices or self.meets_others)
+        # The source may write its next batch where this one lies.
+        kept = deepcopy(batch) if is_picked_again else None
+        try:
+            picked = self._pick(batch, arguments)
+        except Exception:
+            # The loop may write to the data before the call, and other processes wait for an answer in the call.
+            if not is_picked_again:
+                raise
+        late_data = [value for value in values.values() if isinstance(value, Data)]
+        late_data += self._read_by_call if self._is_item else []
+        versions = [(data, data._version) for data in late_data]
+        return Prepared(self, kept, arguments, picked, versions, self._writes)
+
+    def current(self, item: Prepared) -> BoundArguments:
+        """Return the arguments of a call that is due; pick rows again if the loop has written to their data."""
+        self._note_writes(by_source=False)
+        is_written_by_source, is_written_by_loop = [a != b for a, b in zip(item.writes, self._writes, strict=True)]
+        is_lost = is_written_by_source and (is_written_by_loop or self._read_by_call)
+        if is_lost or any(data._version != version for data, version in item.late_data):
+            raise SynkError(
+                f"{self.name}: data that a call reads was written after its item was taken early. Give prefetch=0, "
+                f"which takes an item when the loop comes to it."
+            )
+        if item.picked is not None and not is_written_by_loop:
+            return item.picked
+        try:
+            return self._pick(item.batch, item.arguments)
+        except Exception:
+            if self.meets_others:
+                refuse_together(self.group, self.function.name)
+            raise
+
+    def _note_writes(self, by_source: bool) -> None:
+        """Count writes to the data of the loop since the last look."""
+        versions = [data._version for data in self._data]
+        if versions != self._versions:
+            self._versions = versions
+            source, loop = self._writes
+            self._writes = (source + by_source, loop + (not by_source))
+
+    def _next_value(self, i: int, iterator: Iterator[Any]) -> Any:
+        """Take the next value of `synk.each`, and copy it: its owner may write the following one there."""
+        argument = self.bound.spec.names[i]
+        value = next(iterator, _END)
+        if value is _END:
+            raise ValueError(f"{self.name}: synk.each of argument {argument} has fewer values than there are batches.")
+        if isinstance(value, Shared):
+            raise TypeError(
+                f"{self.name}: synk.each gives values, not shared variables. For these call the function in a loop."
+            )
+        if not jax.tree_util.all_leaves([value]):
+            raise TypeError(
+                f"{self.name}: synk.each gives argument {argument} a {type(value).__name__}. Give it a tree of "
+                f"synk.each instead, one for each array."
+            )
+        return copied(value)
+
+    def _is_on_devices(self, source: Any) -> bool:
+        """Check whether the call itself picks the rows of a source."""
         if isinstance(source, Data):
             return source._home.layout is not None or not can_go_ahead(self.group, source_of(source))
         return not can_go_ahead(self.group, source)
 
-    def _values_of_each(self, bound: BoundArguments) -> dict[int, Iterator[Any]]:
-        """The values of each `synk.each`, by leaf."""
-        found = {i: leaf.values for i, leaf in enumerate(bound.leaves) if isinstance(leaf, Each)}
-        for i in found:
-            if i not in bound.spec.broadcast:
-                raise ValueError(
-                    f"{self.name}: argument {bound.spec.names[i]} is scattered, and synk.each gives each batch a value "
-                    f'that is broadcast. Make the input "broadcast"; rows of each batch come by stream.'
-                )
-        return {i: iter(values) for i, values in found.items()}
-
-    def _with_values(self, bound: BoundArguments, values: dict[int, Any]) -> BoundArguments:
-        """The arguments of a batch that has these."""
-        for i, value in values.items():
-            argument = bound.spec.names[i]
-            if value is _END:
-                raise ValueError(
-                    f"{self.name}: synk.each of argument {argument} has fewer values than there are batches."
-                )
-            if not jax.tree_util.all_leaves([value]):
-                raise TypeError(
-                    f"{self.name}: synk.each gives argument {argument} a {type(value).__name__}. Give it a tree of "
-                    f"synk.each instead, one for each array."
-                )
-        return bound._replace(leaves=[values.get(i, leaf) for i, leaf in enumerate(bound.leaves)])
-
-    def _take_values(self) -> dict[int, Any]:
-        """Those of the next batch."""
-        values, self._next = self._next, {}
-        return values or self._values_of_batch()
-
-    def _values_of_batch(self) -> dict[int, Any]:
-        """The next value of each, with memory of its own: who gives it may fill the same array anew."""
-        found = {i: next(values, _END) for i, values in self._each.items()}
-        if any(isinstance(value, Shared) for value in found.values()):
-            raise TypeError(
-                f"{self.name}: synk.each gives values, not shared variables. For these call the function in a loop."
-            )
-        return {i: copied(value) for i, value in found.items()}
-
-    def rows(self) -> int:
-        """How many there are to pick from."""
-        return common_rows(self.function.name, self.names, self.sources, self.picked, self.meets_others) or 0
-
-    @property
-    def meets_others(self) -> bool:
-        """Does each process bring rows of its own, so that some may bring none, and all leave a batch that one cannot
-        pick?"""
-        return self.group._is_multi_process and any(isinstance(source, ProcessLocalRows) for source in self.sources)
+    def _count_rows(self) -> int:
+        """Return how many rows there are to pick from."""
+        names = self.bound.spec.scattered_names
+        return common_rows(self.function.name, names, self._sources, self.picked, self.meets_others) or 0
 
     def _select(self, batch: Any, rows: int, i: int) -> Selection:
         if not rows:
             return Selection(None, 0, 0)
-        return select(batch, rows, self.function.name, self.names[i], is_part=self.meets_others)
+        return select(batch, rows, self.function.name, self.bound.spec.scattered_names[i], is_part=self.meets_others)
 
-    def versions(self) -> list[int]:
-        """Of the data picked from."""
-        return [source._version for source in self.followed]
-
-    def ahead(self, batch: Any, values: dict[int, Any] | None = None) -> Ahead:
-        """Pick the rows of what is on the host; what is resident is picked from where it is."""
-        start, versions = perf_counter(), self.versions()
-        values = self._take_values() if values is None else values
-        # Whoever made it may use it again for the next one.
-        kept = deepcopy(batch) if self.followed or self.resident else None
-        try:
-            bound = self._bound(batch, values)
-        except Exception as error:
-            if not (self.followed or self.meets_others):
-                raise
-            bound = error  # until it is this batch's turn the data may change, or the others wait
-        return Ahead(self, bound, versions, kept, values, perf_counter() - start)
-
-    def _bound(self, batch: Any, values: dict[int, Any]) -> BoundArguments:
-        """The arguments of a batch."""
-        if not self.picked:  # an item of a stream that brings no rows to pick from
-            return self._with_values(self.bound, values)
-        selection = self._select(batch, self.rows(), self.picked[0])
-        given: list[Any] = list(self._with_values(self.bound, values).leaves)
+    def _pick(self, batch: Any, arguments: BoundArguments) -> BoundArguments:
+        """Put the rows of a batch in the place of the arguments that they are picked from."""
+        # An item of a stream may bring no rows to pick from.
+        if not self.picked:
+            return arguments
+        start = perf_counter()
+        selection = self._select(batch, self._count_rows(), self.picked[0])
+        leaves = list(arguments.leaves)
         for i in self.picked:
-            if i not in self.resident:
-                given[self.bound.spec.scattered[i]] = self._picked(i, batch, selection)
-        return self.bound._replace(leaves=given, numbers=None if self.resident else selection.with_copied_indexes())
+            if i not in self.on_devices:
+                leaves[self.bound.spec.scattered[i]] = self._rows_of(i, batch, selection)
+        self.function.stats.sending += perf_counter() - start
+        return arguments._replace(leaves=leaves, numbers=None if self.on_devices else selection.with_copied_indexes())
 
-    def _picked(self, i: int, batch: Any, selection: Selection) -> Any:
-        leaf = self.sources[i]
-        if isinstance(leaf, ProcessLocalRows):  # of which each process picks its own
-            own = self._select(batch, leaf.shape[0], i)
-            return ProcessLocalRows(gather_rows(leaf.source, own, narrow(leaf.dtype)))
+    def _rows_of(self, i: int, batch: Any, selection: Selection) -> Any:
+        leaf = self._sources[i]
+        if isinstance(leaf, ProcessLocalRows):
+            selection_here = self._select(batch, leaf.shape[0], i)
+            return ProcessLocalRows(gather_rows(leaf.source, selection_here, narrow(leaf.dtype)))
         source = source_of(leaf) if isinstance(leaf, Data) else leaf
         is_cut = self.options.num_slices == 1 and self.bound.spec.overlaps[i] is None
-        there = place_rows_ahead(self.group, source, selection, narrow(leaf.dtype), is_cut=is_cut)
-        if self.resident:  # to which the batch still applies
-            return Data(there, self.names[i], minibatch=True, key=self.keys[i])
-        return as_keys(there, self.keys[i])
+        rows = place_rows_ahead(self.group, source, selection, narrow(leaf.dtype), is_cut=is_cut)
+        # The call gets the batch for the rows on the devices, and must not pick from these rows again.
+        if self.on_devices:
+            return Data(rows, self.bound.spec.scattered_names[i], minibatch=True, key=self._keys[i])
+        return as_keys(rows, self._keys[i])
+
+
+def prepare_batches(
+    function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str, batches: Iterable[Any]
+) -> Iterator[Prepared]:
+    """Check the arguments of a loop, and make a call ready for each batch when it is asked for."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"{name}: batches is {shown(batches)}; give an iterable of batches, e.g. synk.minibatches.")
+    for i in bound.spec.scattered:
+        if isinstance(bound.leaves[i], PerBatch):
+            raise ValueError(
+                f"{name}: argument {bound.spec.names[i]} is scattered, and synk.each gives each batch a value that is "
+                f'broadcast. Make the input "broadcast"; rows of each batch come by stream.'
+            )
+    rows = Batches(function, bound, options, group, name)
+    if not rows.picked:
+        raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
+    return rows.prepare_all(batches)
+
+
+def launch(call: Callable[[BoundArguments, CallOptions], PyTree], numbers: Iterator[int], item: Prepared) -> PyTree:
+    """Call a function with the arguments of an item; `numbers` gives the number of the item in the loop."""
+    rows = item.batches
+    bound = rows.current(item)
+    batch = item.batch if rows.on_devices else None
+    return call(bound, rows.options._replace(batch=batch, turn=next(numbers)))
 
 
 def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:
@@ -217,88 +271,6 @@ def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:
             )
 
 
-def iterate(
-    rows: Batches,
-    batches: Iterable[Any],
-    size: int,
-    call: Callable[[BoundArguments, CallOptions], PyTree],
-    refuse: Callable[[], None],
-) -> Prefetch[Any, PyTree]:
-    """Call a function for each batch; `refuse` raises where nothing may be launched."""
-    name = rows.name
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"{name}: batches is {shown(batches)}; give an iterable of batches, e.g. synk.minibatches.")
-
-    return Prefetch(batches, size, rows.ahead, partial(_arrive, call, count()), f"{name}: prefetch", refuse)
-
-
-def stream(
-    function: FunctionSpec,
-    binder: ArgumentBinder,
-    source: Iterable[Any],
-    options: CallOptions,
-    group: Group,
-    *,
-    size: int,
-    call: Callable[[BoundArguments, CallOptions], PyTree],
-    refuse: Callable[[], None],
-    name: str,
-) -> Prefetch[Any, PyTree]:
-    """Call a function for each item; `refuse` raises where nothing may be launched, `name` is for messages."""
-    if not isinstance(source, Iterable):
-        raise TypeError(f"{name}: its source is {shown(source)}; give an iterable of arguments, e.g. a data loader.")
-
-    before: list[Any] = []
-
-    def ahead(item: Any) -> Ahead:
-        args, kwargs = _arguments(item)
-        try:
-            bound = binder.bind(args, kwargs)
-        except TypeError as error:
-            if not isinstance(item, Mapping):
-                raise
-            raise TypeError(
-                f"{error} An item that is a mapping gives arguments by name; one that is the only argument comes as "
-                f"(item,)."
-            ) from None
-        keys = [leaf for leaf in bound.leaves if is_prng_key(leaf)]
-        if keys and len(keys) == len(before) and all(map(is_, keys, before)):
-            warn_of_keys(name, bound, "split the key as the loader goes on, as synk.each does for iterate")
-        before[:] = keys
-        for leaf, argument in zip(bound.leaves, bound.spec.names, strict=True):
-            if isinstance(leaf, Each):
-                raise ValueError(
-                    f"{name}: argument {argument} is synk.each, which gives a value for each batch of iterate or over. "
-                    f"Put the value itself into each item."
-                )
-        # Whoever made them may use their memory again for the next item. Rows are copied as they are picked.
-        leaves = list(bound.leaves)
-        for i in bound.spec.broadcast:
-            leaves[i] = copied(leaves[i])
-        return Batches(function, bound._replace(leaves=leaves), options, group, "stream").ahead(None)
-
-    return Prefetch(source, size, ahead, partial(_arrive, call, count()), f"{name}: prefetch", refuse)
-
-
-def _arguments(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """By position: a tuple, or a list, as torch collates them; by name: a mapping; anything else alone."""
-    if isinstance(item, Mapping):
-        return (), dict(item)
-    return (tuple(item), {}) if isinstance(item, tuple | list) else ((item,), {})
-
-
-def _arrive(call: Callable[[BoundArguments, CallOptions], PyTree], turns: Iterator[int], item: Ahead) -> PyTree:
-    """Call a function with what was made ready."""
-    rows, seconds = item.rows, item.seconds
-    if item.versions != rows.versions():  # written since: pick again
-        item = rows.ahead(item.kept, item.given)
-        seconds += item.seconds
-    if isinstance(item.bound, Exception):
-        if rows.meets_others:
-            refuse_together(rows.group, rows.function.name)
-        try:
-            raise item.bound
-        finally:
-            del item  # or the error, its traceback and this frame would keep one another
-    rows.function.stats.sending += seconds
-    return call(item.bound, rows.options._replace(batch=item.kept if rows.resident else None, turn=next(turns)))
+def _with_values(bound: BoundArguments, values: dict[int, Any]) -> BoundArguments:
+    """Put values in the place of leaves."""
+    return bound._replace(leaves=[values.get(i, leaf) for i, leaf in enumerate(bound.leaves)])

@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import SynkError
-from .._base.turns import in_turn
 from .dispatch import CPU_CAN_WEDGE, LOCK
 
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a class that JAX exports untyped
@@ -211,7 +210,6 @@ class Group:
         return f"Group({self.size} {kind} on {self.platform}:{ids}{where})"
 
     def __enter__(self) -> Group:
-        in_turn()
         self._groups_before.append(CURRENT.enter(self))
         return self
 
@@ -229,7 +227,6 @@ class _CurrentGroup:
 
     def use(self, new: Group) -> Group:
         """Make a new group the current one, for `with` or for good."""
-        in_turn()
         self._made = (new, self.group, set(_lines()))
         self.group = new
         return new
@@ -250,7 +247,6 @@ class _CurrentGroup:
 
     def forget(self) -> None:
         """Let there be none."""
-        in_turn()
         self.group = self._made = None
 
 

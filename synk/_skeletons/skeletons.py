@@ -15,7 +15,6 @@ from .._base.errors import SynkError, shown
 from .._base.jax_context import is_traced, trace_options
 from .._base.partition import lengths_of
 from .._base.pytree import SCALARS, PyTree, key_of, narrow, to_jax
-from .._base.turns import in_turn
 from .._call.binding import told_apart
 from .._call.compose import in_blocks, own_mesh, place_traced, run_inlined
 from .._call.execute import run
@@ -146,7 +145,6 @@ def _filled(values: Leaves, lengths: Mapping[int, Sequence[int]]) -> Leaves:
 
 def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree]) -> list[Any]:
     """Run a program; its results have the rows of the first argument."""
-    in_turn()
     name, rows = skeleton.name, arguments[0].rows
     if skeleton.results not in ("concat", "scatter"):
         raise ValueError(f'{name}: results are {skeleton.results!r}; use "concat" or "scatter".')

@@ -15,7 +15,6 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
 from .._base.pytree import PyTree, check_key
-from .._base.turns import in_turn
 from .._runtime.dispatch import LOCK, retire_finished
 from .._runtime.group import current_group
 
@@ -149,7 +148,6 @@ def stateless(name: str, advice: str) -> AbstractContextManager[None]:
 def eager() -> Generator[None]:
     """Hold the lock and step out of any transformation around this line, so that values of now are read."""
     _refuse_callback()
-    in_turn()
     with LOCK:
         retire_finished()
         with jax.ensure_compile_time_eval() if is_traced() else nullcontext():

@@ -16,7 +16,6 @@ import numpy as np
 
 from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
-from .._base.turns import in_turn
 from .._call.binding import check_slices
 from .._data.prefetch import Prefetch
 from .._function import decorator
@@ -81,7 +80,6 @@ class LocalSteps:
     @property
     def steps(self) -> int:
         """Return the number of steps so far, including the steps before a loaded checkpoint."""
-        in_turn()
         self._recount()
         return self._steps
 
@@ -131,7 +129,6 @@ class LocalSteps:
     @public_api
     def finish(self) -> None:
         """Average the steps since the last average; do nothing if there are none."""
-        in_turn()
         retire_finished()
         self._recount()
         if self._steps > self._averaged:
@@ -153,7 +150,9 @@ class LocalSteps:
         retire_finished()
         self._recount()
         result = take()
-        self._steps, self._read = self._steps + 1, self.counts._state
+        # A loader that was asked for the next item, and has read `steps`, has counted this step already.
+        if self.counts._state is not self._read:
+            self._steps, self._read = self._steps + 1, self.counts._state
         if self._steps - self._averaged >= self._next:
             self.finish()
         return result

@@ -1,11 +1,7 @@
-"""Iterate and prefetch: the results of plain calls, in order, while a thread works ahead that always ends."""
+"""Iterate and prefetch: the results of plain calls, in order, of batches that are taken early."""
 
-import os
+import itertools
 import signal
-import subprocess
-import sys
-import threading
-import time
 import weakref
 
 import jax
@@ -15,7 +11,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_same, group_of, numbers, slow
+from ..helpers import assert_same, group_of, numbers
 
 X = numbers(11)
 PLACES = ("raw", "host", "scatter", "broadcast")
@@ -26,24 +22,11 @@ of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
 rows = synk.function(lambda x: x, reduce="concat", name="rows")
 
 
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "synk-prefetch"]
-
-
-def wait_for(condition, seconds=10.0):
-    """Has it come about within so many seconds?"""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.001)
-    return condition()
-
-
 @pytest.fixture(autouse=True)
 def on_two_replicas():
-    """Of which no test leaves a thread behind."""
+    """Two devices for all tests here."""
     with group_of("devices", 2):
         yield
-    assert wait_for(lambda: not threads())
 
 
 def at(place, x, **options):
@@ -203,9 +186,6 @@ def test_an_error_of_the_batches_comes_as_it_is(size):
         next(results)
 
 
-# The thread.
-
-
 def by_break(results):
     for _ in results:
         break
@@ -239,90 +219,23 @@ LEAVING = [by_break, by_an_error, by_close, by_with, by_an_interrupt]
 
 
 @pytest.mark.parametrize("leave", LEAVING)
-@pytest.mark.parametrize("make", [lambda: rows.iterate(X, batches=endless()), lambda: synk.prefetch(ones(1000))])
-def test_leaving_stops_the_thread(make, leave):
-    """Always, and within a tenth of a second where nothing else wants the cores: at the latest the fifth time."""
+@pytest.mark.parametrize("size", [0, 2])
+def test_leaving_closes_the_batches(leave, size):
+    """However a loop is left, and for both kinds of loops."""
+    for make in (
+        lambda source: rows.iterate(X, batches=source, prefetch=size),
+        lambda source: synk.prefetch(source, size),
+    ):
+        noted = []
 
-    def ends_at_once():
-        leave(make())
-        at_once = wait_for(lambda: not threads(), 0.1)
-        assert wait_for(lambda: not threads())
-        return at_once
+        def source(noted=noted):
+            try:
+                yield from itertools.repeat(X[:, 0] > 0)
+            finally:
+                noted.append("closed")
 
-    assert any(ends_at_once() for _ in range(5))
-
-
-def test_an_interrupt_while_waiting():
-    """Ctrl-C reaches a loop that waits for a slow source."""
-    slow = threading.Event()
-
-    def batches():
-        yield slice(4)
-        slow.wait()
-
-    results = rows.iterate(X, batches=batches())
-    next(results)
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            timer.start()
-            next(results)
-    finally:
-        timer.join()
-        slow.set()
-    assert wait_for(lambda: not threads())
-    assert list(results) == []
-
-
-LEFT = """
-import itertools, jax, numpy as np, synk
-
-@jax.jit
-def slow(x):
-    return jax.lax.fori_loop(0, 60, lambda i, y: y @ x * 1e-3, x)
-
-def wait(tree):
-    slow(matrix).block_until_ready()
-    return tree
-
-matrix = np.ones((500, 500), np.float32)
-wait(matrix)
-batches = synk.prefetch(itertools.repeat(np.ones(4)), transform=wait)
-next(batches)
-"""
-
-
-@pytest.mark.parametrize("end", [slow(""), slow("batches.close()"), slow("del batches"), "raise SystemExit(3)"])
-def test_a_program_ends_well_while_its_thread_works(end):
-    """Python ends under no thread that is inside JAX, which would abort the process."""
-    done = subprocess.run([sys.executable, "-c", LEFT + end], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (3 if "3" in end else 0, "")
-
-
-def test_close_reaches_a_reader_that_waits():
-    """What another thread waits for ends."""
-    slow = threading.Event()
-
-    def batches():
-        yield slice(4)
-        slow.wait()
-
-    results = rows.iterate(X, batches=batches())
-    next(results)
-    reader = threading.Thread(target=lambda: list(results), daemon=True)
-    reader.start()
-    time.sleep(0.05)
-    results.close()
-    slow.set()
-    reader.join(0.5)
-    assert not reader.is_alive()
-
-
-def test_what_never_begins_has_no_thread():
-    """It starts with the first result."""
-    results = rows.iterate(X, batches=endless())
-    assert not threads()
-    results.close()
+        leave(make(source()))
+        assert noted == ["closed"]
 
 
 def test_what_never_begins_says_so():
@@ -340,7 +253,7 @@ def test_what_never_begins_says_so():
 
 @of_every_size
 @pytest.mark.parametrize("place", ["host", "broadcast"])
-def test_it_works_ahead(place, size):
+def test_batches_are_taken_early(place, size):
     """Of the result in hand by as many batches as asked for, and by no more."""
     asked = []
 
@@ -352,9 +265,7 @@ def test_it_works_ahead(place, size):
     results = rows.iterate(at(place, X), batches=batches(), prefetch=size)
     for i, result in enumerate(results):
         assert_same(result, X[[i, i + 1]])
-        assert wait_for(lambda i=i: len(asked) == min(i + 1 + size, 8))
-        time.sleep(0.002)
-        assert len(asked) <= i + 1 + size
+        assert len(asked) == min(i + 1 + size, 8)
 
 
 def test_rows_are_picked_ahead():
@@ -369,7 +280,7 @@ def test_rows_are_picked_ahead():
 
     results = rows.iterate(Noted(), batches=[[i, i + 1] for i in range(6)], prefetch=2)
     next(results)
-    assert wait_for(lambda: Noted.reads == 3)  # for all replicas at once
+    assert Noted.reads == 3  # for all replicas at once
     results.close()
 
 
@@ -393,17 +304,10 @@ def test_prefetch_of_trees(size, count):
 
 
 @of_every_size
-def test_transform_runs_ahead(size):
-    """On the thread, where there is one, and its results are what comes."""
-    seen = set()
-
-    def transform(tree):
-        seen.add(threading.current_thread())
-        return {"x": tree * 2}
-
-    got = list(synk.prefetch(ones(3), size, transform))
+def test_transform(size):
+    """Its results are what comes."""
+    got = list(synk.prefetch(ones(3), size, lambda tree: {"x": tree * 2}))
     assert_same(got, [{"x": np.full((4, 2), 2, np.float32)}] * 3)
-    assert len(seen) == 1 and (threading.main_thread() in seen) == (size == 0)
 
 
 WRONG = {
@@ -448,7 +352,7 @@ def test_leaving_closes_a_generator(size):
     noted = []
     for _ in synk.prefetch(closing(noted), size):
         break
-    assert wait_for(lambda: noted == ["closed"])
+    assert noted == ["closed"]
 
 
 @of_every_size
@@ -457,46 +361,17 @@ def test_close_closes_a_generator(size):
     noted = []
     with synk.prefetch(closing(noted), size) as trees:
         next(trees)
-    assert wait_for(lambda: noted == ["closed"])
+    assert noted == ["closed"]
 
 
 @of_every_size
 def test_64_bits_ahead(size):
-    """The thread sees the setting of the loop that started it."""
+    """Items are taken with the options that hold where the loop asks for them."""
     x = numbers(4).astype(np.float64) + 1e-12
     with jax.enable_x64(True):
         assert_same(list(synk.prefetch([x], size)), [x])
         assert_same(list(rows.iterate(x, batches=[[3, 0]], prefetch=size)), [x[[3, 0]]])
     assert_same(list(synk.prefetch([x], size)), [x.astype(np.float32)])
-
-
-OPTIONS = {
-    "threefry_partitionable": False, "default_prng_impl": "rbg", "default_matmul_precision": "float32",
-    "numpy_dtype_promotion": "standard", "numpy_rank_promotion": "allow", "debug_nans": True, "enable_x64": True,
-}  # fmt: skip
-
-
-@of_every_size
-def test_options_of_jax_ahead(size):
-    """The thread draws, promotes and looks for NaN as the loop that started it, though another option holds by then."""
-
-    def options():
-        return {name: getattr(jax.config, f"jax_{name}") for name in OPTIONS}
-
-    found, plain = [], options()
-
-    def seen(tree):
-        found.append(options())
-        return tree
-
-    for name in [name for name in OPTIONS if hasattr(jax, name)]:
-        with getattr(jax, name)(OPTIONS[name]):
-            trees = synk.prefetch([np.zeros(2)] * 3, size, transform=seen)
-            next(trees)
-        assert len(list(trees)) == 2
-        found, ahead = [], found
-        assert ahead == [plain | {name: OPTIONS[name]}] * 3 if size else [plain | {name: OPTIONS[name]}, plain, plain]
-    assert len(list(synk.prefetch([np.zeros(2)], size, transform=seen))) == 1 and found == [plain]
 
 
 @pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
@@ -526,7 +401,7 @@ def test_arguments_are_let_go_of():
     results = synk.function(jnp.sum).iterate(x, batches=[slice(0, 8)])
     list(results)
     del x
-    assert wait_for(lambda: kept() is None)
+    assert kept() is None
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -539,7 +414,6 @@ def test_what_was_wrong_ahead_may_be_right(group, place, prefetch):
         for total in f.iterate(data, batches=[[0], [1], [8], [2]], prefetch=prefetch):
             found.append(float(total))
             if len(found) == 1:
-                time.sleep(0.05)
                 data.set_value(x)
         assert found == [0, 1, 8, 2]
         results = f.iterate(synk.data(x[:4], place=place), batches=[[0], [8], [1]], prefetch=prefetch)
