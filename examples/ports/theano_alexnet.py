@@ -1,7 +1,7 @@
 """AlexNet on two replicas, after Theano-AlexNet: prints a validation error of 25 % or less.
 
 Each replica trains on its half of a batch with momentum, and after every batch parameters and momentum are averaged.
-There, a process for each GPU passed them by hand, and one more loaded; here it is `every=1`, and a thread that loads,
+There, a process for each GPU passed them by hand, and one more loaded; here it is `every=1`, and `synk.prefetch` loads,
 crops, mirrors and sends the next batches from files while the replicas run. With momentum such averages are the
 synchronous step, as the first steps show.
 
@@ -94,7 +94,7 @@ def write_batches(folder):
 
 
 def loader(mean, rng=None):
-    """What is done to each batch on the loader's thread: at random, or in the middle where there is no `rng`."""
+    """Make what crops and mirrors each batch: at random, or in the middle where there is no `rng`."""
 
     def load(file):
         batch = np.load(file)
