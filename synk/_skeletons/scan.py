@@ -99,12 +99,7 @@ def _scan(
 ) -> list[jax.Array]:
     """Scan a replica's rows, and put the total of all earlier replicas before them.
 
-    Args:
-      combine: the user's op on leaves.
-      lengths: the number of rows of each replica.
-      is_reversed: whether to go from the last row to the first.
-      first: the result of the first row where a row's own value is left out; else None.
-      values: this replica's rows.
+    `first` is the result of the first row if a row's own value is left out; else None.
     """
     rank = lax.axis_index(AXIS)
     count = jnp.asarray(np.array(lengths, np.int32))[rank]

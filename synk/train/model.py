@@ -122,19 +122,6 @@ class TrainingModel:
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
         self.signature = self._signature_of_rows(call)
 
-    def average(self, decay: float, flat: bool) -> Shared:
-        """Make the variable that holds a moving average of the parameters; it begins as a copy of them."""
-        if isinstance(decay, bool) or not isinstance(decay, int | float | np.floating):
-            raise TypeError(f"synk.train.step: ema is {shown(decay)}; give its decay, a number such as 0.999.")
-        if not 0 <= decay < 1:
-            raise ValueError(f"synk.train.step: ema is {shown(decay)}; give its decay, at least 0 and below 1.")
-        self._ema = float(decay)
-        return shared(map_value(self.params, lambda params: params), "ema", flat=flat)
-
-    def moved_average(self, average: PyTree, params: PyTree) -> PyTree:
-        """Return the moving average after a step."""
-        return self._optax.incremental_update(params, average, 1 - self._ema)
-
     def _signature_of_rows(self, call: str) -> inspect.Signature:
         """Return the signature of the loss without parameters and state."""
         signature = inspect.signature(self.loss)
@@ -156,11 +143,7 @@ class TrainingModel:
     ) -> Function:
         """Make a function of rows that looks like the loss, in messages and to `inputs`.
 
-        Args:
-          fn: runs on each part.
-          outputs: the ops of its outputs but aux.
-          then: runs on the combined outputs.
-          then_of_unreduced: the same, and adds up gradients itself (`sums_gradients`).
+        If `sums_gradients`, `then_of_unreduced` takes the place of `then`.
         """
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
@@ -187,11 +170,7 @@ class TrainingModel:
     ) -> LossAndGrad:
         """Compute the loss of a part's rows, and its gradient.
 
-        Args:
-          loss: the user's loss, `self.loss`; callers name it in their code, so that tracing looks at its variables.
-          params: the parameters.
-          state: the variable that holds the model's state, or None.
-          args, kwargs: the part's rows.
+        Callers pass `self.loss` from a name of their own, so that tracing looks at its variables.
         """
         # The loss gets a tree of its own, which it may change in place.
         before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
@@ -233,15 +212,7 @@ class TrainingModel:
         raise TypeError(f"{self.name}: it returned {got}; {want}.")
 
     def step(self, params: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array, unreduced: bool) -> PyTree:
-        """Take a step inside `then`; return the new parameters.
-
-        Args:
-          params: the variable that holds the parameters.
-          opt_state: the variable that holds the optimizer's state.
-          grads: the mean gradient, or this replica's unreduced part of it.
-          loss: the mean loss.
-          unreduced: whether `grads` is unreduced.
-        """
+        """Take a step inside `then`, by a mean gradient or this replica's unreduced part; return the new parameters."""
         if self._low_rank is not None and unreduced:
             grads, unreduced = self._low_rank.sum(grads), False
             # Unreduced gradients come in their accumulation dtype.

@@ -41,15 +41,7 @@ class ShardedOptimizer:
         self.state._spec = replace(self.state._spec, is_cut=self._optimizer.is_cut)
 
     def update(self, params: PyTree, grads: PyTree, loss: jax.Array, clip: float | None, unreduced: bool) -> PyTree:
-        """Update this replica's shard of the state, inside `then`, and return the new parameters.
-
-        Args:
-          params: the whole parameters.
-          grads: the mean gradient, or this replica's unreduced part of it.
-          loss: the mean loss.
-          clip: the largest global norm of the mean gradient.
-          unreduced: whether `grads` is unreduced.
-        """
+        """Update this replica's shard of the state, inside `then`; return the new parameters."""
         self._optimizer.check_shards(lax.psum(1, AXIS))
         context = current_trace()
         assert context is not None

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._base.pytree import PyTree
 from .._call.spec import Stats
 from .._check.blame import Blame
@@ -17,7 +18,8 @@ from .._explain.report import Explanation
 from .._function.decorator import Inputs
 from .._function.function import Function
 from .._reductions.reduction import Weighted
-from .._variables.variable import Shared
+from .._variables.access import map_value
+from .._variables.variable import Shared, shared
 from .model import TrainingModel, rows_of, state_of_part, state_of_parts, state_ops
 from .power_sgd import PowerSGD
 
@@ -203,7 +205,7 @@ def step(
 
     # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
     held, opt_state, running = model.params, model.opt_state, model.state
-    average = None if ema is None else model.average(ema, flat)
+    average, decay = (None, 0.0) if ema is None else (_average_of(held, ema, flat), float(ema))
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         part = model.value_and_grad(loss, held.value, running, args, kwargs)
@@ -226,9 +228,18 @@ def step(
         if running is not None:
             running.value = state_of_parts(running, combined["state"], combined["counted"])
         if average is not None:
-            average.value = model.moved_average(average.value, new)
+            average.value = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, average.value, new)
         return (value, combined["aux"]) if model.has_aux else value
 
     ops = {"loss": "mean", "state": state_ops(running), "counted": "any"}
     function = model.function(on_part, ops, partial(then, False), partial(then, True))
     return Step(function, held, opt_state, running, average, model.feedback)
+
+
+def _average_of(params: Shared, decay: Any, flat: bool) -> Shared:
+    """Make the variable that holds a moving average of the parameters; it begins as a copy of them."""
+    if isinstance(decay, bool) or not isinstance(decay, int | float | np.floating):
+        raise TypeError(f"synk.train.step: ema is {shown(decay)}; give its decay, a number such as 0.999.")
+    if not 0 <= decay < 1:
+        raise ValueError(f"synk.train.step: ema is {shown(decay)}; give its decay, at least 0 and below 1.")
+    return shared(map_value(params, lambda params: params), "ema", flat=flat)
