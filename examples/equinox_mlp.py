@@ -1,4 +1,4 @@
-"""Equinox: a perceptron whose loss is weighted by the labels that are known, its state in pieces, evaluated exactly.
+"""Equinox: a perceptron whose loss is weighted by the labels that are known, its state in shards, evaluated exactly.
 
     python examples/equinox_mlp.py    # needs the extra `examples`, and equinox
 

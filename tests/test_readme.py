@@ -53,15 +53,15 @@ def test_when_wrong(capsys):
 
 @pytest.mark.slow
 def test_on_the_wire(capsys):
-    """Losses by each wire are nearly one, with a state in pieces one; bits of blocks are."""
+    """Losses by each wire are nearly one, with a state in shards one; bits of blocks are."""
     names = {"__name__": "__main__"}
     with jax.numpy_dtype_promotion("standard"):
         for _, code in BLOCK.findall((README.parent / "docs" / "on_the_wire.md").read_text()):
             exec(code, names)
-    *wires, whole, pieces, bits = capsys.readouterr().out.splitlines()
+    *wires, whole, shards, bits = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in wires] == ["None", "bf16", "int8", "PowerSGD(rank=2)"]
     assert len({line.split()[1] for line in wires}) <= 2
-    assert whole.removeprefix("whole") == pieces.removeprefix("in pieces")
+    assert whole.removeprefix("whole") == shards.removeprefix("in shards")
     assert bits == "1"
 
 
