@@ -38,14 +38,14 @@ def view_of_one(group: Group, batch_s: Any) -> View:
 
 
 def _view(group: Group, target: Group, batch_s: Any, look: Callable[[Shared, VariableState], VariableState]) -> View:
-    """Variables of a group as another one sees them; `look` is for those that neither hold rows nor lie in pieces."""
+    """Variables of a group as another one sees them; `look` is for those that neither hold rows nor lie in shards."""
 
     @cache
     def view(variable: Shared) -> VariableState:
         state = bind(variable, group)
         if state.rows_per_replica is not None:
             return _of_rows(target, variable, state, batch_s)
-        return look(variable, state) if variable._spec.is_cut is None else _of_pieces(target, variable)
+        return look(variable, state) if variable._spec.is_cut is None else _of_shards(target, variable)
 
     return view
 
@@ -88,8 +88,8 @@ def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
     return _view(group, parallel, batch_s, look)
 
 
-def _of_pieces(group: Group, variable: Shared) -> VariableState:
-    """What is in pieces, cut for the replicas of another group."""
+def _of_shards(group: Group, variable: Shared) -> VariableState:
+    """Return the state of a sharded variable, cut for the replicas of another group."""
     leaves = stored_shards(variable._spec, group, host_leaves(variable, 0))
     return replace(variable._state, leaves=leaves, abstract=abstract_shards(variable._spec, group.size))
 

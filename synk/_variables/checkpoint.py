@@ -282,7 +282,7 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
             raise ValueError(f"{where}: {name}{what} was {was}, but {variable.name} has {has}.")
         if not there["is_equal"] and variable._spec.is_cut is not None:
             raise ValueError(
-                f"{where}: {name} differed on its replicas, but {variable.name} lies in pieces, which make one value. "
+                f"{where}: {name} differed on its replicas, but {variable.name} lies in shards, which make one value. "
                 f"Make it equal before it is saved."
             )
         if is_of_others(there, variable) and not variable._may_differ:

@@ -59,7 +59,7 @@ def refuse_shards(variable: Any, call: str) -> None:
     """Raise SynkError if the variable is sharded and `call` is about values that each replica has for itself."""
     if variable._spec.is_cut is not None:
         raise SynkError(
-            f"{call}: {variable.name} lies in pieces, of which each replica holds one, so none has a value of its own. "
+            f"{call}: {variable.name} lies in shards, of which each replica holds one, so none has a value of its own. "
             f"Outside of functions read and assign the whole, {variable.name}.value; into one pass it as an argument."
         )
 

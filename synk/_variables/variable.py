@@ -167,7 +167,7 @@ class Shared:
     def get_value(self, rank: int = 0, borrow: bool = False) -> PyTree:
         """Return a copy of the value of one replica, arrays that lie on every replica.
 
-        Over processes all ask together; `.value` is each one's to read, but for state that lies in pieces.
+        Over processes all ask together; `.value` is each one's to read, but for state that lies in shards.
 
         Args:
           rank: whose.

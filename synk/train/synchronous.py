@@ -18,8 +18,7 @@ from .._explain.report import Explanation
 from .._function.decorator import Inputs
 from .._function.function import Function
 from .._reductions.reduction import Weighted
-from .._variables.access import map_value
-from .._variables.variable import Shared, shared
+from .._variables.variable import Shared, map_value, shared
 from .model import TrainingModel, rows_of, state_of_part, state_of_parts, state_ops
 from .power_sgd import PowerSGD
 

@@ -809,7 +809,7 @@ def travelling(group, noted):
 
 @case
 def pieces(group, noted):
-    """An optimizer's state in pieces over all processes, and PowerSGD's own of each replica; saved and loaded."""
+    """An optimizer's state in shards over all processes, and PowerSGD's own of each replica; saved and loaded."""
     import optax
 
     import synk.train

@@ -281,15 +281,15 @@ def test_what_is_owed_comes_on_one_replica_too(tmp_path):
         assert not np.any(step.feedback["feedback"].value[0])
 
 
-def test_pieces_refuse_what_differed(tmp_path):
-    """A checkpoint whose replicas differed makes no state that lies in pieces; nothing is loaded."""
+def test_shards_refuse_what_differed(tmp_path):
+    """A checkpoint whose replicas differed makes no state that lies in shards; nothing is loaded."""
     with synk.simulate(3):
         local = synk.train.local_steps(squares, W, optax.sgd(0.1, 0.9), every=2, optimizer_state=False)
         local(X)
         local.finish()
         synk.save(tmp_path, local.variables, step=1)
         step = synk.train.step(squares, W, optax.sgd(0.1, 0.9), shard_optimizer=True)
-        with pytest.raises(ValueError, match="opt_state differed on its replicas, but opt_state lies in pieces"):
+        with pytest.raises(ValueError, match="opt_state differed on its replicas, but opt_state lies in shards"):
             synk.load(tmp_path, step.variables, partial=True)
         assert_close(step.params.value, W)
         step(X)

@@ -1,4 +1,4 @@
-"""shard_optimizer=True: the plain step, a state in pieces, and everything that is done with such a variable."""
+"""shard_optimizer=True: the plain step, a state in shards, and everything that is done with such a variable."""
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +130,7 @@ def test_model_state_and_aux(four):
 
 @pytest.mark.smoke
 def test_other_dtypes(four):
-    """Halves are added up as float32; each dtype has its own pieces."""
+    """Halves are added up as float32; each dtype has its own shards."""
     start = {"a": jnp.ones((6, 3), jnp.bfloat16), "b": np.ones(5, np.float32)}
 
     def loss(params, x):
@@ -187,7 +187,7 @@ SHAPES = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", SHAPES)
 def test_optimizers_that_ask_for_shapes(devices, case):
-    """They raise at the latest where the pieces are known, before anything runs."""
+    """They raise at the latest where the shards are known, before anything runs."""
     start = {"a": np.ones((6, 6), np.float32), "b": np.ones((6, 11), np.float32)}
     with pytest.raises(ValueError, match=r"This one does not: (what it does depends on the shapes|it mixes them)"):
         synk.train.step(
@@ -254,7 +254,7 @@ def test_the_variable(group):
             lambda: synk.set_value(0, state, whole),
             synk.function(lambda x: state.value[0].count + x.sum()).__call__,
         ):
-            with pytest.raises(synk.SynkError, match="opt_state lies in pieces"):
+            with pytest.raises(synk.SynkError, match="opt_state lies in shards"):
                 refused(*[X] * (refused.__name__ == "__call__"))
         with pytest.raises(ValueError, match=r"opt_state.*shape"):
             state.value = jax.tree.map(lambda leaf: np.zeros((2, *leaf.shape), leaf.dtype), whole)
@@ -313,7 +313,7 @@ def test_loaded_before_it_is_placed_and_after(tmp_path):
 
 @pytest.mark.slow
 def test_what_is_not_finite_is_not_taken(devices):
-    """nan="raise": neither parameters nor pieces change."""
+    """nan="raise": neither parameters nor shards change."""
     step = synk.train.step(mean_loss, START, optax.adam(0.01), shard_optimizer=True, nan="raise")
     step(X, Y)
     before = jax.tree.map(np.asarray, (step.params.value, step.opt_state.value))
@@ -353,7 +353,7 @@ def test_the_norm_is_not_narrowed(devices):
 
 
 def test_what_a_failure_took_is_set_again(devices, tmp_path):
-    """Parameters and pieces that were donated to a step that died: assigned, loaded, given to all."""
+    """Parameters and shards that were donated to a step that died: assigned, loaded, given to all."""
 
     def callback(x):
         if fails:
