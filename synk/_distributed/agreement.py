@@ -6,9 +6,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import sleep
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -26,14 +26,8 @@ _GONE = re.compile(
     r"gloo|nccl|closed by peer|connection (reset|refused|closed)|heartbeat|coordination serv|unavailable", re.IGNORECASE
 )
 # Errors of process 0 that all processes raise alike. Any other error arrives as OSError.
-_SHARED_ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error
-    for error in (
-        OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError,
-        CheckpointError, TypeError, ValueError,
-    )
-}  # fmt: skip
-_SAME_CALLS = "Every process must make the same calls, of equal shapes, in the same order."
+_OF_FILES = (OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+_SHARED_ERRORS = {e.__name__: e for e in (*_OF_FILES, CheckpointError, TypeError, ValueError)}
 _START_AGAIN = "This group cannot go on: start all its processes again, from the last checkpoint."
 
 
@@ -53,7 +47,6 @@ class JaxPeers(Peers):
         self.progress = (0, "nothing")
         self.ended: SynkError | None = None
         self._exchanges = 0
-        self._told = ""  # the key of the last answer of process 0
 
     def before_launch(self, what: str) -> None:
         if self.ended is not None:
@@ -65,7 +58,7 @@ class JaxPeers(Peers):
     def agree(self, what: str, text: str) -> None:
         digests = self._exchange(what, hashlib.sha256(text.encode()).hexdigest()[:8])
         if len(set(digests)) > 1:
-            sides = _sides([f"{what} [{digest}]" for digest in digests])
+            sides = _sides(f"{what} [{digest}]" for digest in digests)
             self._disagree(f"{sides}. Their programs differ in what they compute (constants, operations)")
 
     def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:
@@ -77,24 +70,16 @@ class JaxPeers(Peers):
 
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
         self._exchange(what, "")
-        before, self._told = self._told, f"synk/told/{self._exchanges}"
-        if jax.process_index() != 0:
-            return self._hear_process_0(what)
-        if before:  # all processes have come to this exchange, so they have read the answer before
-            store.delete(before)
-        try:
-            result = act()
-        except BaseException as error:
-            store.put(self._told, json.dumps([type(error).__name__, str(error)]))
-            raise
-        store.put(self._told, json.dumps([None, result]))
-        return result
-
-    def _hear_process_0(self, what: str) -> str:
-        """Wait for the answer of process 0. Return its result, or raise its error."""
-        while (told := store.wait(self._told, PATIENCE)) is None:
-            self._raise_if_ended()
-        kind, text = json.loads(told)
+        folder = f"synk/told/{self._exchanges}/"
+        if jax.process_index() == 0:
+            try:
+                result = act()
+            except BaseException as error:
+                store.put(f"{folder}0", json.dumps([type(error).__name__, str(error)]))
+                raise
+            store.put(f"{folder}0", json.dumps([None, result]))
+            return result
+        kind, text = json.loads(self._wait(folder, 0, what))
         if kind is None:
             return text
         if kind in ("KeyboardInterrupt", "SystemExit"):
@@ -139,36 +124,37 @@ class JaxPeers(Peers):
             raise self.ended
         me = jax.process_index()
         self._exchanges += 1
-        store.put(_key(self._exchanges, me), json.dumps([*self.progress, what, value]))
-        published = [json.loads(self._published(rank, what)) for rank in range(jax.process_count())]
-        store.delete(_key(self._exchanges - 1, me))  # all have read it, since they have come to this exchange
+        folder = f"synk/exchange/{self._exchanges}/"
+        store.put(f"{folder}{me}", json.dumps([*self.progress, what, value]))
+        published = [json.loads(self._wait(folder, rank, what)) for rank in range(jax.process_count())]
+        # All processes have come to this exchange, so they have read the one before.
+        store.delete(f"synk/exchange/{self._exchanges - 1}/{me}")
         doing = [what for _, _, what, _ in published]
         if len(set(doing)) > 1:
             self._disagree(_sides(doing))
-        if len({count for count, *_ in published}) > 1:
-            sides = _sides([f"{doing} as its program {count + 1}, after {last}" for count, last, doing, _ in published])
-            self._disagree(sides)
+        if len({number for number, *_ in published}) > 1:
+            self._disagree(_sides(f"{doing} as its program {n + 1}, after {last}" for n, last, doing, _ in published))
         return [value for *_, value in published]
 
-    def _published(self, rank: int, what: str) -> str:
-        """Wait until another process has published what it is about to do."""
-        key = _key(self._exchanges, rank)
-        while (value := store.wait(key, PATIENCE)) is None:
-            self._raise_if_ended()
-            number, other = (store.get(f"synk/at/{rank}") or "0 ").split(" ", 1)
-            if int(number) > self.progress[0] and store.get(key) is None:
+    def _wait(self, folder: str, rank: int, what: str) -> str:
+        """Wait until a process has written a value. Raise if it has failed, or goes on without it."""
+        while (value := store.wait(f"{folder}{rank}", PATIENCE)) is None:
+            if (end := self._find_end()) is not None:
+                raise end
+            number, other = store.get_all("synk/at/").get(str(rank), "0 ").split(" ", 1)
+            if int(number) > self.progress[0] and str(rank) not in store.get_all(folder):
                 me = jax.process_index()
                 self._disagree(f"process {me}: {what}; process {rank} has gone on with: {other}")
         return value
 
-    def _disagree(self, difference: str) -> None:
-        message = f"processes are about to run different programs. {difference}. {_SAME_CALLS}"
-        store.put("synk/disagreed", message)
+    def _disagree(self, difference: str) -> NoReturn:
+        """Tell all processes that they differ, and raise DisagreementError."""
+        message = (
+            f"processes are about to run different programs. {difference}. Every process must make the same calls, of "
+            f"equal shapes, in the same order."
+        )
+        store.put(f"synk/disagreed/{jax.process_index()}", message)
         raise self.end(DisagreementError(message))
-
-    def _raise_if_ended(self) -> None:
-        if (error := self._find_end()) is not None:
-            raise error
 
     def _find_end(self) -> SynkError | None:
         """Return the end of the group if another process has failed or ended; else None."""
@@ -190,8 +176,8 @@ def publish_failure(why: str) -> None:
 
 def failure_notice(published: Mapping[str, str]) -> SynkError | None:
     """Return the error for what other processes have published of their end, by rank; None if there is nothing."""
-    if (message := store.get("synk/disagreed")) is not None:
-        return DisagreementError(message)
+    if messages := store.get_all("synk/disagreed/"):
+        return DisagreementError(min(messages.values()))
     whys = {rank: why for rank, why in published.items() if rank != str(jax.process_index())}
     return _peer_failed(whys) if whys else None
 
@@ -201,16 +187,12 @@ def _peer_failed(whys: Mapping[str, str]) -> PeerError:
     return PeerError(f"another process of the group has failed. {reasons}. {_START_AGAIN}")
 
 
-def _sides(values: Sequence[str]) -> str:
+def _sides(values: Iterable[str]) -> str:
     """Say which processes have which value."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
     return "; ".join(f"process {', '.join(who)}: {value}" for value, who in ranks.items())
-
-
-def _key(number: int, rank: int) -> str:
-    return f"synk/exchange/{number}/{rank}"
 
 
 def _checks_all() -> bool:

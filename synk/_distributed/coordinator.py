@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -27,10 +27,9 @@ def initialize(
         return
     coordinator = coordinator or os.environ.get("SYNK_COORDINATOR")
     num_processes, process_id = _number("num_processes", num_processes), _number("process_id", process_id)
-    _refuse_missing({"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id})
     _refuse_helper(coordinator, process_id)
     bind_address = None if coordinator is None else _prepare_address(coordinator, process_id)
-    # Before jaxlib 0.10 other processes notice after two of their own heartbeats that process 0 is frozen.
+    # Before jaxlib 0.10 the others notice after two of their own heartbeats that process 0 is frozen.
     if JAXLIB < (0, 10) and process_id:
         heartbeat = -(-heartbeat // 2)
     who = f"process {process_id} of {num_processes}" if coordinator else "this process"
@@ -48,12 +47,10 @@ def initialize(
                 # A launcher that JAX finds besides, as inside SLURM's allocation, would name other GPUs.
                 cluster_detection_method=None if coordinator is None else "deactivate",
             )
-    except ValueError as error:
-        if coordinator is not None:
-            raise
+    except ValueError as error:  # an argument is missing or wrong, and no launcher was found
         raise ValueError(
-            f"synk.init(distributed=True): no launcher was found ({error}). Give coordinator='host:port', "
-            f"num_processes and process_id, or start with `python -m synk launch`."
+            f"synk.init(distributed=True): {error} Start with `python -m synk launch`, or give coordinator=, "
+            f"num_processes= and process_id= (or SYNK_COORDINATOR, SYNK_NUM_PROCESSES and SYNK_PROCESS_ID)."
         ) from error
     os.environ["SYNK_JOINED"] = f"{coordinator} {process_id} {os.getpid()}"
     if num_processes is not None and process_id is not None:
@@ -69,17 +66,6 @@ def _number(name: str, value: Any) -> int | None:
     if text is not None and not text.isdigit():
         raise ValueError(f"synk.init: {variable} is {text!r}; set it to an integer >= 0.")
     return None if text is None else int(text)
-
-
-def _refuse_missing(arguments: dict[str, Any]) -> None:
-    """Raise ValueError if some of the arguments are None and others are not."""
-    missing = [name for name, value in arguments.items() if value is None]
-    if 0 < len(missing) < len(arguments):
-        raise ValueError(
-            f"synk.init: {', '.join(name for name in arguments if name not in missing)} given without "
-            f"{' and '.join(missing)}. Give all three (or SYNK_COORDINATOR, SYNK_NUM_PROCESSES, SYNK_PROCESS_ID), "
-            f"or none where a launcher is found."
-        )
 
 
 def _refuse_helper(coordinator: str | None, process_id: int | None) -> None:
@@ -109,7 +95,8 @@ def _prepare_address(coordinator: str, process_id: int | None) -> str | None:
         os.environ["no_grpc_proxy"] = ",".join(filter(None, [others, host]))
     if process_id == 0:
         _check_free(coordinator, host if is_local else "", int(match[2]))
-    # Nobody on the network needs to reach a coordinator on the loopback device.
+    # JAX listens on all interfaces (https://github.com/jax-ml/jax/pull/20562). Nobody on the network needs to reach a
+    # coordinator on the loopback device.
     return coordinator if is_local and not os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") else None
 
 
@@ -177,14 +164,14 @@ def put(key: str, value: str) -> None:
     _client().key_value_set(key, value, allow_overwrite=True)
 
 
-def get(key: str) -> str | None:
-    """Read a value; None if nobody has written it yet."""
-    return _unless("NOT_FOUND", lambda: _client().key_value_try_get(key))
-
-
 def wait(key: str, seconds: float) -> str | None:
     """Read a value as soon as it is written; None if that takes longer."""
-    return _unless("DEADLINE_EXCEEDED", lambda: _client().blocking_key_value_get(key, int(seconds * 1000)))
+    try:
+        return _client().blocking_key_value_get(key, int(seconds * 1000))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
 
 
 def get_all(folder: str) -> dict[str, str]:
@@ -195,16 +182,6 @@ def get_all(folder: str) -> dict[str, str]:
 def delete(key: str) -> None:
     """Remove a value."""
     _client().key_value_delete(key)
-
-
-def _unless(status: str, read: Callable[[], str]) -> str | None:
-    """Read a value; None if the store answers with this status."""
-    try:
-        return read()
-    except Exception as error:
-        if status in str(error):
-            return None
-        raise
 
 
 def _client() -> Any:

@@ -1,4 +1,4 @@
-"""Init: make the group of devices that a user asks for, and make it the current one."""
+"""Init: make the group of devices that a user asks for, over other processes too, and make it the current one."""
 
 import contextlib
 import os
@@ -38,34 +38,34 @@ def init(
     On a machine with CPUs only, before JAX has started its backend, `init(n)` makes n virtual CPU devices (the
     option `jax_num_cpu_devices`).
 
-    With `distributed=True` the group spans all processes of the program, each of which makes this call, first of all:
-    it is `jax.distributed.initialize` with shorter time-outs. The next three arguments, or `SYNK_COORDINATOR`,
-    `SYNK_NUM_PROCESSES` and `SYNK_PROCESS_ID` in the environment (which `python -m synk launch` sets), say who is who,
-    and `JAX_LOCAL_DEVICE_IDS` which GPUs this one takes; without them JAX finds a launcher (SLURM, Open MPI, MPICH,
-    Kubernetes). Where the runtime has been started already, as Ray does, it is used as it is.
+    With `distributed=True` the group spans all processes of the program. Each process makes this call before any other
+    use of JAX: it is `jax.distributed.initialize` with shorter time-outs. `coordinator`, `num_processes` and
+    `process_id`, or `SYNK_COORDINATOR`, `SYNK_NUM_PROCESSES` and `SYNK_PROCESS_ID` in the environment (which
+    `python -m synk launch` sets), say who is who. `JAX_LOCAL_DEVICE_IDS` says which GPUs this process takes. Without
+    them JAX finds a launcher (SLURM, Open MPI, MPICH, Kubernetes). If the runtime runs already, as under Ray, it is
+    used as it is.
 
     Args:
       devices: None for all of `jax.devices()`; an int n for the first n; or a sequence of distinct devices.
       memory: how much of a device's memory programs may use, for `num_slices="auto"` and `f.explain`: bytes, text like
-        "14GB" or "14GiB", or a fraction of what the device tells. CPUs tell nothing, and need bytes; over processes
-        that of process 0 counts.
+        "14GB" or "14GiB", or a fraction of what the device tells. CPUs tell nothing, and need bytes. Over processes
+        the value of process 0 counts.
       distributed: whether other processes take part.
       coordinator: "host:port" of process 0.
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
+      num_processes: how many processes there are.
+      process_id: the number of this process, from 0.
       watchdog: seconds without a call to synk after which this process prints the stacks of its threads and ends.
       exit_hook: whether an uncaught error ends this process at once, so that the others need not wait for it.
       heartbeat: seconds without a sign of life after which a process counts as dead.
-      shutdown: seconds at the end after which a process that waits for others, still at work, says so; and that the
-        runtime waits once all have ended.
-      start: seconds to wait for them at the start.
+      shutdown: seconds that the runtime waits for the other processes once all programs have ended.
+      start: seconds to wait for the other processes at the start.
 
     Returns:
       The group, to be used in `with` or left as it is.
 
     Raises:
-      ValueError: fewer devices exist than were asked for, one is named twice, or no launcher is found.
-      TypeError: `devices` or `memory` is none of these.
+      ValueError: fewer devices exist than were asked for, a device is named twice, or no launcher is found.
+      TypeError: `devices` or `memory` is of another type.
 
     Example:
       >>> import synk
@@ -83,7 +83,7 @@ def init(
     elif (coordinator, num_processes, process_id) != (None, None, None):
         raise ValueError("synk.init: coordinator, num_processes and process_id go with distributed=True.")
     if watchdog is not None:
-        # Process 0 ends last: it takes the store along, and with it those that have yet to show their stacks.
+        # Process 0 takes the store along when it ends: first the other processes show their stacks.
         is_last = is_running() and jax.process_count() > 1 and jax.process_index() == 0
         WATCHDOG.start(watchdog + liveness.NOTICE_SECONDS * is_last)
     return _use(_chosen_devices(devices, distributed), False, most)
@@ -93,12 +93,12 @@ def init(
 def simulate(n: int, *, memory: int | float | str | None = None) -> Group:
     """Make a group of `n` replicas that share one device, and make it the current one.
 
-    The per-replica program is the same, mapped by `jax.vmap` with a named axis: the same answers to rounding, no
-    flags, no communication. For tests, laptops, and one GPU where eight are meant.
+    The program of a replica is mapped by `jax.vmap` with a named axis. The answers are the same to rounding, and
+    nothing is communicated. Use it in tests, on laptops, and on one GPU for a program that is meant for eight.
 
     Args:
       n: how many replicas, >= 1.
-      memory: of the device that they share; as for `synk.init`.
+      memory: how much of the shared device's memory programs may use, as for `synk.init`.
 
     Raises:
       ValueError: `n` is below 1, or `memory` is no amount.
@@ -131,7 +131,7 @@ def group() -> Group:
 def close() -> None:
     """Wait for running work and forget the current group; the next use makes a new one.
 
-    It raises nothing: a program that died is reported where its results are read.
+    It raises nothing: reading the results of a program that died raises.
 
     Example:
       >>> import synk
@@ -145,7 +145,7 @@ CURRENT.make_default = init
 
 
 def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | None) -> Group:
-    """Make the group of these devices the current one."""
+    """Make a group of the devices the current one. The ranks of each process must be consecutive."""
     here = jax.process_index()
     local = [rank for rank, device in enumerate(devices) if device.process_index == here]
     if not local or local != [*range(local[0], local[-1] + 1)]:
@@ -163,7 +163,7 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
 
 
 def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
-    """The devices that the argument of `init` stands for."""
+    """Return the devices that the argument of `init` stands for."""
     if devices is None:
         return tuple(jax.devices())
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
@@ -181,11 +181,11 @@ def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
 
 
 def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
-    """The first n devices; made, where they are virtual CPU devices whose number neither user nor backend has fixed."""
+    """Return the first n devices. Make virtual CPU devices if neither the user nor the backend has fixed how many."""
     checked_integer(n, "synk.init: the number of replicas", 1)
     chosen = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are not typed
     if not is_distributed and chosen == -1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # the backend has started: its devices are what there is
+        with contextlib.suppress(RuntimeError):  # the backend has started, so its devices are fixed
             jax.config.update("jax_num_cpu_devices", n)
     have = jax.devices()
     if len(have) >= n:

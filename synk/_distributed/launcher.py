@@ -8,20 +8,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from time import monotonic, sleep
-from typing import Any
 
 from .liveness import EXIT_PEER_FAILED
 
 EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
 GRACE_SECONDS = 3.0  # for the other processes to print why they end, once one has failed
 DRAIN_SECONDS = 2.0  # for the last output of a process that has ended
-STALL_SECONDS = 2.0  # after which nobody seems to read standard output
-MAX_WAITING_LINES = 10_000
+STALL_SECONDS = 2.0  # without progress, after which nobody seems to read standard output
 MAX_LINE_BYTES = 1 << 16  # longer lines are cut
 PROGRESS_SECONDS = 1.0  # between two printed states of a progress bar
 RUNTIME_ENDS_IT = b"JAX distributed service detected fatal errors"  # JAX prints it in a process that it ends
@@ -29,59 +27,30 @@ RUNTIME_ENDS_IT = b"JAX distributed service detected fatal errors"  # JAX prints
 # A progress bar ends each state with \r, and draws the next one over it.
 _LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
-# The program of the guard. It lives on when the launcher is killed by `kill -9`: then its standard input ends.
-_GUARD = """
-import os, signal, sys
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-for group in sys.stdin.read().split():
-    try:
-        os.killpg(int(group), signal.SIGKILL)
-    except OSError:
-        pass
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code. SIGTERM is passed on to all processes; a second one ends them."""
     options = _options(arguments)
-    console, code = Console(), 0
-    with _noting_signals() as signals:
-        console.say(f"{options.processes} processes" + (f", logs in {options.logs}" if options.logs else ""))
-        for attempt in range(options.restarts + 1):
-            if attempt:
-                console.say(f"starting all again ({attempt} of {options.restarts})")
-            code = _run(options, attempt, console, signals)
-            if code == 0 or signals:
-                break
-        console.close()
+    console, signals, code = Console(), _note_signals(), 0
+    console.say(f"{options.processes} processes" + (f", logs in {options.logs}" if options.logs else ""))
+    for attempt in range(options.restarts + 1):
+        if attempt:
+            console.say(f"starting all again ({attempt} of {options.restarts})")
+        code = _run(options, attempt, console, signals)
+        if code == 0 or signals:
+            break
+    console.close()
     return code if code >= 0 else 128 - code
 
 
-@contextmanager
-def _noting_signals() -> Generator[list[int]]:
-    """Collect the signals that ask for an end, in order. Signals that were ignored, as behind `nohup`, stay ignored.
-
-    A handler that raised might leave a lock held, such as that of `Popen.poll`.
-    """
+def _note_signals() -> Sequence[int]:
+    """Return a list to which signals that ask for an end are added. Ignored ones, as behind `nohup`, stay ignored."""
     signals: list[int] = []
-    asking = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, _: signals.append(number)) for number in asking}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an option that is an integer >= `least`."""
-
-    def integer(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text} is too small; give at least {least}")
-        return int(text)
-
-    return integer
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # A handler that raised might leave a lock held, such as that of `Popen.poll`.
+            signal.signal(number, lambda number, _: signals.append(number))
+    return signals
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -91,18 +60,21 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands.add_parser("info", help="print versions, devices and settings, and what is wrong with them")
     commands.add_parser("bench", help="measure how a step scales over the devices that are here, as one page")
     launch = commands.add_parser("launch", help="start a program in n processes on this machine")
-    add, count = launch.add_argument, _at_least(1)
-    add("-n", "--processes", type=count, default=2, help="how many processes (2)")
-    add("--devices-per-process", type=count, metavar="K", help="devices of each (one GPU; all with -n 1)")
-    add("--restarts", type=_at_least(0), default=0, metavar="R", help="start all again up to R times (0)")
+    add = launch.add_argument
+    add("-n", "--processes", type=int, default=2, help="how many processes (2)")
+    add("--devices-per-process", type=int, metavar="K", help="devices of each (one GPU; all with -n 1)")
+    add("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
     add("--logs", type=Path, metavar="FOLDER", help="keep each rank's output there")
-    add("--nodes", type=count, default=1, metavar="M", help="on how many machines this command runs (1)")
+    add("--nodes", type=int, default=1, metavar="M", help="on how many machines this command runs (1)")
     add("--node-rank", type=int, default=0, metavar="I", help="number of this machine, from 0 (0)")
     add("--coordinator", metavar="HOST:PORT", help="an address of the first machine, where there are several")
     add("-m", dest="is_module", action="store_true", help="the program is a module, as of python -m")
     add("program", help="a script")
     add("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    for name, least in {"processes": 1, "devices_per_process": 1, "restarts": 0, "nodes": 1}.items():
+        if (value := getattr(options, name)) is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} is {value}; give at least {least}")
     if not 0 <= options.node_rank < options.nodes:
         parser.error(f"--node-rank is {options.node_rank} of --nodes {options.nodes}; give 0 to {options.nodes - 1}")
     if options.nodes > 1 and options.coordinator is None:
@@ -121,17 +93,23 @@ def _run(options: argparse.Namespace, attempt: int, console: "Console", signals:
     """Run one attempt. Return 0, or the code of the process that failed first, negative if a signal ended it."""
     program = ["-m", options.program] if options.is_module else [options.program]
     command = [sys.executable, *program, *options.arguments]
-    with reserve_port() as reserved, _gang() as (members, guard):
-        coordinator = options.coordinator or "{}:{}".format(*reserved.getsockname())
-        for i in range(options.processes):
-            rank = options.node_rank * options.processes + i
-            log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
-            members.append(Member(rank, command, _environment(options, rank, attempt, coordinator), log, console))
-            with suppress(BrokenPipeError):  # somebody has killed the guard
-                guard.write(b"%d\n" % members[-1].process.pid)
-        _watch(members, signals)
-        is_interrupted = signal.SIGINT in signals or len(signals) > 1
-        return -signal.SIGINT if is_interrupted else _blame(members, console)
+    members: list[Member] = []
+    guard = _start_guard()
+    assert guard.stdin is not None
+    try:
+        with reserve_port() as reserved:
+            coordinator = options.coordinator or "{}:{}".format(*reserved.getsockname())
+            for i in range(options.processes):
+                rank = options.node_rank * options.processes + i
+                log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
+                members.append(Member(rank, command, _environment(options, rank, attempt, coordinator), log, console))
+                with suppress(BrokenPipeError):  # somebody has killed the guard
+                    guard.stdin.write(b"%d\n" % members[-1].process.pid)
+            _watch(members, signals)
+    finally:
+        _end(members, guard)
+    is_interrupted = signal.SIGINT in signals or len(signals) > 1
+    return -signal.SIGINT if is_interrupted else _blame(members, console)
 
 
 def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
@@ -151,6 +129,21 @@ def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinat
         first = rank % processes * (devices or 1)
         environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(first, first + (devices or 1))))
     return environment
+
+
+def _start_guard() -> Popen[bytes]:
+    """Start a process that ends the process groups which it is told, when the launcher is gone, by `kill -9` too."""
+    # Its standard input ends with the launcher.
+    program = """if True:
+        import os, signal, sys
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for group in sys.stdin.read().split():
+            try:
+                os.killpg(int(group), signal.SIGKILL)
+            except OSError:
+                pass"""
+    command = [sys.executable, "-S", "-c", program]
+    return Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, bufsize=0, start_new_session=True)
 
 
 class Member:
@@ -211,27 +204,20 @@ class Member:
             self._log = None
 
 
-@contextmanager
-def _gang() -> Generator[tuple[list[Member], Any]]:
-    """Give an empty list of members, and the guard's input; at the end, end all members and their helpers."""
-    members: list[Member] = []
-    command = [sys.executable, "-S", "-c", _GUARD]
-    guard = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, bufsize=0, start_new_session=True)
-    try:
-        yield members, guard.stdin
-    finally:
-        for member in members:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(member.process.pid, signal.SIGKILL)
-        # Before the processes are waited for: the system may give the number of a process that is gone to another.
-        guard.kill()
-        guard.communicate()
-        for member in members:
-            member.process.wait()
-        # A helper that made a session of its own outlives the gang, and may hold the output open.
-        until = monotonic() + DRAIN_SECONDS
-        for member in members:
-            member.reader.join(max(0.0, until - monotonic()))
+def _end(members: Sequence[Member], guard: Popen[bytes]) -> None:
+    """End all processes with their helpers, and read the rest of their output."""
+    for member in members:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(member.process.pid, signal.SIGKILL)
+    # The guard must go before `wait`, after which the system may give the number of a process to another one.
+    guard.kill()
+    guard.communicate()
+    for member in members:
+        member.process.wait()
+    # A helper that made a session of its own outlives the others, and may hold the output open.
+    until = monotonic() + DRAIN_SECONDS
+    for member in members:
+        member.reader.join(max(0.0, until - monotonic()))
 
 
 def _watch(members: Sequence[Member], signals: Sequence[int]) -> None:
@@ -279,8 +265,7 @@ class Console:
     """Standard output, written by a thread of its own: no process waits because nobody reads it."""
 
     def __init__(self) -> None:
-        self._lines: queue.Queue[bytes] = queue.Queue(MAX_WAITING_LINES)
-        self._has_stalled = False
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, daemon=True)
         self._thread.start()
 
@@ -289,13 +274,8 @@ class Console:
         self.write(f"synk: {text}\n".encode())
 
     def write(self, line: bytes) -> None:
-        """Print a line, soon. While too many lines wait and nobody reads, lines are left out."""
-        note = b"synk: lines are left out here; --logs keeps all\n" if self._has_stalled else b""
-        try:
-            self._lines.put(note + line, timeout=0 if self._has_stalled else STALL_SECONDS)
-            self._has_stalled = False
-        except queue.Full:
-            self._has_stalled = True
+        """Print a line, soon."""
+        self._lines.put(line)
 
     def close(self) -> None:
         """Wait until everything is written, as long as somebody reads."""
@@ -306,10 +286,10 @@ class Console:
             self._thread.join(STALL_SECONDS)
 
     def _write_all(self) -> None:
-        """Write lines until an empty one comes. What a closed output or a full disk does not take is lost."""
-        # Not by sys.stdout, which tries again at the end of Python, and fails loudly.
+        """Write lines until an empty one comes. A line that a closed output or a full disk does not take is lost."""
         while line := self._lines.get():
             with suppress(OSError):
+                # sys.stdout would try again at the end of Python, and fail loudly.
                 while line and sys.stdout is not None:
                     line = line[os.write(1, line) :]
 

@@ -4,7 +4,8 @@ Who is told: a process that fails writes why to `synk/failed/RANK` of the store 
 thread of each other process reads it within `BEAT` seconds; its program reads it at its next exchange.
 
 Who ends whom: each process ends itself (`_leave`). JAX's runtime ends a process when process 0 is gone, and all
-processes when one has sent no heartbeat for `heartbeat` seconds. The launcher ends what is left.
+processes when one has sent no heartbeat for `heartbeat` seconds. The launcher ends what is left. About the runtime:
+https://docs.jax.dev/en/latest/fault_tolerance.html
 """
 
 import atexit
@@ -42,7 +43,7 @@ def attend(exit_hook: bool, shutdown: int) -> None:
     stop = threading.Event()
     heartbeat = threading.Thread(target=_heartbeat, args=(stop, exit_hook), name="synk-heartbeat", daemon=True)
     heartbeat.start()
-    # Handlers run in reverse order: this one before the runtime's own, which waits for all other processes.
+    # Handlers run in reverse order: this one before the runtime's own, which waits for the others, dead or not.
     atexit.register(_at_exit, stop, heartbeat, exit_hook, shutdown)
     os.register_at_fork(after_in_child=partial(_leave_alone, sys.excepthook))
     if exit_hook:
@@ -53,8 +54,7 @@ def _leave_alone(excepthook: Any) -> None:
     """Make a forked helper end as any program does: it is no process of the group, and has none of its threads."""
     atexit.unregister(_at_exit)
     sys.excepthook = excepthook
-    # The runtime handles SIGTERM in C++ and only notes it, so `Process.terminate` would not end the helper:
-    # https://docs.jax.dev/en/latest/_autosummary/jax.experimental.multihost_utils.reached_preemption_sync_point.html
+    # JAX's preemption service handles SIGTERM in C++ and only notes it: `Process.terminate` would not end the helper.
     if not callable(signal.getsignal(signal.SIGTERM)):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

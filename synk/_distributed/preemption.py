@@ -1,4 +1,4 @@
-"""Preemption: has this machine been told to stop?"""
+"""Preemption: ask whether this machine, or that of another process, has been told to stop."""
 
 import signal
 import threading
@@ -9,24 +9,23 @@ from jax.experimental import multihost_utils
 from .._base.errors import SynkError, public_api
 from . import coordinator
 
-_terminated: bool | None = None  # None while SIGTERM has no handler of synk's
-_questions = 0  # how many steps have been asked about
-_answer: tuple[int | None, bool] = None, False  # of the last of them
+_terminated: bool | None = None  # None until synk handles SIGTERM, in a program of one process
+_questions = 0  # how many different steps the program has asked about
+_answer: tuple[int | None, bool] = None, False  # the last step, and the answer
 
 
 @public_api
 def preempted(step: int) -> bool:
-    """Has this machine, or that of any process of the group, been told to stop (SIGTERM)?
+    """Return whether any process of the group has been told to stop (SIGTERM): then save and leave.
 
-    Every process asks about the same steps, from its main thread: about each, or about every tenth, say. Asked again
-    about the same step it says the same, and once it has said True it does so of all steps that follow.
+    Every process asks about the same steps from its main thread, about all steps or, say, every tenth. A second
+    question about a step has the same answer. After the first True, the answer for all later steps is True.
 
     Args:
       step: the number of this step; it grows, and is the same in all processes.
 
     Returns:
-      Whether to save and leave now: True on every process at the same step, one that is asked about up to some seconds
-      after the signal.
+      True on every process at the same step, up to some seconds after the signal.
 
     Raises:
       SynkError: the preemption service of JAX is off.
@@ -45,11 +44,13 @@ def preempted(step: int) -> bool:
 
 
 def _is_over() -> bool:
+    """Ask JAX's preemption service or, in a program of one process, the handler of SIGTERM."""
     global _terminated
     if coordinator.is_running():
         try:
-            # After a signal JAX takes the largest number that a process has asked about so far, and says yes to the
-            # next one alone: so it is asked about questions, of which none is left out, and not about steps.
+            # After a signal JAX takes the largest number that a process has asked about, and says yes to the next
+            # number alone. A program may leave out steps, but no question, so questions are counted in their place:
+            # https://github.com/jax-ml/jax/blob/main/jax/experimental/multihost_utils.py
             return multihost_utils.reached_preemption_sync_point(_questions)
         except RuntimeError as error:
             raise SynkError(f"synk.preempted: {error} Leave jax_enable_preemption_service on.") from error

@@ -1436,14 +1436,14 @@ def preempt():
 def ends():
     """End while the thread that attends to the others is inside the runtime."""
     join(heartbeat=100)
-    get, is_inside = coordinator.get, threading.Event()
+    get_all, is_inside = coordinator.get_all, threading.Event()
 
-    def slowly(key):
+    def slowly(folder):
         is_inside.set()
         coordinator.wait("never", 1.0)
-        return get(key)
+        return get_all(folder)
 
-    coordinator.get = slowly
+    coordinator.get_all = slowly
     is_inside.wait()
 
 

@@ -130,7 +130,7 @@ def test_launch_refuses(capsys, options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--devices-per-process", "-2", "script.py"], "--devices-per-process: -2 is too small; give at least 1"),
+        (["--devices-per-process", "-2", "script.py"], "--devices-per-process is -2; give at least 1"),
         (["--devices-per-process", "0", "script.py"], "give at least 1"),
         (["--nodes", "2", "--node-rank", "2", "--coordinator", "a:1", "script.py"], "give 0 to 1"),
         (["--nodes", "2", "script.py"], "--nodes needs --coordinator HOST:PORT"),

@@ -475,9 +475,9 @@ def test_nothing_outlives_a_failure():
 # Starting.
 
 BEGINNINGS = [
-    ({}, "synk.init(distributed=True)", "ValueError: synk.init(distributed=True): no launcher was found"),
-    ({"SYNK_COORDINATOR": "127.0.0.1:1"}, "synk.init(distributed=True)", "given without num_processes and process_id"),
-    ({}, "synk.init(distributed=True, process_id=1)", "process_id given without coordinator and num_processes"),
+    ({}, "synk.init(distributed=True)", "ValueError: synk.init(distributed=True): coordinator_address should be defined. Start with"),
+    ({"SYNK_COORDINATOR": "127.0.0.1:1"}, "synk.init(distributed=True)", "Number of processes must be defined. Start with"),
+    ({}, "synk.init(distributed=True, process_id=1)", "coordinator_address should be defined. Start with"),
     ({"SYNK_NUM_PROCESSES": "two"}, "synk.init(distributed=True)", "SYNK_NUM_PROCESSES is 'two'"),
     ({}, "synk.init(distributed=True, num_processes='2')", "TypeError: synk.init: num_processes is '2'"),
     ({}, "synk.init(distributed=True, num_processes=True)", "TypeError: synk.init: num_processes is True"),
