@@ -1,6 +1,8 @@
 """Which argument is scattered, broadcast or a constant, whatever is wrapped around the function."""
 
+import dataclasses
 import functools
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -129,3 +131,123 @@ def test_parameters_named_like_options_come_by_position():
         assert float(only(X)) == X.sum()
         with pytest.raises(ValueError, match="'batch' comes by keyword alone"):
             synk.function(lambda x, *, batch: x)
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def test_masked_arrays_are_refused(four):
+    """Their mask would be lost in silence."""
+    masked = np.ma.masked_array(EIGHT, EIGHT > 3)
+    with pytest.raises(TypeError, match="argument a is a masked array"):
+        synk.function(lambda a: a.sum())(masked)
+    with pytest.raises(TypeError, match="masked array"):
+        synk.shared(masked)
+
+
+def test_array_defaults_are_dealt_out(four):
+    """A scattered parameter's default is scattered."""
+    f = synk.function(lambda x, w=EIGHT: (x * w).sum())
+    assert float(f(EIGHT)) == float(f.serial(EIGHT)) == float((EIGHT * EIGHT).sum())
+
+
+def test_integers_that_jax_does_not_have(four):
+    """In lists and first values as in numbers; with 64 bits it has them."""
+    total = synk.function(jnp.sum)
+    for make in (
+        lambda: total([2**31, 1]),
+        lambda: total([[1, 2], [3, -(2**40)]]),
+        lambda: synk.shared(2**40),
+        lambda: synk.shared({"a": 1, "b": 2**63}),
+        lambda: synk.data([2**40, 1]),
+    ):
+        with pytest.raises(OverflowError, match=r"which is no int32\. Give a float, or set jax_enable_x64"):
+            make()
+    with jax.enable_x64(True):
+        assert int(total([2**31, 1])) == 2**31 + 1
+        assert int(synk.shared(2**40).value) == 2**40
+    assert int(total([2**31 - 1, -5])) == 2**31 - 6
+
+
+def test_wrappers_with_parameters_of_their_own(four):
+    """`functools.wraps` names the wrapped function; what is called is the wrapper, unless it takes whatever it gets."""
+
+    def of_two(x, scale):
+        return jnp.sum(x) * scale
+
+    @functools.wraps(of_two)
+    def doubled(x):
+        return of_two(x, 2.0)
+
+    @functools.wraps(doubled)
+    def scaled(x, by):
+        return doubled(x) * by
+
+    @functools.wraps(of_two)
+    def logged(*args, **kwargs):
+        return of_two(*args, **kwargs)
+
+    assert float(synk.function(doubled)(EIGHT)) == 2 * EIGHT.sum()
+    assert float(synk.function(scaled, inputs=["x"])(EIGHT, by=3.0)) == 6 * EIGHT.sum()
+    for fn in (logged, jax.jit(of_two), jax.checkpoint(of_two)):
+        assert float(synk.function(fn, inputs=["x"])(EIGHT, scale=3.0)) == 3 * EIGHT.sum()
+
+
+def test_a_static_parameter_by_position_and_a_keyword_of_its_name(four):
+    """Either could be meant."""
+    f = synk.function(lambda n, /, x, **more: n * jnp.sum(x), inputs={"n": "static", "more": "broadcast"}, name="f")
+    assert float(f(2, EIGHT, m=1.0)) == 2 * EIGHT.sum()
+    with pytest.raises(TypeError, match="f: 'n' names a static parameter given by position, and a keyword"):
+        f(2, EIGHT, n=1.0)
+
+
+def test_sparse_matrices_are_refused(four):
+    """They are indexed by position, but their rows are no arrays."""
+    sparse = pytest.importorskip("scipy.sparse")
+    for give in (synk.data, synk.function(jnp.sum)):
+        with pytest.raises(TypeError, match=r"is a csr_array, which is sparse; give \.todense\(\)"):
+            give(sparse.eye_array(6, format="csr"))
+
+
+class Power(NamedTuple):
+    """A setting."""
+
+    of: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Another."""
+
+    of: float
+    notes: list = dataclasses.field(default_factory=list, compare=False)
+
+
+@pytest.mark.parametrize("kind", [Power, Frozen, lambda of: (of,), lambda of: Power(Frozen(of))])
+def test_static_values_that_are_equal(four, kind):
+    """2 and 2.0 are, in a named tuple or a dataclass too, and compile to other programs."""
+
+    def power(x, setting):
+        while not isinstance(setting, int | float):
+            setting = setting[0] if isinstance(setting, tuple) else setting.of
+        return jnp.sum(jnp.asarray(x, jnp.asarray(setting).dtype))
+
+    f, x = synk.function(power, inputs=["scatter", "static"]), np.arange(6, dtype=np.int32)
+    for of, dtype in ((2, np.int32), (2.0, np.float32), (2, np.int32)):
+        assert f(x, kind(of)).dtype == dtype
+    before = f.stats.compilations
+    f(x, kind(2.0))
+    assert f.stats.compilations == before
+
+
+@pytest.mark.parametrize("w", [[1.0, 2.0, 3.0, 4.0], {"w": np.arange(4.0, dtype=np.float32)}, np.ones(4, np.float32)])
+def test_defaults_are_dealt_out_as_arguments_are(four, w):
+    """Left out or given, it is the same call."""
+    f, x = synk.function(lambda x, w=w: sum(jnp.sum(leaf) for leaf in jax.tree.leaves((x, w)))), np.ones(4, np.float32)
+    assert f(x) == f(x, w) == f.serial(x)
+    f.check(x)
+    scaled = synk.function(
+        lambda x, w=w: jnp.sum(x) * sum(jnp.sum(leaf) for leaf in jax.tree.leaves(w)), inputs={"w": "broadcast"}
+    )
+    if not isinstance(w, list):
+        assert scaled(x) == scaled(x, w)

@@ -385,3 +385,58 @@ def test_nan_in_wide_extremes(four):
     for reduce in ("max", "min"):
         found = synk.pairs(lambda a, b: a + b, np.zeros((3, 1001), np.float32), x, reduce=reduce)
         np.testing.assert_array_equal(np.isnan(found), np.isnan(np.stack([x[2]] * 3)))
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def test_functions_refuse_to_run_inside_functions(four):
+    """A call, serial, check and compile see all rows, which a replica has not."""
+    inner = synk.function(jnp.sum)
+    for call in (inner, inner.serial, inner.check, inner.compile):
+        with pytest.raises(synk.SynkError, match="it calls the synk function sum inside"):
+            synk.function(lambda x, call=call: call(EIGHT))(EIGHT)
+
+
+def test_serial_refuses_to_run_under_a_transformation(four):
+    """What runs at once cannot be traced."""
+    with pytest.raises(synk.SynkError, match="serial: it runs when called"):
+        jax.jit(synk.function(jnp.sum).serial)(EIGHT)
+
+
+@pytest.mark.smoke
+def test_first_under_jit_is_the_first_replicas_everywhere(four):
+    """Under a transformation the value is the first replica's for all that follows, and so is its gradient."""
+    first = synk.function(lambda x: x[0], reduce="first")
+    total = synk.function(jnp.sum)
+    assert float(jax.jit(lambda x: total(x * first(x + 1)))(EIGHT)) == EIGHT.sum()
+    np.testing.assert_array_equal(jax.grad(first)(EIGHT), [1, 0, 0, 0, 0, 0, 0, 0])
+
+
+def test_traced_indexes_out_of_range_give_no_other_row(four):
+    """A traced batch cannot be checked; what is not there is NaN."""
+    rows = synk.function(lambda x: x, reduce="concat")
+    got = jax.jit(lambda x, batch: rows(x, batch=batch))(EIGHT, np.array([7, -1, 9, -9]))
+    np.testing.assert_array_equal(got, [7, 7, np.nan, np.nan])
+
+
+def test_batch_s_under_jit_raises(four):
+    """As outside it."""
+    with pytest.raises(ValueError, match="batch_s"):
+        jax.jit(lambda x: synk.function(jnp.sum)(x, batch_s=2))(EIGHT)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("call", ["function", "scan", "pairs"])
+def test_an_outer_axis_of_the_name_of_the_replicas(group, call):
+    """Collectives would meet over that one; with another name it is right."""
+    calls = {
+        "function": synk.function(jnp.sum, name="total"),
+        "scan": lambda x: synk.scan(jnp.add, x)[-1],
+        "pairs": lambda x: synk.pairs(lambda a, b: b, jnp.zeros(1), x)[0],
+    }
+    x = jnp.stack([jnp.linspace(0.5, 1.5, 7), jnp.ones(7)])
+    with pytest.raises(synk.SynkError, match='has an axis named "replica", as that of the replicas is called'):
+        jax.vmap(calls[call], axis_name="replica")(x)
+    np.testing.assert_allclose(jax.vmap(calls[call], axis_name="batch")(x), [7, 7], rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(calls[call])(x), [7, 7], rtol=1e-6)

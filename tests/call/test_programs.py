@@ -226,3 +226,24 @@ def test_a_branch_of_one_replica_calls_the_host_once(call, rows):
                 assert float(f(np.ones(rows, np.float32))) == rows
                 jax.effects_barrier()
                 assert sorted(told) == [float(-(-rows // 3)), float(rows)]
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def test_options_of_jax_are_part_of_a_program(four):
+    """Under other options the function is traced anew, as by jax.jit."""
+    f = synk.function(lambda x: x.sum(), name="f")
+    assert f(EIGHT.astype(np.float64)).dtype == np.float32
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert f(EIGHT.astype(np.float64)).dtype == np.float64
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+def test_dtypes_that_narrow_to_one_share_a_program(four):
+    """float64 rows are float32 rows."""
+    f = synk.function(jnp.sum)
+    f(EIGHT), f(EIGHT.astype(np.float64))
+    assert f.stats.compilations == 1

@@ -1,5 +1,7 @@
 """Serial and check: the serial answer, and a message that names the op that was meant."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,3 +288,70 @@ def test_steps_are_told_of_their_loss(four):
     """They have no ops to name, and no then."""
     step = synk.train.step(lambda w, x: jnp.sum((w - x) ** 2), np.float32(0), optax.sgd(0.1))
     assert "return the mean over them, or synk.Weighted" in fails(step, X)
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def test_check_of_a_scalar_weighted_raises_the_law_error(four):
+    """The message comes, whatever the leaf's shape."""
+    f = synk.function(lambda x: synk.Weighted(x.max(), len(x)), reduce="mean")
+    with pytest.raises(synk.LawError, match='"mean" of Weighted'):
+        f.check(np.arange(7, dtype=np.float32))
+
+
+def test_check_frees_what_it_copied():
+    """After a check of one replica there are as many live bytes as before."""
+    with synk.init(1):
+        w = synk.shared(np.zeros(100_000, np.float32))
+        f = synk.function(lambda x: x.mean() + w.value[0], reduce="mean")
+        f(EIGHT)
+
+        def bytes_alive():
+            return sum(a.nbytes for a in jax.live_arrays() if a.nbytes >= 400_000)
+
+        before = bytes_alive()
+        f.check(EIGHT)
+        assert bytes_alive() == before
+
+
+def test_check_of_integers_is_exact(four):
+    """However large they are; and what it prints shows them apart."""
+    counts = synk.function(lambda x: x.sum() + jnp.int32(1), name="counts")
+    with pytest.raises(synk.LawError, match="it is 128000004, serially 128000001"):
+        counts.check(np.full(32, 4_000_000, np.int32))
+    counts.check(np.full(32, 4_000_000, np.int32), rtol=1e-6)
+    with jax.enable_x64(True):
+        stamps = synk.function(lambda x: x.max() + x.sum() // 10**15, reduce="max", name="stamps")
+        with pytest.raises(synk.LawError, match="serially 1000000000000032"):
+            stamps.check(np.full(32, 10**15))
+    synk.function(lambda x: (x.max(), x.sum()), outputs=("max", "sum")).check(np.arange(9))
+
+
+def test_check_says_what_it_finds(four):
+    """Where the function refuses other numbers of rows, and without warnings that would come up instead."""
+
+    def by_fives(x):
+        assert x.shape[0] % 5 == 0
+        return x.std()
+
+    with pytest.raises(synk.LawError, match="on 4 replicas the answer is not the serial one"):
+        synk.function(by_fives, reduce="mean").check(np.arange(60, dtype=np.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(synk.LawError, match='"mean" would have matched'):
+            synk.function(lambda x: jnp.stack([x.mean(), jnp.inf])).check(EIGHT)
+        with pytest.raises(synk.LawError, match='"mean" would have matched'):
+            synk.function(lambda x: x.mean() * 1e37).check(EIGHT + 20, num_slices=2)
+
+
+def test_what_differs_is_shown_where_it_does(four):
+    """And not where numbers are large."""
+    f = synk.function(
+        lambda x: (
+            jnp.array([4000001.0, 0.1], np.float32) + (jnp.array([1.0, 0.1], np.float32) if synk.size() > 1 else 0)
+        ),
+        reduce="max",
+    )
+    with pytest.raises(synk.LawError, match=r"it is 0\.2, serially 0\.1"):
+        f.check(np.ones(4, np.float32))

@@ -513,3 +513,35 @@ def test_ctrl_c_while_another_thread_calls(devices, place, change):
     for thread in threads:
         thread.join()
     assert (x.place, float(total(x)), float(total(x, batch=5))) == (place, 28, 10)
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def test_large_unsigned_indexes(four):
+    """They are out of range, not negative."""
+    with pytest.raises(IndexError, match="18446744073709551615"):
+        synk.function(jnp.sum)(EIGHT, batch=np.array([2**64 - 1], np.uint64))
+
+
+def test_a_boolean_is_no_batch(four):
+    """Not as an array either, as `jnp.any(mask)` without its axis gives one."""
+    for batch in (True, np.array(True), jnp.array(False)):
+        with pytest.raises(TypeError, match=r"batch is (True|False), a single boolean; give a number of rows, a slice"):
+            synk.function(jnp.sum)(EIGHT, batch=batch)
+
+
+@pytest.mark.parametrize("batch", [2**70, -(2**70), [2**70], [1, -(2**70)], [2**63]], ids=str)
+def test_a_row_that_no_array_has(four, batch):
+    """Whatever integers it takes to say so."""
+    with pytest.raises(IndexError, match=r"batch.* but x has 8 rows\. |batch=.* but x has 8\. "):
+        synk.function(lambda x: x.sum())(EIGHT, batch=batch)
+
+
+def test_a_batch_of_lists(four):
+    """Ragged ones too; and objects are no indexes, whatever they hold."""
+    total = synk.function(lambda x: x.sum(), name="total")
+    with pytest.raises(ValueError, match="total: batch is a list of lists; give indexes"):
+        total(EIGHT, batch=[[1, 2], [3]])
+    with pytest.raises(TypeError, match="total: batch has dtype object"):
+        total(EIGHT, batch=np.array([1, 2], object))

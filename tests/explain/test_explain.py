@@ -1,5 +1,6 @@
 """What explain says of calls: exact bytes, causes, nothing run and nothing changed, pages that need no network."""
 
+import functools
 import gc
 import json
 import re
@@ -310,3 +311,18 @@ def test_long_tables_are_cut_in_print():
     lines = text(tree).splitlines()
     assert lines[0] == "lengths: " + "1, " * 16 + "..." and lines[-1] == "  and 24 more"
     assert page("a<b", tree, "").count("<td>unknown</td>") == 40
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def test_explain_of_array_constants_and_numpy_numbers(four):
+    """Neither has one truth value, nor a place in JSON."""
+    bound = synk.function(functools.partial(lambda x, w: jnp.sum(x * w.sum()), w=np.ones(3, np.float32)))
+    bound(EIGHT)
+    assert "arguments: PyTreeDef" in bound.explain(x=EIGHT).why[0]
+    json.loads(synk.function(jnp.sum).explain(EIGHT, num_slices=np.int64(2)).json())
+    scaled = synk.function(lambda x, by: x.sum() * by, inputs={"by": "static"})
+    scaled(EIGHT, 1)
+    scaled(EIGHT, 1.0)
+    assert scaled.explain(EIGHT, 1.0).why == ["by: 1.0, was 1"]

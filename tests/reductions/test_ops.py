@@ -262,3 +262,36 @@ def test_ops_see_parts_alone(group, slices):
             call(numbers(5))
     sized = synk.function(lambda x: x.sum(), outputs=lambda parts: parts.sum(0) * synk.size())
     assert float(sized(np.ones(4, np.float32), num_slices=slices)) == 4 * group.size
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+@pytest.mark.smoke
+def test_max_without_infinity(four):
+    """Types of 8 bits that have no infinity have a maximum all the same, on fewer rows than replicas."""
+    x = jnp.array([1, 2], jnp.float8_e4m3fn)
+    assert float(synk.function(jnp.max, reduce="max")(x)) == 2
+
+
+def test_arrays_of_no_size_in_slices(four):
+    """They add up to arrays of no size."""
+    assert synk.function(lambda x: x.sum(0))(np.zeros((8, 0), np.float32), num_slices=2).shape == (0,)
+
+
+def test_whole_outputs_inside_others(four):
+    """A Monoid's state or a weighted mean has no mean of its own."""
+    for nested in (
+        lambda x: synk.Weighted({"loss": x.mean(), "std": synk.stats.std(x)}, len(x)),
+        lambda x: synk.Weighted(synk.Weighted(x.mean(), 1.0), len(x)),
+    ):
+        for run in (synk.function(nested, reduce="mean"), synk.function(nested, reduce="mean").serial):
+            with pytest.raises(ValueError, match="output holds a Weighted or Monoid inside another one"):
+                run(EIGHT)
+
+
+def test_many_more_slices_than_rows(four):
+    """Each has a row; the others are none."""
+    f = synk.function(jnp.sum)
+    for slices in (10**6, 10**12):
+        assert f(np.arange(5.0, dtype=np.float32), num_slices=slices) == 10

@@ -1,7 +1,9 @@
 """Groups: which devices, which one is current, and what a machine with CPUs only makes of it."""
 
+import ctypes
 import subprocess
 import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +146,61 @@ def test_a_later_group_of_that_kind():
         f(np.ones(4, np.float32))
     with first:
         assert f(np.ones(4, np.float32)) == 12
+
+
+def step_and_collectives():
+    """A little of everything, uneven rows included."""
+    w = synk.shared(np.zeros(3, np.float32), name="w")
+    f = synk.function(lambda x: jnp.mean(x) + w.value.sum(), reduce="mean")
+    g = synk.function(lambda x: jnp.sum(x, 0), then=lambda total: w.update(w.value + total))
+    for rows in (8, 7, 2):
+        g(np.ones((rows, 3), np.float32))
+    synk.all_reduce(w)
+    return f(np.arange(7, dtype=np.float32)), w.value
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_another_mesh_is_set(four, kind):
+    """What the user's own arrays lie on is not synk's business."""
+    kind = getattr(jax.sharding.AxisType, kind)
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(kind,))):
+        mean, w = step_and_collectives()
+    assert (round(float(mean), 3), w.tolist()) == (54.0, [17.0] * 3)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("context", [jax.disable_jit, jax.checking_leaks, lambda: jax.debug_nans(True)])
+def test_under_debugging_options(four, context):
+    """They disturb no call, and no call disturbs them."""
+    with context():
+        mean, w = step_and_collectives()
+    assert (round(float(mean), 3), w.tolist()) == (54.0, [17.0] * 3)
+
+
+@pytest.mark.smoke
+def test_a_thread_that_python_has_not_started():
+    """As those of a window toolkit: it is no callback, and calls, reads and sets as any other does."""
+    with synk.init(2):
+        w, u = synk.shared(np.float32(1), name="w"), synk.shared(np.float32(5), name="u")
+        f = synk.function(lambda x: jnp.sin(x @ x.T).sum(), then=lambda s: setattr(w, "value", w.value + 0 * s + 1))
+        told = []
+
+        def body(_):
+            try:
+                told.append(threading.current_thread().name[:5])
+                told.append(float(u.value))
+                u.value = np.float32(7)
+                for _ in range(3):
+                    f(np.ones((200, 200), np.float32))
+                    told.append(float(w.value))
+                w.value = np.float32(0)
+                told.append(float(w.value))
+            except BaseException as error:
+                told.append(error)
+
+        start = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(body)
+        library, thread = ctypes.CDLL(None), ctypes.c_ulong()
+        assert library.pthread_create(ctypes.byref(thread), None, start, None) == 0
+        library.pthread_join(thread, None)
+        assert told == ["Dummy", 5, 2, 3, 4, 0]

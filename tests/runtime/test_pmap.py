@@ -92,3 +92,10 @@ def test_simulated():
         same_bits(
             *[synk.function(statistics, outputs=OPS, engine=engine)(numbers(9)) for engine in ("shard_map", "pmap")]
         )
+
+
+def test_pmap_without_mapped_arguments():
+    """The pmap engine runs what has no rows."""
+    with synk.init(4):
+        ranks = synk.function(lambda: synk.rank(), reduce="stack", engine="pmap")()
+        np.testing.assert_array_equal(ranks, [0, 1, 2, 3])

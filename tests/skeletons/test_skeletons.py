@@ -271,3 +271,32 @@ def test_only_real_rows_are_seen(kind, n):
                 assert_same(synk.scan(add, given), np.cumsum(x))
             jax.effects_barrier()
             assert min(seen) > 0
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+@pytest.mark.slow
+def test_skeletons_meet_the_users_options_and_dtypes(four):
+    """Debugging options raise what users catch; sums of small integers are as wide as `jnp.sum` makes them."""
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"synk\.scan\(add\): a result holds NaN"):
+        synk.scan(jnp.add, np.array([1, np.nan], np.float32))
+    for dtype in (np.uint8, np.int8, np.int16, np.bool_):
+        x = np.array([100, 100, 50], np.int64).astype(dtype)
+        for reduce, op in (("sum", jnp.sum), ("prod", jnp.prod), ("max", jnp.max)):
+            got, want = synk.pairs(jnp.maximum, x, reduce=reduce), op(jnp.asarray(np.maximum.outer(x, x)), axis=1)
+            assert got.dtype == want.dtype
+            np.testing.assert_array_equal(got, want)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    total = jax.jit(lambda x: synk.scan(jnp.add, x)[-1])
+    if not synk.group().is_simulated:
+        with jax.set_mesh(mesh), pytest.raises(synk.SynkError, match=r"synk\.scan\(add\): it is traced inside jax"):
+            total(jnp.asarray(EIGHT))
+    with jax.set_mesh(synk.group().mesh):
+        assert float(total(jnp.asarray(EIGHT))) == EIGHT.sum()
+
+
+def test_functions_of_rows_do_not_communicate(four):
+    """Those of `synk.scan` and `synk.pairs` see rows alone."""
+    with pytest.raises(ValueError, match=r"synk\.all_reduce communicates inside.* Do it outside"):
+        synk.scan(lambda a, b: synk.all_reduce(a, "sum") + b, np.ones(8, np.float32))

@@ -446,3 +446,15 @@ def test_other_weights_take_the_same_program():
             np.testing.assert_allclose(w.value, np.average([[1, 2], [3, 6]], axis=0, weights=weights), rtol=1e-6)
             kept.add(len(group._caches[run_collective]._kept))
         assert len(kept) == 1
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def test_collectives_inside_on_scalars_and_keys(four):
+    """Keys gather as rows; a scalar has none."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    got = synk.function(lambda k: synk.all_gather(k), reduce="first")(keys)
+    np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(keys))
+    with pytest.raises(ValueError, match="a scalar has no rows"):
+        synk.function(lambda x: synk.all_gather(x.sum()))(EIGHT)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import synk
 
@@ -110,3 +111,42 @@ def test_what_the_host_answers_may_differ(four):
         w.value
     synk.broadcast(w)
     assert float(w.value) == X[:8].sum()
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("how", ["axis_index", "inner jit", "ppermute", "cond"])
+def test_what_tells_ranks_apart_makes_a_variable_unequal(four, how):
+    """JAX's own ways to see the rank count as much as `synk.rank`."""
+    ways = {
+        "axis_index": lambda: lax.axis_index("replica"),
+        "inner jit": lambda: jax.jit(lambda: lax.axis_index("replica"))(),
+        "ppermute": lambda: lax.ppermute(jnp.int32(1), "replica", [(i, (i + 1) % 4) for i in range(4)]),
+        "cond": lambda: lax.cond(True, lambda: lax.axis_index("replica"), lambda: jnp.int32(0)),
+    }
+    w = synk.shared(np.int32(0))
+    f = synk.function(jnp.sum)
+
+    @f.then
+    def after(total):
+        w.value = w.value + ways[how]()
+
+    after(EIGHT)
+    with pytest.raises(synk.DivergedError):
+        w.value
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "prod"])
+def test_what_is_combined_inside_stays_equal(four, op):
+    """`synk.all_reduce` and `synk.all_gather` in then give all replicas one value."""
+    w = synk.shared(np.float32(0))
+    f = synk.function(jnp.sum)
+
+    @f.then
+    def after(total):
+        w.value = synk.all_reduce(total, op) + synk.all_gather(total[None]).sum()
+
+    after(EIGHT)
+    assert np.isfinite(w.value)

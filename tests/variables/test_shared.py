@@ -697,3 +697,53 @@ def test_a_variable_that_was_an_argument_is_not_kept():
             gone.append(weakref.ref(w))
         gc.collect()
         assert [each() is None for each in gone] == [True, True, True, False]
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+def test_shared_keys_are_copies(four):
+    """The user's key may be donated elsewhere."""
+    key = jax.random.key(0)
+    w = synk.shared(key)
+    jax.jit(lambda k: jax.random.split(k)[0], donate_argnums=0)(key)
+    np.testing.assert_array_equal(jax.random.key_data(w.value), jax.random.key_data(jax.random.key(0)))
+
+
+def test_serial_asks_only_for_what_it_reads(four):
+    """A variable of another branch may be unequal."""
+    v = synk.shared(np.float32(0))
+
+    def fn(x, flag):
+        if flag:
+            v.value = v.value + x.sum()
+        return x.sum()
+
+    f = synk.function(fn, inputs={"flag": "static"})
+    f(EIGHT, True), f(EIGHT, False)
+    assert float(f.serial(EIGHT, False)) == EIGHT.sum()
+
+
+@pytest.mark.smoke
+def test_a_callback_that_asks_for_a_variable_is_told():
+    """The thread of a device would wait for itself, so it gets an error, whatever it does, and never a deadlock."""
+    with synk.init(2):
+        v, told = synk.shared(np.float32(2), name="v"), []
+        asks = [
+            lambda: v.value, lambda: v.get_value(1), lambda: v.get_value(1, borrow=True), lambda: synk.get_lengths(v),
+            lambda: setattr(v, "value", np.float32(0)), lambda: synk.broadcast(v),
+        ]  # fmt: skip
+
+        # Each catches its error: where one device fails, XLA's CPU collectives end the process.
+        def look(total):
+            for ask in asks:
+                with pytest.raises(synk.SynkError, match=r"host callback .* pass its value to the callback"):
+                    ask()
+                told.append(ask)
+            return total
+
+        f = synk.function(lambda x: jax.pure_callback(look, jax.ShapeDtypeStruct((), np.float32), x.sum()))
+        for _ in range(3):
+            total = f(EIGHT)
+        assert v.value == 2
+        assert total == EIGHT.sum() and len(told) == 3 * 2 * len(asks)
