@@ -19,7 +19,6 @@ import synk
 import synk.train
 from synk._base.jax_context import TRACE_OPTIONS
 
-
 PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # Rooms from the ground up. A room imports rooms before it; those of one floor only where NEIGHBOURS says so.
 FLOORS = [
