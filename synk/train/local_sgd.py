@@ -22,7 +22,7 @@ from .._function import decorator
 from .._function.decorator import Inputs
 from .._function.function import Function
 from .._reductions.collectives import all_sum
-from .._reductions.reduction import Weighted
+from .._reductions.reduction import Op, Weighted
 from .._runtime.dispatch import drain, retire_finished
 from .._variables.variable import Shared, shared
 from .model import LeafKind, TrainingModel, kinds_of, rows_of
@@ -197,6 +197,9 @@ class _Iterating(Iterator[Any]):
         self._results.close()
 
 
+# How each kind of leaf of the replicas combines. Of stacked keys those of the first replica that has trained are taken.
+_AVERAGES: dict[LeafKind, Op] = {"number": "mean", "count": "max", "key": "stack"}
+
 # The value of `trained` right after an average.
 _NOTHING = {"weight": np.float32(0), "loss": np.float32(0)}
 
@@ -258,25 +261,29 @@ def _average_function(name: str, averaged: list[Shared], trained: Shared, counts
     """Make the function that averages variables by the replicas' weights and returns the mean loss since the last
     average."""
 
+    kinds = [kinds_of(variable) for variable in averaged]
+
     def on_replica() -> PyTree:
         weight = trained.value["weight"]
-        leaves: dict[LeafKind, list[Any]] = {"number": [], "count": [], "key": []}
-        for variable in averaged:
-            for kind, leaf in zip(kinds_of(variable), jax.tree.leaves(variable.value), strict=True):
-                leaves[kind].append(leaf)
         # If all rows were masked, no replica has trained. Then all hold the same values, and each counts.
-        numbers = Weighted(leaves["number"], jnp.where(all_sum([weight])[0] > 0, weight, jnp.float32(1)))
-        loss = Weighted(trained.value["loss"] / weight, weight)
-        return {"loss": loss, "weights": weight, **leaves, "number": numbers}
+        share = jnp.where(all_sum([weight])[0] > 0, weight, jnp.float32(1))
+
+        def with_share(kind: LeafKind, leaf: Any) -> Any:
+            return Weighted(leaf, share) if kind == "number" else leaf
+
+        values = [
+            jax.tree.map(with_share, kind, variable.value) for kind, variable in zip(kinds, averaged, strict=True)
+        ]
+        return {"loss": Weighted(trained.value["loss"] / weight, weight), "weights": weight, "values": values}
 
     def then(combined: dict[str, Any]) -> jax.Array:
-        combined["key"] = [keys[jnp.argmax(combined["weights"] > 0)] for keys in combined["key"]]
-        for variable in averaged:
-            variable.value = variable._spec.treedef.unflatten([combined[kind].pop(0) for kind in kinds_of(variable)])
+        first = jnp.argmax(combined["weights"] > 0)
+        for kind, variable, new in zip(kinds, averaged, combined["values"], strict=True):
+            variable.value = jax.tree.map(lambda kind, leaf: leaf[first] if kind == "key" else leaf, kind, new)
         trained.value, counts.value = _NOTHING, {**counts.value, "since": np.int32(0)}
         return combined["loss"]
 
-    ops = {"loss": "mean", "weights": "stack", "number": "mean", "count": "max", "key": "stack"}
+    ops = {"loss": "mean", "weights": "stack", "values": [jax.tree.map(_AVERAGES.__getitem__, kind) for kind in kinds]}
     return decorator.function(on_replica, None, ops, then=then, donate=donate, name=name)
 
 

@@ -243,20 +243,20 @@ def _check_params(params: Shared, call: str) -> None:
             )
 
 
-def kinds_of(variable: Shared) -> list[LeafKind]:
-    """Return the kind of each leaf; unsigned integers count as raw PRNG keys."""
+def kinds_of(variable: Shared) -> PyTree:
+    """Return the tree of the kinds of leaves; unsigned integers count as raw PRNG keys."""
 
     def kind(shape: jax.ShapeDtypeStruct, key: Any) -> LeafKind:
         if key is not None or jnp.issubdtype(shape.dtype, jnp.unsignedinteger):
             return "key"
         return "number" if jnp.issubdtype(shape.dtype, jnp.inexact) else "count"
 
-    return [*map(kind, variable._spec.shapes, variable._spec.keys)]
+    return variable._spec.treedef.unflatten(map(kind, variable._spec.shapes, variable._spec.keys))
 
 
 def state_ops(state: Shared | None) -> PyTree:
     """Return the tree of reductions that combine a model's state over the parts."""
-    return () if state is None else state._spec.treedef.unflatten([_STATE_OPS[kind] for kind in kinds_of(state)])
+    return () if state is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(state))
 
 
 def rows_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -280,8 +280,7 @@ def state_of_part(state: Shared, new: PyTree, has_weight: jax.Array, rows: int) 
             return Weighted(new, jnp.where(has_weight, jnp.float32(rows), 0))
         return jnp.where(has_weight, new, old) if kind == "count" and jnp.shape(new) == old.shape else new
 
-    leaves = jax.tree.leaves(new), jax.tree.leaves(state.value)
-    return state._spec.treedef.unflatten(map(of_leaf, kinds_of(state), *leaves))
+    return jax.tree.map(of_leaf, kinds_of(state), new, state.value)
 
 
 def state_of_parts(state: Shared, combined: PyTree, counted: tuple[()] | jax.Array) -> PyTree:

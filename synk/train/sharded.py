@@ -6,6 +6,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,17 +47,23 @@ class ShardedOptimizer:
         context = current_trace()
         assert context is not None
         leaves, treedef = jax.tree.flatten(params)
-        grad_shards = self._summed(jax.tree.leaves(grads)) if unreduced else self._taken(jax.tree.leaves(grads))
+        if unreduced:
+            # Without a barrier XLA makes one computation of a sum and its use, and all sums wait for each other.
+            grad_shards = lax.optimization_barrier(self._apply(jax.tree.leaves(grads), sum_to_shards, all_sum))
+        else:
+            grad_shards = self._apply(jax.tree.leaves(grads), take_shards)
         grad_shards = [grad.astype(shape.dtype) for grad, shape in zip(grad_shards, self._shapes, strict=True)]
         grad_shards = grad_shards if clip is None else self._clipped(grad_shards, clip)
         own_grads, own_params = [
-            treedef.unflatten(map(_with_axes, shards, self._shapes)) for shards in (grad_shards, self._taken(leaves))
+            treedef.unflatten(map(_with_axes, shards, self._shapes))
+            for shards in (grad_shards, self._apply(leaves, take_shards))
         ]
         state = self._map_state(_with_axes, context.read(self.state))
         updates, state = self._optimizer.update(own_grads, state, own_params, loss)
         context.write(self.state, self._map_state(_as_shard, state), None)
         new = jax.tree.leaves(self._optax.apply_updates(own_params, updates))
-        return treedef.unflatten(self._gathered(new))
+        cut_shapes = [*filter(is_sharded, self._shapes)]
+        return treedef.unflatten(self._apply(new, partial(gather_shards, shapes=cut_shapes)))
 
     def _map_state(self, fn: Any, state: PyTree) -> PyTree:
         """Apply a function of a shard and its whole's shape to the leaves that lie in shards."""
@@ -64,39 +71,19 @@ class ShardedOptimizer:
         pairs = zip(jax.tree.leaves(state), spec.shapes, self._optimizer.is_cut, strict=True)
         return spec.treedef.unflatten([fn(leaf, shape) if is_cut else leaf for leaf, shape, is_cut in pairs])
 
-    def _taken(self, leaves: Leaves) -> list[jax.Array]:
-        """Take this replica's shards; parameters of one number are whole."""
-        cut, whole = self._by_kind(leaves)
-        return self._merged(take_shards(cut), whole)
-
-    def _summed(self, leaves: Leaves) -> list[jax.Array]:
-        """Add up unreduced leaves, each replica its shards."""
-        cut, whole = self._by_kind(leaves)
-        # Without a barrier XLA makes one computation of a sum and its use, and all sums wait for each other.
-        return lax.optimization_barrier(self._merged(sum_to_shards(cut), all_sum(whole)))
-
-    def _gathered(self, leaves: Leaves) -> list[jax.Array]:
-        cut, whole = self._by_kind(leaves)
-        shapes, _ = self._by_kind(self._shapes)
-        return self._merged(gather_shards([shard.reshape(-1) for shard in cut], shapes), whole)
-
-    def _by_kind(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the leaves that lie in shards, and the others."""
+    def _apply(self, leaves: Leaves, on_cut: Any, on_whole: Any = list) -> list[jax.Array]:
+        """Apply one function to the list of leaves that lie in shards, and another to the list of the other leaves."""
         pairs = [*zip(leaves, self._is_cut, strict=True)]
-        return [leaf for leaf, is_cut in pairs if is_cut], [leaf for leaf, is_cut in pairs if not is_cut]
-
-    def _merged(self, cut: Leaves, whole: Leaves) -> list[jax.Array]:
-        """Undo `_by_kind`."""
-        rest = iter(cut), iter(whole)
-        return [next(rest[not is_cut]) for is_cut in self._is_cut]
+        cut = iter(on_cut([leaf for leaf, is_cut in pairs if is_cut]))
+        whole = iter(on_whole([leaf for leaf, is_cut in pairs if not is_cut]))
+        return [next(cut if is_cut else whole) for is_cut in self._is_cut]
 
     def _clipped(self, grads: Leaves, largest: float) -> list[jax.Array]:
         """Scale gradients down to a global norm, as `optax.clip_by_global_norm` does."""
         # Squares are added up in the accumulation dtype over all replicas: the sum of a shard is not narrowed.
         squares = [(jnp.abs(g) ** 2).astype(accumulation_dtype((jnp.abs(g)).dtype, "sum")).sum() for g in grads]
-        cut, whole = self._by_kind(squares)
-        totals = self._merged(all_sum(cut), whole)
-        norm = jnp.sqrt(sum(total.astype(jnp.abs(g).dtype) for total, g in zip(totals, grads, strict=True)))
+        totals = zip(self._apply(squares, all_sum), grads, strict=True)
+        norm = jnp.sqrt(sum(total.astype(jnp.abs(g).dtype) for total, g in totals))
         return [jnp.where(norm < largest, g, (g / norm.astype(g.dtype)) * jnp.asarray(largest, g.dtype)) for g in grads]
 
 

@@ -214,11 +214,9 @@ def step(
         if part.weight is not None and running is not None:
             counted = jnp.asarray(part.weight) != 0
             state = state_of_part(running, part.state, counted, rows_of(function, args, kwargs) or 1)
-        if part.weight is not None and model.sums_gradients:
-            # Two values, since their ops differ: "mean" and unreduced.
+        if part.weight is not None:
+            # Two values, since the gradient may stay unreduced.
             both = tuple(Weighted(value, part.weight) for value in both)
-        elif part.weight is not None:
-            both = Weighted(both, part.weight)
         return {"loss": both, "state": state, "counted": counted, "aux": part.aux}
 
     def then(unreduced: bool, combined: dict[str, Any]) -> PyTree:
