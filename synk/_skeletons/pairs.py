@@ -65,10 +65,10 @@ def pairs(
     group._refuse_if_absent(name)
     if reduction.name not in (*ELEMENTWISE, "concat"):
         raise ValueError(f"{name}: reduce is {reduce!r}; use one of {', '.join(ELEMENTWISE)}, or concat.")
-    one = row_tree(x, "x", name, group)
-    two = one if y is None else row_tree(y, "y", name, group)
+    x_rows = row_tree(x, "x", name, group)
+    y_rows = x_rows if y is None else row_tree(y, "y", name, group)
     alone = without_state(fn, name)
-    out = jax.eval_shape(alone, one.tree.unflatten(one.structs()), two.tree.unflatten(two.structs()))
+    out = jax.eval_shape(alone, x_rows.tree.unflatten(x_rows.structs()), y_rows.tree.unflatten(y_rows.structs()))
     if any(isinstance(leaf, Monoid | Weighted) for leaf in jax.tree.leaves(out, is_leaf=is_whole)):
         raise ValueError(
             f"{name}: it returns a Monoid or Weighted, but pairs combine by {reduce!r} alone. Return arrays."
@@ -76,11 +76,13 @@ def pairs(
     tree = jax.tree.structure(out)
 
     def of_pair(a: Leaves, b: Leaves) -> list[jax.Array]:
-        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(alone(one.tree.unflatten(a), two.tree.unflatten(b)))]
+        results = alone(x_rows.tree.unflatten(a), y_rows.tree.unflatten(b))
+        return [jnp.asarray(leaf) for leaf in jax.tree.leaves(results)]
 
-    ring = _Ring(of_pair, len(one.leaves), lengths_of(two.rows, group.size), reduction)
-    key = pairs, one.tree, two.tree, reduction.name, two.rows
-    return tree.unflatten(run_skeleton(group, Skeleton(name, fn, key, ring.run, tree.num_leaves, outputs), [one, two]))
+    ring = _Ring(of_pair, len(x_rows.leaves), lengths_of(y_rows.rows, group.size), reduction)
+    key = pairs, x_rows.tree, y_rows.tree, reduction.name, y_rows.rows
+    program = Skeleton(name, fn, key, ring.run, tree.num_leaves, outputs)
+    return tree.unflatten(run_skeleton(group, program, [x_rows, y_rows]))
 
 
 # The number of pairs that are made at a time: a replica needs memory for its rows, visiting rows, and these pairs.

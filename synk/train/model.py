@@ -202,9 +202,9 @@ class TrainingModel:
             return out
         count = len(out) if isinstance(out, tuple | list) else 1
         got = "one value" if count == 1 else f"{count} values"
-        given = " and ".join(["state="] * (self.state is not None) + ["aux="] * self.has_aux)
-        if given:
-            want = f"with {given} return {' and '.join(names)}, as a tuple"
+        options = " and ".join(["state="] * (self.state is not None) + ["aux="] * self.has_aux)
+        if options:
+            want = f"with {options} return {' and '.join(names)}, as a tuple"
         else:
             op = 'aux="mean" (or another op)'
             cures = {2: f"say {op} for the second, or state=", 3: f"say state= for the second, and {op} for the third"}

@@ -83,29 +83,29 @@ class LowRankSum:
     def _owed(self, leaves: list[jax.Array]) -> list[jax.Array]:
         left_out = list[jax.Array]()
         for (i, matrix), before in zip(self.matrices.items(), self.feedback.value, strict=True):
-            both = leaves[i].reshape(matrix).astype(jnp.float32) + before
-            left_out.append(jnp.where(_is_finite(both), 0, before))
-            leaves[i] = both.reshape(leaves[i].shape).astype(leaves[i].dtype)
+            whole = leaves[i].reshape(matrix).astype(jnp.float32) + before
+            left_out.append(jnp.where(_is_finite(whole), 0, before))
+            leaves[i] = whole.reshape(leaves[i].shape).astype(leaves[i].dtype)
         self.feedback.value = left_out
         return leaves
 
     def _summed(self, leaves: list[jax.Array], size: int) -> list[jax.Array]:
         before = self.feedback.value
         pairs = zip(self.matrices.items(), before, strict=True)
-        own = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in pairs]
+        parts = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in pairs]
         bases = [_of_length_1(basis) for basis in self.basis.value]
         others = [i for i in range(len(leaves)) if i not in self.matrices]
-        products = [_product(matrix, basis) for matrix, basis in zip(own, bases, strict=True)]
+        products = [_product(matrix, basis) for matrix, basis in zip(parts, bases, strict=True)]
         summed = all_sum([*products, *(leaves[i] for i in others)])
-        left = [*map(_orthonormal, summed[: len(own)])]
-        right = [_product(matrix.T, factor) for matrix, factor in zip(own, left, strict=True)]
+        left = [*map(_orthonormal, summed[: len(parts)])]
+        right = [_product(matrix.T, factor) for matrix, factor in zip(parts, left, strict=True)]
         whole_right = all_sum(right)
-        left_out = [size * (matrix - _product(a, b.T)) for matrix, a, b in zip(own, left, right, strict=True)]
+        left_out = [size * (matrix - _product(a, b.T)) for matrix, a, b in zip(parts, left, right, strict=True)]
         # Numbers that are not finite go to the optimizer, which may skip them, and not into the steps that follow.
         is_fine = [_is_finite(*sums) for sums in zip(summed, whole_right, strict=False)]
         self.feedback.value = [*map(jnp.where, is_fine, left_out, before)]
         self.basis.value = [*map(jnp.where, is_fine, map(_unless_zero, whole_right, bases), bases)]
-        whole = dict(zip(others, summed[len(own) :], strict=True))
+        whole = dict(zip(others, summed[len(parts) :], strict=True))
         for i, a, b in zip(self.matrices, left, whole_right, strict=True):
             whole[i] = _product(a, b.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
         return [whole[i] for i in range(len(leaves))]

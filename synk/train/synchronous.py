@@ -208,7 +208,7 @@ def step(
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         part = model.value_and_grad(loss, held.value, running, args, kwargs)
-        both: Any = (part.value, part.grads)
+        loss_and_grads: Any = (part.value, part.grads)
         state = part.state
         counted: Any = ()
         if part.weight is not None and running is not None:
@@ -216,8 +216,8 @@ def step(
             state = state_of_part(running, part.state, counted, rows_of(function, args, kwargs) or 1)
         if part.weight is not None:
             # Two values, since the gradient may stay unreduced.
-            both = tuple(Weighted(value, part.weight) for value in both)
-        return {"loss": both, "state": state, "counted": counted, "aux": part.aux}
+            loss_and_grads = tuple(Weighted(value, part.weight) for value in loss_and_grads)
+        return {"loss": loss_and_grads, "state": state, "counted": counted, "aux": part.aux}
 
     def then(unreduced: bool, combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
