@@ -16,7 +16,6 @@ from .reduction import (
     MERGE_IN_ORDER,
     PER_PART,
     REDUCTIONS,
-    UNREDUCED_MEAN,
     WEIGHT,
     WEIGHTED,
     Reduced,
@@ -155,8 +154,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     wires = {path: said for path, said, _ in _match(rules.wires, plain, rules.name, "wire", rules.wires) if said}
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
-        if rules.is_over and reduction in (REDUCTIONS["mean"], UNREDUCED_MEAN):
-            reduction = replace(MEAN_OF_ROWS, collective=reduction.collective)
+        reduction = MEAN_OF_ROWS if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
         array = _as_array(value, f"{rules.name}: output{path}")
         reduction = reduction if rules.block is None else by_block(reduction, as_data(array).dtype)
         reduced = Reduced(reduction, as_data(array).dtype, weight)
