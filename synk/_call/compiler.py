@@ -19,7 +19,7 @@ from .._runtime.layout import Layout, Layouts, layouts
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .parts import POSITION, TABLE_ROWS, Part, any_not_finite, arrays_of, part_of, part_of_many, split_into_launches
-from .program import Finisher
+from .program import Epilogue
 from .traces import State
 
 Arrays = Sequence[jax.Array]
@@ -62,9 +62,9 @@ class Compiler:
       reads: the variables that programs which run `fn` take, and those of the program that ends the call.
     """
 
-    def __init__(self, finisher: Finisher, updates: Sequence[Shared], layouts: dict[Shared, Layout]) -> None:
-        self.finisher, self.builder, self.updates, self.layouts = finisher, finisher.builder, updates, layouts
-        builder = finisher.builder
+    def __init__(self, epilogue: Epilogue, updates: Sequence[Shared], layouts: dict[Shared, Layout]) -> None:
+        self.epilogue, self.builder, self.updates, self.layouts = epilogue, epilogue.builder, updates, layouts
+        builder = epilogue.builder
         self.call, self.group, self.traces = builder.call, builder.group, builder.traces
         self.refuses_nan = builder.function.refuses_nan and not (self.call.is_over or self.call.is_composed)
         self.states = tuple(builder.state_shapes(builder.slots)) if self.call.is_sliced else ()
@@ -77,7 +77,7 @@ class Compiler:
         written = [variable for variable, _ in builder.updates]
         has_gaps = any(0 in sizes for sizes in self.call.part_sizes)
         launch = tuple(dict.fromkeys((*reads, *(written if has_gaps else ()))))
-        of_then = finisher.then[0].variables if finisher.then else ()
+        of_then = epilogue.then[0].variables if epilogue.then else ()
         # A call in one launch has one program, which runs `fn` and ends the call.
         last = (*of_then, *written) if self.call.is_sliced else (*launch, *of_then)
         # A value that was infinite before the call may stay so: the flag compares with the old values.
@@ -103,7 +103,7 @@ class Compiler:
 
         def cached(launch: _Launch) -> Executable:
             traces = [builder.traced[size] for size in launch.sizes if size in builder.traced]
-            traces += [self.finisher.then[0]] if launch.is_last and self.finisher.then else []
+            traces += [self.epilogue.then[0]] if launch.is_last and self.epilogue.then else []
             fingerprints = tuple([traced.fingerprint for traced in traces])
             key = ("program", launch, fingerprints, *about)
             return self.group._cached(owner, key, partial(self._compile, launch))
@@ -253,9 +253,9 @@ class Compiler:
         if not launch.is_last:
             return layouts("stacked", len(self.carry) + len(self.kept))
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
-        staying = self.finisher.staying
+        staying = self.epilogue.staying
         flag: list[Layout] = ["replicated"] * self.refuses_nan
-        return [*("stacked" if i in staying else "replicated" for i in self.finisher.result.picked), *new, *flag]
+        return [*("stacked" if i in staying else "replicated" for i in self.epilogue.result.picked), *new, *flag]
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
         """Return which lists of arguments a program may overwrite: the states so far, or old values of variables."""
@@ -267,12 +267,12 @@ class Compiler:
         """Compute the results of the program that ends a call: outputs, new values and perhaps a flag."""
         if self.call.is_sliced:
             states = self.builder.states_of_present(states, part.count > 0)
-        results, new = self.finisher.finish_values(states, state, broadcast, part)
-        picked = [results[i] for i in self.finisher.result.picked]
+        results, new = self.epilogue.finish_values(states, state, broadcast, part)
+        picked = [results[i] for i in self.epilogue.result.picked]
         if not self.refuses_nan:
             return [*picked, *chain(*(new[v] for v in self.updates))]
         leaves = [*chain(*(new[v] for v in self.updates))]
-        own = {j for j, i in enumerate(self.builder.outputs.source_leaf) if i in self.builder.own}
+        own = {j for j, i in enumerate(self.builder.outputs.source_leaf) if i in self.builder.from_first}
         # A value that was infinite and stays so is not the fault of this call: an optimizer's best loss so far.
         before = dict(enumerate(chain(*(state.get(v, [None] * len(new[v])) for v in self.updates))))
         before = {i: leaf for i, leaf in before.items() if leaf is not None}
@@ -281,7 +281,7 @@ class Compiler:
         # Outputs taken from the first replica with rows count on that replica alone.
         has_first = (jnp.asarray(part.first_row) == 0) & (part.count is None or part.count > 0)
         is_bad |= has_first & any_not_finite([results[j] for j in own])
-        differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.own
+        differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.from_first
         flag = lax.psum(is_bad.astype(jnp.int32), AXIS) > 0 if differs else is_bad
         return [*picked, *leaves, flag]
 
@@ -306,7 +306,7 @@ class Compiler:
           places: how many entries of rows (True) and of parts (False) each replica has.
           totals: how many entries of either are valid.
         """
-        size, result, count = self.group.size, self.finisher.result, len(self.carried)
+        size, result, count = self.group.size, self.epilogue.result, len(self.carried)
         entries = {True: places[True], False: places[False]}
         shapes = self.builder.state_shapes(entries)
         states = [jax.ShapeDtypeStruct((size, *shapes[i].shape), shapes[i].dtype) for i in (*self.carried, *self.kept)]
@@ -318,7 +318,7 @@ class Compiler:
             index = dict(zip(kinds, values[len(states) :], strict=False))
             whole, (rows, present) = self._all_states(values[:count], values[count : len(states)], entries), values[-2:]
             whole = self.builder.states_of_present(whole, present[lax.axis_index(AXIS)])
-            outputs = self.finisher.combine_batches(whole, index, rows, present)
+            outputs = self.epilogue.combine_batches(whole, index, rows, present)
             return [outputs[i] for i in result.picked]
 
         function = self.builder.function

@@ -33,7 +33,7 @@ from .kinds import check_row_numbers, checked_subset, with_parts
 from .parts import arrays_of, part_of, part_table, split_into_launches
 from .plan import Site, Traced, plan_key
 from .prepare import check_row_count
-from .program import Finisher, ProgramBuilder
+from .program import Epilogue, ProgramBuilder
 from .rows import select_rows
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
@@ -190,8 +190,8 @@ def place_traced(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
 
 def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     builder = ProgramBuilder(CallTraces(function, group, call))
-    finisher = Finisher(builder)
-    result = finisher.result
+    epilogue = Epilogue(builder)
+    result = epilogue.result
     least = builder.outputs.least_rows(builder.combined) if call.has_rows else 0
     check_row_count(function.name, least, call.lengths)
     for variable in builder.traces.touched:
@@ -210,7 +210,7 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
 
     def finish(states: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.Array]:
         part = part_of(table, lax.axis_index(AXIS), max_rows, group.size)
-        results, _ = finisher.finish_values(states, {}, arrays_of(call, values).broadcast, part)
+        results, _ = epilogue.finish_values(states, {}, arrays_of(call, values).broadcast, part)
         return [results[i] for i in result.picked]
 
     def body(*values: jax.Array) -> list[jax.Array]:

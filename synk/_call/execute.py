@@ -207,10 +207,10 @@ def _launch(
     """Start the program that ends the call; the first replica's own outputs lie on its device alone."""
     plan = ready.plan
     values = run(ready.function.name, plan.last, arguments, on_failure)
-    if plan.own:
+    if plan.from_first:
         lengths = ready.rows.lengths
         rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
-        for i in plan.own:
+        for i in plan.from_first:
             values[i] = shard_of_rank(ready.group, values[i], rank)
     return values
 

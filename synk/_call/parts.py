@@ -1,4 +1,4 @@
-"""Parts: what one replica runs on in one launch."""
+"""Parts: the rows that one replica runs on in one launch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -37,34 +37,55 @@ def split_into_launches(lengths: tuple[int, ...], num_slices: int) -> list[PartR
 
 
 class Part(NamedTuple):
-    """Which part a replica runs: Python numbers where all replicas run as many rows, else traced ones."""
+    """Part that a replica runs: Python numbers where all replicas run equally many rows, else traced numbers.
+
+    Attributes:
+      rank: the replica.
+      count: rows of the part.
+      first_row: number of its first row in the selection.
+      offset: number of its first row among the replica's rows.
+      seen: rows of the replica's earlier parts.
+      weight: its share of the rows of all replicas; under `f.over`, its rows.
+      share: its share of the replica's rows.
+      row_slot: place of its first row among the gathered rows of all slices.
+      part_slot: place of its entry in outputs with an entry a part.
+      present: which replicas have rows; None for all.
+      ended: under `f.over`, the rows of a batch that ends with this part.
+      total: rows of the call.
+    """
 
     rank: jax.Array
     count: Any
     first_row: Any
-    offset: Any  # of its first row among the replica's own
-    seen: Any  # rows that this replica's earlier parts had
-    weight: Any  # its share of the rows of all replicas; of `f.over`, its rows
-    share: Any  # its share of the replica's own rows
-    row_slot: Any  # where its rows go among those that are gathered of all slices
-    part_slot: Any  # where its one entry goes, of what has an entry a part
-    present: Any = None  # which replicas have rows; None: all
-    ended: Any = 0  # of `f.over`, the rows of a batch that ends with this part
-    total: Any = None  # rows of the call
+    offset: Any
+    seen: Any
+    weight: Any
+    share: Any
+    row_slot: Any
+    part_slot: Any
+    present: Any = None
+    ended: Any = 0
+    total: Any = None
 
 
 class PartArrays(NamedTuple):
-    """What brings a replica its rows: arrays and indexes of scattered arguments, the index into variables that hold
-    rows, and broadcast arguments."""
+    """Arrays from which a replica reads the rows of its parts.
+
+    Attributes:
+      arrays: for each scattered argument an array, and an index of the rows in it or None.
+      held_index: the index of rows in variables that hold rows.
+      broadcast: the broadcast arguments.
+      spares: a real row for each array that has none behind the replica's rows, by the array's number. It fills parts
+        that a replica runs although it has fewer rows.
+    """
 
     arrays: list[tuple[jax.Array, jax.Array | None]]
     held_index: jax.Array | None
     broadcast: list[jax.Array]
-    # Where a replica runs parts that it has not: by the number of an array that has no real rows behind its own, one.
     spares: Mapping[int, jax.Array] = MappingProxyType({})
 
     def read(self, size: int, halos: Sequence[int], count: Any) -> list[jax.Array]:
-        """The rows that a part of this size sees of each array, with so many neighbours; `count` are the replica's."""
+        """Read the rows of a part of this size, with so many neighbours, from each array; the replica has `count`."""
         pairs = zip(self.arrays, halos, strict=True)
         rows = [read_rows(array, index, size + halo) for (array, index), halo in pairs]
         for i, spare in self.spares.items():
@@ -72,33 +93,38 @@ class PartArrays(NamedTuple):
         return rows
 
     def map(self, function: Callable[[jax.Array], jax.Array]) -> "PartArrays":
-        """The same of other values of the arguments."""
+        """Apply a function to the scattered arrays and the broadcast arguments."""
         arrays = [(function(array), index) for array, index in self.arrays]
         return self._replace(arrays=arrays, broadcast=[function(leaf) for leaf in self.broadcast])
 
 
+# Rows of the table of parts, and the row that holds the lengths of replicas.
 TABLE_ROWS, LENGTHS = 8, 3
-POSITION = jax.ShapeDtypeStruct((2,), np.int32)  # of `f.over`: rows of earlier batches; whether this replica had any
+# State of `f.over`: the number of rows of earlier batches, and whether this replica had any.
+POSITION = jax.ShapeDtypeStruct((2,), np.int32)
 
 
 def part_table(
     parts: PartRows, lengths: tuple[int, ...], row_slot: int = 0, part_slot: int = 0, ended: int = 0
 ) -> tuple[Any, ...]:
-    """What programs are told of the parts of one launch, an entry a replica of each: rows, first rows, offsets, rows of
-    the call, rows of earlier parts, places in what is gathered, and the rows of a batch of `f.over` that ends."""
+    """Return the table that tells a program about the parts of one launch, with a column for each replica.
+
+    Its rows are: counts, first rows, offsets, rows of the call, rows of earlier parts, row slots, part slots, and the
+    rows of a batch of `f.over` that ends.
+    """
     numbers = [(number,) * len(lengths) for number in (row_slot, part_slot, ended)]
     return (parts.counts, parts.starts, parts.offsets, lengths, parts.offsets, *numbers)
 
 
 def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | None, replicas: int) -> Part:
-    """The part of a replica, as a table tells; without one all replicas have as many rows."""
+    """Read the part of a replica from the table; without a table all replicas have `rows` rows."""
     if table is None:
         first_row, total = (rank, None) if rows is None else (rank * rows, rows * replicas)
         return Part(rank, rows, first_row, 0, 0, 1.0 / replicas, 1.0, 0, 0, total=total)
     table, real = jnp.asarray(table), jnp.result_type(float)
-    # One look-up for all: `numbers[rank]` of each takes JAX a millisecond to trace.
-    own = lax.split(lax.dynamic_index_in_dim(table, rank, 1, keepdims=False), (1,) * TABLE_ROWS)
-    count, first_row, offset, length, seen, row_slot, part_slot, ended = (each.reshape(()) for each in own)
+    # One look-up for all rows of the table: JAX takes a millisecond to trace each `numbers[rank]`.
+    column = lax.split(lax.dynamic_index_in_dim(table, rank, 1, keepdims=False), (1,) * TABLE_ROWS)
+    count, first_row, offset, length, seen, row_slot, part_slot, ended = (number.reshape(()) for number in column)
     float_count, lengths = count.astype(real), table[LENGTHS]
     total = lengths.sum(dtype=jnp.int32)
     return Part(
@@ -118,14 +144,14 @@ def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | N
 
 
 def part_of_many(part: Part, position: jax.Array) -> tuple[Part, jax.Array]:
-    """The same as one of many batches, which are one selection, and the position after it."""
+    """Return the part as one of all batches of `f.over`, which are one selection; and the position after it."""
     count = part.count.astype(jnp.result_type(float))
     part = part._replace(first_row=part.first_row + position[0], seen=position[1], weight=count)
     return part, jnp.stack([position[0] + part.ended, jnp.maximum(position[1], part.count)])
 
 
 def arrays_of(call: CallSpec, values: Sequence[jax.Array]) -> PartArrays:
-    """Arguments of a program as what they are."""
+    """Sort the arguments of a program into arrays, indexes and broadcast arguments."""
     rest = list(values)
     arrays = [(rest.pop(0), rest.pop(0) if feed.index is not None else None) for feed in call.feeds]
     held_index = rest.pop(0) if call.held_index is not None else None
@@ -133,35 +159,34 @@ def arrays_of(call: CallSpec, values: Sequence[jax.Array]) -> PartArrays:
 
 
 def any_not_finite(leaves: Sequence[jax.Array], before: Mapping[int, jax.Array] = MappingProxyType({})) -> jax.Array:
-    """Does one of them hold NaN or infinity, other than what was there `before`, by its number?"""
-    found = [jnp.zeros((), bool)]
+    """Tell whether a leaf holds NaN or infinity, other than those that `before` had in its place."""
+    flags = [jnp.zeros((), bool)]
     for i, leaf in enumerate(leaves):
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             is_fine = jnp.isfinite(leaf)
             if i in before and before[i].shape == leaf.shape:
                 is_fine |= (leaf == before[i]) | (jnp.isnan(leaf) & jnp.isnan(before[i]))
-            found.append(~is_fine.all())
-    return jnp.any(jnp.array(found)) if len(found) > 1 else found[0]
+            flags.append(~is_fine.all())
+    return jnp.any(jnp.array(flags)) if len(flags) > 1 else flags[0]
 
 
 def spare_rows(rows: Mapping[int, jax.Array], has_rows: Any, may_lack: bool) -> dict[int, jax.Array]:
-    """The first row of each of a replica's arrays, of shape (1, ...); where replicas may have none, that of the first
-    one that has."""
-    firsts = [each[:1] for each in rows.values()]
+    """Return the first row of each array, of shape (1, ...); a replica without rows takes those of another replica."""
+    firsts = [array[:1] for array in rows.values()]
     if may_lack and firsts:
         *firsts, there = all_gather([*firsts, has_rows])
-        firsts = [each[jnp.argmax(there)] for each in firsts]
+        firsts = [array[jnp.argmax(there)] for array in firsts]
     return dict(zip(rows, firsts, strict=True))
 
 
 def fill_up(rows: jax.Array, count: Any, spare: jax.Array) -> jax.Array:
-    """The same with the spare row in place of all behind so many."""
-    is_own = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
-    return jnp.where(is_own.reshape(-1, *[1] * (rows.ndim - 1)), rows, spare)
+    """Replace all rows behind the first `count` by the spare row."""
+    is_real = jnp.arange(rows.shape[0], dtype=jnp.int32) < count
+    return jnp.where(is_real.reshape(-1, *[1] * (rows.ndim - 1)), rows, spare)
 
 
 def pad_rows(array: jax.Array, rows: int | None) -> jax.Array:
-    """The same with zeros after its rows, up to so many."""
+    """Append zeros to an array up to so many rows."""
     if rows is None or array.shape[0] == rows:
         return array
     return jnp.pad(array, [(0, rows - array.shape[0])] + [(0, 0)] * (array.ndim - 1))

@@ -20,7 +20,7 @@ from .._tracing.names import Names
 from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest, state_in
 from .compiler import Compiler
-from .program import Finisher, ProgramBuilder
+from .program import Epilogue, ProgramBuilder
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, View, rows_not_in_blocks
 
@@ -54,7 +54,7 @@ class CallPlan:
     layouts: dict[Shared, Layout]  # of the variables as programs take them
     updates: tuple[UpdateSlice, ...]  # what the call writes
     result: ResultSpec  # the structure of what it returns
-    own: tuple[int, ...]  # which leaves of the result are the first replica's own
+    from_first: tuple[int, ...]  # which leaves of the result are taken from the first replica
     staying: tuple[int, ...]  # and which stay on the replicas that made them
     outputs: OutputSpec  # the structure of what `fn` returned
     has_flag: bool  # whether the last program also tells that something is not finite, and updates nothing then
@@ -266,20 +266,20 @@ def trace_plan(site: Site, call: CallSpec) -> Traced:
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         needs = NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
         return Traced(traces.touched, traces.record, lambda: needs)
-    finisher = Finisher(builder)
+    epilogue = Epilogue(builder)
     if site.function.blocks is not None:
         _check_blocks(traces)
-    depends_on = _equality_dependencies(finisher)
-    return Traced(traces.touched, traces.record, partial(_make_plan, finisher, depends_on, site.plans))
+    depends_on = _equality_dependencies(epilogue)
+    return Traced(traces.touched, traces.record, partial(_make_plan, epilogue, depends_on, site.plans))
 
 
-def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] | None], plans: PlanCache) -> CallPlan:
+def _make_plan(epilogue: Epilogue, depends_on: dict[Shared, tuple[Shared, ...] | None], plans: PlanCache) -> CallPlan:
     """Lower and compile a kind of call."""
-    builder, traces, call = finisher.builder, finisher.traces, finisher.call
-    apart = _diverging(traces, depends_on) if finisher.group.size > 1 else set[Shared]()
+    builder, traces, call = epilogue.builder, epilogue.traces, epilogue.call
+    apart = _diverging(traces, depends_on) if epilogue.group.size > 1 else set[Shared]()
     layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
-    result = finisher.result
-    compiler = Compiler(finisher, tuple(depends_on), layouts)
+    result = epilogue.result
+    compiler = Compiler(epilogue, tuple(depends_on), layouts)
     launches, start, finish = compiler.compile(plans)
     updates: list[UpdateSlice] = []
     at = len(result.picked)
@@ -288,7 +288,7 @@ def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] |
         stop = at + len(state.shapes)
         updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
         at = stop
-    own = {j for j, i in enumerate(builder.outputs.source_leaf) if i in builder.own}
+    first = {j for j, i in enumerate(builder.outputs.source_leaf) if i in builder.from_first}
     return CallPlan(
         launches=launches,
         start=start,
@@ -302,13 +302,13 @@ def _make_plan(finisher: Finisher, depends_on: dict[Shared, tuple[Shared, ...] |
         layouts=layouts,
         updates=tuple(updates),
         result=result,
-        own=tuple(j for j, i in enumerate(result.picked) if i in own),  # none before then
-        staying=tuple(j for j, i in enumerate(result.picked) if i in finisher.staying),
+        from_first=tuple(j for j, i in enumerate(result.picked) if i in first),
+        staying=tuple(j for j, i in enumerate(result.picked) if i in epilogue.staying),
         outputs=builder.outputs,
         has_flag=compiler.refuses_nan,
         narrowest=builder.first.narrowest,
         flops={size: traced.flops(builder.used) for size, traced in builder.traced.items()},
-        flops_of_then=finisher.flops_of_then,
+        flops_of_then=epilogue.flops_of_then,
         least_rows=builder.outputs.least_rows(builder.combined),
         compiler=compiler if call.is_over else None,
     )
@@ -323,21 +323,21 @@ def _check_blocks(traces: CallTraces) -> None:
         raise rows_not_in_blocks(name, variable.name, block)
 
 
-def _equality_dependencies(finisher: Finisher) -> dict[Shared, tuple[Shared, ...] | None]:
+def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...] | None]:
     """For each updated variable, those that must be equal for its new value to be; None where it never is."""
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
-    first = finisher.builder.first
+    first = epilogue.builder.first
     for variable, _ in first.writes:
-        depends_on[variable] = None if finisher.call.has_rows or first.uses_rank else first.variables
-    if finisher.then is None:
+        depends_on[variable] = None if epilogue.call.has_rows or first.uses_rank else first.variables
+    if epilogue.then is None:
         return depends_on
-    then, _ = finisher.then
+    then, _ = epilogue.then
     equal = tuple(variable for variable in then.variables if not variable._is_per_replica)
     # A `then` of synk's own that updates what each replica has for itself leaves all other variables equal, whatever it
     # communicates.
     leaves_equal = any(variable._is_per_replica for variable, _ in then.writes)
     for variable, _ in then.writes:
-        may_differ = variable._may_differ and finisher.builder.group.size > 1
+        may_differ = variable._may_differ and epilogue.builder.group.size > 1
         depends_on[variable] = None if may_differ or (then.uses_rank and not leaves_equal) else equal
     return depends_on
 

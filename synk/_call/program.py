@@ -1,4 +1,4 @@
-"""Program: the bodies that one kind of call compiles: run the parts, and add up their states on each replica."""
+"""Program: the bodies of one kind of call: run parts, add up their states, combine replicas, run `then`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,25 +21,26 @@ from .._runtime.group import AXIS
 from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
-from .blocks import Blocks, fusion_barrier, run_blocks, weighted_apart
+from .blocks import Blocks, fusion_barrier, rows_from
 from .parts import Part, PartArrays, pad_rows, spare_rows, split_into_launches
 from .traces import CallTraces, State
 
 
 class ProgramBuilder:
-    """What the programs of one kind of call do on one replica.
+    """Builder of the computation on one replica, up to the point where replicas combine.
 
-    A part gives states: its own outputs, then those of what is combined, then those of updates.
+    Running `fn` on one part produces a flat list of states, in this order: outputs taken from the first replica,
+    outputs to combine, updates of variables.
 
     Attributes:
-      traced: `fn` over each number of rows that it runs over, most first.
+      traced: the trace of `fn` for each number of rows that parts have, most first.
       outputs: the structure of what `fn` returns.
-      own: which of its outputs that somebody wants are the first replica's own.
-      combined: which of these are not.
-      reduced: how these combine.
-      updates: what `fn` writes, and how slices of that combine.
-      reductions: how the states of slices combine, one a state.
-      kept: which states are not combined before the end.
+      from_first: numbers of the wanted outputs that are taken from the first replica.
+      combined: numbers of the wanted outputs that combine.
+      reduced: how each of the combined outputs combines.
+      updates: the variables that `fn` writes, and how slices of each combine.
+      reductions: how slices of each state combine.
+      kept: numbers of the states that `f.over` keeps of each batch, and combines at the end.
     """
 
     def __init__(self, traces: CallTraces) -> None:
@@ -49,12 +50,12 @@ class ProgramBuilder:
             self.traced[size] = traces.of_rows(size)
             self._check_like_first(self.traced[size])
         self.outputs: OutputSpec = self.first.outputs
-        # The first replica's own value lies on its device alone; what follows needs it on all.
+        # The value of "first" lies on the first replica's device alone, unless something that runs on all follows.
         has_devices = not (self.group._is_multi_process or self.group.is_simulated or self.call.is_composed)
-        is_own = has_devices and self.function.then is None
+        is_on_one = has_devices and self.function.then is None
         leaves, wanted = self.outputs.reduced, self._wanted()
-        self.own = [i for i in wanted if is_own and leaves[i].reduction.name == "first"]
-        self.combined = [i for i in wanted if i not in self.own]
+        self.from_first = [i for i in wanted if is_on_one and leaves[i].reduction.name == "first"]
+        self.combined = [i for i in wanted if i not in self.from_first]
         self.reduced = [
             leaf if leaf.weight is None else leaf._replace(weight=self.combined.index(leaf.weight))
             for leaf in (leaves[i] for i in self.combined)
@@ -65,17 +66,17 @@ class ProgramBuilder:
             for variable, slices in self.first.writes
         ]
         of_updates = [reduction for variable, reduction in self.updates for _ in traces.abstract(variable).shapes]
-        self.reductions = [*(last for _ in self.own), *(leaf.reduction for leaf in self.reduced), *of_updates]
-        # Those of `f.over` that have an entry a row or a part stay as they are; how many there will be is not known.
-        self.kept = [i for i, each in enumerate(self.reductions) if self.call.is_over and each.collective == "gather"]
+        self.reductions = [*(last for _ in self.from_first), *(leaf.reduction for leaf in self.reduced), *of_updates]
+        # `f.over` does not know yet how many rows and parts there will be: it keeps outputs with an entry for each.
+        self.kept = [i for i, op in enumerate(self.reductions) if self.call.is_over and op.collective == "gather"]
 
     @property
     def first(self) -> TracedFunction:
-        """`fn` over the most rows."""
+        """Return the trace of `fn` over the most rows."""
         return next(iter(self.traced.values()))
 
     def _sizes(self) -> Iterable[int | None]:
-        """All numbers of rows that `fn` runs over."""
+        """Return all numbers of rows that `fn` runs over."""
         if self.call.block is not None:
             return Blocks(self.call).sizes
         sizes = [size for sizes in self.call.part_sizes for size in sizes if size != 0]
@@ -84,7 +85,7 @@ class ProgramBuilder:
         return dict.fromkeys(sizes)
 
     def _wanted(self) -> list[int]:
-        """Which of what `fn` returns is looked at: all, unless `output_subset` leaves some of it out."""
+        """Return the numbers of the outputs that are needed: all, unless `output_subset` leaves some out."""
         outputs, function, subset = self.outputs, self.function, self.call.subset
         if subset is None or function.then is not None or function.refuses_nan:
             return list(range(len(outputs.leaves)))
@@ -92,15 +93,15 @@ class ProgramBuilder:
 
     @property
     def used(self) -> list[int]:
-        """Which results of a run of `fn` are looked at, updates among them."""
-        return [*self.own, *self.combined, *range(len(self.outputs.leaves), len(self.first.shapes))]
+        """Return the numbers of the results of `fn` that are needed, updates among them."""
+        return [*self.from_first, *self.combined, *range(len(self.outputs.leaves), len(self.first.shapes))]
 
     def _slices(self, rows: int | None) -> list[RowRange]:
-        """Where one program runs the slices of a replica's rows."""
+        """Cut a replica's rows into the slices that one traced program runs."""
         return split_rows(rows or 1, min(self.call.num_slices, rows or 1))
 
     def _check_like_first(self, other: TracedFunction) -> None:
-        """What combines needs equal shapes and updates, whatever the rows of a part."""
+        """Check that outputs which combine have the same shapes, and updates the same variables, for all parts."""
         name, first = self.function.name, self.first
         for leaf, one, two in zip(first.outputs.leaves, first.shapes, other.shapes, strict=False):
             if not leaf.reduced.reduction.has_row_entries and one.shape != two.shape:
@@ -120,24 +121,29 @@ class ProgramBuilder:
     def states(
         self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, max_rows: int | None
     ) -> list[jax.Array]:
-        """This replica's states, of a part of one of these sizes; of what is gathered, `max_rows` entries."""
+        """Run a replica's part, which has one of these sizes, and return its states.
+
+        Outputs with an entry a row get `max_rows` entries.
+        """
         if self.call.block is not None:
-            return run_blocks(self, state, arrays, part)
-        # Over simulated replicas JAX maps a switch to a select.
+            return self._run_blocks(state, arrays, part)
+        # jax.vmap turns a switch into a select, so simulated replicas run the branches of all sizes. `fn` must not see
+        # padding there: sent rows are filled up with real rows already, resident ones are here.
         if runs_all := len(sizes) > 1 and (self.selects_branches or self.group.is_simulated):
-            sent = [i for i, feed in enumerate(self.call.feeds) if feed.layout != "stacked"]  # filled up with real rows
+            sent = [i for i, feed in enumerate(self.call.feeds) if feed.layout != "stacked"]
             rows = {i: row for i, row in enumerate(self._read(1, state, arrays, part)) if i not in sent}
             arrays = arrays._replace(spares=spare_rows(rows, part.count > 0, 0 in sizes))
 
-        # Outside branches and loops, where XLA computes with constants beforehand.
+        # XLA folds constants only outside branches and loops.
         known = {size: traced.known(traced.consts) for size, traced in self.traced.items()}
 
         def run(size: int | None) -> list[jax.Array]:
+            # A branch that is not selected must not give gradients: NaN times 0 is NaN.
             is_cut = runs_all and self.call.is_composed
-            its = arrays.map(partial(constant_unless, part.count == size)) if is_cut else arrays
+            inputs = arrays.map(partial(constant_unless, part.count == size)) if is_cut else arrays
             if self.call.is_composed and self.call.is_sliced:
-                return self._run_slices(size, its, part, known)
-            return self.run_part(size, state=state, arrays=its, part=part, max_rows=max_rows, known=known[size])
+                return self._run_slices(size, inputs, part, known)
+            return self.run_part(size, state=state, arrays=inputs, part=part, max_rows=max_rows, known=known[size])
 
         branches = [partial(self._no_rows, state, max_rows) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
@@ -149,24 +155,24 @@ class ProgramBuilder:
 
     @cached_property
     def selects_branches(self) -> bool:
-        """Shall all branches run, and one be selected, and nothing run in loops?
+        """Tell whether all branches run, one is selected, and nothing runs in a loop.
 
         XLA's CPU backend compiles convolutions inside a branch or a loop to naive loops, 30 to 57 times slower
-        (jax-ml/jax#12868, open; jaxlib 0.12 still does).
+        (https://github.com/jax-ml/jax/issues/12868; jaxlib 0.12 still does).
         """
-        has_convolution = any(each.has_convolution for each in self.traced.values())
+        has_convolution = any(traced.has_convolution for traced in self.traced.values())
         return self.group.platform == "cpu" and has_convolution and not self._has_callbacks
 
     @cached_property
     def _has_callbacks(self) -> bool:
-        return any(each.has_callbacks for each in self.traced.values())
+        return any(traced.has_callbacks for traced in self.traced.values())
 
     @property
     def gathers_rows(self) -> bool:
-        """Do some outputs keep an entry a row, in places that depend on all lengths?"""
+        """Tell whether an output has an entry a row, whose place depends on the rows of all replicas."""
         kinds = ("gather", "stay") if self.call.is_sliced else ("gather",)
         reductions = [leaf.reduced.reduction for leaf in self.outputs.leaves]
-        return any(each.has_row_entries and each.collective in kinds for each in reductions)
+        return any(op.has_row_entries and op.collective in kinds for op in reductions)
 
     @cached_property
     def runs_each_rank(self) -> bool:
@@ -187,11 +193,14 @@ class ProgramBuilder:
         max_rows: int | None,
         known: Sequence[Any],
     ) -> list[jax.Array]:
-        """Run `fn` over a part of so many rows; `known` is what its captured arrays determine."""
+        """Run `fn` over a part of so many rows, and return its states.
+
+        `known` holds what the arrays that `fn` captured determine.
+        """
         traced = self.traced[size]
         first_row = jnp.asarray(part.first_row, jnp.int32)
         seen = iter(self._read(size, state, arrays, part))
-        rows = [fill_beyond(next(seen), each, first_row, part.total) for each in self.call.arguments.overlaps]
+        rows = [fill_beyond(next(seen), overlap, first_row, part.total) for overlap in self.call.arguments.overlaps]
         leaves = self.call.arguments.in_tree_order(rows, arrays.broadcast)
         state_seen = state | self.traces.leaves_of(self._held, seen)
         held = [*chain(*map(state_seen.__getitem__, traced.variables))]
@@ -201,24 +210,24 @@ class ProgramBuilder:
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         if self.call.block is not None:
-            results = weighted_apart(self, results, part)
+            results = self._fence_weights(results, part)
         info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
         states = [
-            *(results[i] for i in self.own),
+            *(results[i] for i in self.from_first),
             *prepare_parts([results[i] for i in self.combined], self.reduced, info),
             *self._prepare_updates(state, results[len(self.outputs.leaves) :], part),
         ]
         pairs = zip(states, self.reductions, strict=True)
-        return [pad_rows(each, max_rows) if reduction.has_row_entries else each for each, reduction in pairs]
+        return [pad_rows(leaf, max_rows) if reduction.has_row_entries else leaf for leaf, reduction in pairs]
 
     @cached_property
     def _held(self) -> list[Shared]:
-        """The variables of which `fn` reads a replica's own rows."""
+        """Return the variables that hold rows and that `fn` reads."""
         read = dict.fromkeys(chain(*(traced.variables for traced in self.traced.values())))
         return list(filter(self.traces.holds_rows, read))
 
     def _read(self, size: int | None, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
-        """The rows that a part of so many sees: of arguments with their neighbours, then of variables."""
+        """Read the rows of a part: those of arguments, with their neighbours, then those of variables."""
         where = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
         held = [(leaf, where) for variable in self._held for leaf in state[variable]]
         halos = [*map(halo_of, self.call.arguments.overlaps), *(0 for _ in held)]
@@ -227,20 +236,23 @@ class ProgramBuilder:
     def _without_weightless(
         self, run: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], leaves: Sequence[jax.Array]
     ) -> Sequence[jax.Array]:
-        """Results of `fn`, where no gradient flows back into values of weight 0: what they are divided by is often 0
-        as well, which makes NaN of a gradient of 0. Of the first run the weights alone are left once it is compiled."""
+        """Run `fn` so that no gradient flows into values of weight 0.
+
+        Such a value is often divided by its weight, and the gradient of 0 / 0 is NaN. XLA removes all of the first run
+        but the weights.
+        """
         results = run(leaves)
         weights = [leaf.reduced.weight for leaf in self.outputs.leaves]
-        has_effects = any(each.has_effects for each in self.traced.values())
+        has_effects = any(traced.has_effects for traced in self.traced.values())
         for weight in dict.fromkeys(weights):
             if weight is None or has_effects:
                 continue
             again = run([constant_unless(results[weight] != 0, leaf) for leaf in leaves])
-            results = [again[i] if own == weight else results[i] for i, own in enumerate(weights)]
+            results = [again[i] if number == weight else results[i] for i, number in enumerate(weights)]
         return results
 
     def _prepare_updates(self, state: State, written: Iterable[jax.Array], part: Part) -> Iterable[jax.Array]:
-        """The states of what one part has written."""
+        """Return the states of the updates of one part."""
         new = self.traces.leaves_of([variable for variable, _ in self.updates], written)
         for variable, reduction in self.updates:
             for i, (leaf, shape) in enumerate(zip(new[variable], self.traces.abstract(variable).shapes, strict=True)):
@@ -251,12 +263,12 @@ class ProgramBuilder:
                 yield reduction.prepare(leaf, PartInfo(part.share, True))
 
     def state_shapes(self, entries: dict[bool, int]) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of a replica's states with so many entries of what is gathered."""
+        """Return the shapes of a replica's states, with so many entries of rows (True) and of parts (False)."""
         info = PartInfo(1.0, True)
         outs = self.first.shapes
         combined = [outs[i] for i in self.combined]
         shapes = [
-            *(outs[i] for i in self.own),
+            *(outs[i] for i in self.from_first),
             *jax.eval_shape(lambda *values: prepare_parts(values, self.reduced, info), *combined),
             *(
                 jax.eval_shape(reduction.prepare, shape, info)
@@ -271,8 +283,11 @@ class ProgramBuilder:
         return shapes
 
     def _no_rows(self, state: State, max_rows: int | None) -> list[jax.Array]:
-        """The states of no part: identities; and old values of what would be written."""
-        olds = [*(None for _ in (*self.own, *self.reduced)), *chain(*(state[variable] for variable, _ in self.updates))]
+        """Return the states of a replica without rows: identities of the ops, and the old values of variables."""
+        olds = [
+            *(None for _ in (*self.from_first, *self.reduced)),
+            *chain(*(state[variable] for variable, _ in self.updates)),
+        ]
         shapes = self.state_shapes(self.slots if self.call.is_composed else {True: max_rows or 0, False: 1})
         return [
             jnp.full(shape.shape, reduction.identity(shape.dtype), shape.dtype)
@@ -285,18 +300,18 @@ class ProgramBuilder:
 
     @cached_property
     def slots(self) -> dict[bool, int]:
-        """How many entries a replica has of what is gathered an entry a row (True) or a part (False)."""
+        """Return how many entries a replica has of outputs with an entry a row (True) or a part (False)."""
         rows = max(self.call.lengths) if self.call.lengths else self.call.part_sizes[0][0] or 1
         if self.call.block is not None:
             return Blocks(self.call).slots
         return {True: rows, False: 1 if self.call.is_over else min(self.call.num_slices, rows)}
 
     def empty_states(self) -> list[jax.Array]:
-        """The states of a replica before its first part, where it has several: zeros, as of `Compiler`'s start."""
+        """Return the states of a replica before its first part: zeros."""
         return [jnp.zeros(shape.shape, shape.dtype) for shape in self.state_shapes(self.slots)]
 
     def states_of_present(self, states: Sequence[jax.Array], is_present: Any) -> list[jax.Array]:
-        """The states of a replica after its last part; what changes nothing where it had none."""
+        """Return the states of a replica after its last part; identities if it had no rows."""
         return [
             jnp.where(is_present, state, jnp.asarray(reduction.identity(state.dtype), state.dtype))
             if reduction.collective in ("max", "min", "prod")
@@ -305,64 +320,133 @@ class ProgramBuilder:
         ]
 
     def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-        """The states of this replica's parts so far and of one more; where that has no rows, those so far."""
-        found: list[jax.Array] = []
+        """Add the states of one more part to those so far; a part without rows changes nothing."""
+        states: list[jax.Array] = []
         merged = self._merge(before, new, part)
-        for i, (one, reduction) in enumerate(zip(new, self.reductions, strict=True)):
+        for i, (leaf, reduction) in enumerate(zip(new, self.reductions, strict=True)):
             if i in merged:
-                found.append(merged[i])
+                states.append(merged[i])
             elif i in self.kept:
-                found.append(one)
+                states.append(leaf)
             elif reduction.collective in ("gather", "stay"):
                 slot = part.row_slot if reduction.has_row_entries else part.part_slot
-                found.append(lax.dynamic_update_slice_in_dim(before[i], one, slot, 0))
+                states.append(lax.dynamic_update_slice_in_dim(before[i], leaf, slot, 0))
             else:
-                both = reduction.accumulate(before[i], one)
+                both = reduction.accumulate(before[i], leaf)
+                # States begin with zeros, which is the identity of sums alone.
                 if reduction.collective in ("max", "min", "prod"):
-                    both = jnp.where(part.seen > 0, both, one)
-                found.append(jnp.where(part.count > 0, both, before[i]))
-        return found
+                    both = jnp.where(part.seen > 0, both, leaf)
+                states.append(jnp.where(part.count > 0, both, before[i]))
+        return states
 
     def _merge(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> dict[int, jax.Array]:
-        """The states of Monoids, of parts before, if there were any, and of one more, if it has rows."""
-        found: dict[int, jax.Array] = {}
-        for each in self.outputs.merged:
-            if each.first not in self.combined:
+        """Merge the states of Monoids of the parts before, if there were any, and of one more, if it has rows."""
+        states: dict[int, jax.Array] = {}
+        for monoid in self.outputs.merged:
+            if monoid.first not in self.combined:
                 continue
-            places = [len(self.own) + self.combined.index(each.first + i) for i in range(each.size)]
+            places = [len(self.from_first) + self.combined.index(monoid.first + i) for i in range(monoid.size)]
             if all(self.reductions[i].collective == "merge" for i in places):
                 pair = [before[i] for i in places], [new[i] for i in places]
-                found |= zip(places, each.merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
-        return found
+                states |= zip(places, monoid.merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
+        return states
 
     def _run_slices(
         self, size: int | None, arrays: PartArrays, part: Part, known: Mapping[int | None, Sequence[Any]]
     ) -> list[jax.Array]:
-        """Run `fn` over the slices of a part, one after the other; there are no variables."""
+        """Run `fn` over the slices of a part of a traced call in a loop. A traced call has no variables."""
         total = sum(self.call.lengths or ())
-        # Where each slice has its entries: that of the longest part, so that all replicas agree.
-        places = np.array([each.start for each in self._slices(self.slots[True])], np.int32)
+        # Entries of a slice go where the longest part has them, so that all replicas agree.
+        places = np.array([cut.start for cut in self._slices(self.slots[True])], np.int32)
         states = self.empty_states()
-        for rows, group in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
-            numbers, starts = np.array([(number, each.start) for number, each in group], np.int32).T
-            index = [starts[:, None] + np.arange(rows + halo_of(each)) for each in self.call.arguments.overlaps]
+        for rows, cuts in groupby(enumerate(self._slices(size)), key=lambda numbered: numbered[1].rows):
+            numbers, starts = np.array([(number, cut.start) for number, cut in cuts], np.int32).T
+            index = [starts[:, None] + np.arange(rows + halo_of(overlap)) for overlap in self.call.arguments.overlaps]
             pairs = zip(arrays.arrays, index, strict=True)
             chunks = [array.at[which].get(mode="promise_in_bounds") for (array, _), which in pairs]
 
             def add(before: list[jax.Array], chunk: Any, rows: int = rows) -> tuple[list[jax.Array], None]:
-                blocks, number, start, row_slot = chunk
+                row_arrays, number, start, row_slot = chunk
                 first_row = jnp.asarray(part.first_row, jnp.int32) + start
-                its = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number, total=total)
-                its_rows = PartArrays([(block, None) for block in blocks], None, arrays.broadcast)
-                new = self.run_part(rows, state={}, arrays=its_rows, part=its, max_rows=rows, known=known[rows])
-                return self.accumulate(before, new, its), None
+                cut = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number, total=total)
+                inputs = PartArrays([(array, None) for array in row_arrays], None, arrays.broadcast)
+                new = self.run_part(rows, state={}, arrays=inputs, part=cut, max_rows=rows, known=known[rows])
+                return self.accumulate(before, new, cut), None
 
             states, _ = lax.scan(add, states, (chunks, numbers, starts, places[numbers]), unroll=self.selects_branches)
         return states
 
+    # Blocks.
 
-class Finisher:
-    """What ends calls of one kind, from the states that a builder's programs give."""
+    def _run_blocks(self, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
+        """Run `fn` over a replica's blocks one by one, each by the same computation on whichever replica it lies."""
+        blocks, states = Blocks(self.call), self.empty_states()
+        # XLA folds constants on one device and not on several, so they come from behind a barrier.
+        consts = {size: fusion_barrier(self.group, list(self.traced[size].consts), part) for size in blocks.sizes}
+
+        def add(before: list[jax.Array], chunk: Any, size: int = blocks.size) -> tuple[list[jax.Array], None]:
+            slot, first, is_there = chunk
+            block = Part(
+                rank=part.rank,
+                count=jnp.where(is_there, size, 0),
+                first_row=part.first_row + first,
+                offset=first,
+                seen=first,
+                weight=size / int(blocks.lengths.sum()),
+                share=1.0,
+                row_slot=slot * blocks.size,
+                part_slot=slot,
+                total=part.total,
+            )
+            return self.accumulate(before, self._run_block(size, state, arrays, block, consts[size]), block), None
+
+        if blocks.most:
+            slots = np.arange(blocks.most, dtype=np.int32)
+            chunks = (slots, slots * blocks.size, slots < part.count // blocks.size)
+            if self.selects_branches:
+                # lax.scan makes a loop of a single step in spite of unroll=True.
+                for number in slots:
+                    states, _ = add(states, jax.tree.map(lambda values, number=number: values[number], chunks))
+            else:
+                states, _ = lax.scan(add, states, chunks)
+        if blocks.rest:
+            first = np.int32(blocks.full[blocks.owner] * blocks.size)
+            states, _ = add(states, (np.int32(blocks.most), first, part.count % blocks.size > 0), blocks.rest)
+        return self.states_of_present(states, part.count > 0)
+
+    def _run_block(
+        self, size: int, state: State, arrays: PartArrays, block: Part, consts: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Run `fn` over one block, behind barriers; return zeros if this replica has no such block."""
+        seen = [rows_from(array, index, block.offset, size) for array, index in arrays.arrays]
+
+        def run(seen: Any, others: Any) -> list[jax.Array]:
+            leaves, block_consts, broadcast = others
+            inputs = PartArrays([(rows, None) for rows in seen], None, broadcast)
+            block_state = dict(zip(state, leaves, strict=True))
+            known = self.traced[size].known(block_consts)
+            return self.run_part(size, state=block_state, arrays=inputs, part=block, max_rows=size, known=known)
+
+        others = (list(state.values()), consts, arrays.broadcast)
+        if self.selects_branches:
+            states = run(*fusion_barrier(self.group, (seen, others), block))
+            return fusion_barrier(self.group, states, block)
+        # XLA fuses nothing into a branch or out of it.
+        shapes = self.state_shapes({True: size, False: 1})
+        nothing = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        return lax.cond(block.count > 0, run, lambda *_: nothing, seen, others)
+
+    def _fence_weights(self, results: Sequence[jax.Array], part: Part) -> list[jax.Array]:
+        """Keep XLA from fusing weights, and the values that they multiply, with the divisions inside `fn`."""
+        pairs = [(i, leaf.weight) for i, leaf in zip(self.combined, self.reduced, strict=True)]
+        weighted = sorted({number for i, w in pairs if w is not None for number in (i, self.combined[w])})
+        values = fusion_barrier(self.group, [results[i] for i in weighted], part)
+        fenced = dict(zip(weighted, values, strict=True))
+        return [fenced.get(i, result) for i, result in enumerate(results)]
+
+
+class Epilogue:
+    """The end of a call of one kind: combine the states of all replicas, and run `then`."""
 
     def __init__(self, builder: ProgramBuilder) -> None:
         self.builder, self.call, self.function, self.group = builder, builder.call, builder.function, builder.group
@@ -380,7 +464,7 @@ class Finisher:
             )
 
     def _valid_entries(self) -> list[np.ndarray | None]:
-        """Of what is gathered, which entries count, in row order; None for all of them."""
+        """Return the numbers of the valid entries of each gathered output, in row order; None if all are valid."""
         lengths = self.call.lengths
         if lengths is None or (self.call.is_even and not self.call.is_sliced):
             return [None for _ in self.reduced]
@@ -392,14 +476,14 @@ class Finisher:
         parts: list[int] = []
         for rank in range(self.group.size):
             slot = 0
-            for j, launch in enumerate(split_into_launches(lengths, self.call.num_slices)):  # each has its place
+            for j, launch in enumerate(split_into_launches(lengths, self.call.num_slices)):
                 rows.append(rank * self.builder.slots[True] + slot + np.arange(launch.counts[rank]))
                 parts += [rank * self.builder.slots[False] + j] * bool(launch.counts[rank])
                 slot += launch.max_rows
         return {True: np.concatenate(rows), False: np.array(parts, np.int64)}
 
     def combine(self, states: Sequence[jax.Array], present: Any = None) -> list[jax.Array]:
-        """Whole outputs from the states of all replicas; `present` says which have rows, None for all."""
+        """Combine the states of all replicas into whole outputs; `present` tells which replicas have rows."""
         if self.call.lengths is not None and present is not None:
             present = np.array(self.call.lengths) > 0
         return self._whole(states, self._valid_entries(), present)
@@ -407,15 +491,17 @@ class Finisher:
     def combine_batches(
         self, states: Sequence[jax.Array], index: Mapping[bool, jax.Array], rows: jax.Array, present: jax.Array
     ) -> list[jax.Array]:
-        """Whole outputs of `f.over`: also given are which entries there are of rows (True) and of parts (False), in row
-        order, and how many rows in all."""
+        """Combine the states of `f.over` into whole outputs.
+
+        `index` holds the numbers of the valid entries of rows (True) and of parts (False); there are `rows` rows.
+        """
         valid = [index.get(leaf.reduction.has_row_entries) for leaf in self.reduced]
         return self._whole(states, valid, present, rows)
 
     def _whole(
         self, states: Sequence[jax.Array], valid: Sequence[Any], present: Any, rows: Any = None
     ) -> list[jax.Array]:
-        builder, count, has_gradients = self.builder, len(self.builder.own), self.call.is_composed
+        builder, count, has_gradients = self.builder, len(self.builder.from_first), self.call.is_composed
         with self._parts_alone():
             whole = combine_replicas(
                 states[count:], self.reduced, valid, has_gradients, rows, per_process=self.group._per_process
@@ -425,18 +511,18 @@ class Finisher:
             for i, leaf in enumerate(self.reduced):
                 if leaf.reduction.collective == "stay":
                     whole[i] = whole[i].at[where].get(mode="promise_in_bounds")
-        leaves = dict(zip((*builder.own, *builder.combined), (*states[:count], *whole), strict=True))
+        leaves = dict(zip((*builder.from_first, *builder.combined), (*states[:count], *whole), strict=True))
         with self._parts_alone():
             return self.outputs.finish(leaves, present)
 
     def _parts_alone(self) -> AbstractContextManager[None]:
-        """While ops of the user's combine parts: they see these alone."""
+        """Return a context in which ops of the user's see parts alone, and no variable."""
         name = f"{self.function.name}: an op, or the merge or finish of a Monoid,"
         return stateless(name, "It combines parts alone: return the value beside them, or use it in then.")
 
     @property
     def _own_order(self) -> np.ndarray:
-        """Where each replica's rows lie among those of its slices: (replicas, rows of the longest part)."""
+        """Return where each replica's rows lie among those of its slices: (replicas, rows of the longest part)."""
         lengths = self.call.lengths or ()
         order = np.zeros((self.group.size, max(lengths)), np.int32)
         slot = 0
@@ -448,7 +534,7 @@ class Finisher:
 
     @cached_property
     def result(self) -> ResultSpec:
-        """The structure of what the call returns."""
+        """Return the structure of what the call returns."""
         treedef, keys = self.outputs.treedef, self.outputs.keys
         if self.then is not None:
             treedef, keys = self.then[0].outputs
@@ -456,10 +542,10 @@ class Finisher:
 
     @cached_property
     def then(self) -> tuple[TracedFunction, list[int]] | None:
-        """`then` on the combined outputs, and which broadcast arguments follow them."""
+        """Trace `then` on the combined outputs; also return which broadcast arguments follow them."""
         if self.function.then is None:
             return None
-        # Before then no output is the first replica's own.
+        # A call with `then` takes no output from the first replica.
         states = self.builder.state_shapes(self.builder.slots)[: len(self.reduced)]
         axes = [(AXIS, self.group.size)]
         whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
@@ -467,7 +553,7 @@ class Finisher:
 
     @property
     def flops_of_then(self) -> int:
-        """Of matrix products and convolutions, for what the call returns and what is written."""
+        """Return the flops of `then` in matrix products and convolutions, for what the call returns and writes."""
         if self.then is None:
             return 0
         count, traced = self.then[0].outputs[0].num_leaves, self.then[0]
@@ -476,8 +562,8 @@ class Finisher:
     def finish_values(
         self, states: Sequence[jax.Array], state: State, broadcast: Sequence[jax.Array], part: Part
     ) -> tuple[list[jax.Array], State]:
-        """The call's results, and new values on this replica, from all states."""
-        count = len(self.builder.own) + len(self.reduced)
+        """Compute the call's results, and the new values of variables on this replica, from all states."""
+        count = len(self.builder.from_first) + len(self.reduced)
         results = self.combine(states[:count], part.present)
         new = self._finish_updates(states[count:], state, part)
         if self.then is None:
@@ -493,7 +579,7 @@ class Finisher:
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)
-        own_leaves, known = chain(*(state[v] for v in traced.variables)), traced.known(traced.consts)
+        state_leaves, known = chain(*(state[v] for v in traced.variables)), traced.known(traced.consts)
 
         def run(known: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
             return traced.run(*args, known=known)
@@ -501,7 +587,8 @@ class Finisher:
         # Mapped together, simulated replicas would all run the callbacks inside a branch of one.
         if self.group.is_simulated and traced.has_callbacks and not (traced.communicates or self.call.is_composed):
             run = jax.custom_batching.sequential_vmap(run)
-        values = run(known, [*own_leaves, *results, *chosen, rank, rank])  # as if each replica had one row
+        # `then` runs as if each replica had one row, so the rank is also the number of the first row.
+        values = run(known, [*state_leaves, *results, *chosen, rank, rank])
         count = traced.outputs[0].num_leaves
         return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
 

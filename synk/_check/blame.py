@@ -79,14 +79,14 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
         nans = [(variable, cause) for variable, is_nan, cause in before if is_nan]
         # Infinity before the call may be meant, so it is to blame only if nothing else is.
         infinite = next((cause for _, is_nan, cause in before if not is_nan), None)
-        if not (outcome.is_refused or (not function.refuses_nan and (after or ready.plan.own))):
+        if not (outcome.is_refused or (not function.refuses_nan and (after or ready.plan.from_first))):
             return next((cause for _, cause in nans), None)
         for variable, cause in nans:
             if variable is None or function.then is None:
                 return cause
         rows = HostRows(site, bound, options) if sum(ready.rows.lengths or ()) else None
         prober = Prober(ready, probe_plans, bound, rows)
-        shows_kinds = after and infinite is None and not ready.plan.own
+        shows_kinds = after and infinite is None and not ready.plan.from_first
         span = prober.find(np.any([kinds for _, kinds in after], axis=0) if shows_kinds else ALL_KINDS)
         # A variable that parts read comes before their rows, one that `then` alone reads comes after.
         for variable, cause in nans:
@@ -203,7 +203,7 @@ def _not_finite_after(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str,
     treedef = plan.result.treedef
     paths = tree_leaves_with_path(treedef.unflatten(range(treedef.num_leaves)))
     for i, ((path, _), leaf) in enumerate(zip(paths, outcome.leaves, strict=False)):
-        if i in plan.own:
+        if i in plan.from_first:
             continue
         kinds = _kinds_on_replicas(group, leaf, "stacked" if i in plan.staying else "replicated")
         if kinds.any():
