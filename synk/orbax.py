@@ -22,12 +22,14 @@ from ._variables.checkpoint import (
     is_of_others,
     mean_of,
 )
-from ._variables.checkpoint_files import last_loaded, note_loaded, note_saved
 from ._variables.shards import whole_leaves
 from ._variables.state import VariableState
-from ._variables.variable import Shared, commit_all, group_of, read, state_of_copies, state_of_leaves
+from ._variables.variable import Shared, commit_all, computed_leaves, group_of, state_of_copies, state_of_leaves
 
 __all__ = ["load", "save"]
+
+# The step that this program has loaded from a manager's folder, until it saves there.
+_LOADED: dict[Path, int] = {}
 
 
 @public_api
@@ -78,7 +80,7 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
             items["state"] = ocp.args.StandardSave(state)
         is_saved = bool(manager.save(number, args=ocp.args.Composite(**items)))
     if is_saved:
-        note_saved(Path(manager.directory))
+        _LOADED.pop(Path(manager.directory), None)
     return is_saved
 
 
@@ -120,13 +122,13 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
             state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
         new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
         commit_all([(v, _restored_state(v, kept[name], new[name])) for name, v in variables.items()])
-    note_loaded(Path(manager.directory), int(step))
+    _LOADED[Path(manager.directory)] = int(step)
     return int(step), about["extra"]
 
 
 def _refuse_skipped(manager: Any, step: int) -> str:
     """Raise ValueError if orbax would skip a step, since it has a later one."""
-    latest, loaded = manager.latest_step(), last_loaded(Path(manager.directory))
+    latest, loaded = manager.latest_step(), _LOADED.get(Path(manager.directory))
     # This program has gone back to an earlier step, and has come to the same step again.
     is_of_another_run = loaded is not None and loaded < step
     if latest is not None and (step < latest or (step == latest and is_of_another_run)):
@@ -141,7 +143,7 @@ def _refuse_skipped(manager: Any, step: int) -> str:
 def _copy(variable: Shared) -> list[jax.Array]:
     """Copy the leaves of a variable as users see them; stacked if replicas differ."""
     group, spec = group_of(variable), variable._spec
-    leaves, state = read(variable), variable._state
+    leaves, state = computed_leaves(variable), variable._state
     if spec.is_cut is not None:
         return whole_leaves(spec, group, leaves)
     copies = relayout(group, leaves, state.layout, "replicated" if state.is_equal else "stacked")

@@ -1,9 +1,9 @@
-"""Checkpoint: shared variables saved and loaded: all of them or none, and in a group over processes all alike."""
+"""Checkpoint: save and load shared variables, all of them or none, in all processes of a group alike."""
 
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
@@ -17,22 +17,20 @@ from .._runtime.executable import from_process_0
 from .._runtime.group import Group, current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
 from .._tracing.context import eager
-from .checkpoint_files import WRITER, Checkpoint, note_loaded, read, write
+from .checkpoint_files import WRITER, Checkpoint, read, write
 from .collectives import variables_of
 from .shards import whole_on_host
 from .state import VariableState
 from .variable import (
     Shared,
     commit_all,
+    computed_leaves,
     group_of,
     host_leaves,
     logical_shapes,
     state_of_copies,
     state_of_leaves,
     state_of_rows,
-)
-from .variable import (
-    read as read_leaves,
 )
 
 Folder = str | PathLike[str]
@@ -50,26 +48,26 @@ def save(
 ) -> None:
     """Save shared variables, so that `synk.load` finds all of them or, if anything dies before the end, none.
 
-    What replicas share is written once; what differs, for each replica. The folder `step-<step>` holds `arrays.npz` and
-    `about.json`, bound to each other by checksums. All processes of the group in which the variables live call it,
-    whatever group is the current one; process 0 writes. Those in a group of one process are that process's alone.
+    Equal replicas are written once, others each. The folder `step-<step>` holds `arrays.npz` and `about.json`, bound to
+    each other by checksums. All processes of the group in which the variables live call `save`, whichever group is
+    current; process 0 writes. Variables in a group of one process are that process's alone.
 
     Args:
       folder: where checkpoints of one run lie; made where it does not exist.
       variables: from name to shared variable.
-      step: the number of the checkpoint, >= 0; saving one again replaces it.
-      extra: what else to keep, e.g. the position in the data: numbers, strings, lists and dictionaries, as JSON has;
-        NaN too, and single numbers of NumPy and JAX come back as Python's.
-      keep: how many checkpoints to leave in the folder, the newest; None for all. Those of later steps, which a run
-        that has gone back leaves behind, are not counted, and stay; `load` takes them where `step` says so.
-      background: whether to return once the values of now are copied to host memory, and write them on a thread. The
-        next `save` or `load`, and the end of the program, wait for it; if it fails, the next `save` raises that. The
-        end of the program only prints it: let the last one be no background save where the exit code is to tell.
+      step: the number of the checkpoint, >= 0. A second save of a step replaces the first. Checkpoints of later steps,
+        left behind by a run that has gone back, are renamed to `left-step-<step>` and ignored from then on.
+      extra: a value to keep beside the variables, e.g. the position in the data: numbers, strings, lists and
+        dictionaries, as in JSON, and NaN. Numbers of NumPy and JAX come back as Python's.
+      keep: how many checkpoints to leave in the folder, the newest; None for all.
+      background: whether to return once the values are copied to host memory, and write them on a thread. The next
+        `save` or `load`, and the end of the program, wait for it. If it fails, the next `save` raises; the end of the
+        program only prints the error, so let the last save be none in the background if the exit code is to tell.
 
     Raises:
-      TypeError: `extra` holds what JSON does not give back as it was.
-      SharedLostError: a variable's value is gone.
-      SynkError: some variables live in a group over processes, and others in one of this process.
+      TypeError: `extra` holds a value that JSON does not give back as it was.
+      SharedLostError: a variable's value is lost.
+      SynkError: some variables live in a group over processes, and others in a group of this process.
 
     Example:
       >>> import numpy as np, synk, tempfile
@@ -84,7 +82,8 @@ def save(
     number = checked_step(step, "save")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1):
         raise ValueError(f"synk.save: keep is {shown(keep)}; give an integer >= 1, or None for all.")
-    extra, place = checked_extra(extra, "save"), Path(folder).absolute()  # of now, also in the background
+    # The folder is found now, even if the program goes elsewhere before the background writes.
+    extra, place = checked_extra(extra, "save"), Path(folder).absolute()
     with eager():
         group, call = common_group(variables, "save"), f"synk.save(step={number}, variables={[*variables]})"
         group._peers.from_process_0(call, WRITER.wait)
@@ -104,19 +103,18 @@ def load(
 ) -> tuple[int, Any]:
     """Set shared variables to what `synk.save` wrote: all of them, or on any error none.
 
-    What replicas shared loads into any number of replicas and processes; what differed, into as many as there were. All
-    processes of the group in which the variables live, or will, call it; process 0 reads for all.
+    Values of equal replicas load into any number of replicas and processes; others, into as many as there were. All
+    processes of the group in which the variables live, or will live, call it; process 0 reads for all.
 
     Args:
-      folder: as it was given to `synk.save`.
+      folder: the folder that `synk.save` was given.
       variables: from name to shared variable, the same names as were saved.
-      step: which checkpoint; None for the newest that is whole: of newer ones that are not a warning says what is
-        wrong. What is loaded rules from the next `save` of this program into the folder on: all later steps are left
-        behind then, and it counts again if it was left behind itself.
-      partial: whether to leave out what was saved under other names, as for inference or fine-tuning.
+      step: which checkpoint; None for the newest whole one. A warning says what is wrong with newer ones. To go back,
+        load an earlier step and train on: the next `save` renames checkpoints of later steps.
+      partial: whether to leave out variables that were saved under other names, as for inference or fine-tuning.
 
     Returns:
-      The step, and what was saved as `extra`.
+      The step, and the `extra` that was saved.
 
     Raises:
       FileNotFoundError: there is no checkpoint, or none of this step.
@@ -134,32 +132,32 @@ def load(
     check_variables(variables, "load")
     if step is not None:
         step = checked_step(step, "load", ", or None for the newest")
-    place, found = Path(folder), list[Checkpoint]()
-    with eager(), contextlib.ExitStack() as opened:
+    # Process 0 alone opens the checkpoint.
+    opened_here = list[Checkpoint]()
+    with eager(), contextlib.ExitStack() as files:
         WRITER.wait_quietly()
 
         def find() -> str:
-            found.append(read(place, step))
-            opened.enter_context(found[0].file)
-            return json.dumps([str(found[0].path), found[0].about, found[0].damaged])
+            checkpoint = read(Path(folder), step)
+            opened_here.append(checkpoint)
+            files.enter_context(checkpoint.file)
+            return json.dumps([str(checkpoint.path), checkpoint.about, checkpoint.damaged])
 
         call = f"synk.load(step={step}, variables={[*variables]})"
         path, about, damaged = json.loads(common_group(variables, "load")._peers.from_process_0(call, find))
-        for each in damaged:
-            warnings.warn(f"synk.load: {each} Step {about['step']} is loaded in its place.", stacklevel=3)
+        for why in damaged:
+            warnings.warn(f"synk.load: {why} Step {about['step']} is loaded in its place.", stacklevel=3)
         kept = dict(about["variables"])
         compare(variables, kept, f"synk.load: {path}", partial)
         names = list(kept)
-        arrays = opened.enter_context(found[0].arrays()) if found else None
+        arrays = files.enter_context(opened_here[0].arrays()) if opened_here else None
         states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
         commit_all(states)
-        if found:  # this process reads and writes for all
-            note_loaded(place, about["step"])
     return about["step"], about["extra"]
 
 
 def check_variables(variables: Any, call: str) -> None:
-    """Is it a mapping from name to shared variable?"""
+    """Raise TypeError unless `variables` is a mapping from name to shared variable."""
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise TypeError(
             f'synk.{call}: variables is {shown(variables)}; give a mapping from name to variable: {{"w": w}}.'
@@ -168,7 +166,7 @@ def check_variables(variables: Any, call: str) -> None:
 
 
 def common_group(variables: Mapping[str, Shared], call: str) -> Group:
-    """A group whose processes save and load these together: where they live, or else the current one."""
+    """Return the group whose processes save and load the variables: where they live, or else the current one."""
     groups = {name: group_of(variable) for name, variable in variables.items()}
     together = [name for name, group in groups.items() if group._is_multi_process]
     alone = [name for name in groups if name not in together]
@@ -182,44 +180,31 @@ def common_group(variables: Mapping[str, Shared], call: str) -> Group:
 
 
 def checked_step(step: Any, call: str, otherwise: str = "") -> int:
-    """The number of a checkpoint."""
+    """Return the number of a checkpoint as an int; ValueError if it is none."""
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise ValueError(f"synk.{call}: step is {shown(step)}; give an integer >= 0{otherwise}.")
     return int(step)
 
 
 def checked_extra(extra: Any, call: str) -> Any:
-    """What comes back as it is given, and numbers of NumPy's and JAX's as Python's."""
-    try:
-        back = json.loads(json.dumps(extra, default=_as_python))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"synk.{call}: extra is no JSON ({error}). Keep arrays in shared variables.") from None
-    if _is_same(back, extra):
-        return back
+    """Return `extra` as JSON gives it back, numbers of NumPy and JAX as Python's; TypeError if JSON changes it."""
+    if isinstance(extra, dict) and all(isinstance(key, str) for key in extra):
+        return {key: checked_extra(value, call) for key, value in extra.items()}
+    if isinstance(extra, list):
+        return [checked_extra(value, call) for value in extra]
+    is_number = isinstance(extra, np.generic | np.ndarray | jax.Array) and extra.ndim == 0
+    if is_number and isinstance(extra.dtype, np.dtype):
+        extra = np.asarray(extra).tolist()
+    if extra is None or isinstance(extra, str | int | float):
+        return extra
     raise TypeError(
-        f"synk.{call}: extra does not come back from JSON as it was; use lists for tuples, strings as keys."
+        f"synk.{call}: extra holds {shown(extra)}, which JSON does not give back. Use lists for tuples and strings as "
+        f"keys, and keep arrays in shared variables."
     )
 
 
-def _is_same(back: Any, given: Any) -> bool:
-    """Are these equal, NaN at the same places?"""
-    if isinstance(back, dict):
-        is_alike = isinstance(given, dict) and back.keys() == given.keys()
-        return is_alike and all(_is_same(back[key], given[key]) for key in back)
-    if isinstance(back, list):
-        return isinstance(given, list) and len(back) == len(given) and all(map(_is_same, back, given))
-    return bool(back == given) or bool(back != back and given != given)
-
-
-def _as_python(number: Any) -> Any:
-    is_number = isinstance(number, np.generic | np.ndarray | jax.Array) and number.ndim == 0
-    if is_number and isinstance(number.dtype, np.dtype):
-        return np.asarray(number).tolist()
-    raise TypeError(f"{type(number).__name__} is none of its kinds")
-
-
 def described(variable: Shared) -> dict[str, Any]:
-    """What is to be known of it, as JSON has it."""
+    """Describe a variable for JSON."""
     spec, state = variable._spec, variable._state
     return {
         "leaves": [
@@ -233,77 +218,82 @@ def described(variable: Shared) -> dict[str, Any]:
 
 
 def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
-    """Every leaf in host memory, its bits as bytes where NumPy's files do not know the dtype; for those that do not
-    write, what all processes ask for together."""
+    """Yield the leaves of all variables in host memory, by their names in the file."""
     for number, variable in enumerate(variables.values()):
-        group, leaves = group_of(variable), read_leaves(variable)
-        state, own = variable._state, group._local_ranks.start
-        if variable._spec.is_cut is not None:  # all ask, also those that do not write
-            for i, leaf in enumerate(whole_on_host(variable._spec, group, leaves)):
-                yield _member(str(number), i, None), _storable(leaf.copy() if is_copy else leaf)
-            continue
-        for rank in [None] if state.is_equal else range(group.size):
-            if rank is None and not is_writer:
-                continue
-            if rank is None:  # any replica's will do, and every process has one of its own
-                entries = [local_replica_to_host(group, leaf, state.layout, own, None) for leaf in leaves]
-            else:
-                entries = host_leaves(variable, rank)
-            for i, leaf in enumerate(variable._spec.unpack(entries)):
+        for rank, leaves in _entries(variable, is_writer):
+            for i, leaf in enumerate(leaves):
                 stored = _storable(leaf)
                 is_shared = is_copy and np.may_share_memory(stored, leaf)
                 yield _member(str(number), i, rank), stored.copy() if is_shared else stored
 
 
+def _entries(variable: Shared, is_writer: bool) -> Iterator[tuple[int | None, Iterable[np.ndarray]]]:
+    """Yield each replica that must be stored and its leaves; None for the replica if all share a value.
+
+    Processes that do not write take part in reads for which all must ask together.
+    """
+    group, spec, leaves = group_of(variable), variable._spec, computed_leaves(variable)
+    if spec.is_cut is not None:
+        yield None, whole_on_host(spec, group, leaves)
+    elif not variable._state.is_equal:
+        for rank in range(group.size):
+            yield rank, spec.unpack(host_leaves(variable, rank))
+    elif is_writer:
+        layout, rank = variable._state.layout, group._local_ranks.start
+        yield None, spec.unpack([local_replica_to_host(group, leaf, layout, rank, None) for leaf in leaves])
+
+
 def _member(variable: str, leaf: int, rank: int | None) -> str:
-    """What a leaf is called in the file: numbers, since names of variables may be anything."""
+    """Name a leaf in the file by numbers, since names of variables may be anything."""
     return f"{variable}.{leaf}.{'all' if rank is None else rank}"
 
 
 def mean_of(entries: Sequence[np.ndarray]) -> np.ndarray:
-    """The average of what replicas had, for any number of others."""
+    """Return the average of replicas' values, for another number of replicas."""
     return np.mean(entries, axis=0, dtype=np.float64).astype(entries[0].dtype)
 
 
 def _storable(array: np.ndarray) -> np.ndarray:
+    """Return an array of a dtype that NumPy's files know: the bits of others as bytes."""
     # A copy is contiguous, as a view of its bytes needs; ascontiguousarray would give a scalar an axis.
     return array if array.dtype.isbuiltin == 1 else array.copy("C").view(f"u{array.dtype.itemsize}")
 
 
 def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str, partial: bool = False) -> None:
-    """Are these what was kept, or `partial`ly? ValueError names the first difference."""
+    """Raise ValueError that names the first difference between variables and their saved descriptions."""
     missing, more = sorted(set(variables) - set(kept)), [] if partial else sorted(set(kept) - set(variables))
     if missing or more:
         parts = [f"has no {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(more)} besides"] * bool(more)
         raise ValueError(f"{where} {' and '.join(parts)}. Give the variables that were saved.")
     for name, variable in variables.items():
-        there, size = kept[name], group_of(variable).size
-        for what, was, has in _differences(there, variable):
+        saved, size = kept[name], group_of(variable).size
+        for what, was, has in _differences(saved, variable):
             raise ValueError(f"{where}: {name}{what} was {was}, but {variable.name} has {has}.")
-        if not there["is_equal"] and variable._spec.is_cut is not None:
+        if not saved["is_equal"] and variable._spec.is_cut is not None:
             raise ValueError(
                 f"{where}: {name} differed on its replicas, but {variable.name} lies in shards, which make one value. "
                 f"Make it equal before it is saved."
             )
-        if is_of_others(there, variable) and not variable._may_differ:
+        if is_of_others(saved, variable) and not variable._may_differ:
             did, cure = "differed on", "make it equal before it is saved (local steps: with finish())"
-            if there["lengths"] is not None:
+            if saved["lengths"] is not None:
                 did = "held the rows of"
                 cure = f"save synk.gather({name}, nd_up=0) in a variable that all share, and scatter it once loaded"
             raise ValueError(
-                f"{where}: {name} {did} {there['replicas']} replicas, but there are {size} now. Load into as many, or "
+                f"{where}: {name} {did} {saved['replicas']} replicas, but there are {size} now. Load into as many, or "
                 f"{cure}."
             )
 
 
 def is_of_others(kept: Any, variable: Shared) -> bool:
-    """Does it differ on another number of replicas than there are?"""
+    """Check whether a variable was saved unequal, from another number of replicas than there are now."""
     return not kept["is_equal"] and kept["replicas"] != group_of(variable).size
 
 
 def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
+    """Yield where a variable differs from its saved description, and both values."""
     own = described(variable)
-    paths = [[leaf["path"] for leaf in each["leaves"]] for each in (kept, own)]
+    paths = [[leaf["path"] for leaf in description["leaves"]] for description in (kept, own)]
     for was, has in zip_longest(*paths):
         if was != has:
             yield "'s tree", f"one with {was or 'nothing'}", f"{has or 'nothing'} there"
@@ -320,7 +310,7 @@ def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:
-    """What the variable holds once it has what was kept; `arrays` are those of process 0."""
+    """Make the state of a variable from a checkpoint; `arrays` is None in processes other than 0."""
     spec, group, lengths = variable._spec, group_of(variable), kept["lengths"]
 
     def stored(rank: int | None) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Checkpoint files: folders on disk, each whole or absent, whatever dies when; and what is wrong with a damaged one."""
+"""Checkpoint files: folders on disk, whole or absent whatever dies when, and what is wrong with a damaged folder."""
 
 import atexit
 import contextlib
@@ -22,41 +22,52 @@ from .._base.errors import CheckpointError
 from .._runtime.dispatch import uninterrupted
 
 FORMAT = 2
-LOOKS = 10  # at a folder in which another program saves
-_ABOUT, _ARRAYS, _LEFT = "about.json", "arrays.npz", "left-behind"  # the last is in those that a run has left behind
+# How often a folder is read anew in which another program saves meanwhile.
+ATTEMPTS = 10
+_ABOUT, _ARRAYS = "about.json", "arrays.npz"
+# A checkpoint; with ~, one that was to be replaced by a second save of its step.
 _STEP = re.compile(r"step-(\d{8,})(~?)")
-_SAVING = re.compile(r"\.saving-step-\d{8,}-(.*)-(\d+)-\d+")  # which machine, which process, its how many-th
+# A checkpoint that is being written: by which machine, by which process, and its number there.
+_SAVING = re.compile(r"\.saving-step-\d{8,}-(.*)-(\d+)-\d+")
 _DAY = 24 * 60 * 60
-_LOADED: dict[Path, int] = {}  # the step that this program has loaded from a folder, until it saves there
-_UNDER_WAY: set[str] = set()  # folders that this process is writing, by name
+# Names of the folders that this process is writing.
+_UNDER_WAY: set[str] = set()
 _COUNT = itertools.count()
 
 
 class Checkpoint(NamedTuple):
-    """One that is whole."""
+    """A whole checkpoint.
+
+    Attributes:
+      path: its folder.
+      about: what was written beside the arrays.
+      file: the open file of the arrays.
+      damaged: of newer checkpoints that are not whole, which they are and why.
+    """
 
     path: Path
-    about: dict[str, Any]  # what was written beside the arrays
-    file: BinaryIO  # which holds these
-    damaged: list[str]  # of newer ones that are not whole: which, and why
+    about: dict[str, Any]
+    file: BinaryIO
+    damaged: list[str]
 
     def arrays(self) -> Any:
-        """The arrays by name, read as they are asked for; to be closed."""
+        """Return the arrays by name, read when asked for. The caller closes them."""
         return np.load(self.file)
 
 
 def write(
     folder: Path, step: int, about: Mapping[str, Any], arrays: Mapping[str, np.ndarray], keep: int | None
 ) -> None:
-    """Into a folder of another name, which takes its own in one rename; then delete all but the newest `keep`.
+    """Write a checkpoint and delete all but the newest `keep`.
 
-    Those later than what the run has loaded, or saves, are of one that it has left behind: marked, they are neither
-    counted nor deleted.
+    It is written under another name and takes its own by one rename. Checkpoints of later steps, of a run that has gone
+    back, are renamed: they are neither loaded nor counted nor deleted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in [*filter(_is_abandoned, folder.glob(".saving-*")), *folder.glob(".gone-*")]:
         _delete(left)
-    before = sorted(_found(folder))  # what a handler of a signal saves meanwhile is none of those left behind
+    # A later step that a handler of a signal saves meanwhile is not among them.
+    later = [path for number, path in _checkpoints(folder) if number > step]
     new = folder / f".saving-step-{step:08d}-{socket.gethostname()}-{os.getpid()}-{next(_COUNT)}"
     _UNDER_WAY.add(new.name)
     try:
@@ -68,9 +79,12 @@ def write(
         (new / _ABOUT).write_text(json.dumps({"checksum": _digest(whole), **whole}, indent=1))
         for written in (new / _ARRAYS, new / _ABOUT, new):
             _to_disk(written)
-        with uninterrupted():  # a handler that saves, too, comes before or after
-            _leave_behind(before, _LOADED.get(folder.resolve(), step), step)
-            _put(new, folder / f"step-{step:08d}", keep)
+        # A handler of a signal that saves, too, comes before or after.
+        with uninterrupted():
+            _put(new, folder / f"step-{step:08d}")
+            for path in later:
+                _rename(path, f"left-{path.name}")
+            _remove_old(folder, keep)
     except BaseException:
         _delete(new)
         raise
@@ -81,63 +95,43 @@ def write(
 def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     try:
         np.savez(path, **arrays)  # type: ignore[arg-type]  # names and arrays
-    except ValueError as error:  # of zipfile, which hides what has come while it wrote, a Ctrl-C perhaps
+    except ValueError as error:
+        # An error of zipfile hides what was raised while it wrote, a Ctrl-C perhaps.
         if error.__context__ is not None and "writing handle" in str(error):
             raise error.__context__ from None
         raise
 
 
-def _leave_behind(before: list[tuple[int, Path]], loaded: int, step: int) -> None:
-    """Mark what is later than the step that was loaded, the newest last; that one counts, whether it was marked or not.
-
-    Whenever this ends, `load` takes what it took before, or what the run has loaded.
-    """
-    for number, path in before:
-        mark = path / _LEFT
-        with contextlib.suppress(FileNotFoundError):  # another program has removed it
-            if number == loaded < step and mark.exists():
-                mark.unlink()
-                _to_disk(path)
-            elif number > min(loaded, step) and not mark.exists():
-                mark.touch()
-                _to_disk(path)
-
-
-def _put(new: Path, final: Path, keep: int | None) -> None:
-    """What is written in its place, and what it makes obsolete away."""
-    folder, old = final.parent, final.with_name(f"{final.name}~")
-    if final.exists():  # saved again: until the new one is there, the old one counts
-        if old.exists():
-            _remove(old)
-        os.rename(final, old)
+def _put(new: Path, final: Path) -> None:
+    """Give a new checkpoint its name, and remove the one that it replaces."""
+    old = final.with_name(f"{final.name}~")
+    # The old checkpoint counts until the new one has its name.
+    if final.exists():
+        _rename(final, old.name)
     os.rename(new, final)
-    note_saved(folder)
-    _to_disk(folder)
-    found = _found(folder)
-    steps = sorted({number for number, path in found if not (path / _LEFT).exists()})
+    _to_disk(final.parent)
+    _remove(old)
+
+
+def _rename(path: Path, name: str) -> None:
+    """Give a checkpoint a name that another may have, which goes."""
+    _remove(path.with_name(name))
+    # Another program may have removed the checkpoint.
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, path.with_name(name))
+
+
+def _remove_old(folder: Path, keep: int | None) -> None:
+    paths = _checkpoints(folder)
+    steps = sorted({number for number, _ in paths})
     gone = set(steps[:-keep]) if keep is not None else set[int]()
-    for number, path in found:
-        if number in gone or path == old:
+    for number, path in paths:
+        if number in gone:
             _remove(path)
 
 
-def note_loaded(folder: Path, step: int) -> None:
-    """What is later is left behind from the next `write` into the folder on."""
-    _LOADED[folder.resolve()] = step
-
-
-def note_saved(folder: Path) -> None:
-    """What this program has loaded from the folder counts no more."""
-    _LOADED.pop(folder.resolve(), None)
-
-
-def last_loaded(folder: Path) -> int | None:
-    """The step that this program has loaded from the folder, and has not saved there since."""
-    return _LOADED.get(folder.resolve())
-
-
 def _is_abandoned(saving: Path) -> bool:
-    """Has who was writing it died? A day tells where it is on another machine, or another process has its number."""
+    """Check whether the process that was writing a folder is dead. On another machine a day tells."""
     if saving.name in _UNDER_WAY:
         return False
     match = _SAVING.fullmatch(saving.name)
@@ -154,27 +148,32 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    # The process is another user's.
+    except PermissionError:
         return True
     return True
 
 
-def read(folder: Path, step: int | None, looks: int = LOOKS) -> Checkpoint:
-    """The one of a step, or the newest that is whole: of those that a run has left behind, if there are no others.
+def read(folder: Path, step: int | None, attempts: int = ATTEMPTS) -> Checkpoint:
+    """Return the checkpoint of a step, or the newest that is whole.
 
-    FileNotFoundError where there is none; CheckpointError where there are, but none is whole; ValueError where the
-    folder is a checkpoint itself, or a file.
+    Raises:
+      FileNotFoundError: there is none.
+      CheckpointError: there are, but none that was asked for is whole.
+      ValueError: the folder is a checkpoint itself, or a file.
     """
-    found = sorted(_found(folder), key=lambda each: ((each[1] / _LEFT).exists(), -each[0], each[1].name))  # ~ is last
-    if not found:
+    # The highest step first; a checkpoint that was to be replaced, whose name ends in ~, after its successor.
+    paths = sorted(_checkpoints(folder), key=lambda found: (-found[0], found[1].name))
+    if not paths:
         is_checkpoint = (folder / _ABOUT).exists() or (folder / _ARRAYS).exists()
-        if is_checkpoint or folder.is_file():  # which is not taken for a run that has yet to begin
+        # A mistaken folder is not taken for a run that has yet to begin.
+        if is_checkpoint or folder.is_file():
             what = "is a checkpoint itself" if is_checkpoint else "is a file"
             raise ValueError(f"synk.load: {folder} {what}. Give the folder in which checkpoints lie, as to synk.save.")
         raise FileNotFoundError(f"synk.load: {folder} has no checkpoint; synk.save makes one.")
-    wanted = [path for number, path in found if step in (None, number)]
+    wanted = [path for number, path in paths if step in (None, number)]
     if not wanted:
-        steps = ", ".join(map(str, sorted({number for number, _ in found})))
+        steps = ", ".join(map(str, sorted({number for number, _ in paths})))
         raise FileNotFoundError(f"synk.load: {folder} has no step {step}; it has {steps}.")
     damaged: list[str] = []
     for path in wanted:
@@ -183,8 +182,9 @@ def read(folder: Path, step: int | None, looks: int = LOOKS) -> Checkpoint:
             about, file = _read_whole(path)
         except CheckpointError as error:
             now = _identity(path)
-            if looks > 1 and (now is None or now != before):  # another program has removed or replaced it meanwhile
-                return read(folder, step, looks - 1)
+            # Another program has removed or replaced the checkpoint meanwhile.
+            if attempts > 1 and (now is None or now != before):
+                return read(folder, step, attempts - 1)
             damaged.append(f"{path}: {error}")
         else:
             return Checkpoint(path, about, file, damaged)
@@ -193,16 +193,16 @@ def read(folder: Path, step: int | None, looks: int = LOOKS) -> Checkpoint:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a checkpoint from one that has taken its place; None where there is none any more."""
+    """Return what tells a checkpoint from one that has taken its place; None if it is gone."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_ctime_ns
+    return status.st_ino, status.st_ctime_ns
 
 
 def _read_whole(path: Path) -> tuple[dict[str, Any], BinaryIO]:
-    """What a checkpoint says of itself, and the file of its arrays; CheckpointError with what is wrong with it."""
+    """Return the description of a checkpoint and its open arrays; CheckpointError says what is wrong with it."""
     try:
         about = json.loads((path / _ABOUT).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -242,22 +242,24 @@ def _digest_of_file(file: BinaryIO) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # a file
 
 
-def _found(folder: Path) -> list[tuple[int, Path]]:
-    """Checkpoints by step; one that was being replaced, beside its successor if that did come, has ~ after its name."""
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the step and folder of each checkpoint."""
     paths = folder.iterdir() if folder.is_dir() else []
     return [(int(match[1]), path) for path in paths if (match := _STEP.fullmatch(path.name))]
 
 
 def _remove(path: Path) -> None:
-    """Out of sight first: no half of a checkpoint is ever found."""
+    """Remove a checkpoint: out of sight first, so that no half of it is ever seen."""
     gone = path.with_name(f".gone-{path.name}")
-    with contextlib.suppress(FileNotFoundError):  # another program has removed it
+    # Another program may have removed it.
+    with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
     _delete(gone)
 
 
 def _delete(path: Path) -> None:
-    with uninterrupted():  # rmtree that is interrupted closes a descriptor twice: an OSError hides the Ctrl-C
+    # rmtree that is interrupted closes a descriptor twice: an OSError would hide the Ctrl-C.
+    with uninterrupted():
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -273,12 +275,13 @@ class Writer:
     """Writes checkpoints, one at a time."""
 
     def __init__(self) -> None:
-        self._is_idle = threading.Event()  # a join that Ctrl-C ends takes a thread for ended in Python 3.11
+        # No join: where Ctrl-C ends it, Python 3.11 takes a thread that runs for ended.
+        self._is_idle = threading.Event()
         self._is_idle.set()
         self._failure: tuple[str, Exception] | None = None
 
     def wait(self) -> str:
-        """Wait for what is being written; raise what went wrong."""
+        """Wait until nothing is being written; raise what went wrong."""
         self.wait_quietly()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -287,14 +290,15 @@ class Writer:
         return ""
 
     def wait_quietly(self) -> None:
-        """Wait for what is being written."""
+        """Wait until nothing is being written."""
         while True:
-            with uninterrupted():  # a handler that saves, too, would wait for the lock of this wait
+            # A handler of a signal that saves, too, would wait for the lock of this wait.
+            with uninterrupted():
                 if self._is_idle.wait(0.05):
                     return
 
     def run(self, act: Callable[[], None], what: str, is_background: bool) -> str:
-        """Write now, or begin to; in a thread of its own, for which Python waits at its end."""
+        """Write now, or begin to in a thread, for which Python waits at its end."""
         if not is_background:
             act()
             return ""
@@ -309,19 +313,22 @@ class Writer:
 
         while True:
             self.wait_quietly()
-            with uninterrupted():  # so that there is a thread, or none is waited for
-                if not self._is_idle.is_set():  # a handler has begun to save
+            # Between clear and start nothing may come: who waits would wait for no thread.
+            with uninterrupted():
+                # A handler of a signal has begun to save.
+                if not self._is_idle.is_set():
                     continue
                 self._is_idle.clear()
                 try:
                     threading.Thread(target=try_to, name="synk-save").start()
-                except RuntimeError:  # there are too many
+                # There are too many threads.
+                except RuntimeError:
                     self._is_idle.set()
                     raise
                 return ""
 
     def report(self) -> None:
-        """At the end of the program, when no other save will raise it."""
+        """Print at the end of the program what no other save will raise."""
         try:
             self.wait()
         except OSError as error:

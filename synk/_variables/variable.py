@@ -398,7 +398,7 @@ def rows_of_rank(variable: Shared, rank: int) -> int | None:
 # Reading.
 
 
-def read(variable: Shared) -> list[jax.Array]:
+def computed_leaves(variable: Shared) -> list[jax.Array]:
     """Return the stored leaves once they are computed; SharedLostError if the program that was to write them died."""
     group = group_of(variable)
     state = bind(variable, group)
@@ -415,7 +415,7 @@ def read(variable: Shared) -> list[jax.Array]:
         drain()
         invalidate(variable, state, "a function", error)
         # This raises, unless a handler of a signal has set the variable meanwhile.
-        return read(variable)
+        return computed_leaves(variable)
 
 
 def _end_well(leaves: Sequence[jax.Array]) -> bool:
@@ -448,7 +448,7 @@ def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
         return variable._spec.tree(leaves if borrow else [jnp.array(leaf) for leaf in leaves])
     if state.layout == "replicated" or variable._spec.is_cut is not None:
         return variable._spec.tree(_common_leaves(variable, group))
-    leaves = broadcast_from(group, read(variable), rank, "replicated")
+    leaves = broadcast_from(group, computed_leaves(variable), rank, "replicated")
     rows = state.rows_per_replica
     return variable._spec.tree(leaves if rows is None else [leaf[: rows[rank]] for leaf in leaves])
 
@@ -459,7 +459,7 @@ def _agree_to_read(variable: Shared, group: Group) -> None:
 
 
 def _common_leaves(variable: Shared, group: Group) -> list[jax.Array]:
-    leaves = read(variable)
+    leaves = computed_leaves(variable)
     if variable._spec.is_cut is not None:
         return whole_leaves(variable._spec, group, leaves)
     return relayout(group, leaves, variable._state.layout, "replicated")
@@ -467,7 +467,7 @@ def _common_leaves(variable: Shared, group: Group) -> list[jax.Array]:
 
 def host_leaves(variable: Shared, rank: int) -> list[Any]:
     """Return one replica's leaves in host memory, views where that saves a copy. All processes must ask together."""
-    group, leaves = group_of(variable), read(variable)
+    group, leaves = group_of(variable), computed_leaves(variable)
     if variable._spec.is_cut is not None:
         return list(whole_on_host(variable._spec, group, leaves))
     layout, rows = variable._state.layout, rows_of_rank(variable, rank)
@@ -478,7 +478,9 @@ def stacked_leaves(variable: Shared) -> list[jax.Array]:
     """Return the leaves with one entry a replica on axis 0."""
     group = group_of(variable)
     state = bind(variable, group)
-    return state.leaves if state.layout == "stacked" else relayout(group, read(variable), "replicated", "stacked")
+    if state.layout == "stacked":
+        return state.leaves
+    return relayout(group, computed_leaves(variable), "replicated", "stacked")
 
 
 def divergence(variable: Shared) -> str:

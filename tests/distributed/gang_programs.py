@@ -690,8 +690,8 @@ def checkpoint(group, noted):
         FileNotFoundError, "has no step 0; it has 1, 2", lambda: synk.load(noted.folder / "saved", variables, step=0)
     )
     synk.load(noted.folder / "saved", variables, step=1)
-    synk.save(noted.folder / "saved", variables, step=9, extra={"n": n})
-    assert (noted.folder / "saved" / "step-00000002" / "left-behind").exists()
+    synk.save(noted.folder / "saved", variables, step=1, extra={"n": n})
+    assert (noted.folder / "saved" / "left-step-00000002").exists()
     if jax.process_index() == 0:
         (noted.folder / "a file").write_text("")
     raises(FileExistsError, "a file", lambda: synk.save(noted.folder / "a file", {"w": w}, step=1))
