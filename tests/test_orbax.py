@@ -97,8 +97,8 @@ def test_leaves_of_no_size(manager):
     [
         ({"step": -1}, ValueError, "synk.orbax.save: step is -1"),
         ({"step": True}, ValueError, "synk.orbax.save: step is True"),
-        ({"step": 1, "extra": {1: (1, 2)}}, TypeError, "synk.orbax.save: extra does not come back"),
-        ({"step": 1, "extra": {1}}, TypeError, "synk.orbax.save: extra is no JSON"),
+        ({"step": 1, "extra": {1: (1, 2)}}, TypeError, "synk.orbax.save: extra holds .*which JSON does not give back"),
+        ({"step": 1, "extra": {1}}, TypeError, "synk.orbax.save: extra holds .*which JSON does not give back"),
     ],
 )
 def test_what_is_refused(manager, given, error, match):

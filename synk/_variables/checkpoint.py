@@ -192,8 +192,7 @@ def checked_extra(extra: Any, call: str) -> Any:
         return {key: checked_extra(value, call) for key, value in extra.items()}
     if isinstance(extra, list):
         return [checked_extra(value, call) for value in extra]
-    is_number = isinstance(extra, np.generic | np.ndarray | jax.Array) and extra.ndim == 0
-    if is_number and isinstance(extra.dtype, np.dtype):
+    if isinstance(extra, np.generic | np.ndarray | jax.Array) and not extra.ndim and isinstance(extra.dtype, np.dtype):
         extra = np.asarray(extra).tolist()
     if extra is None or isinstance(extra, str | int | float):
         return extra
