@@ -100,8 +100,7 @@ def as_source(value: Any, what: str, advice: str) -> Source:
 
 
 def copied(value: Any) -> Any:
-    """An array of NumPy's, or one that shows its memory as one (a tensor of PyTorch's), with memory of its own; and one
-    of JAX's, which who made it may donate."""
+    """Copy an array whose owner may write to its memory (NumPy, a tensor of PyTorch) or donate it (JAX)."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, jax.Array) and value.is_fully_addressable and not isinstance(value, jax.core.Tracer):
@@ -111,10 +110,16 @@ def copied(value: Any) -> Any:
 
 
 def copied_on_device(value: jax.Array) -> jax.Array:
-    """A copy where it lies; awaited, so that it need not be counted among the programs in flight."""
-    jax.block_until_ready(value)  # while calls go on
+    """Copy an array where it lies."""
+    # CPU devices bear few programs in flight, and this one is not counted. Elsewhere a wait would be for the call that
+    # runs, and the loop could not launch the next one in time.
+    is_awaited = any(device.platform == "cpu" for device in value.devices())
+    if is_awaited:
+        # Before the lock is taken, so that other threads can call meanwhile.
+        jax.block_until_ready(value)
     with LOCK:
-        return jax.block_until_ready(jnp.copy(value))
+        copy = jnp.copy(value)
+        return jax.block_until_ready(copy) if is_awaited else copy
 
 
 def as_rows(value: Any, name: str) -> Source:

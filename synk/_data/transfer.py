@@ -109,12 +109,12 @@ def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np
 
 
 def can_go_ahead(group: Group, source: Any) -> bool:
-    """May a thread bring its rows? What communicates does so in one order in all processes, that of their calls."""
+    """Check whether rows of a source can be sent before their call; rows that lie over processes come by the call."""
     return not (isinstance(source, jax.Array) and group._is_multi_process and not is_everywhere(source))
 
 
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
-    """Rows cut over the replicas for a later call; where they do not divide or shall not be cut, in own memory."""
+    """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
     host, rows, size = to_host(group, source), selection.rows, group.size
     with LOCK if host is None else nullcontext():  # programs pick rows on devices
         if is_cut and rows % size == 0:

@@ -380,7 +380,7 @@ class Function:
             items, prepared = source, self._items("over", source, options)
         for _ in self._loop("over", items, prepared, prefetch, total.add):
             pass
-        return total.finish()
+        return total.result()
 
     def _bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, call: str = ""

@@ -1,9 +1,8 @@
-"""Over: one answer over the rows of many batches: states add up on the replicas, and combine once, at the end."""
+"""Over: one answer over the rows of many batches. States add up on the replicas, and combine once, at the end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -27,20 +26,28 @@ from .._tracing.nan_origin import is_finite
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind
 
-_TOGETHER = 32  # pieces that are joined at a time
+# Each number of arrays that are joined at once is a program to compile.
+_JOINED_AT_ONCE = 32
 
 
-class _Piece(NamedTuple):
-    """What one launch has given to keep until the end."""
+class _Kept(NamedTuple):
+    """Arrays that one launch leaves on the replicas until the end: rows, or an entry for each part.
+
+    Attributes:
+      batch: the number of the batch.
+      counts: the number of rows of each replica.
+      max_rows: the number of rows that the arrays have room for on each replica.
+      leaves: the arrays.
+    """
 
     batch: int
-    counts: tuple[int, ...]  # rows of each replica
-    max_rows: int  # places that each replica has for them
+    counts: tuple[int, ...]
+    max_rows: int
     leaves: list[jax.Array]
 
 
 class Accumulation:
-    """What the batches of `f.over` have given so far."""
+    """The sums and rows of the batches of `f.over` so far."""
 
     def __init__(self, site: Site) -> None:
         function = site.function
@@ -51,12 +58,13 @@ class Accumulation:
             )
         self._function = replace(function, is_over=True)
         self._site = replace(site, function=self._function)
+        # The first call gives the outputs of all, and the states of variables that all batches must find.
         self._first: ReadyCall | None = None
-        self._states: dict[Shared, VariableState] = {}  # as the first batch found them
-        self._carry: list[jax.Array] = []
-        self._pieces: list[_Piece] = []
+        self._states: dict[Shared, VariableState] = {}
+        self._sums: list[jax.Array] = []
+        self._kept: list[_Kept] = []
         self._batches = self._rows = 0
-        self._seen = np.zeros(site.group.size, bool)  # which replicas had rows
+        self._has_rows = np.zeros(site.group.size, bool)
 
     def add(self, bound: BoundArguments, options: CallOptions) -> None:
         """Run one more batch."""
@@ -70,45 +78,36 @@ class Accumulation:
             start(self._function, ready, self._run)
 
     def _run(self, ready: ReadyCall) -> None:
+        """Launch the programs of a batch, which add to the sums."""
         plan, lengths = ready.plan, ready.rows.lengths
         assert lengths is not None and plan.start is not None
         states = {variable: bind(variable, ready.group) for variable in plan.accepts}
         check_held_rows(ready, states)
         self._check(ready, states, sum(lengths))
         if self._first is None:
-            self._carry = run(self._function.name, plan.start, [])
-            self._first = ready._replace(rows=RowInputs((), None), broadcast=[])  # which need not be kept
+            self._sums = run(self._function.name, plan.start, [])
+            # The rows of the first batch need not stay in memory.
+            self._first, self._states = ready._replace(rows=RowInputs((), None), broadcast=[]), states
         leaves, rows = leaves_taken(ready, states), rows_taken(ready)
-        of_variables = [leaves[variable] for variable in plan.reads[0]]
+        read_leaves = [leaves[variable] for variable in plan.reads[0]]
         compiler = _compiler(plan)
-        count = len(compiler.carry)
-        several = split_into_launches(lengths, ready.num_slices)
-        ready.function.stats.slices = len(several)
-        for j, parts in enumerate(several, 1):
-            table = place_table(ready, parts, ended=sum(lengths) if j == len(several) else 0)
+        num_sums = len(compiler.carry)
+        launches = split_into_launches(lengths, ready.num_slices)
+        ready.function.stats.slices = len(launches)
+        for number, parts in enumerate(launches, 1):
+            table = place_table(ready, parts, ended=sum(lengths) if number == len(launches) else 0)
             values = [*values_of(ready, rows, parts), table]
-            found = run(self._function.name, plan.program_of(parts), [*of_variables, self._carry, values])
-            self._carry = found[:count]
-            self._seen |= np.array(parts.counts) > 0
+            results = run(self._function.name, plan.program_of(parts), [*read_leaves, self._sums, values])
+            self._sums = results[:num_sums]
+            self._has_rows |= np.array(parts.counts) > 0
             if compiler.kept_kinds:
-                self._pieces.append(_Piece(self._batches, parts.counts, parts.max_rows, found[count : len(found)]))
+                self._kept.append(_Kept(self._batches, parts.counts, parts.max_rows, results[num_sums : len(results)]))
         self._rows += sum(lengths)
         self._batches += 1
 
     def _check(self, ready: ReadyCall, states: dict[Shared, VariableState], rows: int) -> None:
-        """All batches find the same values and give outputs of the same shapes."""
+        """Check that a batch finds the values, and gives the shapes, that the first batch had."""
         name, new = ready.function.name, _compiler(ready.plan)
-        for variable, state in states.items():
-            if self._first is not None and variable not in self._states:
-                raise SynkError(
-                    f"{name}.over: {variable.name} came in place of another variable between two batches, but all of "
-                    f"them make one answer. Put it there before or after."
-                )
-            if self._states.setdefault(variable, state) is not state:
-                raise SynkError(
-                    f"{name}.over: {variable.name} was set between two batches, but all of them make one answer. Set "
-                    f"it before or after."
-                )
         if self._rows + rows > MOST_ROWS and (new.builder.first.uses_rank or True in new.kept_kinds):
             raise ValueError(
                 f"{name}.over: rows beyond {MOST_ROWS} have no number in int32. Do without row numbers, and without "
@@ -116,39 +115,47 @@ class Accumulation:
             )
         if self._first is None:
             return
+        for variable, state in states.items():
+            if self._states.get(variable) is not state:
+                change = "was set" if variable in self._states else "came in place of another variable"
+                raise SynkError(
+                    f"{name}.over: {variable.name} {change} between two batches, but all of them make one answer. Do "
+                    f"that before or after."
+                )
         old = _compiler(self._first.plan)
         combined = [old.builder.outputs.leaves[i] for i in old.builder.combined]
-        leaves = zip(combined, old.states, new.states, strict=False)
-        other = [(leaf.path, a, b) for leaf, a, b in leaves if a.dtype != b.dtype or _shape(leaf, a) != _shape(leaf, b)]
-        for path, a, b in other[:1]:
-            raise ValueError(
-                f"{name}.over: output{path} is {b.dtype}{list(b.shape)} on a replica in batch {self._batches}, but "
-                f'{a.dtype}{list(a.shape)} in the first: they do not combine. For a row an input row, use "concat".'
-            )
+        for leaf, a, b in zip(combined, old.states, new.states, strict=False):
+            if (a.dtype, _entry_shape(leaf, a)) != (b.dtype, _entry_shape(leaf, b)):
+                raise ValueError(
+                    f"{name}.over: output{leaf.path} is {b.dtype}{list(b.shape)} on a replica in batch "
+                    f"{self._batches}, but {a.dtype}{list(a.shape)} in the first: they do not combine. For a row an "
+                    f'input row, use "concat".'
+                )
         if old.builder.outputs.treedef != new.builder.outputs.treedef:
             raise ValueError(
                 f"{name}.over: what it returns has another tree in batch {self._batches} than in the first one. Return "
                 f"the same for any number of rows."
             )
 
-    def finish(self) -> PyTree:
-        """Combine the replicas."""
+    def result(self) -> PyTree:
+        """Combine the replicas and return the answer."""
         ready, rows = self._first, self._rows
         if ready is None:
             raise ValueError(f"{self._function.name}.over: there was no batch. An answer needs at least one row.")
         plan, compiler, name = ready.plan, _compiler(ready.plan), self._function.name
         check_row_count(name, plan.least_rows, (rows,))
-        index = {is_row: _row_order(self._pieces, is_row) for is_row in compiler.kept_kinds}
-        places = {True: sum(piece.max_rows for piece in self._pieces), False: len(self._pieces)}
-        totals = {is_row: len(numbers) for is_row, numbers in index.items()}
+        order = {is_row: _order_of_rows(self._kept, is_row) for is_row in compiler.kept_kinds}
+        places = {True: sum(kept.max_rows for kept in self._kept), False: len(self._kept)}
+        totals = {is_row: len(positions) for is_row, positions in order.items()}
         key = ("over", plan, *places.values(), *totals.values())
         with LOCK:
             program = self._site.plans.kept(ready.group, key, lambda: compiler.compile_over(places, totals))
-            kept = _joined(ready, [piece.leaves for piece in self._pieces])
-            placed = [put(ready.group, each, "replicated") for each in index.values()]
+            kept = _join(ready, [kept.leaves for kept in self._kept])
+            placed = [put(ready.group, positions, "replicated") for positions in order.values()]
             placed.append(constant(ready.group, "replicated", rows, jnp.result_type(float).name))
-            placed.append(constant(ready.group, "replicated", tuple(self._seen.tolist()), "bool"))
-            values = run(name, program, [[*self._carry[:-1], *kept], placed])  # not where they end
+            placed.append(constant(ready.group, "replicated", tuple(self._has_rows.tolist()), "bool"))
+            # The last sum is a position among the rows, which only a next batch needs.
+            values = run(name, program, [[*self._sums[:-1], *kept], placed])
             self._function.stats.calls += 1
         if self._function.refuses_nan and not all(map(is_finite, values)):
             raise FloatingPointError(f"{name}.over: its outputs are not finite.")
@@ -160,39 +167,40 @@ def _compiler(plan: CallPlan) -> Compiler:
     return plan.compiler
 
 
-def _shape(leaf: Any, state: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Without rows, where it has some."""
+def _entry_shape(leaf: Any, state: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+    """Return the shape of a state, without the axis of rows if it has one."""
     return state.shape[1:] if leaf.reduced.reduction.has_row_entries else state.shape
 
 
-def _row_order(pieces: Sequence[_Piece], is_row: bool) -> np.ndarray:
-    """Where the rows, or the parts, of all batches lie among what the replicas have kept, in row order."""
-    starts = np.cumsum([0, *(piece.max_rows if is_row else 1 for piece in pieces)]).tolist()
-    found: list[np.ndarray] = []
-    for _, batch in groupby(zip(pieces, starts, strict=False), key=lambda each: each[0].batch):
-        launched = list(batch)
-        for rank in range(len(pieces[0].counts)):
-            for piece, first in launched:
-                count = piece.counts[rank] if is_row else min(piece.counts[rank], 1)
-                found.append(np.arange(count) + (rank * starts[-1] + first))
-    return np.concatenate(found).astype(np.int32)
+def _order_of_rows(kept: Sequence[_Kept], is_row: bool) -> np.ndarray:
+    """Return the positions of rows (or of entries of parts) in the joined arrays of all replicas, in row order.
 
-
-def _joined(ready: ReadyCall, kept: list[list[jax.Array]]) -> list[jax.Array]:
-    """What all launches have kept as one array of each: a few at a time, so that few programs do it."""
-    while len(kept) > 1:
-        several = [kept[i : i + _TOGETHER] for i in range(0, len(kept), _TOGETHER)]
-        kept = [_join(ready, each) if len(each) > 1 and each[0] else each[0] for each in several]
-    return kept[0] if kept else []
+    Rows of a batch lie in the order of the replicas, and on each replica in the order of the launches.
+    """
+    starts = np.cumsum([0, *(launch.max_rows if is_row else 1 for launch in kept)])
+    order = sorted((launch.batch, rank, i) for i, launch in enumerate(kept) for rank in range(len(launch.counts)))
+    positions: list[np.ndarray] = []
+    for _, rank, i in order:
+        count = kept[i].counts[rank] if is_row else min(kept[i].counts[rank], 1)
+        positions.append(np.arange(count) + (rank * starts[-1] + starts[i]))
+    return np.concatenate(positions).astype(np.int32)
 
 
 def _join(ready: ReadyCall, kept: list[list[jax.Array]]) -> list[jax.Array]:
-    arrays = [leaf for leaves in zip(*kept, strict=True) for leaf in leaves]  # those of one leaf together
+    """Concatenate each leaf of all launches on its replica; a few at a time, so that there are few programs."""
+    while len(kept) > 1:
+        groups = [kept[i : i + _JOINED_AT_ONCE] for i in range(0, len(kept), _JOINED_AT_ONCE)]
+        kept = [_join_at_once(ready, group) if len(group) > 1 and group[0] else group[0] for group in groups]
+    return kept[0] if kept else []
+
+
+def _join_at_once(ready: ReadyCall, kept: list[list[jax.Array]]) -> list[jax.Array]:
+    arrays = [array for arrays_of_leaf in zip(*kept, strict=True) for array in arrays_of_leaf]
     ins, outs = layouts("stacked", len(arrays)), layouts("stacked", len(kept[0]))
     return run_collective(ready.group, _concatenate(len(kept)), ins, outs, arrays)
 
 
-@lru_cache(maxsize=_TOGETHER)
+@lru_cache(maxsize=_JOINED_AT_ONCE)
 def _concatenate(count: int) -> Callable[..., list[jax.Array]]:
-    """A program that concatenates so many at a time."""
+    """Return what concatenates each `count` arrays in a row; one function a count, since a program is kept by it."""
     return lambda *arrays: [jnp.concatenate(arrays[i : i + count]) for i in range(0, len(arrays), count)]
