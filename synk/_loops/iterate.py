@@ -74,7 +74,6 @@ class Prepared(NamedTuple):
       batch: a copy of the user's batch, if its rows may have to be picked again.
       arguments: the arguments before rows were picked.
       picked: the arguments with the rows of this batch; None if picking failed, which the call tries again.
-      late_data: data that came with this batch and that the call reads itself, with their versions.
       writes: how often the source and the loop had written to the data of the loop.
     """
 
@@ -82,7 +81,6 @@ class Prepared(NamedTuple):
     batch: Any
     arguments: BoundArguments
     picked: BoundArguments | None
-    late_data: list[tuple[Data, int]]
     writes: tuple[int, int]
 
 
@@ -112,10 +110,8 @@ class Batches:
         # Each process brings its own rows. A process without rows, or with a wrong batch, must not leave the others.
         self.meets_others = group._is_multi_process and is_process_local
         early = {bound.spec.scattered[i] for i in self.picked if i not in self.on_devices}
-        self._read_by_call = [leaf for i, leaf in enumerate(bound.leaves) if isinstance(leaf, Data) and i not in early]
-        self._is_item = is_item
-        # Nobody but the source writes to the data of an item, before the item is taken.
-        self._data = [] if is_item else [leaf for leaf in bound.leaves if isinstance(leaf, Data)]
+        data = {i: leaf for i, leaf in enumerate(bound.leaves) if isinstance(leaf, Data)}
+        self._is_item, self._data, self._is_read_by_call = is_item, list(data.values()), bool(data.keys() - early)
         self._versions = [data._version for data in self._data]
         self._writes = (0, 0)
         self._count_rows()
@@ -142,17 +138,14 @@ class Batches:
             # The loop may write to the data before the call, and other processes wait for an answer in the call.
             if not is_picked_again:
                 raise
-        late_data = [value for value in values.values() if isinstance(value, Data)]
-        late_data += self._read_by_call if self._is_item else []
-        versions = [(data, data._version) for data in late_data]
-        return Prepared(self, kept, arguments, picked, versions, self._writes)
+        return Prepared(self, kept, arguments, picked, self._writes)
 
     def current(self, item: Prepared) -> BoundArguments:
         """Return the arguments of a call that is due; pick rows again if the loop has written to their data."""
-        self._note_writes(by_source=False)
+        # An item of a stream has the rows that were there when it was taken, whoever writes to its data afterwards.
+        self._note_writes(by_source=self._is_item)
         is_written_by_source, is_written_by_loop = [a != b for a, b in zip(item.writes, self._writes, strict=True)]
-        is_lost = is_written_by_source and (is_written_by_loop or self._read_by_call)
-        if is_lost or any(data._version != version for data, version in item.late_data):
+        if is_written_by_source and (is_written_by_loop or self._is_read_by_call):
             raise SynkError(
                 f"{self.name}: data that a call reads was written after its item was taken early. Give prefetch=0, "
                 f"which takes an item when the loop comes to it."
@@ -189,7 +182,7 @@ class Batches:
                 f"{self.name}: synk.each gives argument {argument} a {type(value).__name__}. Give it a tree of "
                 f"synk.each instead, one for each array."
             )
-        return copied(value)
+        return copied(as_keys(value[:], value._key) if isinstance(value, Data) else value)
 
     def _is_on_devices(self, source: Any) -> bool:
         """Check whether the call itself picks the rows of a source."""
