@@ -15,7 +15,7 @@ import numpy as np
 from ._base.errors import checked_integer, shown
 from ._base.pytree import narrow
 from ._reductions import statistics
-from ._reductions.monoid import Gathered, Monoid, MonoidSpec, known
+from ._reductions.monoid import Gathered, Monoid, statistic
 from ._reductions.reduction import accumulation_dtype
 from ._tracing.context import row_numbers
 
@@ -118,7 +118,7 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
         raise ValueError(f"synk.stats.cov: x has shape {x.shape}; give rows of columns, two dimensions.")
     means, off = statistics.centered(x)
     state = means | {"products": off.T @ off.conj()}
-    return _statistic(
+    return statistic(
         state, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
     )
 
@@ -141,9 +141,7 @@ def logsumexp(x: Any) -> Monoid:
     wide = x.astype(accumulation_dtype(x.dtype, "mean"))
     most = wide.max(0, keepdims=True)
     state = {"most": most[0], "sum": jnp.exp(wide - statistics.finite(most)).sum(0)}
-    return _statistic(
-        state, statistics.merge_exponentials, partial(statistics.logsumexp, dtype=statistics.real_like(x))
-    )
+    return statistic(state, statistics.merge_exponentials, partial(statistics.logsumexp, dtype=statistics.real_like(x)))
 
 
 def argmax(x: Any) -> Monoid:
@@ -206,7 +204,7 @@ def top_k(x: Any, k: int) -> Monoid:
     k = checked_integer(k, "synk.stats.top_k: k", 1)
     values, rows = jnp.pad(x, (0, k)), jnp.pad(rows, (0, k), constant_values=-1)
     merge = statistics.merge_largest(k)
-    return _statistic(statistics.largest(values, rows, k), merge, statistics.pair, least_rows=k)
+    return statistic(statistics.largest(values, rows, k), merge, statistics.pair, least_rows=k)
 
 
 def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) -> Monoid:
@@ -242,7 +240,7 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
     else:
         edges = edges.astype(narrow(np.result_type(like.dtype, edges.dtype)))
         place = statistics.places_of_floats(x.ravel().astype(edges.dtype), edges)
-    return _statistic(
+    return statistic(
         statistics.counted(place, len(edges) - 1),
         statistics.merge_counts,
         partial(statistics.with_edges, edges=tuple(edges.tolist())),
@@ -264,7 +262,7 @@ def bincount(x: Any, length: int) -> Monoid:
       >>> synk.function(lambda x: synk.stats.bincount(x, 3))(np.array([0, 2, 2])).tolist()
       [1, 0, 2]
     """
-    return _statistic(statistics.counted(statistics.integers_of(x, "bincount"), length), statistics.merge_counts)
+    return statistic(statistics.counted(statistics.integers_of(x, "bincount"), length), statistics.merge_counts)
 
 
 def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
@@ -291,7 +289,7 @@ def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
     is_class = (true >= 0) & (true < classes) & (predicted >= 0) & (predicted < classes)
     place = jnp.where(is_class, true * classes + predicted, -1)
     counts = statistics.counted(place, classes * classes).reshape(classes, classes)
-    return _statistic(counts, statistics.merge_counts)
+    return statistic(counts, statistics.merge_counts)
 
 
 def quantile(x: Any, q: Any) -> Monoid:
@@ -315,15 +313,10 @@ def quantile(x: Any, q: Any) -> Monoid:
     return Gathered(statistics.rows_of(x, "quantile"), partial(statistics.quantile, q=wanted))
 
 
-def _statistic(state: Any, merge: Any, finish: Any = None, least_rows: int = 1) -> Monoid:
-    """Make a Monoid whose parts merge to the same answer in any order."""
-    return known(Monoid(state, merge, finish), MonoidSpec(least_rows, has_order=False))
-
-
 def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
     """Make a statistic that `finish` computes from count, mean and squares."""
     finish_it = partial(finish, dtype=statistics.real_like(x), **options)
-    return _statistic(statistics.spread(x, finish.__name__), statistics.merge_spreads, finish_it)
+    return statistic(statistics.spread(x, finish.__name__), statistics.merge_spreads, finish_it)
 
 
 def _numbered(x: Any, name: str) -> tuple[jax.Array, jax.Array]:
@@ -342,4 +335,4 @@ def _extreme(x: Any, name: str, is_min: bool) -> Monoid:
     at = (jnp.argmin if is_min else jnp.argmax)(x, axis=0)
     value = jnp.take_along_axis(x, at[None], axis=0)[0]
     merge = statistics.merge_least if is_min else statistics.merge_most
-    return _statistic({"value": value, "row": rows[at]}, merge, statistics.row)
+    return statistic({"value": value, "row": rows[at]}, merge, statistics.row)

@@ -13,11 +13,11 @@ from .._runtime.group import AXIS
 
 Arrays = Sequence[jax.Array]
 
-# Leaves up to this many bytes share one buffer a dtype: a collective costs per operand on CPU, a copy per byte.
-# bench/packing.py measures where that turns.
+# Leaves of up to this many bytes share one buffer a dtype. A collective costs time per operand, packing costs time per
+# byte: bench/packing.py measures the size where the two meet.
 PACK_BYTES = 64 * 1024
-# How many share one where XLA makes one collective of several buffers: a training step of 200 leaves takes it 9.6 s to
-# compile where all are in one, 5.5 s with 16 in each, and steps take as long either way.
+# The number of leaves a buffer where XLA makes one collective of several buffers. A training step of 200 leaves
+# compiles in 9.6 s with one buffer, in 5.5 s with 16 leaves in each, and runs as fast.
 SUMMED_TOGETHER = 16
 
 
@@ -27,16 +27,17 @@ def all_sum(values: Arrays) -> list[jax.Array]:
 
 
 def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
-    """Take the elementwise maximum or minimum over the replicas; NaN where one has NaN, and no gradients.
+    """Take the elementwise maximum or minimum over the replicas, NaN if one has NaN. It has no gradient.
 
-    All-reduces of floats may lose NaN, so floats travel as integers of the same order, and minima as maxima of their
-    reverse: one collective a dtype.
+    Floats travel as integers of the same order, since all-reduces of floats may lose NaN
+    (https://github.com/openxla/xla/issues/21461). Minima travel as maxima of the reverse order, so that one collective
+    a dtype serves both.
     """
     if _is_alone():
         return list(values)
     keys = [_sortable(array, low) for array, low in zip(values, is_min, strict=True)]
-    found = _reduced(lax.pmax, keys)
-    return [_unsortable(k, a.dtype, low) for k, a, low in zip(found, values, is_min, strict=True)]
+    largest = _reduced(lax.pmax, keys)
+    return [_unsortable(k, a.dtype, low) for k, a, low in zip(largest, values, is_min, strict=True)]
 
 
 def _reduced(operation: Callable[..., Any], values: Arrays) -> list[jax.Array]:
@@ -51,27 +52,32 @@ def all_gather(values: Arrays) -> list[jax.Array]:
 
 
 def sum_scatter(values: Arrays) -> list[jax.Array]:
-    """Sum arrays that have an entry for each replica on axis 0; each replica gets its entry."""
+    """Sum arrays with an entry a replica on axis 0, and return this replica's entries."""
     if _is_alone():
         return [value[0] for value in values]
     return packed(values, PACK_BYTES, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
 
 
 def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Fold an array over the replicas, each of which folds a piece: the memory of two, and not of one a replica."""
+    """Fold an array over the replicas. Each replica folds one part of it, so that memory for two arrays is enough.
+
+    An all-to-all followed by an all-gather is the usual all-reduce of large arrays (Patarasuk and Yuan, 2009,
+    doi:10.1016/j.jpdc.2008.09.002).
+    """
     if _is_alone() or not array.size:
         return array
     size = lax.psum(1, AXIS)
     piece = -(-array.size // size)
     flat = jnp.pad(array.ravel(), (0, piece * size - array.size)).reshape(size, piece)
-    # Of what is the same on all replicas JAX's vmap of all_to_all makes (replicas, piece, replicas, piece).
+    # Under vmap, all_to_all of a value that is equal on all replicas has the wrong shape. This makes it differ
+    # formally.
     flat = jnp.where(lax.axis_index(AXIS) >= 0, flat, flat[:1, :1])
     mine = fold(lax.all_to_all(flat, AXIS, 0, 0)).astype(array.dtype)
     return lax.all_gather(mine, AXIS).ravel()[: array.size].reshape(array.shape)
 
 
 def merge_leading_axes(entries: jax.Array) -> jax.Array:
-    """The first two axes as one."""
+    """Merge the first two axes into one."""
     return entries.reshape(entries.shape[0] * entries.shape[1], *entries.shape[2:])
 
 
@@ -80,7 +86,7 @@ def _is_alone() -> bool:
 
 
 def _sortable(array: jax.Array, is_min: bool) -> jax.Array:
-    """Numbers as integers of the same order, of the reverse for minima; NaN is where it wins."""
+    """Map numbers to integers of the same order, or of the reverse order for minima. NaN becomes the largest."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         key = array.astype(jnp.int32) if array.dtype == np.bool_ else array
         return ~key if is_min else key
@@ -98,15 +104,23 @@ def _unsortable(key: jax.Array, dtype: np.dtype, is_min: bool) -> jax.Array:
 
 
 def _ordered(bits: jax.Array) -> jax.Array:
-    """Bits of floats as integers of the same order, and back."""
+    """Map the bits of floats to integers of the same order, and back."""
+    # Negative floats have a sign bit and a magnitude, negative integers are complements.
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def packed(
     values: Arrays, limit: float, communicate: Callable[[list[jax.Array]], Arrays], front: int = 0, most: int = 2**31
 ) -> list[jax.Array]:
-    """Communicate arrays of one dtype together; those of at most `limit` bytes by up to `most` in one buffer, but for
-    `front` axes."""
+    """Communicate arrays of one dtype together.
+
+    Args:
+      values: the arrays.
+      limit: the bytes up to which arrays share a buffer.
+      communicate: takes and returns arrays of one dtype.
+      front: the number of leading axes that buffers keep, which `communicate` removes.
+      most: the number of arrays that share one buffer.
+    """
     results: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
@@ -116,18 +130,18 @@ def packed(
             alone, small = same, []
         groups = [small[start : start + most] for start in range(0, len(small), most)]
         together = [
-            jnp.concatenate([values[i].reshape(*values[i].shape[:front], -1) for i in each], -1) for each in groups
+            jnp.concatenate([values[i].reshape(*values[i].shape[:front], -1) for i in group], -1) for group in groups
         ]
         received = communicate([*together, *(values[i] for i in alone)])
-        for each, buffer in zip(groups, received, strict=False):
-            like = [jax.ShapeDtypeStruct(values[i].shape[front:], dtype) for i in each]
-            results |= zip(each, _unpack(buffer, like), strict=True)
+        for group, buffer in zip(groups, received, strict=False):
+            like = [jax.ShapeDtypeStruct(values[i].shape[front:], dtype) for i in group]
+            results |= zip(group, _unpack(buffer, like), strict=True)
         results |= zip(alone, received[len(together) :], strict=True)
     return [results[i] for i in range(len(values))]
 
 
 def _unpack(packed: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Cut the last axis of a buffer into arrays shaped like those that were packed."""
+    """Cut the last axis of a buffer into arrays of the given shapes."""
     stops = np.cumsum([array.size for array in like])
     return [
         lax.slice_in_dim(packed, int(stop) - array.size, int(stop), axis=-1).reshape(*packed.shape[:-1], *array.shape)

@@ -1,7 +1,7 @@
-"""Monoid: what a part knows of its rows, how two of these merge, and what is made of the whole."""
+"""Monoid: outputs that know how to combine: a state of some rows, an associative merge, and a final answer."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.core
@@ -15,13 +15,14 @@ from .reduction import constant_unless
 
 @jax.tree_util.register_pytree_node_class
 class Monoid:
-    """A part's state, returned by a function as an output whose op is `"merge"` (or unnamed): states of all parts merge
-    in row order, by a fixed tree, so that any associative `merge` gives the serial answer.
+    """An output that combines by the op `"merge"`, which need not be named.
+
+    States of all parts merge in row order, by a fixed tree, so that any associative `merge` gives the serial answer.
 
     Attributes:
-      state: a pytree of arrays, what this part knows of its rows (per replica).
-      merge: `merge(a, b)` is the state of the rows of both, those of `a` before those of `b`; of the same tree, shapes
-        and dtypes.
+      state: a pytree of arrays, which summarise the part's rows (per replica).
+      merge: `merge(a, b)` returns the state of the rows of `a` followed by those of `b`, with the same tree, shapes and
+        dtypes.
       finish: `finish(state)` is the answer, a pytree of arrays; None for the state itself.
 
     Raises:
@@ -45,22 +46,22 @@ class Monoid:
         finish: Callable[[PyTree], PyTree] | None = None,
     ) -> None:
         self.state, self.merge, self.finish = state, merge, finish
-        self._about = MonoidSpec()
+        self._least_rows, self._has_order = 1, True
 
     @property
     def value(self) -> PyTree:
-        """The answer for this state alone."""
+        """Finish this state alone, and return the answer."""
         return self.state if self.finish is None else self.finish(self.state)
 
     def tree_flatten(self) -> tuple[tuple[PyTree], Any]:
-        """For JAX: the state is a pytree's child."""
-        return (self.state,), (self.merge, self.finish, self._about)
+        """Flatten for JAX: the state is the child."""
+        return (self.state,), (self.merge, self.finish, self._least_rows, self._has_order)
 
     @classmethod
     def tree_unflatten(cls, about: Any, children: tuple[PyTree]) -> "Monoid":
-        """For JAX."""
-        merge, finish, its = about
-        return known(cls(children[0], merge, finish), its)
+        """Restore for JAX."""
+        merge, finish, least_rows, has_order = about
+        return statistic(children[0], merge, finish, least_rows, has_order)
 
 
 refuse_use(
@@ -72,28 +73,32 @@ refuse_use(
 )
 
 
-class MonoidSpec(NamedTuple):
-    """What is known of a Monoid beside its state and functions."""
+def statistic(
+    state: PyTree, merge: Callable[..., PyTree], finish: Any = None, least_rows: int = 1, has_order: bool = False
+) -> Monoid:
+    """Make a Monoid of which more is known.
 
-    least_rows: int = 1  # a call that has fewer in all raises before anything runs
-    has_order: bool = True  # whether merging parts in another order could give another answer
-
-
-def known(monoid: Monoid, about: MonoidSpec) -> Monoid:
-    """The same, of which so much is known."""
-    monoid._about = about
+    Args:
+      state: as for `Monoid`.
+      merge: as for `Monoid`.
+      finish: as for `Monoid`.
+      least_rows: a call with fewer rows in all raises before anything runs.
+      has_order: whether parts merged in another order could give another answer.
+    """
+    monoid = Monoid(state, merge, finish)
+    monoid._least_rows, monoid._has_order = least_rows, has_order
     return monoid
 
 
 class Gathered(Monoid):
-    """A part's rows, all of which the answer needs: one entry a row on axis 0 of each array, gathered in row order."""
+    """A Monoid whose answer needs all rows. Its state has one entry a row on axis 0, gathered in row order."""
 
     def __init__(self, rows: PyTree, finish: Callable[[PyTree], PyTree]) -> None:
         super().__init__(rows, _concatenate, finish)
 
     @classmethod
     def tree_unflatten(cls, about: Any, children: tuple[PyTree]) -> "Gathered":
-        """For JAX."""
+        """Restore for JAX."""
         return cls(children[0], about[1])
 
 
@@ -105,11 +110,11 @@ def _concatenate(a: PyTree, b: PyTree) -> PyTree:
 
 
 class Merge:
-    """How the leaves of a Monoid's state merge, and what is made of those of the whole."""
+    """The functions of a Monoid, on leaves of its state."""
 
     def __init__(self, monoid: Monoid, where: str) -> None:
         self.functions, self.treedef = (monoid.merge, monoid.finish), jax.tree.structure(monoid.state)
-        self.least_rows, self.has_order = monoid._about
+        self.least_rows, self.has_order = monoid._least_rows, monoid._has_order
         state = jax.tree.map(jnp.asarray, monoid.state)
         self.answer = _shapes_of(lambda state: Monoid(state, *self.functions).value, (state,), f"{where}: finish")
         if not isinstance(monoid, Gathered):
@@ -121,13 +126,18 @@ class Merge:
                 )
 
     def merge(self, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
-        """The leaves of both."""
+        """Merge the leaves of two states."""
         return jax.tree.leaves(self.functions[0](self.treedef.unflatten(a), self.treedef.unflatten(b)))
 
     def merge_all(self, stacked: Sequence[jax.Array], present: Any) -> list[jax.Array]:
-        """The leaves of all parts, stacked in row order, by a balanced tree over their places; `present` says which
-        parts there are, None for all of them."""
+        """Merge the states of all parts by a balanced tree.
+
+        Args:
+          stacked: the leaves of all parts' states, in row order on axis 0.
+          present: a mask of the parts that exist, of NumPy or traced; None if all exist.
+        """
         count = stacked[0].shape[0] if stacked else 1
+        # A mask that is known now costs nothing at run time.
         if isinstance(present, np.ndarray):
             stacked, count, present = [leaf[np.flatnonzero(present)] for leaf in stacked], int(present.sum()), None
         while count > 1:
@@ -144,27 +154,29 @@ class Merge:
         return [leaf[0] for leaf in stacked]
 
     def merge_present(self, a: Sequence[jax.Array], b: Sequence[jax.Array], has_a: Any, has_b: Any) -> list[jax.Array]:
-        """The leaves of both, or of the one that is there."""
+        """Merge two states of which either may be absent."""
         first = [jnp.where(has_a, x, y) for x, y in zip(a, b, strict=True)]
         second = [jnp.where(has_b, y, x) for x, y in zip(a, b, strict=True)]
         has_both = has_a & has_b
-        # Without the other a state merges with itself, which is left out: constants there, so that no gradient is NaN.
+        # If one state is absent, the other merges with itself, and the result is not used. Constants keep NaN out of
+        # the gradient there.
         merged = self.merge(*([constant_unless(has_both, x) for x in states] for states in (first, second)))
         return [jnp.where(has_both, m, x) for m, x in zip(merged, first, strict=True)]
 
     def finish(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """The leaves of the answer."""
+        """Return the leaves of the answer."""
         answer = jax.tree.leaves(Monoid(self.treedef.unflatten(leaves), *self.functions).value)
         return [jnp.asarray(leaf) for leaf in answer]
 
 
 def _pairs_and_rest(pairs: int) -> list[slice]:
-    """The first of each pair, the second, and what has none."""
+    """Return slices of the first of each pair, the second, and the part without a partner."""
     return [slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2), slice(2 * pairs, None)]
 
 
 def _shapes_of(fn: Callable[..., PyTree], args: tuple[PyTree, ...], where: str) -> PyTree:
-    """What a Monoid's function gives; it runs where parts meet, so all that it needs is in the states."""
+    """Return the shapes of the result of `merge` or `finish`. Raise ValueError if it closes over traced values."""
+    # These functions run outside `fn`, where its arguments and variables do not exist.
     traced, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     if any(isinstance(const, jax.core.Tracer) for const in traced.consts):
         raise ValueError(

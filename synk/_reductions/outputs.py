@@ -1,4 +1,4 @@
-"""Outputs: what a function returned, leaf by leaf, each with the reduction that its user named."""
+"""Outputs: the leaves that a function returned, with the reductions that its user named."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -26,118 +26,154 @@ from .reduction import (
 from .tree import by_block
 
 MERGE = REDUCTIONS["merge"]
-SUMS = (REDUCTIONS["sum"], REDUCTIONS["mean"], MEAN_OF_ROWS, WEIGHTED)  # what may travel narrowly
+# Reductions that may travel in a wire format.
+SUMS = (REDUCTIONS["sum"], REDUCTIONS["mean"], MEAN_OF_ROWS, WEIGHTED)
 
 
 PerPart: TypeAlias = Literal["", "all", "sums"]
 
 
 class OutputLeaf(NamedTuple):
-    """One leaf of what `fn` returned."""
+    """One leaf that `fn` returned.
 
-    path: str  # in the tree, as messages write it
-    op: str  # the op's name, for messages
+    Attributes:
+      path: its place in the tree, as messages write it.
+      op: the name of its op, for messages.
+      reduced: how it combines.
+      key: the PRNG implementation of typed keys, whose raw data combines; None for other leaves.
+    """
+
+    path: str
+    op: str
     reduced: Reduced
-    key: Any  # the PRNG implementation of a typed key, whose raw data combines
+    key: Any
 
 
 class Merged(NamedTuple):
-    """A Monoid among the outputs."""
+    """A Monoid among the outputs.
 
-    first: int  # which leaf is the first of its state
-    size: int  # how many leaves its state has
+    Attributes:
+      first: the number of the first leaf of its state.
+      size: how many leaves its state has.
+      merge: its functions.
+      results: the leaves of its answer.
+    """
+
+    first: int
+    size: int
     merge: Merge
-    results: tuple[OutputLeaf, ...]  # the leaves of its answer
+    results: tuple[OutputLeaf, ...]
 
 
 class OutputSpec(NamedTuple):
-    """The structure of what `fn` returned."""
+    """The structure of the value that `fn` returned.
 
-    leaves: tuple[OutputLeaf, ...]  # all that combines
-    # What becomes an output, in the order of the tree: leaves by number, and Monoids. The weight of a Weighted is none.
+    Attributes:
+      leaves: all leaves that combine, weights included.
+      items: the outputs in the order of the tree: numbers of leaves, and Monoids. Weights are no outputs.
+      treedef: the tree of the outputs.
+    """
+
+    leaves: tuple[OutputLeaf, ...]
     items: tuple[int | Merged, ...]
-    treedef: Any  # of the outputs
+    treedef: Any
 
     @property
     def reduced(self) -> list[Reduced]:
-        """How each leaf combines."""
+        """Return how each leaf combines."""
         return [leaf.reduced for leaf in self.leaves]
 
     @property
     def merged(self) -> list[Merged]:
-        """The Monoids."""
+        """Return the Monoids."""
         return [item for item in self.items if isinstance(item, Merged)]
 
     def least_rows(self, wanted: Container[int]) -> int:
-        """How many rows in all the answers of the wanted leaves need."""
+        """Return the number of rows that a call needs at least for the answers of the wanted leaves."""
         return max([item.merge.least_rows for item in self.merged if item.first in wanted], default=1)
 
     @property
     def results(self) -> list[OutputLeaf]:
-        """The leaves of the outputs."""
-        each = [item.results if isinstance(item, Merged) else (self.leaves[item],) for item in self.items]
-        return [leaf for leaves in each for leaf in leaves]
+        """Return the leaves of the outputs."""
+        groups = [item.results if isinstance(item, Merged) else (self.leaves[item],) for item in self.items]
+        return [leaf for group in groups for leaf in group]
 
     @property
     def keys(self) -> list[Any]:
-        """The PRNG implementation of each leaf of the outputs."""
+        """Return the PRNG implementation of each leaf of the outputs."""
         return [leaf.key for leaf in self.results]
 
     def needed_for(self, picked: Sequence[int]) -> list[int]:
-        """Which leaves these leaves of the outputs come of, weights included."""
-        each = [leaves for leaves, count in map(_sizes, self.items) for _ in range(count)]
-        needed = {number for i in picked for number in each[i]}
+        """Return the numbers of the leaves that the picked outputs are made of, weights included."""
+        sources = [leaves for leaves, count in map(_sizes, self.items) for _ in range(count)]
+        needed = {number for i in picked for number in sources[i]}
         return sorted(needed | {w for i in needed if (w := self.leaves[i].reduced.weight) is not None})
 
     @property
     def staying(self) -> list[int]:
-        """Which leaves of the outputs stay on the replicas that made them."""
+        """Return the numbers of the outputs that stay on the replicas that made them."""
         return [i for i, leaf in enumerate(self.results) if leaf.reduced.reduction.collective == "stay"]
 
     @property
     def source_leaf(self) -> list[int | None]:
-        """For each leaf of the outputs, which leaf it is as it came; None for those of a Monoid's answer."""
-        each = [[None] * len(item.results) if isinstance(item, Merged) else [item] for item in self.items]
-        return [number for numbers in each for number in numbers]
+        """Return for each output the number of its leaf, None for the answer of a Monoid."""
+        groups = [[None] * len(item.results) if isinstance(item, Merged) else [item] for item in self.items]
+        return [number for group in groups for number in group]
 
     def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[Any]:
-        """The leaves of the outputs, from what combines, None where that is left out; `present` as in
-        `Merge.merge_all`."""
-        found: list[Any] = []
+        """Make the outputs from combined leaves.
+
+        Args:
+          combined: the combined leaves, by number. Outputs whose leaves are left out become None.
+          present: as in `Merge.merge_all`.
+        """
+        outputs: list[Any] = []
         for item in self.items:
             leaves, count = _sizes(item)
             if any(i not in combined for i in leaves):
-                found += [None] * count
+                outputs += [None] * count
             elif isinstance(item, Merged):
                 state = [combined[item.first + i] for i in range(item.size)]
                 reductions = {self.leaves[item.first + i].reduced.reduction for i in range(item.size)}
                 if reductions != {REDUCTIONS["concat"]}:
                     state = item.merge.merge_all(state, present if reductions == {MERGE} else None)
-                found += item.merge.finish(state)
+                outputs += item.merge.finish(state)
             else:
-                found.append(combined[item])
-        return found
+                outputs.append(combined[item])
+        return outputs
 
 
 def _sizes(item: int | Merged) -> tuple[range, int]:
-    """Which leaves it comes of, and of how many leaves of the outputs it is."""
+    """Return the numbers of the leaves that an item is made of, and its number of outputs."""
     if isinstance(item, Merged):
         return range(item.first, item.first + item.size), len(item.results)
     return range(item, item + 1), 1
 
 
 class OutputRules(NamedTuple):
-    """What outputs of one part must keep to."""
+    """The rules for outputs of one part.
 
-    ops: PyTree  # of reductions, a prefix of the outputs
-    name: str  # what messages call the function
-    rows: int | None  # of the part; None where there are none
-    is_sliced: bool  # whether a replica has several parts
-    per_part: PerPart  # of which outputs the parts are kept as they come, for `f.check`
-    is_over: bool = False  # whether there are more batches, for `f.over`
-    neighbours: tuple[int, int] = (0, 0)  # how many rows before and after its own the part sees
-    wires: PyTree = None  # as what sums travel, a prefix of the outputs; None: as they are
-    block: int | None = None  # how many rows a block has, where parts are blocks that combine by a tree
+    Attributes:
+      ops: the reductions, a prefix of the outputs.
+      name: the function's name in messages.
+      rows: the rows of the part, None if there are no rows.
+      is_sliced: whether a replica has several parts.
+      per_part: the outputs whose parts `f.check` wants as they are.
+      is_over: whether the call is a batch of `f.over`.
+      neighbours: how many rows before and after its own rows the part sees.
+      wires: the wire formats of sums, a prefix of the outputs.
+      block: the rows of a block, if parts are blocks that combine by a tree.
+    """
+
+    ops: PyTree
+    name: str
+    rows: int | None
+    is_sliced: bool
+    per_part: PerPart
+    is_over: bool = False
+    neighbours: tuple[int, int] = (0, 0)
+    wires: PyTree = None
+    block: int | None = None
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
@@ -146,7 +182,10 @@ def check_ops(outputs: PyTree, name: str) -> PyTree:
 
 
 def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], OutputSpec]:
-    """Flatten what `fn` returned for one part, and match it with the ops; a Weighted's weight follows its values."""
+    """Flatten the value that `fn` returned for one part, and match its leaves with the ops.
+
+    The weight of a Weighted follows its values.
+    """
     leaves: list[OutputLeaf] = []
     arrays: list[jax.Array] = []
     items: list[int | Merged] = []
@@ -204,36 +243,36 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
 
 
 def pack_result(out: PyTree) -> tuple[list[jax.Array], tuple[Any, tuple[Any, ...]]]:
-    """Flatten what `then` returned."""
+    """Flatten the value that `then` returned."""
     leaves, treedef = jax.tree.flatten(out)
     arrays = [_as_array(leaf, "then: a result") for leaf in leaves]
     return [as_data(array) for array in arrays], (treedef, tuple(map(key_of, arrays)))
 
 
 def is_whole(value: Any) -> bool:
-    """Is it one of synk's own, which has its own way to combine?"""
+    """Check for a Weighted or a Monoid, which combine in ways of their own."""
     return isinstance(value, Weighted | Monoid)
 
 
 def _kind(value: Any) -> str:
-    """What a user would call it: a tracer is an array."""
+    """Return what a user would call a value: a tracer is an array."""
     return "an array" if isinstance(value, jax.Array) else f"a {type(value).__name__}"
 
 
 def _whole(value: Any) -> Any:
-    """What it becomes, or something of the same tree."""
+    """Return the output that a Weighted or Monoid becomes, or a value of the same tree."""
     if isinstance(value, Monoid):
         return jax.eval_shape(lambda state: Monoid(state, value.merge, value.finish).value, value.state)
     return value.value if isinstance(value, Weighted) else value
 
 
 def _match(prefix: PyTree, out: PyTree, name: str, what: str, given: PyTree) -> list[tuple[str, Any, Any]]:
-    """The leaves of what was returned in tree order, each with its path and what a prefix, as it was `given`, says."""
-    found: list[tuple[str, Any, Any]] = []
+    """List (path, entry of the prefix, leaf) for each leaf that was returned. Messages show the prefix as `given`."""
+    matches: list[tuple[str, Any, Any]] = []
 
     def match(start: Any, said: Any, subtree: Any) -> None:
         for path, value in tree_leaves_with_path(subtree, is_leaf=is_whole):
-            found.append((keystr((*start, *path)), said, value))
+            matches.append((keystr((*start, *path)), said, value))
 
     try:
         tree_map_with_path(match, _as_sequence_of(out, prefix), out, is_leaf=lambda said: said is None)
@@ -242,11 +281,11 @@ def _match(prefix: PyTree, out: PyTree, name: str, what: str, given: PyTree) -> 
             f"{name}: {what}={given!r} is no prefix of what it returned, whose tree is {jax.tree.structure(out)}. "
             f"Name one {'op' if what == 'outputs' else what} for each output, or one for all."
         ) from error
-    return found
+    return matches
 
 
 def _as_sequence_of(out: PyTree, prefix: PyTree) -> PyTree:
-    """Of several outputs a list says as much as a tuple, whichever was returned."""
+    """Return a prefix as a list or a tuple, whichever `fn` returned."""
     return type(out)(prefix) if {type(out), type(prefix)} == {list, tuple} else prefix
 
 
@@ -266,7 +305,8 @@ def _refuse_nested(where: str, inside: PyTree, name: str) -> None:
 
 def _check_monoid(where: str, reduction: Reduction, value: Monoid, name: str) -> None:
     _refuse_nested(where, value.state, name)
-    if reduction.name not in ("merge", "sum"):  # the second is what is meant where none is named
+    # "sum" is the default, which users need not change for a Monoid.
+    if reduction.name not in ("merge", "sum"):
         raise ValueError(f'{name}: {where} is a Monoid, which goes with "merge", but its op is {reduction.name!r}.')
 
 

@@ -1,4 +1,4 @@
-"""Reduction: how the parts of one output combine, on one replica and then over all of them.
+"""Reduction: how the parts of an output combine, on one replica and then over all replicas.
 
     state = prepare(first part); for each other part: state = accumulate(state, prepare(part))
     whole = finalize(collective(state))
@@ -27,10 +27,15 @@ Op: TypeAlias = ElementwiseOp | RowsOp | Callable[[jax.Array], Any] | None
 
 
 class PartInfo(NamedTuple):
-    """Which part a value is of; traced numbers, none compiled in where rows differ."""
+    """A part's weight and place, as traced numbers where rows differ.
 
-    weight: Any  # its share of the rows of all parts
-    is_first: Any  # whether it is the first part that has rows
+    Attributes:
+      weight: the part's share of the rows of all parts.
+      is_first: whether it is the first part that has rows.
+    """
+
+    weight: Any
+    is_first: Any
 
 
 @jax.tree_util.register_dataclass
@@ -63,35 +68,45 @@ def _plain(combined: Any, weight: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How parts combine."""
+    """The way in which parts of an output combine.
 
-    name: str  # the op, as users and messages call it
-    # Over the replicas: "gather" keeps each part's entries, in row order; "first" adds one value and zeros, as bits;
-    # "merge" keeps each replica's state, which merges with the others of its Monoid; of "stay" and "unreduced" nothing
-    # travels.
+    Attributes:
+      name: the op, in the words of users and messages.
+      collective: how states of replicas combine. "gather" keeps the entries of all parts in row order; "first" adds one
+        value and zeros as bits; "merge" keeps each replica's state, for a Monoid; "stay" and "unreduced" send nothing.
+      prepare: turns a part's value into a state: widens and weighs it. A state that is gathered has entries on axis 0.
+      accumulate: combines the states of two parts of one replica.
+      finalize: turns (combined state, total weight) into the whole, before `result_dtype`.
+      has_row_entries: whether a gathered state has an entry a row; else it has an entry a part.
+      fold: combines all gathered entries into one.
+      is_lawful: whether the op means the same for any parts, so that `f.check` compares it.
+    """
+
+    name: str
     collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge", "stay", "unreduced"]
-    prepare: Callable[[jax.Array, PartInfo], jax.Array]  # widens and weighs; of what is gathered, entries on axis 0
-    accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add  # states of parts of one replica
-    finalize: Callable[[Any, Any], Any] = _plain  # (combined state, total weight) -> the whole, before `result_dtype`
-    has_row_entries: bool = False  # whether what is gathered has an entry a row, else an entry a part
-    fold: Callable[[jax.Array], jax.Array] | None = None  # of what is gathered: all entries -> the combined state
-    is_lawful: bool = True  # whether it means the same for any parts, so that `f.check` compares it
+    prepare: Callable[[jax.Array, PartInfo], jax.Array]
+    accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
+    finalize: Callable[[Any, Any], Any] = _plain
+    has_row_entries: bool = False
+    fold: Callable[[jax.Array], jax.Array] | None = None
+    is_lawful: bool = True
 
     def identity(self, dtype: np.dtype) -> Any:
-        """What changes nothing when it is accumulated."""
+        """Return the number that changes nothing when it is accumulated."""
         if self.collective not in ("max", "min"):
             return int(self.collective == "prod")
         is_max, is_inexact = self.collective == "max", jnp.issubdtype(dtype, jnp.inexact)
         if dtype == np.bool_:
             return not is_max
-        if is_inexact and np.isinf(np.array(np.inf).astype(dtype)):  # some of 8 bits have no infinity
+        # Some floats of 8 bits have no infinity.
+        if is_inexact and np.isinf(np.array(np.inf).astype(dtype)):
             return -np.inf if is_max else np.inf
         limits = jnp.finfo(dtype) if is_inexact else jnp.iinfo(dtype)
         return limits.min if is_max else limits.max
 
 
 def accumulation_dtype(dtype: np.dtype, op: str) -> np.dtype:
-    """The dtype that parts of `dtype` are combined in."""
+    """Return the dtype in which parts of a dtype combine: at least 32 bits for sums of floats."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.dtype(np.float32) if jnp.finfo(dtype).bits < 32 and op not in ("max", "min") else dtype
     if op == "mean":
@@ -100,7 +115,7 @@ def accumulation_dtype(dtype: np.dtype, op: str) -> np.dtype:
 
 
 def result_dtype(dtype: np.dtype, op: str) -> np.dtype:
-    """The dtype of the combined output of parts of `dtype`."""
+    """Return the dtype of the combined output of parts of a dtype."""
     if op in ("any", "all"):
         return np.dtype(bool)
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else accumulation_dtype(dtype, op)
@@ -130,7 +145,7 @@ def _weigh(value: jax.Array, info: PartInfo) -> jax.Array:
 def _weigh_unless_zero(value: jax.Array, info: PartInfo) -> jax.Array:
     value = _widen(value, "mean")
     weight = jnp.asarray(info.weight).astype(value.dtype)
-    # Masked before the product: a gradient through 0 * NaN would be NaN.
+    # The mask comes before the product, since a gradient through 0 * NaN is NaN.
     return jnp.where(weight != 0, value, 0) * weight
 
 
@@ -139,11 +154,11 @@ REDUCTIONS = {
     for reduction in (
         Reduction("sum", "sum", lambda v, _: _widen(v, "sum")),
         Reduction("mean", "sum", _weigh),
-        Reduction("any", "sum", lambda v, _: v.astype(bool).astype(np.int32)),
-        Reduction("all", "sum", lambda v, _: (~v.astype(bool)).astype(np.int32), finalize=lambda n, _: n == 0),
         Reduction("max", "max", _as_it_is, jnp.maximum),
         Reduction("min", "min", _as_it_is, jnp.minimum),
         Reduction("prod", "prod", lambda v, _: _widen(v, "prod"), jnp.multiply),
+        Reduction("any", "sum", lambda v, _: v.astype(bool).astype(np.int32)),
+        Reduction("all", "sum", lambda v, _: (~v.astype(bool)).astype(np.int32), finalize=lambda n, _: n == 0),
         Reduction("concat", "gather", _as_it_is, has_row_entries=True),
         Reduction("scatter", "stay", _as_it_is, has_row_entries=True),
         Reduction("stack", "gather", _as_entry, is_lawful=False),
@@ -151,12 +166,12 @@ REDUCTIONS = {
         Reduction("merge", "merge", _as_it_is),
     )
 }
-ELEMENTWISE = ("sum", "mean", "max", "min", "prod", "any", "all")
+ELEMENTWISE = tuple(name for name, op in REDUCTIONS.items() if op.collective in ("sum", "max", "min", "prod"))
 _ALIASES = {"avg": "mean", "gather": "concat"}
 _NAMES = sorted([*REDUCTIONS, *_ALIASES])
 _MEANT = {name: name for name in REDUCTIONS} | _ALIASES | {"average": "mean"}
 
-# Of synk.Weighted: a value leaf, whose total is divided by that of its weight; and the weight.
+# Leaves of a synk.Weighted: its values, whose total is divided by the total weight; and its weight.
 WEIGHTED = Reduction(
     "mean", "sum", _weigh_unless_zero, finalize=lambda total, weight: total / weight.astype(total.dtype)
 )
@@ -165,15 +180,15 @@ WEIGHT = Reduction("weight", "sum", lambda v, _: _widen(v, "mean"))
 # Skip the collective: `then` receives this replica's unreduced mean, in its accumulation dtype. Not for users.
 UNREDUCED_MEAN = replace(REDUCTIONS["mean"], collective="unreduced")
 
-# Of `f.over`, which learns at its end how many rows there are: weights are rows of parts, and these are the total.
+# Means of `f.over`, which learns the number of rows at its end: the weight of a part is its number of rows.
 MEAN_OF_ROWS = Reduction("mean", "sum", _weigh, finalize=lambda total, rows: total / rows.astype(total.dtype))
-# The same, of a Monoid whose order counts: batches come one after another, but replicas take turns in each.
+# Monoids of `f.over` whose order counts: a replica keeps the states of all batches, which are not neighbours.
 MERGE_IN_ORDER = Reduction("merge", "gather", _as_entry)
 
-# The parts as they come, for `f.check`.
+# The parts themselves, for `f.check`.
 PER_PART = Reduction("parts", "gather", _as_entry, is_lawful=False)
 
-# How the slices of one replica's update combine; nothing travels.
+# How updates of the slices of one replica combine. Nothing travels.
 UPDATES = {
     "mean": REDUCTIONS["mean"],
     "max": REDUCTIONS["max"],
@@ -184,7 +199,7 @@ UPDATES = {
 
 
 def reduction_of(op: Op | Reduction, where: str) -> Reduction:
-    """The reduction that a user has named; ValueError or TypeError where it is none."""
+    """Return the reduction that a user has named. Raise ValueError or TypeError if there is none."""
     if op is None:
         return REDUCTIONS["first"]
     if isinstance(op, Reduction):
@@ -202,13 +217,13 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
 
 
 class Reduced(NamedTuple):
-    """How one output leaf combines.
+    """The way in which one leaf of the outputs combines.
 
     Attributes:
       reduction: its reduction.
       dtype: the dtype of its parts.
       weight: the number of the leaf that holds the weight of a `Weighted` value; None for other values.
-      wire: as what its sum travels; None as it is.
+      wire: the format in which its sum travels; None for full precision.
     """
 
     reduction: Reduction
@@ -218,7 +233,7 @@ class Reduced(NamedTuple):
 
 
 def prepare_parts(values: Sequence[jax.Array], leaves: Sequence[Reduced], info: PartInfo) -> list[jax.Array]:
-    """The states of one part's values."""
+    """Return the states of one part's values."""
     return [
         leaf.reduction.prepare(value, info if leaf.weight is None else info._replace(weight=values[leaf.weight]))
         for value, leaf in zip(values, leaves, strict=True)
@@ -234,12 +249,16 @@ def combine_replicas(
     *,
     per_process: int = 1,
 ) -> list[jax.Array]:
-    """Combine states over all replicas: one collective a kind of reduction and dtype.
+    """Combine states over all replicas, by one collective a kind of reduction and dtype.
 
-    Of what is gathered, states are entries on axis 0, as many on each replica, and `valid` has the indexes of those of
-    all replicas that count, in row order; None for all. What stays stays as it is. Of what merges, the states of all
-    replicas come back on a new axis 0. `has_gradients` says whether it may be differentiated; `rows` is the total where
-    weights are rows; `per_process` says how many replicas each process has.
+    Args:
+      states: one state a leaf. Gathered states have as many entries on each replica. States of "merge" come back on a
+        new axis 0.
+      leaves: how each state combines.
+      valid: for each leaf the indexes of the entries of all replicas that count, in row order; None for all.
+      has_gradients: whether the result may be differentiated.
+      rows: the total number of rows, where weights are numbers of rows.
+      per_process: how many replicas each process has.
     """
     combined = _communicate(states, leaves, has_gradients, per_process)
     for i, leaf in enumerate(leaves):
@@ -265,52 +284,57 @@ def combine_replicas(
 
 
 def constant_unless(counts: Any, value: jax.Array) -> jax.Array:
-    """The same value, into which no gradient flows back unless it counts: that through what a select leaves out is 0
-    times a derivative, NaN where this is infinite."""
+    """Return the value, with a gradient only where it counts.
+
+    The gradient of a value that a select drops is 0 times a derivative: NaN if that is infinite. See
+    https://docs.jax.dev/en/latest/faq.html#gradients-contain-nan-where-using-where
+    """
     return jnp.where(counts, value, lax.stop_gradient(value))
 
 
 def fold(kind: str, entries: jax.Array, axis: int = 0) -> jax.Array:
-    """The sum, the product or an extreme along an axis, in the same dtype."""
-    found = getattr(entries, kind)(axis).astype(entries.dtype)
+    """Take the sum, product or an extreme along an axis, in the same dtype."""
+    folded = getattr(entries, kind)(axis).astype(entries.dtype)
     if kind in ("sum", "prod") or not jnp.issubdtype(entries.dtype, jnp.floating):
-        return found
-    # XLA's CPU backend loses NaN in extremes of wide arrays.
-    return jnp.where(jnp.isnan(entries).any(axis), np.nan, found).astype(entries.dtype)
+        return folded
+    # XLA's CPU backend may lose NaN in extremes: https://github.com/openxla/xla/issues/21461
+    return jnp.where(jnp.isnan(entries).any(axis), np.nan, folded).astype(entries.dtype)
 
 
 def _communicate(
     states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gradients: bool, per_process: int
 ) -> dict[int, jax.Array]:
-    """States over all replicas: summed, extreme, multiplied, or all of them on a new axis 0."""
+    """Combine states over all replicas by their collectives. Gathered states come back on a new axis 0."""
     kinds = [leaf.reduction.collective for leaf in leaves]
 
     def is_folded(i: int) -> bool:
-        # No all-reduce multiplies or orders complex numbers, and lax.pmax has no derivative (jax-ml/jax#7167): each
-        # replica folds what all have gathered, or a piece of it.
+        # There is no all-reduce of products or of complex extremes, and lax.pmax has no derivative
+        # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states, and fold all or a part of them.
         is_complex = jnp.issubdtype(states[i].dtype, jnp.complexfloating)
         return kinds[i] == "prod" or (kinds[i] in ("max", "min") and (has_gradients or is_complex))
 
     folded = [i for i in range(len(leaves)) if is_folded(i)]
     narrow: dict[int, str] = {}
-    if not has_gradients:  # what is rounded has none
+    # Rounded numbers have no derivative.
+    if not has_gradients:
         narrow = {i: leaf.wire for i, leaf in enumerate(leaves) if leaf.wire and wire.travels_narrowly(states[i])}
     staying = [i for i, kind in enumerate(kinds) if kind in ("stay", "unreduced")]
     sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first") and i not in narrow]
     extremes = [i for i, kind in enumerate(kinds) if kind in ("max", "min") and i not in folded]
     gathered = [i for i, kind in enumerate(kinds) if kind in ("gather", "merge")]
     gathered += [i for i in folded if states[i].nbytes <= collectives.PACK_BYTES]
-    # The first part's value and the others' zeros add up exactly as bits, NaN and -0.0 included.
+    # The bits of the first part's value and zeros of the others add up exactly, also for NaN and -0.0.
     as_sums = [as_bits(states[i]) if kinds[i] == "first" and not has_gradients else states[i] for i in sums]
-    found = {i: states[i] for i in staying}
-    found |= zip(sums, collectives.all_sum(as_sums), strict=True)
+    combined = {i: states[i] for i in staying}
+    combined |= zip(sums, collectives.all_sum(as_sums), strict=True)
     for name in dict.fromkeys(narrow.values()):
         same = [i for i in narrow if narrow[i] == name]
-        found |= zip(same, wire.all_sum_narrowly([states[i] for i in same], name, per_process), strict=True)
+        combined |= zip(same, wire.all_sum_narrowly([states[i] for i in same], name, per_process), strict=True)
     is_min = [kinds[i] == "min" for i in extremes]
-    found |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
-    found |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)
+    combined |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
+    combined |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)
+    # Small states were gathered with the others. Of a large state each replica folds one part.
     for i in folded:
         fold_entries = partial(fold, kinds[i])
-        found[i] = fold_entries(found[i]) if i in found else collectives.all_folded(states[i], fold_entries)
-    return found
+        combined[i] = fold_entries(combined[i]) if i in combined else collectives.all_folded(states[i], fold_entries)
+    return combined

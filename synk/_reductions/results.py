@@ -1,4 +1,4 @@
-"""Results: which of its outputs a call returns, as which tree."""
+"""Results: the outputs that a call returns, and their tree."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,22 +9,29 @@ from .._base.pytree import PyTree, as_keys
 
 
 class ResultSpec(NamedTuple):
-    """The structure of what a call returns: which of its leaves, of which tree."""
+    """The structure of the result of a call.
+
+    Attributes:
+      treedef: the tree of the result.
+      keys: the PRNG implementation of each leaf, None for other leaves.
+      picked: the leaves of the outputs that are returned, by number.
+    """
 
     treedef: Any
     keys: tuple[Any, ...]
     picked: tuple[int, ...]
 
     def tree(self, leaves: Sequence[Any]) -> PyTree:
-        """Leaves as the user's tree, raw key data as keys."""
+        """Return leaves as the user's tree, with raw key data as typed keys."""
         if not any(self.keys):
             return self.treedef.unflatten(leaves)
-        pairs = zip(leaves, self.keys, strict=True)  # data holds raw ones
+        # A `Data` among the leaves holds raw key data.
+        pairs = zip(leaves, self.keys, strict=True)
         return self.treedef.unflatten([as_keys(a, key) if isinstance(a, jax.Array) else a for a, key in pairs])
 
 
 def result_spec(treedef: Any, keys: Sequence[Any], subset: Sequence[Any] | None, name: str) -> ResultSpec:
-    """The structure of a call's result: all leaves, or those that `output_subset` names."""
+    """Return the structure of a call's result: all leaves, or those that `output_subset` names."""
     if subset is None:
         return ResultSpec(treedef, tuple(keys), tuple(range(treedef.num_leaves)))
     picked, treedef = jax.tree.flatten(_pick(treedef.unflatten(range(treedef.num_leaves)), subset, name))
@@ -32,7 +39,7 @@ def result_spec(treedef: Any, keys: Sequence[Any], subset: Sequence[Any] | None,
 
 
 def _pick(tree: PyTree, subset: Sequence[Any], name: str) -> tuple[Any, ...]:
-    """The entries of the top level that `output_subset` names, in its order."""
+    """Pick the entries of the top level that `output_subset` names, in its order."""
     if not isinstance(tree, tuple | list | Mapping):
         raise ValueError(
             f"{name}: output_subset={list(subset)} names entries of a tuple, list or dict of outputs, but there is "

@@ -1,4 +1,8 @@
-"""Statistics: the states of `synk.stats`, how they merge, and what they come to."""
+"""Statistics: states of `synk.stats`, their merges, and the answers made of them.
+
+Means and squares merge by the formulas of Chan, Golub and LeVeque (1982, doi:10.1007/978-3-642-51461-6_3), which stay
+exact for data far from 0.
+"""
 
 import math
 from functools import lru_cache
@@ -14,6 +18,7 @@ State = dict[str, jax.Array]
 
 
 def rows_of(x: Any, name: str) -> jax.Array:
+    """Return an array of rows, with booleans as integers. Raise ValueError for a scalar."""
     x = jnp.asarray(x)
     if x.ndim == 0:
         raise ValueError(f"synk.stats.{name}: a scalar has no rows; give an array, rows first.")
@@ -21,23 +26,24 @@ def rows_of(x: Any, name: str) -> jax.Array:
 
 
 def integers_of(x: Any, name: str) -> jax.Array:
+    """Return rows of integers as int32. Raise TypeError for other dtypes."""
     x = rows_of(x, name)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"synk.stats.{name}: it counts integers, but this array has dtype {x.dtype}.")
     if jnp.can_cast(x.dtype, np.int32):
         return x.astype(jnp.int32)
-    # What is beyond is counted by nobody, and must not become another number.
+    # Numbers beyond int32 are counted in no bin. They must not wrap around into one.
     return jnp.where((x >= 0) & (x <= np.iinfo(np.int32).max), x.astype(jnp.int32), -1)
 
 
 def real_like(x: Any) -> Any:
-    """The dtype of a mean of these."""
+    """Return the dtype of a mean of numbers."""
     dtype = jnp.asarray(x).dtype
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
 
 
 def rows_in_words(rows: int) -> jax.Array:
-    """A number of rows, for which int32 may have no room: how many times 2**30, and how many more."""
+    """Write a number of rows, which int32 may not hold, as a multiple of 2**30 and a rest."""
     return jnp.array([rows >> 30, rows % 2**30], jnp.int32)
 
 
@@ -52,13 +58,13 @@ def number_of(rows: jax.Array, dtype: Any, ddof: int = 0) -> jax.Array:
 
 
 def mean_in_two(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean in two numbers: the second has the bits that the first has no room for, of infinite ones none."""
+    """Return a mean as two numbers. The second holds the bits that the first has no room for."""
     center = wide.mean(0, keepdims=True)
     return center, jnp.where(jnp.isfinite(center), (wide - center).mean(0, keepdims=True), 0)
 
 
 def centered(x: jax.Array) -> tuple[State, jax.Array]:
-    """Number and mean of rows, and how far each is from it."""
+    """Return the number and the mean of rows, and the distance of each row from the mean."""
     wide, shift = _shifted(x, accumulation_dtype(x.dtype, "mean"))
     center, rest = mean_in_two(wide)
     off = wide - center - rest
@@ -70,7 +76,7 @@ def centered(x: jax.Array) -> tuple[State, jax.Array]:
 
 
 def _shifted(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array | None]:
-    """Rows in this dtype; of integers that it has no room for how far they are from about their mean, and that."""
+    """Return rows in a float dtype, minus a shift. Only integers with more bits than the dtype need one."""
     if not jnp.issubdtype(x.dtype, jnp.integer) or jnp.iinfo(x.dtype).bits <= jnp.finfo(dtype).nmant:
         return x.astype(dtype), None
     half = jnp.iinfo(x.dtype).bits // 2
@@ -86,17 +92,23 @@ def spread(x: Any, name: str) -> State:
 
 
 def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:
-    """Numbers and means of both; how far their means are apart, and with which weight that counts in squares."""
+    """Merge the numbers and means of two states.
+
+    Returns:
+      The merged numbers and mean, the distance of the two means, and its weight in the sum of squares.
+    """
     rows = add_rows(a["rows"], b["rows"])
     of_a, of_b, of_all = (number_of(each, a["mean"].real.dtype) for each in (a["rows"], b["rows"], rows))
     share = of_b / of_all
     apart = (b["mean"] - a["mean"]) + (b["rest"] - a["rest"])
     more = a["rest"] + apart * share.astype(apart.dtype)
     mean = a["mean"] + more
-    back = mean - a["mean"]  # what is lost in that sum (Knuth's two-sum)
+    # The rounding error of that sum, exactly: https://en.wikipedia.org/wiki/2Sum
+    back = mean - a["mean"]
     rest = (a["mean"] - (mean - back)) + (more - back)
     of_both = a["mean"] * (1 - share).astype(mean.dtype) + b["mean"] * share.astype(mean.dtype)
-    is_fine = jnp.isfinite(mean)  # else there are infinities, which add up, or they are so far apart that it overflows
+    # The difference of two means may be infinite or overflow. Then the weighted sum is right.
+    is_fine = jnp.isfinite(mean)
     means = {"rows": rows, "mean": jnp.where(is_fine, mean, of_both), "rest": jnp.where(is_fine, rest, 0)}
     return means, apart, of_a * share
 
@@ -140,7 +152,7 @@ def finite(most: jax.Array) -> jax.Array:
 
 def merge_exponentials(a: State, b: State) -> State:
     most = jnp.maximum(a["most"], b["most"])
-    # What has nothing but -inf adds nothing, however far below 0 the other is.
+    # A state of nothing but -inf adds nothing, however small the numbers of the other state are.
     gaps = (jnp.where(s["most"] == -jnp.inf, -jnp.inf, finite(s["most"]) - finite(most)) for s in (a, b))
     of_a, of_b = (s["sum"] * jnp.exp(gap) for s, gap in zip((a, b), gaps, strict=True))
     return {"most": most, "sum": of_a + of_b}
@@ -159,7 +171,7 @@ def merge_least(a: State, b: State) -> State:
 
 
 def later_if(is_beyond: jax.Array, a: State, b: State) -> State:
-    """The second where it is beyond the first, or NaN; of equal ones that of the earlier row, in whatever order."""
+    """Take the second state where its value is beyond the first, or NaN. Of equal values take the earlier row."""
     nan_a, nan_b = jnp.isnan(a["value"]), jnp.isnan(b["value"])
     is_equal = (a["value"] == b["value"]) | (nan_a & nan_b)
     takes = (is_beyond & ~nan_a) | (nan_b & ~nan_a) | (is_equal & (b["row"] < a["row"]))
@@ -171,7 +183,7 @@ def row(state: State) -> jax.Array:
 
 
 def largest(values: jax.Array, rows: jax.Array, k: int) -> State:
-    """The k largest of those whose row is one; of equal ones the first."""
+    """Return the k largest values, NaN first. Of equal values the first rows win; negative rows are fillers."""
     is_nan = jnp.isnan(values)
     falling = jnp.where(is_nan, 0, -values) if jnp.issubdtype(values.dtype, jnp.floating) else ~values
     order = jnp.lexsort((rows, falling, ~is_nan, rows < 0))[:k]
@@ -192,8 +204,8 @@ def pair(state: State) -> tuple[jax.Array, jax.Array]:
 
 
 def places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
-    """In which bin each integer lies, compared exactly, whatever edges its dtype has: -1 before all, as many as there
-    are bins after all."""
+    """Return the bin of each integer: -1 before all bins, their number after all. Integers compare exactly with edges
+    that their dtype does not have."""
     limits = jnp.iinfo(x.dtype)
     at_least = [edge if np.isinf(edge) else math.ceil(edge) for edge in edges.tolist()]
     below = sum(edge <= limits.min for edge in at_least)
@@ -207,16 +219,17 @@ def places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
 
 
 def places_of_floats(x: jax.Array, edges: np.ndarray) -> jax.Array:
-    """The same of floats, in the dtype of the edges."""
+    """Return the bin of each float, in the dtype of the edges: -1 before all bins, their number after all."""
     place = jnp.searchsorted(jnp.asarray(edges), x, side="right") - 1
     return jnp.where(x == edges[-1], len(edges) - 2, place)
 
 
 def counted(place: jax.Array, length: int) -> jax.Array:
-    """How many have each place, at most as many as an integer has room for."""
+    """Count the entries of each bin. Counts saturate at the largest integer."""
     place, dtype = place.ravel(), jnp.result_type(int)
     place = jnp.where((place >= 0) & (place < length), place, length)
-    counts = jnp.zeros(length, f"u{dtype}").at[place].add(1, mode="drop")  # with room for a part of 2**32 - 1
+    # Unsigned counts have room for a part of 2**32 - 1 rows.
+    counts = jnp.zeros(length, f"u{dtype}").at[place].add(1, mode="drop")
     return jnp.minimum(counts, jnp.iinfo(dtype).max).astype(dtype)
 
 

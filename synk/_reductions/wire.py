@@ -1,7 +1,10 @@
-"""Wire: sums of floats that travel narrowly: encoded, added as float32, and encoded again for all to decode."""
+"""Wire: sums of floats with fewer bits on the way: encode, add as float32, encode the sum again.
+
+Quantised reduce-scatters by an all-to-all are described in ZeRO++ (arXiv:2306.10209).
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +15,35 @@ from .._base.pytree import PyTree
 from .._runtime.group import AXIS
 from .collectives import PACK_BYTES, packed
 
-BLOCK = 256  # numbers that share a scale; leaves with fewer travel as they are
-_LARGEST = 127  # of int8, with either sign
+WireName: TypeAlias = Literal["bf16", "int8"]
+
+# Numbers that share a scale. Leaves with fewer numbers travel as they are.
+BLOCK = 256
+# The largest int8 that has a negative.
+_LARGEST = 127
 
 
 class Wire(NamedTuple):
-    """How floats are written; blocks are on the last axis, float32.
+    """A format of floats on the way. Blocks of float32 numbers lie on the last axis; they travel as unsigned integers.
 
-    A psum of bfloat16 would not do: XLA's CPU backend widens it. So bits travel, as unsigned integers.
+    Attributes:
+      encode: returns the integers of blocks.
+      decode: returns the blocks of integers.
+      error: bound of a sum's error, relative to the sum of the parts' sizes.
+      is_by_number: whether sizes are those of each number; else those of the largest number of a leaf.
     """
 
     encode: Callable[[jax.Array], jax.Array]
     decode: Callable[[jax.Array], jax.Array]
-    error: float  # what a sum is off at most, to the sum of what its parts are (of int8: of their largest numbers)
-    is_by_number: bool  # whether that holds for each number, or for the largest of a leaf
+    error: float
+    is_by_number: bool
 
 
 def _encode_bf16(blocks: jax.Array) -> jax.Array:
-    # XLA takes a conversion there and back for none where nothing comes between, as on simulated replicas.
+    # On simulated replicas nothing travels, and XLA drops a conversion to bfloat16 and back. It keeps this operation:
+    # https://github.com/jax-ml/jax/issues/6283
     rounded = lax.reduce_precision(blocks, exponent_bits=8, mantissa_bits=7)
+    # Bits, since XLA's CPU backend widens collectives of bfloat16.
     return lax.bitcast_convert_type(rounded.astype(jnp.bfloat16), jnp.uint16)
 
 
@@ -39,8 +52,9 @@ def _decode_bf16(bits: jax.Array) -> jax.Array:
 
 
 def _encode_int8(blocks: jax.Array) -> jax.Array:
-    """(..., 256) numbers as as many bytes, and the 4 of their scale; one NaN or infinity makes all of a block NaN."""
-    is_finite = jnp.isfinite(blocks).all(-1, keepdims=True)  # XLA's CPU backend may lose NaN in a maximum
+    """Encode (..., 256) numbers as 256 bytes and the 4 bytes of their scale. NaN or infinity turns a block to NaN."""
+    # XLA's CPU backend may lose NaN in a maximum (https://github.com/openxla/xla/issues/21461), so this asks first.
+    is_finite = jnp.isfinite(blocks).all(-1, keepdims=True)
     scale = jnp.maximum(jnp.abs(blocks).max(-1, keepdims=True) / _LARGEST, jnp.finfo(jnp.float32).tiny)
     scale = jnp.where(is_finite, scale, jnp.nan)
     numbers = jnp.round(blocks / scale).astype(jnp.int8)
@@ -54,32 +68,34 @@ def _decode_int8(bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(scale), numbers * scale, jnp.nan)
 
 
-# Half a unit in the last place of each part and once more of their sum.
-WIRES = {
+# Each part is off by half a unit in the last place, and so is the sum.
+WIRES: dict[str, Wire] = {
     "bf16": Wire(_encode_bf16, _decode_bf16, 2**-7, True),
     "int8": Wire(_encode_int8, _decode_int8, 1 / _LARGEST, False),
 }
 
 
 def check_wire(wire: PyTree, name: str) -> PyTree:
-    """Check a tree of wires, None where sums travel as they are."""
-    for each in jax.tree.leaves(wire):
-        if not isinstance(each, str) or each not in WIRES:
-            error = ValueError if isinstance(each, str) else TypeError
-            raise error(f'{name}: wire {each!r} is none of synk\'s; use "bf16", "int8" or None.')
+    """Check a tree of wires. None stands for sums that travel as they are."""
+    for leaf in jax.tree.leaves(wire):
+        if not isinstance(leaf, str) or leaf not in WIRES:
+            error = ValueError if isinstance(leaf, str) else TypeError
+            formats = ", ".join(f'"{wire}"' for wire in WIRES)
+            raise error(f"{name}: wire {leaf!r} is none of synk's; use {formats} or None.")
     return wire
 
 
 def largest_error(wire: str, op: str, parts: np.ndarray) -> np.ndarray:
-    """How far a combination of these parts, on axis 0, may be off for having travelled so."""
+    """Return how far a combination of parts, stacked on axis 0, may be off because of its wire."""
     sizes = np.nan_to_num(np.abs(parts.astype(np.float64)))
     if not WIRES[wire].is_by_number:
         sizes = sizes.max(tuple(range(1, sizes.ndim)), keepdims=True)
-    return WIRES[wire].error * (sizes.sum(0) if op == "sum" else sizes.max(0))  # weights of means add up to 1
+    # The weights of a mean add up to 1.
+    return WIRES[wire].error * (sizes.sum(0) if op == "sum" else sizes.max(0))
 
 
 def may_be_nan(wire: str, parts: np.ndarray) -> np.ndarray:
-    """Where a sum may be NaN, as its parts, on axis 0, are: of int8 where a number of the block is not finite."""
+    """Return a mask of the numbers of a sum that may be NaN. Under int8 these are whole blocks."""
     bad: np.ndarray = np.asarray(~np.isfinite(parts.astype(np.float64)).all(0))
     if WIRES[wire].is_by_number:
         return bad
@@ -88,27 +104,28 @@ def may_be_nan(wire: str, parts: np.ndarray) -> np.ndarray:
 
 
 def travels_narrowly(state: Any) -> bool:
-    """Is it worth it, and can it? Few numbers travel as they are, and those that are no float32."""
+    """Check whether a state is large enough to encode, and of float32."""
     return state.dtype == np.float32 and state.size >= BLOCK
 
 
 def all_sum_narrowly(values: Sequence[jax.Array], wire: str, per_process: int = 1) -> list[jax.Array]:
-    """Sum each array over the replicas, at half or a quarter of the bytes; small ones together. No derivatives.
+    """Sum each array over the replicas, with a half or a quarter of the bytes. The sum has no derivative.
 
-    Of several processes, those of a process add up first, as float32: what lies together has a wide way between, and
-    only their sums travel further.
+    Replicas of one process add up as float32 first, since devices of one host have fast links. Only the sums of
+    processes are encoded.
     """
     if lax.psum(1, AXIS) == 1:
         return list(values)
-    flat = [_padded(value.ravel(), BLOCK) for value in values]  # no block of two leaves
-    found = packed(flat, PACK_BYTES, lambda arrays: [_sum(wire, array, per_process) for array in arrays])
-    return [whole[: value.size].reshape(value.shape) for whole, value in zip(found, values, strict=True)]
+    # Padding keeps numbers of two leaves out of one block.
+    flat = [_padded(value.ravel(), BLOCK) for value in values]
+    sums = packed(flat, PACK_BYTES, lambda arrays: [_sum(wire, array, per_process) for array in arrays])
+    return [whole[: value.size].reshape(value.shape) for whole, value in zip(sums, values, strict=True)]
 
 
 def _sum(wire: str, flat: jax.Array, per_process: int) -> jax.Array:
-    """Reduce-scatter by an all-to-all of what is encoded, so that nothing encoded is ever added, and all-gather.
+    """Sum one flat array: exchange encoded parts by an all-to-all, add them decoded, and all-gather the encoded sums.
 
-    Each replica decodes what all have gathered, its own part included: else they would drift apart.
+    Each replica also decodes its own part of the sum. Otherwise replicas would drift apart.
     """
     replicas, (encode, decode, *_) = lax.psum(1, AXIS), WIRES[wire]
     together = _padded(flat, replicas * BLOCK)
