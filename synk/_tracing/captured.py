@@ -1,4 +1,4 @@
-"""Captured: arrays that a function closes over, which enter its programs as NumPy arrays do, wherever they lie."""
+"""Captured: arrays that a function closes over. They enter its programs as NumPy arrays, wherever they lie."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,20 +14,19 @@ from .._base.errors import SynkError
 from .._base.pytree import key_of
 from .equations import equations_inside, is_over_axis
 
-# Equations that only say where an array lies.
+# Equations that only change where an array lies.
 _PLACES = frozenset(("sharding_constraint", "reshard", "mesh_cast"))
 _NO_MESH = jax.sharding.AbstractMesh((), ())
-# Rules of jax.custom_jvp and jax.custom_vjp, which JAX traces when they are asked for: each gives a jaxpr and its
-# constants first.
+# Rules of jax.custom_jvp and jax.custom_vjp, which JAX traces on demand. Each returns a jaxpr and its constants first.
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
 def without_places(closed: Any, name: str) -> Any:
     """Return a jaxpr whose constants lie on the host and whose types name no mesh.
 
-    JAX writes the mesh of a captured array into the type of all that is computed from it. Inside `jax.shard_map` the
-    mesh is another one, and JAX refuses to mix the two, mostly in inner functions ("Mesh for all inputs should be
-    equal"), in JAX 0.8 to 0.12.
+    JAX writes the mesh of a captured array into the type of all values computed from it. Inside `jax.shard_map` the
+    mesh is another one, and JAX 0.8 to 0.12 refuse to mix the two ("Mesh for all inputs should be equal"). See
+    https://github.com/jax-ml/jax/issues/29162.
 
     Args:
       closed: a closed jaxpr, traced outside any mesh.
@@ -38,11 +37,12 @@ def without_places(closed: Any, name: str) -> Any:
 
 
 class _Rewriter:
-    """Rewrites a jaxpr and those inside; one that occurs several times stays one object, which is lowered once."""
+    """A rewrite of a jaxpr and of inner jaxprs. A jaxpr that occurs twice stays one object, which JAX lowers once."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id: the jaxpr or constant, which must live, and the new one
+        # By id: the old jaxpr or constant, kept alive so that its id stays its own, and the new one.
+        self._done: dict[int, tuple[Any, Any]] = {}
 
     def _once(self, old: Any, make: Callable[[Any], Any]) -> Any:
         if id(old) not in self._done:
@@ -89,7 +89,7 @@ class _Rewriter:
 
     def _param(self, key: str, value: Any) -> Any:
         if isinstance(value, tuple | list):
-            parts = [self._param(key, each) for each in value]
+            parts = [self._param(key, part) for part in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         if key in _RULES:
             return linear_util.wrap_init(self._rule(value), debug_info=value.debug_info)
@@ -119,7 +119,8 @@ class _Rewriter:
                 f"write. Keep what changes in a synk.shared variable, or return it; a jax.Ref made inside works."
             )
         if not isinstance(const, jax.Array):
-            return np.array(const)  # whoever captured it may change it in place
+            # A copy, since the user may change the array in place.
+            return np.array(const)
         if not (const.is_fully_addressable or const.is_fully_replicated):
             raise ValueError(
                 f"{self.name}: it uses an array from outside, {const.dtype.name}{list(const.shape)}, whose parts lie "
@@ -132,13 +133,15 @@ class _Rewriter:
 
 
 def _outside_meshes(context: Any) -> Any:
-    """Return what surrounded an equation, but for a mesh: what JAX notes of an equation that is traced there."""
+    """Return an equation's context without its mesh."""
+    # JAX has no public constructor of contexts, so this traces an equation in such a context.
     with context.manager, jax.sharding.use_abstract_mesh(_NO_MESH):
         return jax.make_jaxpr(jax.lax.neg)(1.0).eqns[0].ctx
 
 
 def _without_mesh(aval: Any) -> Any:
-    if hasattr(aval, "inner_aval"):  # of a jax.Ref
+    # The type of a jax.Ref wraps the type of its array.
+    if hasattr(aval, "inner_aval"):
         inner = _without_mesh(aval.inner_aval)
         return aval if inner is aval.inner_aval else aval.update(inner_aval=inner)
     sharding = getattr(aval, "sharding", None)
@@ -146,11 +149,11 @@ def _without_mesh(aval: Any) -> Any:
 
 
 class Split(NamedTuple):
-    """A function in two parts, run one after the other.
+    """A function in two parts, which run one after the other.
 
     Attributes:
-      early: what captured arrays alone determine; its constants are theirs.
-      late: all else; its constants are the results of `early`.
+      early: equations on captured arrays alone. Its constants are the captured arrays.
+      late: all other equations. Its constants are the results of `early`.
     """
 
     early: Any
@@ -158,10 +161,10 @@ class Split(NamedTuple):
 
 
 def split(closed: Any) -> Split:
-    """Split off what captured arrays alone determine, unless it is larger than they are.
+    """Split off the equations on captured arrays alone, unless their results are larger than the arrays.
 
-    Inside a branch or a loop XLA does not compute with constants beforehand, so a program of uneven rows would make
-    `table / table.max()` anew in each call, and carry a copy of the table in each branch.
+    XLA does not fold constants inside branches and loops. So a program of uneven rows would compute
+    `table / table.max()` in each call, and carry a copy of the table in each branch.
     """
     jaxpr = closed.jaxpr
     known = dict.fromkeys(jaxpr.constvars)
@@ -182,16 +185,16 @@ def split(closed: Any) -> Split:
 
 
 def _is_known(equation: Any, known: dict[Any, None]) -> bool:
-    """Does an equation compute with captured arrays alone, and nothing else than compute?"""
-    given = [atom for atom in equation.invars if not isinstance(atom, Literal)]
-    if equation.effects or not given or not all(atom in known for atom in given):
+    """Check whether an equation computes on captured arrays alone, without effects or communication."""
+    atoms = [atom for atom in equation.invars if not isinstance(atom, Literal)]
+    if equation.effects or not atoms or not all(atom in known for atom in atoms):
         return False
     inside = [equation, *equations_inside(equation)]
-    return not any(is_over_axis(each) or each.primitive.name == "pure_callback" for each in inside)
+    return not any(is_over_axis(inner) or inner.primitive.name == "pure_callback" for inner in inside)
 
 
 def _size(atoms: Sequence[Any]) -> int:
-    """Return the bytes of arrays; a PRNG key counts as its data, for which four words are enough."""
+    """Return the bytes of arrays. A PRNG key counts as four words, the most that its data has."""
     return sum(
         atom.aval.size * (atom.aval.dtype.itemsize if isinstance(atom.aval.dtype, np.dtype) else 16)
         for atom in atoms

@@ -1,4 +1,4 @@
-"""Trace context: what a user's function may see and do while it is traced."""
+"""Trace context: the values that a user's function sees while it is traced, and a record of its reads and writes."""
 
 import sys
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,45 +21,53 @@ from .._runtime.group import current_group
 _local = threading.local()
 
 
-class TracedState(Protocol):
-    """A shared variable, as tracing needs it."""
-
-    name: str
-
-    def _unpack(self, leaves: Sequence[Any]) -> PyTree:
-        """Stored leaves as the user's tree."""
-        ...
-
-    def _conform(self, new: PyTree, shapes: Sequence[jax.ShapeDtypeStruct], call: str) -> list[Any]:
-        """A new value's stored leaves; an error where tree, shapes or dtypes differ."""
-        ...
-
-
 @dataclass
 class TraceContext:
-    """What one function may see while it is traced, and what it did."""
+    """The surroundings of one function while it is traced, and what it did.
 
-    name: str  # what messages call the function
-    size: int  # how many replicas there are
-    shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]  # of a variable's stored leaves on one replica
-    rows_held: Callable[[Any], int | None] = lambda variable: None  # how many rows a variable brings a replica
-    rows: int | None = None  # of the part; None where there are none
-    is_sliced: bool = False  # whether updates must say how slices combine
-    has_axis: bool = True  # whether the replicas' axis is there, to communicate over
-    instead: str = "Do it outside."  # what to do where it is not
-    block: int | None = None  # of how many rows are the blocks that it runs on, of which no answer may tell the replica
-    # Of one trace:
-    rank: Any = None  # of the replica, int32
-    first_row: Any = None  # the number of the part's first row among all rows of the call, int32
-    values: Mapping[Any, Sequence[jax.Array]] = field(default_factory=dict)  # leaves of the variables known to be read
+    Attributes:
+      name: the function's name in messages.
+      size: how many replicas there are.
+      shapes_of: returns the shapes of a variable's leaves on one replica.
+      rows_held: returns the rows that a variable holds on one replica, None if it holds no rows.
+      rows: the rows of the part, None if there are no rows.
+      is_sliced: whether updates must say how slices combine.
+      has_axis: whether the function may communicate over the axis of the replicas.
+      instead: what messages advise without that axis.
+      block: the rows of a block, if the function runs on blocks. Then no answer may depend on the replica.
+      rank: the rank of the replica, a traced int32.
+      first_row: the number of the part's first row among all rows of the call, a traced int32.
+      values: the leaves of the variables that are expected to be read.
+      state: JAX's trace at the start of the function.
+      reads: the variables read, in order.
+      writes: for each variable written, its new leaves and how slices combine.
+      uses_rank: whether results may differ between replicas with equal inputs.
+      handed_out: for each read the variable, the tree handed out, and its leaves at that time.
+    """
+
+    name: str
+    size: int
+    shapes_of: Callable[[Any], Sequence[jax.ShapeDtypeStruct]]
+    rows_held: Callable[[Any], int | None] = lambda variable: None
+    rows: int | None = None
+    is_sliced: bool = False
+    has_axis: bool = True
+    instead: str = "Do it outside."
+    block: int | None = None
+    rank: Any = None
+    first_row: Any = None
+    values: Mapping[Any, Sequence[jax.Array]] = field(default_factory=dict)
     state: Any = field(default_factory=trace_state, init=False)
     reads: dict[Any, None] = field(default_factory=dict, init=False)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict, init=False)
     uses_rank: bool = field(default=False, init=False)
     handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list, init=False)
 
-    def read(self, variable: TracedState) -> PyTree:
-        """The variable's value as the call found it; of an unknown one a stand-in, and the trace is made again."""
+    def read(self, variable: Any) -> PyTree:
+        """Return the value of a shared variable at the start of the call.
+
+        A variable that was not expected to be read gives zeros, and the function is traced again.
+        """
         self.reads[variable] = None
         if self.rows is None:
             self.rows = self.rows_held(variable)
@@ -71,15 +79,15 @@ class TraceContext:
         return tree
 
     def refuse_replica(self, what: str) -> None:
-        """SynkError where its answer must not depend on the replica that runs."""
+        """Raise SynkError if the answer must not depend on the replica that runs."""
         if self.block is not None:
             raise SynkError(
                 f"{self.name}: it asks for {what}, but with blocks={self.block} its answer depends on no replica. Use "
                 f"synk.row_numbers or synk.part_key, or ask in then."
             )
 
-    def write(self, variable: TracedState, new: PyTree, slices: str | None) -> None:
-        """Note a new value, which takes effect when the call ends."""
+    def write(self, variable: Any, new: PyTree, slices: str | None) -> None:
+        """Note a new value of a shared variable, which takes effect when the call ends."""
         if trace_state() != self.state:
             raise SynkError(
                 f"{self.name}: {variable.name} is assigned inside a jax transformation (jit, grad, scan, cond, vmap, "
@@ -98,18 +106,19 @@ class TraceContext:
                 f"or assign it in then."
             )
         if slices == "add":
-            self.reads[variable] = None  # what is added is the difference from the old value
+            # Slices add the difference from the old value, so that is read.
+            self.reads[variable] = None
         self.writes[variable] = variable._conform(new, self.shapes_of(variable), self.name), slices
 
     def without_axis(self, what: str) -> str:
-        """What is said of what communicates where the axis is not there."""
+        """Return the message for communication where the axis of the replicas is missing."""
         return (
             f"{self.name}: {what}, which takes all rows in one call without slices, as many on every replica. "
             f"{self.instead}"
         )
 
     def check_values_unchanged(self) -> None:
-        """Changes inside a tree that was read would be lost: SynkError names the first."""
+        """Raise SynkError if a tree that was read has been changed in place: the change would be lost."""
         for variable, tree, before in self.handed_out:
             for old, new in zip_longest(before, tree_leaves_with_path(tree), fillvalue=((), None)):
                 if old[0] != new[0] or old[1] is not new[1]:
@@ -121,13 +130,13 @@ class TraceContext:
 
 
 def current_trace() -> TraceContext | None:
-    """The function being traced on this thread, if any."""
+    """Return the context of the function that this thread traces, if any."""
     return getattr(_local, "context", None)
 
 
 @contextmanager
 def tracing(context: TraceContext) -> Generator[None]:
-    """Let a function be traced on this thread."""
+    """Set the context of the function that this thread traces."""
     before, _local.context = current_trace(), context
     try:
         yield
@@ -136,7 +145,7 @@ def tracing(context: TraceContext) -> Generator[None]:
 
 
 def stateless(name: str, advice: str) -> AbstractContextManager[None]:
-    """Let functions be traced that may use no shared variables, since programs are kept without them, nor parts."""
+    """Let functions be traced that may use no shared variables and no parts: their programs are kept without these."""
 
     def refuse(variable: Any) -> Any:
         raise SynkError(f"{name} uses the shared variable {variable.name}. {advice}")
@@ -146,7 +155,7 @@ def stateless(name: str, advice: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def eager() -> Generator[None]:
-    """Hold the lock and step out of any transformation around this line, so that values of now are read."""
+    """Hold the lock, and step out of any transformation around this line, so that reads return values of now."""
     _refuse_callback()
     with LOCK:
         retire_finished()
@@ -253,7 +262,7 @@ def row_numbers() -> jax.Array:
 
 
 def own_row_numbers(call: str) -> jax.Array:
-    """The same for this call of synk's, which messages name."""
+    """Return the numbers of this part's rows, for a call of synk's that messages name."""
     context = _own_part(call, "there are rows")
     if context.rows is None:
         raise SynkError(
@@ -264,9 +273,10 @@ def own_row_numbers(call: str) -> jax.Array:
 
 
 def _own_part(call: str, what: str) -> TraceContext:
-    """The function being traced, whose results now depend on which part it runs on."""
+    """Return the context of the function, and note that its results depend on the part."""
     context = current_trace()
-    if context is None or context.size == 0:  # a function of rows alone has no part either
+    # A size of 0 stands for functions without parts, see `stateless`.
+    if context is None or context.size == 0:
         raise SynkError(f"synk.{call}: {what} only inside a synk function, on each replica.")
     context.uses_rank = True
     return context

@@ -1,4 +1,4 @@
-"""Equations: what there is in a jaxpr, inner functions included, the work it asks for, and what it does twice."""
+"""Equations: the equations of a jaxpr and of inner functions, their work, and equations that occur twice."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
@@ -11,18 +11,18 @@ from jax.extend.core import Literal
 
 from .._runtime.group import AXIS
 
-# Those that call a function with their very arguments.
+# Primitives that call a function with their arguments as they are.
 _CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
 
 
 def called_by(equation: Any) -> Any:
-    """The function that an equation calls with its very arguments; None where it does something else."""
+    """Return the function that an equation calls with its arguments as they are, None for other equations."""
     params = equation.params
     return params.get("jaxpr", params.get("call_jaxpr")) if equation.primitive.name in _CALLS else None
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield all equations, those of inner functions too."""
+    """Yield all equations, also those of inner functions."""
     for equation in jaxpr.eqns:
         yield equation
         yield from equations_inside(equation)
@@ -35,26 +35,27 @@ def equations_inside(equation: Any) -> Iterator[Any]:
 
 
 def is_over_axis(equation: Any) -> bool:
-    """Does it communicate over the axis of the replicas, or ask for a place on it?"""
+    """Check whether an equation names the axis of the replicas."""
     return AXIS in str(equation.params.get("axis_name", equation.params.get("axes", "")))
 
 
-def narrowest_float(found: Iterable[Any]) -> np.dtype | None:
-    """The dtype of the fewest bits that equations compute in, of floating and complex numbers."""
-    shapes = [variable.aval for equation in found for variable in equation.outvars]
+def narrowest_float(all_equations: Iterable[Any]) -> np.dtype | None:
+    """Return the floating or complex dtype of the fewest bits that equations compute in."""
+    shapes = [variable.aval for equation in all_equations for variable in equation.outvars]
     dtypes = {shape.dtype for shape in shapes if hasattr(shape, "dtype")}
     floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)]
-    # Of two with as many bits the coarser one.
+    # Of float16 and bfloat16, with as many bits, bfloat16 is coarser.
     return min(floats, key=lambda dtype: (jnp.finfo(dtype).bits, -jnp.finfo(dtype).eps), default=None)
 
 
 def merge_equal(jaxpr: Any) -> Any:
-    """The same, in which no equation computes what an earlier one has.
+    """Return a jaxpr without equations that repeat an earlier one.
 
-    XLA's passes find such pairs sooner for several devices than for one, and some of its rules ask how often a value is
-    used: A / broadcast(B) becomes A * broadcast(1 / B) where B is used once.
+    XLA drops such equations too, but sooner for several devices than for one, and some of its rules depend on how often
+    a value is used: A / broadcast(B) becomes A * broadcast(1 / B) only if B is used once. Bits would differ.
     """
-    instead: dict[Any, Any] = {}  # by variable: an equal one
+    # By variable: an earlier variable of the same value.
+    instead: dict[Any, Any] = {}
     seen: dict[Any, Any] = {}
     kept: list[Any] = []
     for equation in jaxpr.eqns:
@@ -65,7 +66,8 @@ def merge_equal(jaxpr: Any) -> Any:
         key = (equation.primitive, names, tuple(sorted(equation.params.items(), key=lambda item: item[0])))
         try:
             first = seen.setdefault(key, equation.outvars)
-        except TypeError:  # its parameters have no hash
+        except TypeError:
+            # Its parameters have no hash.
             continue
         if first is not equation.outvars and not equation.effects and not any(map(_is_dropped, first)):
             instead |= zip(equation.outvars, first, strict=True)
@@ -75,10 +77,11 @@ def merge_equal(jaxpr: Any) -> Any:
 
 
 def _merge_inside(value: Any) -> Any:
-    """A parameter of an equation: of inner functions the same."""
+    """Return a parameter of an equation, with repeated equations of inner functions merged."""
     if isinstance(value, tuple | list):
         return type(value)(map(_merge_inside, value)) if type(value) in (tuple, list) else value
-    if hasattr(value, "jaxpr"):  # with its constants
+    # A closed jaxpr has a jaxpr.
+    if hasattr(value, "jaxpr"):
         return value.replace(jaxpr=merge_equal(value.jaxpr))
     return merge_equal(value) if hasattr(value, "eqns") else value
 
@@ -88,28 +91,31 @@ def _is_dropped(variable: Any) -> bool:
 
 
 def flops(jaxpr: Any, outs: Sequence[Any]) -> int:
-    """Multiplications and additions of the matrix products and convolutions that these outputs of it need; of branches
-    those of the shortest, of a loop without a fixed number of rounds those of one."""
+    """Count the multiplications and additions of matrix products and convolutions that some outputs need.
+
+    Branches count as the cheapest one, loops of an unknown length as one round.
+    """
     return _work_for(jaxpr, outs)[0]
 
 
 def _work_for(jaxpr: Any, outs: Sequence[Any]) -> tuple[int, set[Any]]:
-    """That, and which variables they need."""
-    needed, found = {v for v in outs if not isinstance(v, Literal)}, 0
+    """Return the operations that some outputs need, and the variables that they depend on."""
+    needed, total = {v for v in outs if not isinstance(v, Literal)}, 0
     for equation in reversed(jaxpr.eqns):
         if needed.isdisjoint(equation.outvars):
             continue
         used, inner = equation.invars, called_by(equation)
         if inner is None:
-            found += _flops_of(equation)
+            total += _flops_of(equation)
         else:
             inner = getattr(inner, "jaxpr", inner)
             pairs = zip(inner.outvars, equation.outvars, strict=True)
             work, inside = _work_for(inner, [out for out, outer in pairs if outer in needed])
-            found += work
-            used = [outer for outer, own in zip(equation.invars, inner.invars, strict=True) if own in inside]
+            total += work
+            pairs = zip(equation.invars, inner.invars, strict=True)
+            used = [outer for outer, variable in pairs if variable in inside]
         needed.update(v for v in used if not isinstance(v, Literal))
-    return found, needed
+    return total, needed
 
 
 def _flops_of(equation: Any) -> int:
@@ -120,12 +126,12 @@ def _flops_of(equation: Any) -> int:
     if name == "conv_general_dilated":
         kernel, features = equation.invars[1].aval, params["dimension_numbers"].rhs_spec[0]
         taps = kernel.size // max(kernel.shape[features], 1)
-        # Of a dilated input, as the gradient of a strided convolution has it, most entries are zeros, and cost nothing.
+        # A dilated input, as in gradients of strided convolutions, is mostly zeros, which cost nothing.
         return 2 * equation.outvars[0].aval.size * taps // prod(params["lhs_dilation"] or (1,))
-    each = [flops(inner, inner.outvars) for inner in _inner(equation)]
+    inside = [flops(inner, inner.outvars) for inner in _inner(equation)]
     if name == "cond":
-        return min(each, default=0)
-    return sum(each) * (params["length"] if name == "scan" else 1)
+        return min(inside, default=0)
+    return sum(inside) * (params["length"] if name == "scan" else 1)
 
 
 def _inner(equation: Any) -> Iterator[Any]:

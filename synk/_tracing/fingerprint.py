@@ -1,4 +1,4 @@
-"""Fingerprint: whether two traces compute the same, as far as equations, constants and callbacks tell."""
+"""Fingerprint: a value that is equal for two traces with the same equations, constants and callbacks."""
 
 import functools
 from collections.abc import Hashable, Iterable, Mapping
@@ -16,22 +16,25 @@ from jax.extend.core import Literal
 
 from .._base.pytree import key_of
 
-_DEEPEST = 4  # functions that a callback holds in its cells, and these in theirs
-_EXACT = (int, str, bytes, bool, type(None))  # as their repr tells
-# Rules of jax.custom_jvp and jax.custom_vjp: new objects in each trace, and no part of what is computed without them.
+# Callbacks hold functions in their cells, which hold functions in theirs: look so many levels deep.
+_DEEPEST = 4
+# Types whose repr says all.
+_EXACT = (int, str, bytes, bool, type(None))
+# Rules of jax.custom_jvp and jax.custom_vjp. They are new objects in each trace, and belong to gradients alone.
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
 
 
 def fingerprint(closed: Any) -> Hashable:
-    """Return what is equal for closed jaxprs that compute the same: the digest of a text, and objects beside it."""
+    """Return a value that is equal for closed jaxprs that compute the same: a digest, and objects without a text."""
     teller = _Teller()
-    with jax.ensure_compile_time_eval():  # a trace may be under way around the call
+    # A trace may be under way around the call.
+    with jax.ensure_compile_time_eval():
         text = repr(teller.closed(closed))
     return sha256(text.encode()).digest(), tuple(teller.objects)
 
 
 class _Object:
-    """An object that no text tells: equal to itself and, of JAX's own, to what it calls equal."""
+    """An object without a text. It is equal to itself; objects of JAX are equal by their own rules."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -51,16 +54,17 @@ def _is_of_jax(value: Any) -> bool:
 
 
 class _Teller:
-    """Tells a jaxpr as nested tuples of exact values; inner jaxprs and constants that occur again as the first time."""
+    """A writer of jaxprs as nested tuples of exact values. A jaxpr or constant that occurs again is a number."""
 
     def __init__(self) -> None:
         self.objects: list[_Object] = []
-        self._told: dict[int, tuple[Any, int]] = {}  # by id: what must live, and its number
+        # By id: the object, kept alive so that its id stays its own, and its number.
+        self._told: dict[int, tuple[Any, int]] = {}
 
     def closed(self, closed: Any) -> Any:
-        """Tell a closed jaxpr and its constants."""
+        """Return a closed jaxpr and its constants as tuples."""
         # In JAX 0.12 a closed jaxpr and its jaxpr are one object, which must not count as told already.
-        return self._once(closed, lambda: (self._jaxpr(closed.jaxpr), [self._constant(each) for each in closed.consts]))
+        return self._once(closed, lambda: (self._jaxpr(closed.jaxpr), list(map(self._constant, closed.consts))))
 
     def _once(self, value: Any, tell: Any) -> Any:
         if id(value) in self._told:
@@ -76,7 +80,7 @@ class _Teller:
         return array.dtype.name, array.shape, sha256(array.tobytes()).digest() if array.size > 64 else array.tobytes()
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """Tell a jaxpr without its constants."""
+        """Return a jaxpr without its constants as tuples."""
         return self._once(jaxpr, lambda: self._jaxpr(jaxpr))
 
     def _jaxpr(self, jaxpr: Any) -> Any:
@@ -90,35 +94,37 @@ class _Teller:
                 numbers[variable] = len(numbers)
             return [(getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", None))) for v in variables]
 
-        found: list[Any] = [makes((*jaxpr.constvars, *jaxpr.invars))]
-        for each in jaxpr.eqns:
-            params = [(name, None if name in _RULES else self._value(value)) for name, value in each.params.items()]
-            found.append((each.primitive.name, takes(each.invars), makes(each.outvars), params))
-        return found, takes(jaxpr.outvars)
+        told: list[Any] = [makes((*jaxpr.constvars, *jaxpr.invars))]
+        for equation in jaxpr.eqns:
+            named = equation.params.items()
+            params = [(name, None if name in _RULES else self._value(value)) for name, value in named]
+            told.append((equation.primitive.name, takes(equation.invars), makes(equation.outvars), params))
+        return told, takes(jaxpr.outvars)
 
     def _value(self, value: Any, depth: int = 0) -> Any:
-        """Tell a parameter of an equation, or what a callback among them holds, which is deeper."""
+        """Return a parameter of an equation as tuples. Values that a callback holds are deeper than 0."""
         kind = type(value)
         if kind in _EXACT or issubclass(kind, float | complex | Enum | np.dtype):
             return kind.__name__, repr(value)
         if isinstance(value, np.generic):
             return kind.__name__, self._constant(value)
         if depth <= _DEEPEST and (parts := _parts(value)) is not None:
-            return kind.__name__, [self._value(each, depth + 1) for each in parts]
+            return kind.__name__, [self._value(part, depth + 1) for part in parts]
         if isinstance(value, tuple):
-            return kind.__name__, [self._value(each, depth) for each in value]
+            return kind.__name__, [self._value(entry, depth) for entry in value]
         if issubclass(kind, set | frozenset) and (depth == 0 or kind is frozenset):
-            return kind.__name__, sorted([repr(self._value(each)) for each in value])
+            return kind.__name__, sorted([repr(self._value(entry)) for entry in value])
+        # JAX makes an empty dict in each trace.
         if kind is dict and not value:
-            return "{}"  # as JAX makes one in each trace
+            return "{}"
         if hasattr(value, "jaxpr") and hasattr(value, "consts"):
             return self.closed(value)
         if hasattr(value, "eqns"):
             return self.jaxpr(value)
         if _is_of_jax(value) and (about := getattr(value, "__dict__", None)) and not isinstance(value, type):
-            # A record, which JAX makes anew in each trace.
+            # A record of JAX's, which is a new object in each trace.
             return kind.__name__, self._once(value, lambda: [(name, self._value(about[name], depth)) for name in about])
-        # What a callback holds and may change, as a list that it appends to, it reads when it runs.
+        # A callback reads what it holds when it runs, so the contents of a list do not count now.
         return (kind.__name__, "object", self._object(value)) if depth else self._parameter(value)
 
     def _parameter(self, value: Any) -> Any:
@@ -126,7 +132,7 @@ class _Teller:
         if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
             return kind.__name__, self._constant(value)
         if isinstance(value, list):
-            return kind.__name__, [self._value(each) for each in value]
+            return kind.__name__, [self._value(entry) for entry in value]
         if isinstance(value, Mapping):
             return kind.__name__, [(self._value(key), self._value(value[key])) for key in value]
         if isinstance(value, linear_util.WrappedFun):
@@ -141,7 +147,7 @@ class _Teller:
 
 
 def _parts(value: Any) -> list[Any] | None:
-    """Return what a function is made of, which may be a new object in each trace."""
+    """Return the parts of a function, which may be a new object in each trace. Return None for other values."""
     if isinstance(value, functools.partial):
         return [value.func, value.args, *value.keywords.items()]
     if isinstance(value, MethodType):
@@ -155,5 +161,6 @@ def _parts(value: Any) -> list[Any] | None:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:
+        # The cell is empty.
         return None

@@ -1,4 +1,4 @@
-"""Names: the objects under a function's own global names and in its closure cells, to ask whether others came."""
+"""Names: the objects under a function's global names and in its closure cells, to notice other objects there."""
 
 import dis
 import functools
@@ -9,7 +9,7 @@ from weakref import ref
 
 
 def named_objects(functions: Iterable[Any]) -> list[tuple[Callable[[], Any], Any]]:
-    """Return what looks up each global name and each cell of these functions, with its object now."""
+    """List a look-up of each global name and cell of these functions, with the object that it finds now."""
     plain = [link for fn in functions for link in links(fn) if isinstance(link, FunctionType)]
     look_ups = [look_up for fn in plain for look_up in _look_ups(fn)]
     return [(look_up, look_up()) for look_up in look_ups]
@@ -19,23 +19,24 @@ _GONE = object()
 
 
 class Names:
-    """Record of the objects under a function's own names and cells, kept alive only if no weak reference serves."""
+    """The objects under a function's global names and cells. They stay alive only if they take no weak reference."""
 
     def __init__(self, functions: Iterable[Any]) -> None:
         self._known = [(look_up, _reference(value)) for look_up, value in named_objects(functions)]
 
     def are_same(self) -> bool:
-        """Do they have the same objects still?"""
+        """Check whether all names and cells still have the same objects."""
         return all([look_up() is reference() for look_up, reference in self._known])
 
 
 def links(fn: Any) -> Iterator[Any]:
-    """Yield a callable, and what is behind it: each partial, method and wrapper before what it calls."""
-    for _ in range(64):  # a function that wraps itself has no end
+    """Yield a callable and the functions behind it: each partial, method or wrapper, and then what it calls."""
+    # A function that wraps itself would have no end.
+    for _ in range(64):
         if fn is None:
             return
         yield fn
-        fn = next((found for name in ("func", "__func__", "__wrapped__") if (found := _attribute(fn, name))), None)
+        fn = next((inner for name in ("func", "__func__", "__wrapped__") if (inner := _attribute(fn, name))), None)
 
 
 def _attribute(fn: Any, name: str) -> Any:
@@ -54,6 +55,7 @@ def _look_ups(fn: FunctionType) -> Iterator[Callable[[], Any]]:
 
 def _global_names(code: CodeType) -> Iterator[str]:
     """Yield the global names in code and in the functions inside, in the order of the lines."""
+    # `co_names` has attributes too, and a global of an attribute's name may change in each call.
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
             yield instruction.argval
@@ -64,13 +66,15 @@ def _global_names(code: CodeType) -> Iterator[str]:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty
+    except ValueError:
+        # The cell is empty.
         return None
 
 
 def _reference(value: Any) -> Callable[[], Any]:
     try:
         reference = ref(value)
-    except TypeError:  # numbers, strings, tuples, lists and dictionaries
+    except TypeError:
+        # Numbers, strings, tuples, lists and dictionaries take no weak reference.
         return lambda: value
-    return lambda: _GONE if (found := reference()) is None else found
+    return lambda: _GONE if (target := reference()) is None else target

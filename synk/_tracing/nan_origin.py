@@ -1,4 +1,4 @@
-"""Lines: which line of a user's makes the first number that is not finite, equation by equation."""
+"""NaN origin: find the user's line that makes the first number that is not finite, equation by equation."""
 
 import linecache
 import os
@@ -13,18 +13,23 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def is_finite(value: Any) -> bool:
-    """Has an array no NaN and no infinity? Of what is no number of a kind that could, yes."""
+    """Check that an array has no NaN and no infinity. Integers and other values are finite."""
     dtype = getattr(value, "dtype", None)
     return dtype is None or not jnp.issubdtype(dtype, jnp.inexact) or bool(jnp.isfinite(value).all())
 
 
 def first_bad_line(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> str | None:
-    """Run a jaxpr and say which line first makes of finite numbers one that is not: 'file.py:58: h = jnp.log(x)'."""
+    """Run a jaxpr, and return the line that first turns finite numbers into NaN or infinity.
+
+    Returns:
+      The line, as 'model.py:58: h = jnp.log(x)'; None if there is none, or if the jaxpr cannot run by itself.
+    """
     try:
         _run(jaxpr, consts, args)
-    except _FoundLine as found:
-        return found.line
-    except Exception:  # what cannot run by itself, such as a collective, hides its line
+    except _FoundLine as finding:
+        return finding.line
+    except Exception:
+        # A collective, for example, does not run outside a program.
         return None
     return None
 
@@ -41,26 +46,27 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         return atom.val if hasattr(atom, "val") else values[atom]
 
     for equation in jaxpr.eqns:
-        given = [read(atom) for atom in equation.invars]
-        results = _results_of(equation, given)
-        if all(map(is_finite, given)) and not all(map(is_finite, results)):
+        inputs = [read(atom) for atom in equation.invars]
+        results = _results_of(equation, inputs)
+        if all(map(is_finite, inputs)) and not all(map(is_finite, results)):
             raise _FoundLine(_line_of(equation))
         values.update(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _results_of(equation: Any, given: Sequence[Any]) -> list[Any]:
+def _results_of(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     if (inner := called_by(equation)) is not None:
-        return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), given)
+        return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), inputs)
     bind: Callable[..., Any] = equation.primitive.bind
-    found = equation.primitive.get_bind_params(equation.params)  # JAX below 0.10 gives functions apart
-    functions, rest = found if isinstance(found, tuple) else ((), found)
-    results = bind(*functions, *given, **rest)
+    # JAX below 0.10 returns functions apart from the other parameters. Drop this when we require jax>=0.10.
+    params = equation.primitive.get_bind_params(equation.params)
+    functions, rest = params if isinstance(params, tuple) else ((), params)
+    results = bind(*functions, *inputs, **rest)
     return list(results) if equation.primitive.multiple_results else [results]
 
 
 def _line_of(equation: Any) -> str | None:
-    """The innermost line of the user's that an equation comes from."""
+    """Return the innermost line of the user's that an equation comes from."""
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         name = frame.file_name

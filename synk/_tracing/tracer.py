@@ -24,45 +24,78 @@ _context = jax.make_user_context(None)
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What to trace."""
+    """A function to trace.
 
-    fn: Callable[..., PyTree]  # the user's function, whom errors name
-    call: Callable[..., PyTree]  # calls it with the arguments, perhaps with more than are traced
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]  # trees of shapes; of typed PRNG keys those of their raw data
-    keys: Sequence[Any]  # the PRNG implementation of each argument leaf, None for plain arrays
-    pack: Callable[[PyTree], tuple[list[jax.Array], Any]]  # flattens what it returned; what it says of that is kept
-    sees: TraceContext  # what it may see; rank, rows and values of variables come with each trace
-    variables: Sequence[Any] = ()  # those that it is expected to read, so that one trace is enough
-    merges_equal: bool = False  # whether what it computes twice shall be computed once
-    keeps_lines: bool = False  # whether equations shall tell the user's line that each comes from
+    Attributes:
+      fn: the user's function, which errors of JAX name.
+      call: calls `fn` with the traced arguments, and with constants.
+      arguments: trees of shapes. Typed PRNG keys have the shapes of their raw data.
+      keys: the PRNG implementation of each argument leaf, None for plain arrays.
+      pack: flattens the returned value, and returns the leaves and a description that is kept.
+      sees: the surroundings of the function. Rank, rows and values of variables come with each trace.
+      variables: variables that the function will probably read. Guessing right saves a second trace.
+      merges_equal: whether to merge equations that repeat an earlier one.
+      keeps_lines: whether equations keep the user's line that each comes from.
+    """
+
+    fn: Callable[..., PyTree]
+    call: Callable[..., PyTree]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    keys: Sequence[Any]
+    pack: Callable[[PyTree], tuple[list[jax.Array], Any]]
+    sees: TraceContext
+    variables: Sequence[Any] = ()
+    merges_equal: bool = False
+    keeps_lines: bool = False
 
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A function of plain arrays: leaves of variables and of arguments, rank, first row -> outputs, new leaves."""
+    """A function of plain arrays: it maps leaves of variables and arguments, the rank and the first row to leaves.
 
-    run: Callable[..., list[jax.Array]]  # takes what is `known` by name
-    consts: Sequence[Any]  # arrays that it closes over
-    known: Callable[[Sequence[Any]], Sequence[Any]]  # what they alone determine, for constants of the same values
-    blame_line: Callable[..., str | None]  # of the same arguments: the line that makes the first number not finite
-    variables: tuple[Any, ...]  # those whose leaves come first, in this order
-    reads: tuple[Any, ...]  # the same in the order in which they are read
-    writes: tuple[tuple[Any, str | None], ...]  # the variables written, each with how slices combine
-    outputs: Any  # what `pack` said of the return value
-    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of the outputs, then of what is written
-    uses_rank: bool  # whether its results may differ between replicas that were given equal values
-    has_effects: bool  # prints or the like, so that a part must run once
-    has_callbacks: bool  # these, and pure calls of the host: it must not run on rows that are not there
-    communicates: bool  # whether it names the axis of the replicas
-    has_convolution: bool  # whether XLA's CPU compiler should find it outside branches and loops
-    narrowest: np.dtype | None  # of the floats that it computes
-    flops: Callable[[Sequence[int]], int]  # of matrix products and convolutions, for these of its results
-    fingerprint: Hashable  # of what it computes, as far as equations and captured arrays tell
+    Attributes:
+      run: runs the function. It takes the results of `known` by that name, and returns outputs, then new leaves.
+      consts: the arrays that it closes over.
+      known: computes what depends on `consts` alone.
+      blame_line: takes the arguments of `run`, and returns the line that makes the first number that is not finite.
+      variables: the variables whose leaves come first, in this order.
+      reads: the variables in the order in which they are read.
+      writes: the variables written, each with how slices combine.
+      outputs: the description of the returned value by `pack`.
+      shapes: the shapes of the outputs, then of the new leaves.
+      uses_rank: whether results may differ between replicas with equal inputs.
+      has_effects: whether it prints or the like, so that a part must run once.
+      has_callbacks: whether it has effects or calls the host, so that it must not run on rows that do not exist.
+      communicates: whether it names the axis of the replicas.
+      has_convolution: whether XLA's CPU compiler should find it outside branches and loops.
+      narrowest: the narrowest dtype of the floats that it computes.
+      flops: counts operations of matrix products and convolutions for some of its results.
+      fingerprint: equal for functions that compute the same.
+    """
+
+    run: Callable[..., list[jax.Array]]
+    consts: Sequence[Any]
+    known: Callable[[Sequence[Any]], Sequence[Any]]
+    blame_line: Callable[..., str | None]
+    variables: tuple[Any, ...]
+    reads: tuple[Any, ...]
+    writes: tuple[tuple[Any, str | None], ...]
+    outputs: Any
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    uses_rank: bool
+    has_effects: bool
+    has_callbacks: bool
+    communicates: bool
+    has_convolution: bool
+    narrowest: np.dtype | None
+    flops: Callable[[Sequence[int]], int]
+    fingerprint: Hashable
 
 
 def trace(request: TraceRequest) -> TracedFunction:
-    """Trace a function for one replica; again where it reads variables that it was not expected to."""
-    found: dict[str, Any] = {}  # by the last trace: fields of TracedFunction
+    """Trace a function for one replica. Trace it again if it reads variables that it was not expected to read."""
+    # Fields of TracedFunction, by the last trace.
+    found: dict[str, Any] = {}
     variables = tuple(dict.fromkeys(request.variables))
     flat_arguments, treedef = jax.tree.flatten(request.arguments)
     number = jax.ShapeDtypeStruct((), np.int32)
@@ -76,11 +109,11 @@ def trace(request: TraceRequest) -> TracedFunction:
         variables = tuple(dict.fromkeys((*variables, *found["reads"])))
     closed = without_places(closed, request.sees.name)
     closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
-    # Variables that other branches read are in the jaxpr, but nothing in it uses them.
+    # A wrong guess leaves leaves of variables in the jaxpr that nothing uses.
     is_used = [variable in found["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
-    found_equations = list(equations(closed.jaxpr))
-    found["uses_rank"] |= any(map(_tells_ranks_apart, found_equations))
-    has_callbacks = bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in found_equations)
+    all_equations = list(equations(closed.jaxpr))
+    found["uses_rank"] |= any(map(_tells_ranks_apart, all_equations))
+    has_callbacks = bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in all_equations)
     parts = split(closed)
     return TracedFunction(
         run=_runner(closed, parts.late, is_used),
@@ -91,9 +124,9 @@ def trace(request: TraceRequest) -> TracedFunction:
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
         has_callbacks=has_callbacks,
-        communicates=any(map(is_over_axis, found_equations)),
-        has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in found_equations),
-        narrowest=narrowest_float(found_equations),
+        communicates=any(map(is_over_axis, all_equations)),
+        has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in all_equations),
+        narrowest=narrowest_float(all_equations),
         fingerprint=fingerprint(closed),
         flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
         **found,
@@ -113,39 +146,40 @@ def _run_traced(
         with tracing(context), _context(object()):
             out, found["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()
-        # And no more of the context: what is traced must not outlive its trace.
+        # Keep no more of the context: tracers must not outlive their trace.
         found.update(reads=tuple(context.reads), uses_rank=context.uses_rank)
         found["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 
-    # Through jit, so that JAX's errors name the user's function and its arguments; inlined, it leaves nothing behind,
-    # and its equations come from this line.
+    # jax.jit makes JAX's errors name the user's function and its arguments. Inlined, it leaves no equation behind, but
+    # then all equations seem to come from this line.
     return jax.jit(named, inline=not request.keeps_lines)(*args, **kwargs)
 
 
 def _tells_ranks_apart(equation: Any) -> bool:
-    """Does it give replicas different values of what was equal on all?"""
+    """Check whether an equation may turn values that are equal on all replicas into different ones."""
     name, params = equation.primitive.name, equation.params
-    if name == "io_callback":  # a host's answers need not be the same for each
+    # The host need not give all replicas the same answer.
+    if name == "io_callback":
         return True
     by_rank = name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
     return is_over_axis(equation) and (by_rank or params.get("axis_index_groups") is not None)
 
 
 def _all_of(jaxpr: Any, is_used: Sequence[bool], args: Sequence[Any]) -> list[Any]:
-    """Values of all inputs: zeros where nothing uses one."""
-    given = iter(args)
+    """Return values of all inputs of a jaxpr: zeros for inputs that nothing uses."""
+    values = iter(args)
     shapes = [variable.aval for variable in jaxpr.invars]
     used = [*is_used, *(True for _ in shapes[len(is_used) :])]
-    return [next(given) if one else np.zeros(s.shape, s.dtype) for one, s in zip(used, shapes, strict=True)]
+    return [next(values) if is_in else np.zeros(s.shape, s.dtype) for is_in, s in zip(used, shapes, strict=True)]
 
 
 def _runner(closed: Any, late: Any, is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
     def run(*args: jax.Array, known: Sequence[Any]) -> list[jax.Array]:
-        given = iter(args)
-        variables = [next(given) if used else None for used in is_used]
-        results = jax.core.eval_jaxpr(late, known, *variables, *given)
-        # A result that depends on nothing is a number of Python's, or one of NumPy's.
+        values = iter(args)
+        variables = [next(values) if used else None for used in is_used]
+        results = jax.core.eval_jaxpr(late, known, *variables, *values)
+        # A result that depends on no input is a number of Python or NumPy.
         return [
             result if isinstance(result, jax.Array) else jnp.asarray(result, aval.dtype)
             for result, aval in zip(results, closed.out_avals, strict=True)

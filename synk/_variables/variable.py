@@ -217,7 +217,7 @@ class Shared:
                 state = state_with_rank(self, rank, new)
             commit_all([(self, state)])
 
-    # What tracing calls (TracedState).
+    # Methods that `TraceContext` calls.
 
     def _unpack(self, leaves: Sequence[Any]) -> PyTree:
         return self._spec.tree(leaves)
