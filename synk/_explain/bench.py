@@ -1,7 +1,7 @@
 """Bench: `python -m synk bench FILE:NAME`, rows a second of a user's step by numbers of replicas, as one page."""
 
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -44,34 +44,25 @@ def bench(arguments: Sequence[str]) -> int:
                 print(f"python -m synk bench: it failed on {counted(count, 'replica')}, with {status}.")
                 return 1
             results.append(json.loads(path.read_text()))
-        print(_sentence(_points(results, options.unit)[-1], options.unit))
+        point = _point(results[-1], results[0], options.unit)
+        print(", ".join(f"{value} {name}" for name, value in point.items() if name != "replicas"))
     options.out.write_text(_page(options, results), encoding="utf-8")
     print(options.out)
     return 0
 
 
-def _points(results: list[dict[str, Any]], unit: str) -> list[dict[str, Any]]:
-    """Make a row of the page's table for each number of replicas."""
-    first, points = results[0], []
-    for result in results:
-        speedup = result["rate"] / first["rate"]
-        efficiency = speedup * first["replicas"] / result["replicas"]
-        points.append(
-            {
-                "replicas": result["replicas"],
-                "rows": result["rows"],
-                "ms a step": f"{result['seconds'] * 1e3:.2f}",
-                f"{unit}/s": number_text(result["rate"]),
-                "speed-up": f"{speedup:.2f}",
-                "efficiency": f"{100 * efficiency:.0f} %",
-            }
-        )
-    return points
-
-
-def _sentence(point: dict[str, Any], unit: str) -> str:
-    rate = point[f"{unit}/s"]
-    return f"{point['rows']} rows in {point['ms a step']} ms, {rate} {unit}/s, efficiency {point['efficiency']}"
+def _point(result: dict[str, Any], first: dict[str, Any], unit: str) -> dict[str, Any]:
+    """Compare one number of replicas with the smallest one: a row of the page's table."""
+    speedup = result["rate"] / first["rate"]
+    efficiency = speedup * first["replicas"] / result["replicas"]
+    return {
+        "replicas": result["replicas"],
+        "rows": result["rows"],
+        "ms a step": f"{result['seconds'] * 1e3:.2f}",
+        f"{unit}/s": number_text(result["rate"]),
+        "speed-up": f"{speedup:.2f}",
+        "efficiency": f"{100 * efficiency:.0f} %",
+    }
 
 
 def _page(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
@@ -87,7 +78,7 @@ def _page(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
             "Replicas on CPU devices share the machine's cores, and one replica may use all of them. So this shows the "
             "cost that synk adds, not the speed that more devices would bring."
         )
-    tree["scaling"] = _points(results, options.unit)
+    tree["scaling"] = [_point(result, first, options.unit) for result in results]
     tree[f"one step on {counted(last['replicas'], 'replica')}"] = last["explained"]
     # The settings of this process are the user's own, without those of the processes above.
     tree["the machine"] = last["machine"] | {"settings": settings()}
@@ -101,6 +92,7 @@ def _page(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; say what is wrong before anything is measured."""
     parser = argparse.ArgumentParser(
         "python -m synk bench",
         description="Measure a step by numbers of replicas: rows a second and efficiency, as a page.",
@@ -119,7 +111,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--unit", default="rows", help="images, tokens, ...")
     parser.add_argument("--per-row", type=float, default=1.0, help="how many of these a row is")
     parser.add_argument("--out", type=Path, default=Path("scaling.html"))
-    for name, kind in (("--only", int), ("--of", int), ("--json", Path)):  # of the process of one number
+    # The process of one number of replicas is told which, of how many, and where to write.
+    for name, kind in (("--only", int), ("--of", int), ("--json", Path)):
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not 0 < options.per_row < float("inf"):
@@ -143,11 +136,12 @@ def _count(text: str) -> int:
 
 
 def _counts(text: str) -> list[int]:
-    return sorted({_count(each) for each in text.split(",")})
+    return sorted({_count(number) for number in text.split(",")})
 
 
 def _numbers_here() -> list[int]:
-    """Powers of two and all; asked in another process, so that this one takes no device's memory."""
+    """Return the numbers of replicas to measure: powers of two, and all that are here."""
+    # JAX starts in another process, so that this one takes no device's memory.
     program = "import jax; print(jax.default_backend(), jax.device_count())"
     asked = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True)
     platform, count = asked.stdout.split()[-2:]
@@ -156,10 +150,12 @@ def _numbers_here() -> list[int]:
 
 
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    """What one number of replicas takes."""
+    """Measure one number of replicas, in the process of that number."""
     path, name = options.target
-    make = _imported(path, name)
-    init(options.only)  # whatever group the file has made
+    sys.path.insert(0, str(path.resolve().parent))
+    make = getattr(importlib.import_module(path.stem), name, None)
+    # The file may have made a group of another size.
+    init(options.only)
     made = make() if callable(make) and not hasattr(make, "explain") else None
     if not isinstance(made, tuple) or not made or not hasattr(made[0], "explain"):
         raise SystemExit(
@@ -198,20 +194,9 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _timed(step: Callable[[], Any], steps: int) -> float:
-    """Seconds of a step, in a row of them."""
-    start = perf_counter()
-    found = None
+    """Return the seconds of a step, from several in a row."""
+    start, result = perf_counter(), None
     for _ in range(steps):
-        found = step()
-    jax.block_until_ready(found)
+        result = step()
+    jax.block_until_ready(result)
     return (perf_counter() - start) / steps
-
-
-def _imported(path: Path, name: str) -> Any:
-    """The user's function; None where there is none."""
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None, path
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name, None)

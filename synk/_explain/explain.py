@@ -97,6 +97,8 @@ def _programs(ready: ReadyCall) -> Iterator[ProgramReport]:
 
 
 def _program(role: str, program: Executable, count: int, memory: ProgramMemory) -> ProgramReport:
+    """Describe a program from its compiled text and its memory."""
+    # Threads of a CPU run instructions as soon as their operands are there, whatever the order of the text.
     collectives = read_collectives(program.compiled.as_text() or "", program.group.platform != "cpu")
     knows = all(collective.behind is not None for collective in collectives)
     return ProgramReport(
@@ -176,7 +178,8 @@ def _lower_bound(ready: ReadyCall, flops: int, variables: Sequence[VariableRepor
 
 
 def measure(prepare: Callable[[], ReadyCall], calls: int) -> Measured:
-    """Time calls, whose results and updates are dropped, and return the medians. The first of them does not count."""
+    """Time calls, whose results and updates are dropped, and return the medians."""
+    # The first call compiles, if nothing has before.
     times = [_timed(prepare) for _ in range(calls + 1)][1:]
     return Measured(calls, median(whole for whole, _ in times), median(host for _, host in times))
 
@@ -187,6 +190,7 @@ def _timed(prepare: Callable[[], ReadyCall]) -> tuple[float, float]:
     # The call may overwrite the values of variables, so it gets copies.
     states = {variable: _copied(bind(variable, group), group) for variable in plan.accepts}
     jax.block_until_ready([state.leaves for state in states.values()])
+    # JAX returns before the devices are done, so both moments are told.
     start = perf_counter()
     outcome = evaluate(prepare(), states.__getitem__)
     host = perf_counter() - start

@@ -80,7 +80,7 @@ def read_collectives(text: str, is_in_order: bool) -> tuple[Collective, ...]:
     """
     program = _Program(text)
     knows = is_in_order and "is_scheduled=true" in text[: text.find("\n") + 1]
-    # The collective of an async-start is counted where it starts, not in the computation that the start wraps.
+    # A collective that an async-start wraps counts where it starts. What a loop or branch runs has no place in time.
     others = [name for name in program.computations if name != program.entry and name not in program.async_bodies]
     return (
         *program.collectives(program.entry, knows),
@@ -90,6 +90,7 @@ def read_collectives(text: str, is_in_order: bool) -> tuple[Collective, ...]:
 
 def size_in_bytes(shape: str) -> int:
     """Return the bytes of an array or a tuple of arrays, from its shape as HLO writes it."""
+    # Some numbers have less than a byte: s4[3] has 12 bits.
     bits = 0
     for dtype, dims in _ARRAY.findall(shape):
         count = prod(int(re.sub(r"\D", "", dim)) for dim in dims.split(",") if dim.strip())
@@ -128,6 +129,7 @@ class _Program:
                 current.append(_Instruction(*match.groups()))
         instructions = [instruction for body in self.computations.values() for instruction in body]
         self.shapes = {instruction.name: instruction.shape for instruction in instructions}
+        # An async-start names the collective in a computation of its own: https://openxla.org/xla/async_ops
         starts = [instruction for instruction in instructions if instruction.opcode == "async-start"]
         self.async_bodies = {name for start in starts for name in start.called}
         self._heavy: dict[str, bool] = {}
@@ -135,6 +137,7 @@ class _Program:
     def collectives(self, name: str, knows: bool) -> Iterator[Collective]:
         """Yield the collectives of a computation; `knows` says that its order is the order in time."""
         steps = [step for step in self.computations.get(name, ()) if step.opcode not in _FREE]
+        # What stands between the start of a collective and its end runs while it travels.
         heavy = [i for i, step in enumerate(steps) if self._is_heavy(step)] if knows else []
         ends = {
             operand: i for i, step in enumerate(steps) if step.opcode.endswith("-done") for operand in step.operands

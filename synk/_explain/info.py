@@ -39,6 +39,7 @@ def machine(devices: Sequence[Device]) -> dict[str, str]:
         return facts
     device = devices[0]
     facts["devices"] = f"{len(devices)} {device.device_kind} ({device.platform}), {os.cpu_count()} CPU cores"
+    # JAX takes 75 % of a GPU, unless told otherwise: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
     memory = None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
     facts["memory of a device that JAX uses"] = size_text(memory)
     known = known_accelerator(device)
@@ -73,6 +74,7 @@ def _version(name: str) -> str | None:
 
 def _version_troubles() -> Iterator[str]:
     jax_version, jaxlib = _version("jax"), _version("jaxlib")
+    # A plugin loads into jaxlib of its own version: https://docs.jax.dev/en/latest/installation.html
     for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
         has = _version(plugin)
         if has is not None and has != jaxlib:

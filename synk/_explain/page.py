@@ -16,12 +16,13 @@ Table = tuple[str, list[str], list[list[str]]]
 _OPTIONAL = ("rows", "ranks", "rows_that_fit", "measured")
 # Text shows so many rows of a table, and a chart so many bars. A page's tables show all.
 _MOST = 16
+# "light dark" follows the reader's setting; text and lines take their colours from it.
 _STYLE = (
     ":root{color-scheme:light dark}body{margin:2em auto;max-width:60em;padding:0 1em;font-family:sans-serif}"
     "div{overflow-x:auto}table{border-collapse:collapse}"
     "td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #8886}"
 )
-_COLORS = ("#5f9ea0", "#b279a2", "#e8b33f", "#9d755d", "#ff9da6", "#a0a0a0", "#54a24b", "#e45756", "#4c78a8")
+_COLORS = ("#4c78a8", "#f2b447", "#b279a2", "#9d755d", "#a0a0a0", "#5f9ea0", "#e8875a", "#8a9a3f")
 _WIDTH, _MARGIN, _BARS_FROM, _BARS_TO, _LINE = 900, 24, 190, 740, 20
 
 
@@ -81,7 +82,8 @@ def _tables(tree: Tree, title: str = "") -> Iterator[Table]:
 def _record_tables(title: str, records: Sequence[Tree]) -> Iterator[Table]:
     """Yield a table of records, and a table of the records inside them, which repeats the outer record's first cell."""
     nested = [name for name in records[0] if any(_are_records(record[name]) for record in records)]
-    columns = [name for name in records[0] if name not in nested]
+    empty = [name for name in _OPTIONAL if all(record.get(name) is None for record in records)]
+    columns = [name for name in records[0] if name not in (*nested, *empty)]
     rows = [[_cell(name, record[name]) for name in columns] for record in records]
     yield title, [_label(name) for name in columns], rows
     for name in nested:
@@ -124,6 +126,7 @@ def chart(label: str, sections: Sequence[tuple[str, Sequence[Bar]]]) -> str:
         y += _LINE
         x = float(_MARGIN)
         for meaning in dict.fromkeys(meaning for _, segments, _ in bars for meaning, _ in segments):
+            # A colour keeps its meaning in the whole drawing.
             color = colors.setdefault(meaning, _COLORS[len(colors) % len(_COLORS)])
             parts += [_box(x, y, 11, 11, color), _words(x + 16, y, meaning)]
             x += 34 + 6.4 * len(meaning)

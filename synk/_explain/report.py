@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._base.units import counted, size_text
 from .hlo import Collective
-from .page import Bar, chart, fragment, page, text
+from .page import chart, fragment, page, text
 
 
 @dataclass(frozen=True)
@@ -183,30 +183,23 @@ class Explanation:
 
     def html(self, path: str | Path) -> None:
         """Write one HTML page with a drawing. The page loads nothing from the network."""
-        Path(path).write_text(page(self._title(), asdict(self), self._drawing()), encoding="utf-8")
-
-    def _title(self) -> str:
-        where, _, _ = self.group.removeprefix("Group(").removesuffix(")").partition(" on ")
-        return f"A call of {self.function} on {where}"
+        Path(path).write_text(page(f"A call of {self.function}", asdict(self), self._drawing()), encoding="utf-8")
 
     def _drawing(self) -> str:
-        """Draw the rows of each replica, and memory and collectives of each program."""
-        rows: list[Bar] = [(f"replica {i}", [("rows", n)], counted(n, "row")) for i, n in enumerate(self.lengths)]
+        """Draw the memory and the collectives of each program."""
         memory = [
             (program.role, list(_memory_parts(program)), size_text(program.total_bytes))
             for program in self.programs
             if program.total_bytes is not None
         ]
         if self.memory_limit is not None:
-            memory.append(
-                ("a device", [("memory that programs may use", self.memory_limit)], size_text(self.memory_limit))
-            )
+            limit = [("memory that programs may use", self.memory_limit)]
+            memory.append(("a device", limit, size_text(self.memory_limit)))
         travels = [
             (program.role, list(_travel_parts(program)), counted(len(program.collectives), "collective"))
             for program in self.programs
         ]
-        sections = [("rows by replica", rows), ("memory of a device", memory), ("bytes in collectives", travels)]
-        return chart(self._title(), sections)
+        return chart(f"a call of {self.function}", [("memory of a device", memory), ("bytes in collectives", travels)])
 
 
 def _memory_parts(program: ProgramReport) -> Iterator[tuple[str, int]]:

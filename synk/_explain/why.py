@@ -21,6 +21,7 @@ def why_compiled(compiled: Sequence[Compiled], plan: CallPlan) -> list[str]:
     if number == 0:
         return ["the first call"]
     new = _parts(compiled[number])
+    # Of calls that are equally near, the newest is the one that a user thinks of.
     nearest = min((_differences(_parts(old), new) for old in reversed(compiled[:number])), key=len)
     return nearest or ["an earlier program of it is no longer kept"]
 
@@ -36,6 +37,7 @@ def _differences(old: dict[Any, str], new: dict[Any, str]) -> list[str]:
 
 
 def _short(text: str) -> str:
+    """Cut what would fill a screen, such as the shapes of a model."""
     return shorten(text, 160, placeholder=" ...")
 
 
@@ -44,8 +46,10 @@ def _parts(compiled: Compiled) -> dict[Any, str]:
     _, group, call, states = compiled
     spec = call.arguments
     broadcast = [spec.names[place] for place in spec.broadcast]
+    # Names of arguments come last, so that they win over fields of the same name.
     return {
         "group": group,
+        **{name: str(value) for name, value in call._asdict().items() if name not in _BY_ARGUMENT},
         **dict(zip(TRACE_OPTIONS, map(repr, call.options), strict=False)),
         **{f"rows of {name}": _array(*row) for name, row in zip(spec.scattered_names, call.rows, strict=True)},
         **{f"feed of {name}": _record(feed) for name, feed in zip(spec.scattered_names, call.feeds, strict=True)},
@@ -53,7 +57,6 @@ def _parts(compiled: Compiled) -> dict[Any, str]:
         **{f"PRNG key of {name}": str(key) for name, key in zip(spec.names, call.keys, strict=True)},
         # A parameter that is left out has its default.
         **{name: repr(constant_of(value)) for name, value in {**spec.constants, **spec.statics}.items()},
-        **{name: str(value) for name, value in call._asdict().items() if name not in _BY_ARGUMENT},
         **{variable: _state(variable_states[0]) for variable, variable_states in list(states.items())},
         "arguments": str(spec.treedef),
     }

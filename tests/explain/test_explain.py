@@ -298,7 +298,7 @@ def test_what_it_writes(tmp_path):
     parser.feed(written)
     assert parser.open == parser.loaded == []
     assert {"svg", "rect", "table"} <= parser.seen
-    assert re.findall("<h1>(.*?)</h1>", written) == ["A call of a&lt;b on 2 replicas"]
+    assert re.findall("<h1>(.*?)</h1>", written) == ["A call of a&lt;b"]
     assert written.count("<svg") == 1 and "<td>all-reduce</td>" in written
     # A colour has one meaning.
     squares = re.findall(r'width="11.0" height="11" fill="(#\w+)"/>\n<text [^>]*>(.*?)</text>', written)
