@@ -111,27 +111,6 @@ def _bytes(plan: CallPlan, group: Group, name: str) -> int:
     return size
 
 
-def rows_that_fit(ready: ReadyCall, site: Site) -> int | None:
-    """Return how many rows in all such a call may have to fit into memory; None where that is not known."""
-    group, lengths = ready.group, ready.rows.lengths
-    # A program takes all rows that lie on the devices, however few of them it runs.
-    is_resident = ready.plan.held or any(feed.layout != "rows" for feed in ready.call.feeds)
-    if lengths is None or ready.call.block or is_resident:
-        return None
-    if group.memory is None or memory_needed(ready.plan) is None:
-        return None
-
-    def need(max_rows: int) -> int:
-        if max_rows == max(lengths):
-            return memory_needed(ready.plan) or 0
-        rows = ready.rows._replace(lengths=(max_rows,) * group.size)
-        plan = find_plan(site, CheckedCall(ready.call, rows, []), ready.num_slices, is_probe=True)[1]
-        return memory_needed(plan) or 0
-
-    max_rows = most_rows(need, group.memory, max(lengths), variable_bytes(ready.plan, group))
-    return min(max_rows * group.size, sum(lengths))
-
-
 def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
     """Run a call. If synk has chosen its slices and memory runs out, run it in twice as many, with nothing lost."""
     while True:

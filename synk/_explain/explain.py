@@ -14,14 +14,13 @@ from .._call.auto_slices import (
     bytes_on_device,
     data_beside,
     memory_of,
-    rows_that_fit,
     sizes_of,
     variable_bytes,
 )
 from .._call.blocks import Blocks
 from .._call.execute import ReadyCall, evaluate
 from .._call.parts import split_into_launches
-from .._call.plan import CallPlan, Site
+from .._call.plan import CallPlan, PlanCache
 from .._call.rows import RowInput, exchange_programs
 from .._data.overlap import widened
 from .._runtime.executable import Executable, relayout
@@ -36,7 +35,7 @@ from .why import why_compiled
 _WAYS = {"replicated": "rows that every replica holds", "stacked": "rows that lie on the replicas"}
 
 
-def explain(ready: ReadyCall, site: Site, was_compiled: bool) -> Explanation:
+def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanation:
     """Describe a call that was made ready from shapes."""
     plan, group, lengths = ready.plan, ready.group, ready.rows.lengths or ()
     programs, inputs, variables = (
@@ -54,13 +53,12 @@ def explain(ready: ReadyCall, site: Site, was_compiled: bool) -> Explanation:
         lengths=lengths,
         num_slices=len(split_into_launches(lengths, ready.num_slices)) if lengths else 1,
         was_compiled=was_compiled,
-        why=why_compiled(list(site.plans.compiled), plan),
+        why=why_compiled(list(plans.compiled), plan),
         flops=flops,
         sent_bytes=sum(report.sent_bytes for report in inputs),
         memory_bytes=memory,
         memory_limit=group.memory,
         fits=fits,
-        rows_that_fit=rows_that_fit(ready, site) if fits is False else None,
         lower_bound_seconds=_lower_bound(ready, flops, variables),
         programs=programs,
         inputs=inputs,

@@ -13,7 +13,7 @@ Bar = tuple[str, Sequence[tuple[str, float]], str]
 Table = tuple[str, list[str], list[list[str]]]
 
 # None of these means that there is nothing to say. None of another name means that nobody knows.
-_OPTIONAL = ("rows", "ranks", "rows_that_fit", "measured")
+_OPTIONAL = ("rows", "ranks", "measured")
 # Text shows so many rows of a table, and a chart so many bars. A page's tables show all.
 _MOST = 16
 # "light dark" follows the reader's setting; text and lines take their colours from it.
@@ -45,23 +45,18 @@ def text(tree: Tree) -> str:
 
 def page(title: str, tree: Tree, drawing: str) -> str:
     """Write a tree as a page of HTML with a drawing, which loads nothing."""
+    parts = [f"<h1>{escape(title)}</h1>", f"<div>{drawing}</div>"]
+    for name, heads, rows in _tables(tree):
+        parts += [f"<h2>{escape(name)}</h2>"] if name else []
+        head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
+        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        lines = "".join(f"<tr>{line}</tr>" for line in ([head] if heads else []) + cells)
+        parts.append(f"<div><table>{lines}</table></div>")
+    body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
-        f"<body><h1>{escape(title)}</h1>{fragment(tree, drawing)}</body></html>\n"
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{body}</body></html>\n'
     )
-
-
-def fragment(tree: Tree, drawing: str) -> str:
-    """Write a drawing and the tables of a tree as a part of an HTML page."""
-    parts = [f"<div>{drawing}</div>"]
-    for title, heads, rows in _tables(tree):
-        parts += [f"<h2>{escape(title)}</h2>"] if title else []
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-        body = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-        lines = "".join(f"<tr>{row}</tr>" for row in ([head] if heads else []) + body)
-        parts.append(f"<div><table>{lines}</table></div>")
-    return "\n".join(parts)
 
 
 def _tables(tree: Tree, title: str = "") -> Iterator[Table]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._base.units import counted, size_text
 from .hlo import Collective
-from .page import chart, fragment, page, text
+from .page import chart, page, text
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,6 @@ class Explanation:
       memory_bytes: the memory that a device needs for the largest program.
       memory_limit: the memory that programs may use on a device.
       fits: whether `memory_bytes` is within `memory_limit`.
-      rows_that_fit: about how many rows in all would fit; None where the call fits, or nobody knows.
       lower_bound_seconds: a time below which no call on such devices gets: the flops at the device's peak, or the rows,
         broadcast arguments and variables once through its memory. A call that touches a few rows of a large table can
         be faster, since the table counts whole.
@@ -163,7 +162,6 @@ class Explanation:
     memory_bytes: int | None
     memory_limit: int | None
     fits: bool | None
-    rows_that_fit: int | None
     lower_bound_seconds: float | None
     programs: tuple[ProgramReport, ...]
     inputs: tuple[InputReport, ...]
@@ -172,9 +170,6 @@ class Explanation:
 
     def __repr__(self) -> str:
         return text(asdict(self))
-
-    def _repr_html_(self) -> str:
-        return fragment(asdict(self), self._drawing())
 
     def json(self) -> str:
         """Return all fields as JSON text; unknown values are null."""
