@@ -70,7 +70,7 @@ def _page(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     path, name = options.target
     first, last = results[0], results[-1]
     tree: dict[str, Any] = {
-        "measured": f"medians of {options.rounds} rounds of {options.steps} steps in a row",
+        "measured": f"median of {counted(options.rounds, 'round')} of {counted(options.steps, 'step')} in a row",
         "rows": "the same for any number of replicas" if options.strong else "as many for each replica",
     }
     if first["platform"] == "cpu":
@@ -85,7 +85,7 @@ def _page(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     bars: list[Bar] = []
     for result in results:
         ideal = first["rate"] / first["replicas"] * result["replicas"]
-        segments = [("measured", result["rate"]), ("ideal", max(0, ideal - result["rate"]))]
+        segments = [("measured", result["rate"]), ("missing to the ideal", max(0, ideal - result["rate"]))]
         bars.append((counted(result["replicas"], "replica"), segments, number_text(result["rate"])))
     title = f"{path.name}:{name} on up to {counted(last['replicas'], 'replica')}"
     return page(title, tree, chart(title, [(f"{options.unit}/s", bars)]))
