@@ -105,7 +105,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", slow_but(["many kinds of objects", "left half-way"], PROGRAMS))
 def test_nothing_is_said_at_the_end(name, tmp_path):
-    """However it ends, with whatever it keeps."""
+    """synk prints nothing at the end of a program, however it ends and whatever it keeps."""
     program = PREPARED + dedent(PROGRAMS[name])
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-W", "error", "-c", program, str(tmp_path)]

@@ -134,7 +134,6 @@ def _time_limit(what: str, seconds: float) -> Generator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()
 
 
 def _compare_counts(num_processes: int, process_id: int) -> None:

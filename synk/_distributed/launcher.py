@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from .liveness import EXIT_PEER_FAILED
 
 EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
-GRACE_SECONDS = 3.0  # for the other processes to print why they end, once one has failed
+GRACE_SECONDS = 3.0  # for other processes to print why they end, once one has failed
 DRAIN_SECONDS = 2.0  # for the last output of a process that has ended
 STALL_SECONDS = 2.0  # without progress, after which nobody seems to read standard output
 MAX_LINE_BYTES = 1 << 16  # longer lines are cut
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _note_signals() -> Sequence[int]:
-    """Return a list to which signals that ask for an end are added. Ignored ones, as behind `nohup`, stay ignored."""
+    """Return a list that collects signals which ask for an end. Ignored signals, as behind `nohup`, stay ignored."""
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -132,8 +132,8 @@ def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinat
 
 
 def _start_guard() -> Popen[bytes]:
-    """Start a process that ends the process groups which it is told, when the launcher is gone, by `kill -9` too."""
-    # Its standard input ends with the launcher.
+    """Start a process that reads process groups, and ends them when the launcher is gone, even by `kill -9`."""
+    # The guard's standard input ends with the launcher.
     program = """if True:
         import os, signal, sys
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -209,7 +209,7 @@ def _end(members: Sequence[Member], guard: Popen[bytes]) -> None:
     for member in members:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(member.process.pid, signal.SIGKILL)
-    # The guard must go before `wait`, after which the system may give the number of a process to another one.
+    # The guard goes before `wait`, after which the system may give the number of a process to another one.
     guard.kill()
     guard.communicate()
     for member in members:

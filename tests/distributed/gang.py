@@ -1,4 +1,4 @@
-"""A gang: processes of this machine that run one program together. Each ends in time, and is reaped by its handle.
+"""Gangs: processes of this machine that run one program together. Every process ends in time and is waited for.
 
 They are forked from a nursery, a process that has imported JAX and started nothing of it: most of their time would be
 that import.
@@ -23,7 +23,7 @@ ROOT = PROGRAMS.parent.parent.parent
 
 
 class Ended(NamedTuple):
-    """How one process ended."""
+    """The end of one process."""
 
     code: int
     seconds: float  # from the start of the gang
@@ -31,7 +31,7 @@ class Ended(NamedTuple):
 
 
 class Forked:
-    """A process of the nursery's, as far as tests ask of a `subprocess.Popen`."""
+    """A process of the nursery, with the part of `subprocess.Popen` that tests use."""
 
     def __init__(self):
         self.pid, self.returncode, self.has_started, self.has_ended = 0, None, threading.Event(), threading.Event()
@@ -48,7 +48,7 @@ class Forked:
 
 
 class Nursery:
-    """Has a process fork, and hears from it who has started and who has ended."""
+    """A process that forks others on request and reports which have started and ended."""
 
     def __init__(self):
         command = [sys.executable, str(PROGRAMS), "nursery"]
@@ -81,7 +81,7 @@ nursery = functools.cache(Nursery)
 
 
 def plain_environment(**more):
-    """Of a process that knows nothing of the tests' own settings."""
+    """Return the environment of a process that knows nothing of the tests' own settings."""
     left_out = ("JAX_", "SYNK_", "COVERAGE_")
     plain = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -95,7 +95,7 @@ class Running:
         self.what, self.logs, self.processes, self.started = what, [], [], monotonic()
 
     def start(self, command, log, environment):
-        """Have the nursery fork one."""
+        """Have the nursery fork a process."""
         log.touch()
         self.logs.append(log)
         self.processes.append(nursery().start([str(part) for part in command], log, environment))
@@ -112,11 +112,11 @@ class Running:
             process.wait()
 
     def output(self, rank=0):
-        """What a process has printed so far."""
+        """Return the output of a process so far."""
         return self.logs[rank].read_text(errors="replace")
 
     def await_line(self, text, rank=0, deadline=60, times=1):
-        """Wait until a process has printed such a text so often."""
+        """Wait until a process has printed a text `times` times."""
         until = monotonic() + deadline
         while self.output(rank).count(text) < times:
             if monotonic() > until or self.processes[rank].poll() is not None:
@@ -128,7 +128,7 @@ class Running:
         self.processes[rank].send_signal(number)
 
     def wait(self, deadline=60, besides=()):
-        """How all ended, or all `besides` some; AssertionError with the stacks of all threads where one does not."""
+        """Return how all processes but `besides` ended. Raise AssertionError with the stacks of all threads if one does not."""
         ends = {}
         waited = [rank for rank in range(len(self.processes)) if rank not in besides]
         until = monotonic() + deadline
@@ -173,7 +173,7 @@ class Gang(Running):
 
 
 class Launcher(Running):
-    """`python -m synk launch`, one process that has the others."""
+    """A process that runs `python -m synk launch`."""
 
     def __init__(self, folder, *options, program="launcher", **environment):
         super().__init__(f"launch {' '.join(map(str, options))}")

@@ -1,4 +1,4 @@
-"""What the gangs of the tests run: `python gang_programs.py NAME ARGUMENTS...`, started as `gang.py` does."""
+"""Gang programs: `python gang_programs.py NAME ARGUMENTS...`, started by `gang.py`."""
 
 import contextlib
 import faulthandler
@@ -34,19 +34,19 @@ CASES, DISAGREEMENTS = {}, {}
 
 
 def join(**options):
-    """The group of all processes; in one process, of all its devices."""
+    """Return the group of all processes or, in one process, of all its devices."""
     if "SYNK_NUM_PROCESSES" in os.environ:
         return synk.init(distributed=True, **PATIENCE | options)
     return synk.init()
 
 
 def say(what, **more):
-    """One line for the test to read."""
+    """Print a line for the test to read."""
     print(f"=> {json.dumps({'what': what, 'time': time.time(), **more})}", flush=True)
 
 
 def said(output):
-    """The lines that `say` has printed, by a test; the launcher puts the rank before them."""
+    """Return the lines that `say` has printed. The launcher puts the rank before each."""
     return [json.loads(line.split("=> ", 1)[1]) for line in output.splitlines() if "=> {" in line]
 
 
@@ -59,7 +59,7 @@ def case(fn):
 
 
 class Noted(dict):
-    """Values that gangs are compared by, bit for bit; and the folder of the run."""
+    """Values by which gangs are compared, bit for bit, and the folder of the run."""
 
     def __init__(self, folder):
         super().__init__()
@@ -72,7 +72,7 @@ class Noted(dict):
 
 
 def law(folder, *names):
-    """Every case; each reports by name, and what it notes is kept."""
+    """Run the cases of the law, report each by its name, and keep the values that it notes."""
     group = join(heartbeat=100)  # nobody is to be found gone, however busy the machine
     for name in names or CASES:
         noted, start = Noted(folder), time.process_time()
@@ -89,14 +89,14 @@ def law(folder, *names):
 
 
 def numbers(rows, columns=2, seed=0):
-    """Distinct quarters, some negative, whose sums float32 holds exactly."""
+    """Return distinct quarters, some negative, whose sums float32 holds exactly."""
     count = rows * columns
     order = np.random.default_rng([seed, rows]).permutation(count)
     return ((order - count // 2) / 4).reshape(rows, columns).astype(np.float32)
 
 
 def normal(rows, columns=3, seed=0):
-    """Numbers whose sums depend on the order."""
+    """Return numbers whose sums depend on the order."""
     return np.random.default_rng([seed, rows]).normal(size=(rows, columns)).astype(np.float32)
 
 
@@ -108,7 +108,7 @@ def close(got, want, rtol=1e-5, atol=1e-5):
 
 
 def raises(kind, text, call):
-    """The same error in every process, and the group goes on."""
+    """Check that a call raises in every process, and that the group goes on."""
     try:
         call()
     except kind as error:
@@ -262,7 +262,7 @@ def batch_s(group, noted):
 
 
 def trainer(w):
-    """A step of linear regression that updates `w` in then."""
+    """Return a step of linear regression that updates `w` in then."""
 
     @synk.function(inputs=["x"], outputs=("mean", "mean"), name="train")
     def train(x, lr):
@@ -405,7 +405,7 @@ def inside(group, noted):
 
 
 def coarse(keys):
-    """Noise that costs no compilation: the keys' own numbers."""
+    """Return noise that costs no compilation: the keys' own numbers."""
     return (jax.random.key_data(keys)[..., 1] >> 8).astype(jnp.float32)
 
 
@@ -467,13 +467,13 @@ def composed(group, noted):
 
 
 def whole(array):
-    """The rows of an array that JAX has left where they are, over all processes."""
+    """Return the rows of an array over all processes, which JAX has left where they are."""
     return np.asarray(array) if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
 
 
 @case
 def captured(group, noted):
-    """Values that lie on all processes, closed over; what is stale; and a variable as an argument."""
+    """Arrays over all processes as constants, stale constants, and a variable as an argument."""
     x = numbers(group.size + 1)
     w = synk.shared(np.float32([2, -1]), name="w")
     value = w.value
@@ -590,7 +590,7 @@ def local(group, noted):
 
 @case
 def reads(group, noted):
-    """What a process reads of a variable alone is nothing to the others, as often as it likes."""
+    """Reads of a variable by one process alone do not disturb the others."""
     n = group.size
     w = synk.shared({"a": np.zeros(2, np.float32), "b": np.float32(0)}, name="w")
     flat = synk.shared({"a": np.zeros(2, np.float32), "b": np.float32(0)}, name="flat", flat=True)
@@ -635,7 +635,7 @@ def arguments(group, noted):
 
 @case
 def moved(group, noted):
-    """Arrays of one's own that lie over all processes are scattered and broadcast as what they hold."""
+    """A user's arrays over all processes are scattered and broadcast as the values that they hold."""
     x = numbers(4 * group.size)
     by_rows = jax.make_array_from_callback(x.shape, group.stacked, x.__getitem__)
     by_columns = jax.sharding.NamedSharding(group.mesh, jax.sharding.PartitionSpec(None, "replica"))
@@ -664,7 +664,7 @@ def errors(group, noted):
 
 @case
 def checkpoint(group, noted):
-    """Saved by process 0, read by all: equal, unequal and rows-holding variables; an error of its is everyone's."""
+    """Process 0 saves and all load: equal and unequal variables, variables with rows. All raise an error of process 0."""
     n = group.size
     w = synk.shared({"a": np.float32(3), "b": jnp.arange(4, dtype=jnp.bfloat16)}, name="w")
     k, own = synk.shared(jax.random.key(7), name="k"), synk.shared(np.zeros(2, np.int8), name="own")
@@ -700,7 +700,7 @@ def checkpoint(group, noted):
 
 @case
 def checkpoints_of_groups(group, noted):
-    """Who saves is who has the variables, whatever group is the current one: all together, or each process its own."""
+    """The processes that own the variables save them, whatever the current group: all together, or each its own."""
     me = jax.process_index()
     w, fresh = synk.shared(np.float32(3), name="w"), synk.shared(np.float32(0), name="fresh")
     w.set_value(np.float32(4))
@@ -748,7 +748,7 @@ def known(group, noted):
 
 @case
 def blaming(group, noted):
-    """All processes are told of the same row, and refuse the same call; a call is explained alike."""
+    """All processes blame the same row and refuse the same call. Explanations are alike."""
     w = synk.shared(np.float32(0), name="w")
 
     @synk.function(reduce="mean", nan="raise", name="f")
@@ -876,7 +876,7 @@ def neighbours(group, noted):
 
 @case
 def checkpoint_in_chunks(group, noted):
-    """What process 0 has read travels in chunks, which begin and end anywhere in arrays of any dtype."""
+    """Values that process 0 has read travel in chunks, which begin and end anywhere in arrays of any dtype."""
     rng = np.random.default_rng(0)
     kinds = [np.int8, np.float32, jnp.bfloat16, np.bool_, np.complex64, np.uint16]
     value = [jnp.asarray(rng.normal(size=(5 * i, 3, 17)) > 0, kind) for i, kind in enumerate(kinds)]
@@ -892,7 +892,7 @@ def checkpoint_in_chunks(group, noted):
 
 @case
 def checkpoint_in_background(group, noted):
-    """Process 0 writes while all go on; what it cannot write, the next save tells all; parts can be loaded."""
+    """Process 0 writes while all go on. The next save reports a failed write in all processes. Parts can be loaded."""
     folder = noted.folder / "background"
     w, own = synk.shared(np.zeros(5, np.float32), name="w"), synk.shared(np.zeros(2, np.int8), name="own")
     synk.set_value(group.size - 1, own, np.ones(2, np.int8))
@@ -914,7 +914,7 @@ def checkpoint_in_background(group, noted):
 
 @case
 def first_values(group, noted):
-    """What processes begin with differently raises in all, and the cure it names cures it."""
+    """First values that differ raise in all processes, and the named remedy helps."""
     w = synk.shared(np.full(3, jax.process_index(), np.float32), name="w")
     for act in (lambda: w.value, lambda: synk.function(lambda x: x.sum() * w.value)(np.ones(4, np.float32))):
         if jax.process_count() > 1:
@@ -960,7 +960,7 @@ def disagreement(fn):
 
 
 def disagree(what):
-    """Process 1 does something else than the others; each says what it is told."""
+    """Run a case in which process 1 does something else. Each process prints its error."""
     join()
     is_odd = jax.process_index() == 1
     f, g, x = row_sums("f"), row_sums("g", 100.0), np.ones((12, 3), np.float32)
@@ -1068,7 +1068,7 @@ def read_alone(is_odd, f, g, x):
 
 
 def local_call(of_odd, of_even=lambda f, g, x: f(synk.local(x))):
-    """Calls with rows of their own, that all know."""
+    """Return a case whose processes call known programs with local rows."""
 
     def case(is_odd, f, g, x):
         for each in (f, g):
@@ -1085,12 +1085,12 @@ def streamed(items):
 
 
 def named(kind, **cases):
-    """Cases of one kind: each takes whether this is process 1, f, g and rows."""
+    """Add cases of one kind. A case takes whether this is process 1, f, g and rows."""
     DISAGREEMENTS.update({f"{kind}_{name}": case for name, case in cases.items()})
 
 
 def adding(constant, **options):
-    """Call a function in which a constant differs."""
+    """Return a case that calls a function in which a constant differs."""
 
     def case(is_odd, f, g, x):
         value = constant(is_odd)
@@ -1189,7 +1189,7 @@ named(
 
 
 def given(*args, **options):
-    """Known programs, given other values: what SYNK_CHECK compares."""
+    """Return a case that calls known programs with other values, which SYNK_CHECK compares."""
 
     def case(is_odd, f, g, x):
         f(x), g(x)
@@ -1290,7 +1290,7 @@ def stepper(w):
 
 
 def fail(mode, who, **options):
-    """At step 20 one process fails as `mode` says; the others say what they see of it."""
+    """Fail in one process at step 20, as `mode` says. The others print their errors."""
     if mode == "hang":
         options["watchdog"] = 3
     group = join(exit_hook=mode != "raise without hook", **options)
@@ -1314,7 +1314,7 @@ def fail(mode, who, **options):
 
 
 def wait_for_a_dead_one(how, folder):
-    """Process 0 is in a call that waits when process 1 fails, or interrupts its own save, which process 1 waits for."""
+    """Fail in process 1 while process 0 waits in a call, or interrupt a save of process 0 for which process 1 waits."""
     group = join()
     x, me = np.arange(4 * group.size, dtype=np.float32), jax.process_index()
     w = synk.shared(np.zeros(3, np.float32), name="w")
@@ -1359,7 +1359,7 @@ def hang_here():
 
 
 def callbacks(when):
-    """In process 1 alone a callback fails, which catches the error and goes on, with what is compiled or not."""
+    """Let a callback fail in process 1 alone, which catches the error and goes on with known or new programs."""
     group = join()
     me, x = jax.process_index(), np.ones((4 * group.size, 3), np.float32)
 
@@ -1384,7 +1384,7 @@ def callbacks(when):
 
 
 def works_on(who, folder):
-    """One process works on alone for longer than the runtime would wait, or a checkpoint takes as long."""
+    """Work on alone in one process, or write a checkpoint, for longer than the runtime would wait."""
     join(shutdown=2)
     w, f = synk.shared(np.zeros(3, np.float32), name="w"), synk.function(lambda x: x.sum(0))
     f(np.ones((4, 3), np.float32))
@@ -1398,7 +1398,7 @@ def works_on(who, folder):
 
 
 def forks():
-    """A helper that is forked works on, and is ended by SIGTERM, as any is."""
+    """Fork a helper, which works on and is ended by SIGTERM."""
     join()
     f, x = synk.function(lambda x: x.sum(0)), np.ones((4, 3), np.float32)
     f(x)
@@ -1514,17 +1514,17 @@ def save_on(folder, how):
 
 
 def execute(code):
-    """Some lines of Python."""
+    """Run some lines of Python."""
     exec(code, globals())
 
 
 def launcher(*arguments):
-    """As `python -m synk launch`."""
+    """Run `python -m synk launch`."""
     sys.exit(synk_launcher.main(["launch", *arguments]))
 
 
 def interrupted_launcher(*arguments):
-    """A launcher that gets Ctrl-C while it looks whether a process has ended, with the lock of that held."""
+    """Run a launcher that gets Ctrl-C while it holds the lock of `Popen.poll`."""
 
     class Lock:
         asked = 0
@@ -1551,8 +1551,7 @@ def interrupted_launcher(*arguments):
 
 
 def nursery():
-    """Fork a process for each line of standard input, and say on standard output how each ends; return in a child, with
-    what it is to run."""
+    """Fork a process for each line of standard input, and print how each ends. Return its orders in a child."""
     wake, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
@@ -1584,7 +1583,7 @@ def nursery():
 
 
 def become(command, log, environment):
-    """A process of a gang, as if Python had just started with this environment."""
+    """Make this fork a process of a gang, as if Python had just started with the environment."""
     os.setsid()
     file = os.open(log, os.O_WRONLY | os.O_TRUNC)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The launcher: what its processes get, and that nothing is left of them however they, it, or its output end."""
+"""Launcher: its processes get what they need, and nothing is left of them however they, it or its output end."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gang
 
 
 def launch(tmp_path, script, *options, arguments=(), signal_after=None, **environment):
-    """Run the launcher on a script of no JAX; its exit code and output."""
+    """Run the launcher on a script without JAX. Return its exit code and output."""
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))
     with gang.Launcher(tmp_path, *options, file, *arguments, **environment) as launcher:
@@ -33,7 +33,7 @@ def launch(tmp_path, script, *options, arguments=(), signal_after=None, **enviro
 
 
 def test_launch_tells_each_process_who_it_is(tmp_path):
-    """Ranks, arguments, devices, the attempt; a prefix on the console, and one log a rank, also of what ran before."""
+    """Processes get ranks, arguments, devices and the attempt. Lines have a prefix, and logs are appended to."""
     script = """
         import os, sys
         names = ("SYNK_PROCESS_ID", "SYNK_NUM_PROCESSES", "SYNK_ATTEMPT", "JAX_NUM_CPU_DEVICES", "JAX_LOCAL_DEVICE_IDS")
@@ -61,14 +61,14 @@ def test_launch_tells_each_process_who_it_is(tmp_path):
     ],
 )
 def test_launch_deals_out_the_gpus_of_a_machine(tmp_path, options, gpus):
-    """One each, so many, or all to one that is alone there."""
+    """A process gets one GPU, K of them, or all if it is alone."""
     code, output = launch(tmp_path, "import os; print('has', os.environ.get('JAX_LOCAL_DEVICE_IDS'))", *options)
     assert code == 0 and sorted(line.split("has ")[1] for line in output.splitlines()[1:]) == gpus, output
 
 
 @pytest.mark.slow
 def test_launch_fails_as_the_first_failure(tmp_path):
-    """Its code is that of the first process that failed; the others are ended."""
+    """The exit code is that of the first process that failed, and the others are ended."""
     script = """
         import os, sys, time
         time.sleep(0.2 if os.environ["SYNK_PROCESS_ID"] == "1" else 100)
@@ -81,7 +81,7 @@ def test_launch_fails_as_the_first_failure(tmp_path):
 
 
 def test_launch_restarts_up_to_a_number(tmp_path):
-    """Each attempt sees its number, and its own log; when none is left the last code stands."""
+    """An attempt sees its number and has its own log. The code of the last attempt stands."""
     script = "import os, sys; sys.exit(10 + int(os.environ['SYNK_ATTEMPT']))"
     code, output = launch(tmp_path, script, "-n", 2, "--restarts", 2, "--logs", tmp_path / "logs")
     assert code == 12 and "starting all again (2 of 2)" in output
@@ -100,7 +100,7 @@ WAITS = """
 
 @pytest.mark.parametrize("code", [0, 4])
 def test_launch_passes_sigterm_on(tmp_path, code):
-    """All processes get it; they may save and leave, and are not started again."""
+    """All processes get SIGTERM, may save and leave, and are not started again."""
     ended, output = launch(tmp_path, WAITS.format(code=code), "-n", 2, "--restarts", 3, signal_after=signal.SIGTERM)
     assert ended == code and "starting all again" not in output
 
@@ -112,7 +112,7 @@ def test_launch_ends_all_on_ctrl_c(tmp_path):
 
 
 def test_launch_ends_at_whatever_moment_ctrl_c_comes(tmp_path):
-    """Here the lock that tells whether a process has ended is held, without which none can be waited for."""
+    """Ctrl-C comes while the lock of `Popen.poll` is held, without which no process can be waited for."""
     file = tmp_path / "script.py"
     file.write_text("import time; time.sleep(100)")
     with gang.Launcher(tmp_path, "-n", 2, file, program="interrupted_launcher") as launcher:
@@ -121,7 +121,7 @@ def test_launch_ends_at_whatever_moment_ctrl_c_comes(tmp_path):
 
 @pytest.mark.parametrize("options", [["-n", "0", "script.py"], ["--restarts", "-1", "script.py"], []])
 def test_launch_refuses(capsys, options):
-    """Numbers that mean nothing, and no script."""
+    """Senseless numbers and a missing script are refused."""
     with pytest.raises(SystemExit, match="2"):
         main(["launch", *options])
     assert "usage" in capsys.readouterr().err
@@ -138,14 +138,14 @@ def test_launch_refuses(capsys, options):
     ],
 )
 def test_launch_says_what_it_wants(capsys, options, message):
-    """The option and what to give, before anything is started."""
+    """The message names the option and what to give, before anything is started."""
     with pytest.raises(SystemExit, match="2"):
         main(["launch", *options])
     assert message in capsys.readouterr().err
 
 
 def test_launch_runs_a_module(tmp_path, monkeypatch):
-    """As python -m, its arguments untouched."""
+    """A module runs as by python -m, its arguments untouched."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "program.py").write_text("import sys; print(__spec__.name, *sys.argv[1:])")
@@ -156,7 +156,7 @@ def test_launch_runs_a_module(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_several_machines(tmp_path):
-    """Each launcher starts its own ranks of all, who meet at one address."""
+    """Launchers on two machines start their own ranks, which meet at one address."""
     script = tmp_path / "script.py"
     script.write_text(
         "import synk, jax, numpy as np\n"
@@ -175,7 +175,7 @@ def test_several_machines(tmp_path):
 
 
 def test_a_port_is_no_one_elses():
-    """From when it is chosen: process 0 listens there much later, and two that listen take each other's processes."""
+    """A reserved port stays free until process 0 listens: two that listen there would take each other's processes."""
     with reserve_port() as reserved, socket.socket() as other:
         with pytest.raises(OSError, match="in use"):
             other.bind(reserved.getsockname())
@@ -184,7 +184,7 @@ def test_a_port_is_no_one_elses():
 
 
 def meeting(reserved):
-    """Options of a launcher whose processes meet another's at a port."""
+    """Return options of a launcher whose processes meet those of another launcher at a port."""
     return "-n", 1, "--devices-per-process", 2, "--nodes", 2, "--coordinator", "{}:{}".format(*reserved.getsockname())
 
 
@@ -194,7 +194,7 @@ def make(folder):
 
 
 def test_lines_are_whole(tmp_path):
-    """Of several processes at once; the last one without its end too, bytes as they came."""
+    """Lines of several processes are not mixed. Bytes stay as they came, and a last line needs no end."""
     script = """
         import sys
         for i in range(300):
@@ -212,7 +212,7 @@ def test_lines_are_whole(tmp_path):
 
 @pytest.mark.slow
 def test_a_progress_bar_is_seen(tmp_path):
-    """While it goes on, though not each time that it is drawn; the log has all."""
+    """A progress bar shows some of its states while it goes on. The log has all."""
     script = """
         import sys, time
         for i in range(24):
@@ -265,7 +265,7 @@ ENDINGS = {
 
 
 def gone(pid):
-    """Has the process ended? One that nobody reaps has."""
+    """Return whether a process has ended, waited for or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -287,14 +287,14 @@ def place(tmp_path):
 
 
 def place_in(folder):
-    """A launcher's folder, its temporary folder, and where processes note themselves."""
+    """Make a launcher's folder, its temporary folder, and a folder in which processes note themselves."""
     for name in ("pids", "temporary", "log"):
         (folder / name).mkdir(parents=True)
     return folder
 
 
 def program(place, ending):
-    """Process 1 of 2 ends so."""
+    """Write a program in which process 1 of 2 ends in a way."""
     lines = [
         *textwrap.dedent(BEGIN.format(pids=str(place / "pids"))).splitlines(),
         "other = True",
@@ -312,7 +312,7 @@ def program(place, ending):
 
 @pytest.mark.slow
 def test_one_ends(tmp_path):
-    """All processes are gone soon, helpers too; the code is the first failure's; nothing is left in the temporary folder."""
+    """All processes and helpers are gone soon, with the code of the first failure and no temporary file."""
 
     def ends(ending):
         place, (how, wanted) = place_in(tmp_path / ending.replace(" ", "_")), ENDINGS[ending]
@@ -337,7 +337,7 @@ LAUNCHER_ENDS = {
 
 @pytest.mark.parametrize("ending", slow_but(["SIGKILL", "SIGTERM"], LAUNCHER_ENDS))
 def test_the_launcher_ends(place, ending):
-    """Its processes and their helpers are gone with it, though it had no time to end them."""
+    """Processes and helpers are gone with the launcher, though it had no time to end them."""
     numbers, code = LAUNCHER_ENDS[ending]
     ignores = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)]"
     waits = f"pass\nhelper()\n{ignores if 'twice' in ending else 'pass'}\n"
@@ -389,7 +389,7 @@ def test_output_goes_nowhere(place, how):
 
 @pytest.mark.slow
 def test_a_helper_that_left_holds_the_output(place):
-    """It is a session of its own, so it stays; the launcher does not wait for it."""
+    """A helper in a session of its own stays, and the launcher does not wait for it."""
     how = "helper(start_new_session=True); other = False"
     with gang.Launcher(place / "log", "-n", 2, program(place, how)) as launcher:
         end = launcher.wait(15)[0]

@@ -36,7 +36,7 @@ LATE = 15  # seconds that nothing outlives a failure, with a heartbeat of 10
 
 
 class Once:
-    """Gangs at whose end several tests look: each is run once, when first asked for or ahead of that."""
+    """Gangs that several tests share. A gang runs once, when a test asks for it or ahead of that."""
 
     pool = ThreadPoolExecutor(3)  # many of their seconds gangs wait
 
@@ -54,7 +54,7 @@ class Once:
 
 @pytest.fixture(scope="module", autouse=True)
 def alone():
-    """One run of these tests at a time on a machine: where other gangs take the cores, heartbeats come too late."""
+    """Run these tests once at a time on a machine: with other gangs on the cores, heartbeats come too late."""
     with open(Path(gettempdir()) / f"synk-gangs-{os.getuid()}.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -62,7 +62,7 @@ def alone():
 
 @pytest.fixture(scope="module", autouse=True)
 def ahead(request, alone):
-    """Where many tests are to run, their gangs start: those that wait for the heartbeat first, then the longest."""
+    """Start the gangs ahead if many tests are to run: first those that wait for the heartbeat, then the longest."""
     items = [item for item in request.session.items if item.path == request.path]
     asked = [(i.originalname, *(i.callspec.params.values() if hasattr(i, "callspec") else ())) for i in items]
     if "test_gangs_end_well" not in {name for name, *_ in asked}:  # which asks for all
@@ -89,7 +89,7 @@ def ahead(request, alone):
 
 @Once
 def law(split):
-    """One gang of two processes with two devices each runs all cases that are asked for; the others, what is compared."""
+    """Run the law. Two processes with two devices run all cases of this session, other gangs those that are compared."""
     processes, devices = map(int, split.split("x"))
     folder = mkdtemp(prefix="law-")
     names = LAW_CASES if split == "2x2" else COMPARED
@@ -99,13 +99,13 @@ def law(split):
 
 @Once
 def short_law():
-    """A gang that runs a few of them."""
+    """Run a few cases of the law."""
     return gang.run("law", mkdtemp(prefix="law-"), *SHORT, deadline=120)
 
 
 @pytest.mark.smoke
 def test_a_short_gang():
-    """A step with shared variables, a checkpoint, errors that all raise: in every process as serially, and all end well."""
+    """Every process gives the serial answer for a step, a checkpoint and errors that all raise, and ends well."""
     for end in short_law():
         lines = {line["what"]: line for line in said(end.output)}
         assert end.code == 0 and {*SHORT, "end"} <= lines.keys(), end.output
@@ -133,7 +133,7 @@ def test_gangs_end_well(split):
 
 
 def noted(split, name, rank=0):
-    """What one process noted of a case."""
+    """Return the values that a process noted in a case."""
     with np.load(Path(law(split)[0]) / f"{name}.{rank}.npz") as kept:
         return dict(kept)
 
@@ -195,14 +195,14 @@ BRIEF = ["order", "initial_values"]
 
 @Once
 def disagreed(what):
-    """How both processes end."""
+    """Run a case of disagreement, and return how both processes end."""
     environment = {"SYNK_CHECK": "1"} if what.startswith("known") else {}
     return gang.run("disagree", what, deadline=60, **environment)
 
 
 @pytest.mark.parametrize("what", [smoke(w) if w in BRIEF else slow(w) for w in DISAGREEMENTS])
 def test_disagreement(what):
-    """Both raise DisagreementError (or, in a program that cannot end, print it) with both sides, and leave."""
+    """Both processes raise DisagreementError with both sides, or print it in a program that cannot end, and leave."""
     for rank, end in enumerate(disagreed(what)):
         is_ignored = what == "exchange_caught" and rank == 1  # so JAX's runtime ends it, once process 0 is gone
         assert (end.code == 1 or is_ignored) and end.code and end.seconds < 15, end.output
@@ -214,7 +214,7 @@ def test_disagreement(what):
 
 @pytest.mark.slow
 def test_checkpoints_of_gangs(n=4):
-    """What several processes have saved loads into as many replicas of one process, unequal values too."""
+    """A checkpoint of several processes loads into as many replicas of one process, unequal values too."""
     with group_of("devices", n):
         w = synk.shared({"a": np.float32(0), "b": np.zeros(4, jnp.bfloat16)})
         k, own = synk.shared(jax.random.key(0)), synk.shared(np.zeros(2, np.int8))
@@ -238,7 +238,7 @@ QUICK = [("kill", 2), ("raise", 0)]
 
 @Once
 def failed(mode, who):
-    """What each process that is not frozen said, and how many seconds after the failure it ended."""
+    """Let a process fail. Return the output of each process that is not frozen, and its seconds from failure to end."""
     processes = 3 if mode == "stop" or who == 2 else 2
     with gang.Gang("fail", mode, who, processes=processes) as some:
         began = time.time()
@@ -251,7 +251,7 @@ def failed(mode, who):
 
 @pytest.mark.parametrize(("mode", "who"), [smoke(*f) if f in QUICK else slow(*f) for f in FAILURES], ids=str)
 def test_failure(mode, who):
-    """Whatever ends one process ends all, in time and with a failure."""
+    """The end of one process ends all, in time and with a failure."""
     for rank, (end, seconds) in failed(mode, who).items():
         assert seconds < LATE
         assert end.code != 0, f"process {rank}:\n{end.output}"
@@ -264,8 +264,7 @@ def test_failure(mode, who):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["local", "nan", "check", "replicas", "save"])
 def test_calls_that_wait_say_why(how, tmp_path):
-    """PeerError names the other one, also where a device of this process waits for one of its own beside; or it ends
-    where it waits."""
+    """PeerError names the dead process, whatever call waits for it. Some processes end where they wait."""
     dies, why = (0, "KeyboardInterrupt") if how == "save" else (1, "process 1: RuntimeError: a bug of the user's")
     with gang.Gang("wait_for_a_dead_one", how, tmp_path, devices=2) as some:
         ends = some.wait(60)
@@ -287,7 +286,7 @@ def test_calls_that_wait_say_why(how, tmp_path):
     ],
 )
 def test_the_others_say_why(mode, who, text):
-    """Those that are left raise PeerError, or print it where they hang in a program with process 0."""
+    """The other processes raise PeerError, or print it while they hang in a program with process 0."""
     for rank, (end, _) in failed(mode, who).items():
         if rank != who:
             told = [line for line in said(end.output) if line["what"] == "raised"]
@@ -300,7 +299,7 @@ def test_the_others_say_why(mode, who, text):
 
 @pytest.mark.parametrize("when", [smoke("known"), slow("new")])
 def test_a_program_that_dies_in_one_process(when):
-    """The others raise, and so does it, before anything of the next program meets what is left of that one."""
+    """All processes raise, before the next program meets sums of the one that died."""
     for rank, end in enumerate(gang.run("callbacks", when, deadline=60)):
         lines = [line for line in said(end.output) if line["what"] in ("found", "raised")]
         assert [line["what"] for line in lines] == ["raised"] * 4, end.output
@@ -312,7 +311,7 @@ def test_a_program_that_dies_in_one_process(when):
 
 @pytest.mark.parametrize("who", [slow("0"), slow("1"), slow("saves")])
 def test_who_works_on_is_waited_for(who, tmp_path):
-    """However long, since it is alive; what is being saved is whole."""
+    """Processes that have ended wait for one that is alive, however long. A checkpoint on its way is whole."""
     for end in gang.run("works_on", who, tmp_path / "saved", deadline=60):
         assert end.code == 0, end.output
         assert [line["what"] for line in said(end.output)] == ["done"]
@@ -322,13 +321,13 @@ def test_who_works_on_is_waited_for(who, tmp_path):
 
 @pytest.mark.slow
 def test_forked_helpers_end():
-    """They take nothing of the group along."""
+    """Forked helpers end like those of any program."""
     for end in gang.run("forks", deadline=60):
         assert end.code == 0, end.output
 
 
 def test_a_helper_does_not_join(monkeypatch):
-    """One that imports the program again is told where the call belongs."""
+    """A helper that imports the program again is told where the call belongs."""
     monkeypatch.setenv("SYNK_JOINED", "127.0.0.1:4 1 1")
     with pytest.raises(synk.SynkError, match=r"process 1 has joined already, .* `if __name__ == \"__main__\":`"):
         synk.init(distributed=True, coordinator="127.0.0.1:4", num_processes=2, process_id=1)
@@ -355,7 +354,7 @@ def test_preemption():
 
 
 def test_preemption_asked_now_and_then(monkeypatch):
-    """JAX says yes to one number alone: it is asked about questions, of which none is left out, and of a step once."""
+    """JAX says yes to one number alone, so synk counts questions, and asks about a step once."""
     asked = []
     monkeypatch.setattr(preemption, "_answer", (None, False))
     monkeypatch.setattr(preemption, "_questions", 0)
@@ -368,7 +367,7 @@ def test_preemption_asked_now_and_then(monkeypatch):
 
 @pytest.mark.slow
 def test_the_end_comes_after_its_own_thread():
-    """Python ends under no thread that is inside the runtime, which would abort the process."""
+    """Python waits for a thread that is inside the runtime, which would abort the process."""
     ends = gang.run("ends", processes=2)
     assert [(end.code, "FATAL" in end.output) for end in ends] == [(0, False)] * 2
 
@@ -381,7 +380,7 @@ ATTEMPTS = [("kill", 1, "was ended by SIGKILL"), ("kill", 0, "was ended by SIGKI
 
 @Once
 def restarted():
-    """How the launcher of one run ends that fails in a new way at each attempt."""
+    """Run a training that fails in a new way at each attempt, and return how its launcher ends."""
     folder = Path(mkdtemp(prefix="restarts-"))
     failures = [f"{mode}:{who}" for mode, who, _ in ATTEMPTS]
     options = ["-n", 2, "--devices-per-process", 1, "--restarts", len(failures)]
@@ -391,7 +390,7 @@ def restarted():
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The last line of the same run without failures, on two devices of one process."""
+    """Return the last line of the same run without failures, on two devices of one process."""
     end = gang.run("train", tmp_path_factory.mktemp("undisturbed"), processes=1, devices=2)[0]
     assert end.code == 0, end.output
     return said(end.output)[-1]
@@ -399,7 +398,7 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_restarts_end_with_the_same_bits(undisturbed):
-    """Killed, failed and frozen, and started again from its last checkpoint each time: as if nothing had been."""
+    """A training that is killed, fails and freezes, and goes on from its checkpoints, ends like an undisturbed one."""
     assert restarted().code == 0, restarted().output
     ends = [line for line in said(restarted().output) if line["what"] == "ends"]
     assert sorted(line["rank"] for line in ends) == [0, 1]
@@ -412,8 +411,7 @@ def test_restarts_end_with_the_same_bits(undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["shared", "apart", "damaged", "background", "damaged in all"])
 def test_going_on(tmp_path, undisturbed, how):
-    """After a kill, without a file system that all share, from a damaged newest checkpoint: right in all processes, or
-    an error in all."""
+    """After a kill all processes go on right, without shared files or from a damaged checkpoint, or all raise."""
     environment = {how: "1"} if how in ("apart", "background") else {}
     gang.run("train", tmp_path, "kill:1", deadline=60, **environment)
     steps = sorted(tmp_path.rglob("step-*"))
@@ -436,7 +434,7 @@ def test_going_on(tmp_path, undisturbed, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["now", "background"])
 def test_kills_while_a_gang_saves(tmp_path, how, kills=10):
-    """Whichever process dies, whenever: what is there is whole, and never older than what was saved for certain."""
+    """Whenever a process dies, the newest checkpoint is whole, and no older than one that was saved for certain."""
     moments = random.Random(len(how))
     for _ in range(kills):
         with gang.Gang("save_on", tmp_path / "run", how) as two:
@@ -454,7 +452,7 @@ def test_kills_while_a_gang_saves(tmp_path, how, kills=10):
 
 @pytest.mark.slow
 def test_the_launcher_names_who_failed_first():
-    """And how, at each attempt."""
+    """The launcher says at each attempt which process failed first, and how."""
     named = [line for line in restarted().output.splitlines() if line.startswith("synk: process ")]
     assert len(named) == len(ATTEMPTS), restarted().output
     for line, (_, who, how) in zip(named, ATTEMPTS, strict=True):
@@ -463,7 +461,7 @@ def test_the_launcher_names_who_failed_first():
 
 @pytest.mark.slow
 def test_nothing_outlives_a_failure():
-    """From each failure to the next attempt's first step: the others have left, and all have started again."""
+    """Soon after a failure the others have left, and all have started again."""
     lines = said(restarted().output)
     failures = [line["time"] for line in lines if line["what"] == "fails"]
     starts = [line["time"] for line in lines if line["what"] == "starts"][2::2]
@@ -491,7 +489,7 @@ BEGINNINGS = [
 
 @pytest.mark.slow
 def test_init_refuses():
-    """What is missing or wrong is named before anything is waited for."""
+    """Missing and wrong arguments are named before anything is waited for."""
     for environment, code, message in BEGINNINGS:
         end = gang.run("execute", code, processes=1, deadline=20, **environment)[0]
         assert message in end.output and end.code == 1, (code, end)
@@ -501,7 +499,7 @@ START = "synk.init(distributed=True, start=3, heartbeat=10, shutdown=5); say('me
 
 
 def met(*processes, serve=None):
-    """How processes end, each of which is given (coordinator, how many, which one) and more of its environment."""
+    """Start processes with (coordinator, number of processes, id) and more environment. Return how they end."""
     with reserve_port() as own, gang.Running("meets") as some:
         address = "{}:{}".format(*own.getsockname())
         if serve is not None:
@@ -525,7 +523,7 @@ def silent(listener):
 
 
 def another_server(listener):
-    """Speak of something else."""
+    """Answer as a server of another protocol."""
     with contextlib.suppress(OSError):
         while True:
             connection, _ = listener.accept()
@@ -553,7 +551,7 @@ WRONG = {  # processes, who listens there, what the last one says, beside the va
 
 @pytest.mark.parametrize("what", slow_but(["counts differ"], WRONG))
 def test_wrong_environments(what):
-    """Within the start time each says which address or variable, and what to do."""
+    """Within the start time a process names the address or variable, and what to do."""
     processes, serve, message = WRONG[what]
     address, ends = met(*processes, serve=serve)
     assert all(end.code == 1 and end.seconds < 6 for end in ends), ends
@@ -581,7 +579,7 @@ for name in ("tcp", "tcp6"):
 
 @pytest.mark.slow
 def test_who_listens():
-    """On one machine the coordinator, on the loopback, and gloo, where the machine's own name leads."""
+    """On one machine the coordinator listens on the loopback, and gloo at the address of the machine's name."""
     own = socket.inet_aton(socket.gethostbyname(socket.gethostname()))[::-1].hex().upper()
     found = {line["address"] for end in gang.run("execute", LISTENS) for line in said(end.output)}
     assert found <= {"0100007F", "0000000000000000FFFF00000100007F", own} and found
@@ -589,7 +587,7 @@ def test_who_listens():
 
 @pytest.mark.slow
 def test_a_proxy_is_not_asked():
-    """The environment's is for the web."""
+    """A proxy of the environment is not used for the coordinator."""
     proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     _, ends = met(("", 2, 0, proxy), ("", 2, 1, proxy))
     assert [end.code for end in ends] == [0, 0] and '"n": 2' in ends[0].output
@@ -599,7 +597,7 @@ SLURM = {f"SLURM_{name}": "0" for name in ("JOB_ID", "NTASKS", "STEP_NUM_TASKS",
 
 
 def test_no_other_launcher_is_asked():
-    """Inside an allocation SLURM has one task, whose local number would be the GPU of each of synk's processes."""
+    """Inside an allocation SLURM has one task. JAX would give its GPU to each process."""
     nodes = {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
     code = "from jax._src import xla_bridge; join(); say('sees', gpus=xla_bridge.CUDA_VISIBLE_DEVICES.value)"
     ends = gang.run("execute", code, **SLURM, **nodes)
@@ -607,7 +605,7 @@ def test_no_other_launcher_is_asked():
 
 
 def test_preempted_as_soon_as_it_listens(monkeypatch):
-    """A signal that comes with the handler is noted."""
+    """A signal that comes as soon as the handler is set is noted."""
     before, listen = signal.getsignal(signal.SIGTERM), signal.signal
     monkeypatch.setattr(preemption, "_terminated", None)
     monkeypatch.setattr(preemption, "_answer", (None, False))
@@ -619,7 +617,7 @@ def test_preempted_as_soon_as_it_listens(monkeypatch):
 
 
 def test_preempted_in_one_process(monkeypatch):
-    """Without other processes SIGTERM is noted just so; of one step the answer stays what it was."""
+    """One process notes SIGTERM by itself. The answer about a step stays."""
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(preemption, "_terminated", None)
     monkeypatch.setattr(preemption, "_answer", (None, False))

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.mark.parametrize(("example", "replicas"), [("ray_train.py", 2), ("ray_elastic.py", 1)])
 def test_training_goes_on(example, replicas):
-    """From a checkpoint of the first attempt: with as many workers, or where a machine is lost with those left."""
+    """Training goes on from the last checkpoint, with as many workers or, if a machine is lost, with those that are left."""
     plain = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     done = subprocess.run([sys.executable, EXAMPLES / example], env=plain, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
