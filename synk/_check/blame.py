@@ -68,7 +68,7 @@ class Blame:
 def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: CallOptions) -> Blame | None:
     """Find what makes a call's numbers not finite; `probe_plans` are the plans of its probes."""
     function = site.function
-    # With these flags of JAX a probe would raise.
+    # With these flags JAX raises where a probe computes NaN: https://docs.jax.dev/en/latest/debugging/flags.html
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):
         drain()
         ready = prepare(replace(site, may_donate=False), bound, options)
@@ -79,6 +79,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
         nans = [(variable, cause) for variable, is_nan, cause in before if is_nan]
         # Infinity before the call may be meant, so it is to blame only if nothing else is.
         infinite = next((cause for _, is_nan, cause in before if not is_nan), None)
+        # Outputs of the first replica alone are not looked at in `after`, so probes must tell.
         if not (outcome.is_refused or (not function.refuses_nan and (after or ready.plan.from_first))):
             return next((cause for _, cause in nans), None)
         for variable, cause in nans:
@@ -238,4 +239,5 @@ def _line(function: FunctionSpec, bound: BoundArguments, group: Group) -> str | 
             values = [np.asarray(leaf) for leaf in (*leaves, *arguments)]
             return traced.blame_line(*values, np.int32(0), np.int32(0))
     except (SynkError, ValueError, TypeError):
+        # The function may refuse a call of one row. The row is blamed without a line then.
         return None

@@ -88,6 +88,7 @@ def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> 
         wire = leaf.reduced.wire
         if wire is None or parts is None or tolerance.admits(a, b, leaf.reduced.dtype):
             continue
+        # The exact sum rounds as well: leave a few units in the last place for the order of its terms.
         rounding = 4 * float(jnp.finfo(leaf.reduced.dtype).eps)
         exactly, got = np.asarray(a, np.float64), np.asarray(b, np.float64)
         with np.errstate(invalid="ignore"):
@@ -136,12 +137,14 @@ def _differing_results(runner: Runner, one: Outcome, many: Outcome, tolerance: T
 def _run_after_equal_outputs(runner: Runner, before: Outcome) -> tuple[Outcome, Outcome]:
     """Run `then` both ways again, both times after the outputs of the replicas; the outcomes have the plan of `before`.
 
-    Some optimizers make whole steps of what rounding alone makes, such as gradients that should be 0.
+    Gradients that should be 0 differ by rounding. An optimizer that divides by their size, as Adam does
+    (https://arxiv.org/abs/1412.6980), makes whole steps of that.
     """
     function, then = runner.function, runner.function.then
     assert then is not None
 
     def beside(*outputs: Any, **others: Any) -> tuple[Any, Any]:
+        # Keeps XLA from fusing `then` into `fn`, which would round the outputs in another way.
         outputs = jax.lax.optimization_barrier(outputs)
         return outputs, then(*outputs, **others)
 

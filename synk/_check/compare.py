@@ -30,6 +30,7 @@ class Tolerance(NamedTuple):
         if self == (None, None) and not has_floats:
             return np.array_equal(one, other)
         rtol, atol = self.of(dtype)
+        # In a narrow dtype the difference and the tolerance would round, and unsigned integers would wrap around.
         wide = np.complex128 if np.iscomplexobj(one) or np.iscomplexobj(other) else np.float64
         return np.allclose(one.astype(wide), other.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
 
@@ -75,6 +76,7 @@ def matching_ops(value: np.ndarray, rows: np.ndarray, serial: Any, tolerance: To
     """List the ops that combine an output's parts to the serial value; `rows` counts the rows of each part."""
     if value.ndim == 0 or len(value) != len(rows):
         return []
+    # Integers add up exactly, and wrap around as they do on the replicas.
     is_exact = value.dtype.kind in "iu" and serial.dtype.kind in "iu"
     number = value if is_exact else value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
     is_complex = np.iscomplexobj(value)

@@ -57,6 +57,7 @@ def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolera
     fits, inside = _fitting(output, tolerance), output.inside
     likely: str | None = None
     if fits is None and inside is not None and _is_narrower(inside, leaf.reduced.dtype):
+        # Computing in bfloat16, say, rounds far more than the float32 output shows.
         coarse = rounding(inside, output.serial, *(output.parts or ())[:1])
         if coarse.admits(output.serial, output.got):
             return f"{said}; {_rounding_text(output, inside, tolerance)}", True
@@ -106,6 +107,7 @@ def likely_cause(run: Callable[[np.ndarray], Any], rows: int, tolerance: Toleran
     """
     if rows < 4:
         return None
+    # Fewer rows, moved rows and doubled rows: each changes the answer of some kinds of functions, and of no other.
     every, order = np.arange(rows), np.random.default_rng(0).permutation(rows)
     whole, moved, third = (np.asarray(run(index)) for index in (every, order, every[: rows // 3]))
     if whole.ndim and len(whole) == rows and len(third) == rows // 3:
@@ -114,6 +116,7 @@ def likely_cause(run: Callable[[np.ndarray], Any], rows: int, tolerance: Toleran
         return ORDER
     if third.shape != whole.shape:
         return COUPLED
+    # An extra that is equal for cuts at a third and at half depends on the number of parts, not on their rows.
     extra = [_more(run, whole, every, cut) for cut in (rows // 3, rows // 2)]
     is_same = tolerance.admits(extra[0], extra[1], whole.dtype)
     if is_same and not tolerance.admits(extra[0], np.zeros_like(extra[0]), whole.dtype):

@@ -68,6 +68,7 @@ def _flagging(function: FunctionSpec) -> FunctionSpec:
         written = [kinds_of(leaf, olds) for new, _ in context.writes.values() for leaf in new]
         return jnp.stack([jnp.zeros(3, bool), *_kinds_of_outputs(outputs, olds), *written]).any(0)
 
+    # The probe has statistics of its own, so that those of the function count the user's calls alone.
     ops = REDUCTIONS["any"]
     return replace(
         function, fn=flagged, ops=ops, then=None, stats=Stats(), gathers_all=True, refuses_nan=False, wires=None
@@ -93,6 +94,7 @@ class Prober:
     def is_bad(self, rows: Sequence[int]) -> bool:
         """Run the function on these rows, repeated to as many as the call has, and look for the kinds asked for."""
         self.probes += 1
+        # With the same number of rows each time, one compiled program serves all probes.
         bound = self._bound if self._rows is None else self._rows.take(np.resize(np.asarray(rows), self._count))
         site = Site(self._function, self._plans, self._group, may_donate=False)
         ready = prepare(site, bound, CallOptions(num_slices=self._num_slices))
@@ -149,6 +151,7 @@ def find_first(rows: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int,
             middle = (good + bad) // 2
             good, bad = (good, middle) if is_bad(range(middle, row + 1)) else (middle, bad)
         return bad, row
+    # The neighbour before and the first row, or two other rows for the first row itself.
     others = [other for other in dict.fromkeys((row - 1, 0) if row else (rows // 2, rows - 1)) if 0 <= other != row]
     if rows == 1 or not all(is_bad([other]) for other in others):
         return row, row

@@ -27,7 +27,7 @@ from .views import one_device, split_at, view_of_one, view_of_simulated
 
 @dataclass(frozen=True)
 class Runner:
-    """One call of a function, to be run without committing or donating anything.
+    """A call of a function, to be run without committing or donating anything.
 
     Attributes:
       function: the function.
@@ -69,11 +69,13 @@ class Runner:
 
     def ready(self, site: Site, function: FunctionSpec) -> ReadyCall:
         """Prepare a call of the function, or of a function made of it."""
+        # Slices divide the rows of a replica; the serial run takes all rows at once.
         options = self.options._replace(num_slices=1) if site is self.serial else self.options
         return prepare(replace(site, function=function), self.bound, options)
 
     def run(self, site: Site, function: FunctionSpec) -> Outcome:
         """Run a call of the function, or of a function made of it."""
+        # A variable that a dead program was to write must raise now, as in a call.
         drain()
         outcome = evaluate(self.ready(site, function), site.view)
         for variable, state in outcome.updates.items():
@@ -98,7 +100,8 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
                 rows = split_at([np.asarray(leaf) for leaf in leaves], held)
                 states.append((variable, state_of_rows(variable, rows)))
         commit_all(states)
-        # JAX refuses to combine an array on one device with results of calls, which lie on all devices.
+        # JAX refuses to combine an array on one device with results of calls, which lie on all devices:
+        # https://docs.jax.dev/en/latest/faq.html#controlling-data-and-computation-placement-on-devices
         results = [put(home, leaf, "replicated") for leaf in outcome.leaves]
     return outcome.plan.result.tree(results)
 

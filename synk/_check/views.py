@@ -1,4 +1,4 @@
-"""Views: shared variables as one device, or simulated replicas, see them."""
+"""Views: the state of shared variables in another group: one device, simulated replicas, or absent devices."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,41 +19,48 @@ from .._variables.shards import abstract_shards, stored_shards
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind, divergence, group_of, host_leaves, stacked_leaves
 
+StateOf = Callable[[Shared, VariableState], VariableState]
+
 
 def one_device(group: Group) -> Group:
-    """One device, of this process: the first."""
+    """Return the group of this process's first device."""
     return group._subgroup(group._local_ranks.start, group._local_ranks.start + 1)
 
 
 def view_of_one(group: Group, batch_s: Any) -> View:
-    """Variables for one replica: the value that all share, or the rows picked of all, in rank order."""
+    """View variables on one device: the value that all replicas share, or the picked rows of all, in rank order."""
     one, rank = one_device(group), group._local_ranks.start
 
-    def look(variable: Shared, state: VariableState) -> VariableState:
+    def state_of(variable: Shared, state: VariableState) -> VariableState:
         if not state.is_equal:
             raise DivergedError(divergence(variable))
         return replace(state, leaves=[_of_rank(group, one, leaf, state, rank) for leaf in state.leaves])
 
-    return _view(group, one, batch_s, look)
+    return _view(group, one, batch_s, state_of)
 
 
-def _view(group: Group, target: Group, batch_s: Any, look: Callable[[Shared, VariableState], VariableState]) -> View:
-    """Variables of a group as another one sees them; `look` is for those that neither hold rows nor lie in shards."""
+def _view(group: Group, target: Group, batch_s: Any, state_of: StateOf) -> View:
+    """View variables of a group in the group `target`.
 
+    `state_of` makes the state of a variable that holds no rows and is not cut into shards.
+    """
+
+    # One call looks at a variable several times, and each view of it may copy.
     @cache
     def view(variable: Shared) -> VariableState:
         state = bind(variable, group)
         if state.rows_per_replica is not None:
             return _of_rows(target, variable, state, batch_s)
-        return look(variable, state) if variable._spec.is_cut is None else _of_shards(target, variable)
+        return state_of(variable, state) if variable._spec.is_cut is None else _of_shards(target, variable)
 
     return view
 
 
 def _of_rank(group: Group, one: Group, leaf: jax.Array, state: VariableState, rank: int) -> jax.Array:
-    """One replica's part of a leaf as an array of a group of it alone; nothing is copied on real devices."""
+    """Return one replica's part of a leaf as an array of the group `one`, without a copy on real devices."""
     if group is one:
         return leaf
+    # Replicas of a simulated group share one device, where axis 0 of a stacked leaf counts them.
     if group.is_simulated:
         return leaf if state.layout == "replicated" else jax.device_put(leaf[rank : rank + 1], one.stacked)
     shard = shard_of_rank(group, leaf, rank)
@@ -62,9 +69,9 @@ def _of_rank(group: Group, one: Group, leaf: jax.Array, state: VariableState, ra
 
 
 def view_of_absent(group: Group) -> View:
-    """Variables as a group whose devices are not here would have them: rows dealt out to its replicas, by shapes."""
+    """View variables by shapes in a group whose devices are absent, with their rows dealt out to its replicas."""
 
-    def look(variable: Shared) -> VariableState:
+    def state_of(variable: Shared) -> VariableState:
         state = variable._state
         if variable._spec.is_cut is not None:
             return replace(state, abstract=abstract_shards(variable._spec, group.size))
@@ -74,28 +81,28 @@ def view_of_absent(group: Group) -> View:
         shapes = tuple(jax.ShapeDtypeStruct((max(lengths), *s.shape[1:]), s.dtype) for s in state.abstract.shapes)
         return replace(state, abstract=replace(state.abstract, shapes=shapes, rows_per_replica=lengths))
 
-    return look
+    return state_of
 
 
 def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
-    """Variables of a group of one replica, for several simulated ones."""
+    """View variables of a group of one replica on the simulated replicas of `parallel`."""
 
-    def look(variable: Shared, state: VariableState) -> VariableState:
+    def state_of(variable: Shared, state: VariableState) -> VariableState:
         first = [leaf[0] for leaf in stacked_leaves(variable)]
         leaves, abstract = copy_to_replicas(parallel, first, "stacked"), replace(state.abstract, layout="stacked")
         return replace(state, leaves=leaves, abstract=abstract)
 
-    return _view(group, parallel, batch_s, look)
+    return _view(group, parallel, batch_s, state_of)
 
 
 def _of_shards(group: Group, variable: Shared) -> VariableState:
-    """Return the state of a sharded variable, cut for the replicas of another group."""
+    """Cut a variable that lies in shards for the replicas of another group."""
     leaves = stored_shards(variable._spec, group, host_leaves(variable, 0))
     return replace(variable._state, leaves=leaves, abstract=abstract_shards(variable._spec, group.size))
 
 
 def _of_rows(group: Group, variable: Shared, state: VariableState, batch_s: Any) -> VariableState:
-    """The rows that a variable holds on all replicas, those picked alone, dealt out to the replicas of a group."""
+    """Deal out the rows that a variable holds, or those that `batch_s` picks, to the replicas of another group."""
     parts = [host_leaves(variable, rank) for rank in range(group_of(variable).size)]
     rows = [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
     lengths = variable._state.rows_per_replica or ()
@@ -113,6 +120,6 @@ def _of_rows(group: Group, variable: Shared, state: VariableState, batch_s: Any)
 
 
 def split_at(rows: Sequence[np.ndarray], lengths: Sequence[int]) -> list[list[np.ndarray]]:
-    """Rows of each leaf, cut for replicas of these lengths."""
+    """Cut the rows of each leaf for replicas of these lengths."""
     stops = np.cumsum(lengths).tolist()
     return [[leaf[stop - length : stop] for leaf in rows] for stop, length in zip(stops, lengths, strict=True)]
