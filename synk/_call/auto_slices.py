@@ -224,7 +224,7 @@ def bytes_on_device(stacked: Any, group: Group) -> int:
 
 
 def _programs(plan: CallPlan) -> Iterator[Executable]:
-    yield from plan.launches.values()
+    yield from plan.programs.values()
     if plan.finish is not None:
         yield plan.finish
 

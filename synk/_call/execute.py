@@ -1,4 +1,4 @@
-"""Execute: feed, launch and commit one call of a plan; or do all but commit."""
+"""Execute: feed and launch one call of a plan, and commit its updates."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -26,7 +26,10 @@ from .spec import CallSpec, FunctionSpec
 
 
 class ReadyCall(NamedTuple):
-    """A call of a plan, with what it runs on."""
+    """A call that only has to run: its plan, and the rows and values that it runs on.
+
+    `choice` is there if synk has chosen the number of slices.
+    """
 
     function: FunctionSpec
     group: Group
@@ -35,20 +38,27 @@ class ReadyCall(NamedTuple):
     rows: RowInputs
     broadcast: list[Any]
     num_slices: int
-    choice: SliceChoice | None = None  # where synk has chosen these
+    choice: SliceChoice | None = None
 
 
 class Outcome(NamedTuple):
-    """What a call gives: its result's leaves, and new states of the variables it updates."""
+    """Outcome of a call whose updates are not committed.
+
+    Attributes:
+      leaves: the leaves of the result.
+      updates: the new states of the variables that the call updates.
+      plan: the plan that ran.
+      is_refused: whether a number is not finite, which the function refuses.
+    """
 
     leaves: list[jax.Array]
     updates: dict[Shared, VariableState]
     plan: CallPlan
-    is_refused: bool  # whether something is not finite, which its function refuses
+    is_refused: bool
 
 
 class NotFinite(FloatingPointError):
-    """A call's numbers are not finite, which its function or the user's options refuse."""
+    """Error of a call whose numbers are not finite, which its function or the user's options refuse."""
 
 
 def execute(ready: ReadyCall) -> Any:
@@ -62,7 +72,8 @@ def execute(ready: ReadyCall) -> Any:
         if _is_refused(ready, values):
             raise NotFinite
         return _tree(ready, values)
-    # What waits for a program in flight keeps no value or argument alive: no `ready`, and weak references.
+    # `lose` lives as long as the program is in flight. It must keep no argument and no value alive, so it refers to
+    # the new states weakly.
     name = ready.function.name
     written: list[tuple[Shared, ref[VariableState]]] = []
 
@@ -90,7 +101,7 @@ def execute(ready: ReadyCall) -> Any:
 
 
 def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
-    """Wait, where the function wants that, and tell whether something is not finite."""
+    """Wait for the flag of a function with nan="raise", and tell whether a number is not finite."""
     if not ready.plan.has_flag:
         return False
     with translate_peer_errors(ready.group):
@@ -98,7 +109,7 @@ def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
 
 
 def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
-    """The result as its user sees it."""
+    """Return the result as the user sees it."""
     plan, rows = ready.plan, sum(ready.rows.lengths or ())
     leaves: list[Any] = values[: len(plan.result.picked)]
     for i in plan.staying:
@@ -109,7 +120,7 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
 
 
 def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -> Outcome:
-    """Run a call and leave its updates to the caller."""
+    """Run a call without committing its updates."""
     states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
     check_held_rows(ready, states)
     values = _launch(ready, _before_last(ready, states), ignore_failure)
@@ -121,8 +132,10 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
 
 
 def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
-    """Variables that hold rows go with inputs of as many rows on each replica. Blocks read what all replicas share, and
-    a `then` that adds up updates that."""
+    """Check that variables have as many rows on each replica as the call, and that those which must be equal are.
+
+    Blocks read only equal variables. A `then` that adds up itself updates only equal variables.
+    """
     shared = [] if ready.call.block is None else [*states]
     updated = [update.variable for update in ready.plan.updates]
     if any(variable._is_per_replica for variable in updated):
@@ -142,7 +155,7 @@ def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> No
 
 
 def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Sequence[Any]]:
-    """The arguments of the program that ends the call; of a sliced one after its slices, whose carry they hold."""
+    """Run the slices of a sliced call, and return the arguments of the program that ends the call."""
     plan, lengths = ready.plan, ready.rows.lengths
     leaves, rows = leaves_taken(ready, states), rows_taken(ready)
     if plan.finish is None:
@@ -150,7 +163,7 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
         values = values_of(ready, rows, parts)
         if parts is not None and not ready.call.is_plain:
             values.append(place_table(ready, parts))
-        return [*[leaves[v] for v in plan.reads[1]], [], values]  # no carry
+        return [*[leaves[v] for v in plan.reads[1]], [], values]
     assert lengths is not None
     assert plan.start is not None
     carry = run(ready.function.name, plan.start, [])
@@ -164,7 +177,7 @@ def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[
 
 
 def leaves_taken(ready: ReadyCall, states: dict[Shared, VariableState]) -> dict[Shared, list[jax.Array]]:
-    """The leaves of variables, as programs take them."""
+    """Return the leaves of variables in the layouts that programs take."""
     leaves: dict[Shared, list[jax.Array]] = {}
     for variable, layout in ready.plan.layouts.items():
         state = states[variable]
@@ -174,7 +187,7 @@ def leaves_taken(ready: ReadyCall, states: dict[Shared, VariableState]) -> dict[
 
 
 def rows_taken(ready: ReadyCall) -> RowInputs:
-    """The rows of a call, those that must be exchanged brought to their replicas."""
+    """Return the rows of a call, after replicas have exchanged those that they need."""
     start = perf_counter()
     rows = exchanged(ready.group, ready.rows)
     ready.function.stats.sending += perf_counter() - start
@@ -182,7 +195,7 @@ def rows_taken(ready: ReadyCall) -> RowInputs:
 
 
 def values_of(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[Any]:
-    """What a launch takes beside variables and states: rows or what picks them, and broadcast arguments."""
+    """Return the arguments of a launch beside variables and states: rows, indexes of rows, and broadcast arguments."""
     group, stats = ready.group, ready.function.stats
     start = perf_counter()
     values: list[Any] = []
@@ -195,7 +208,7 @@ def values_of(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list
 
 
 def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0, ended: int = 0) -> jax.Array:
-    """What a program is told of the parts it runs."""
+    """Place the table that tells a program about the parts of a launch."""
     assert ready.rows.lengths is not None
     table = part_table(parts, ready.rows.lengths, row_slot, part_slot, ended)
     return constant(ready.group, "replicated", table, "int32")
@@ -204,7 +217,7 @@ def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot:
 def _launch(
     ready: ReadyCall, arguments: list[Sequence[Any]], on_failure: Callable[[Exception], None]
 ) -> list[jax.Array]:
-    """Start the program that ends the call; the first replica's own outputs lie on its device alone."""
+    """Start the program that ends the call; take outputs of "first" from the first replica that has rows."""
     plan = ready.plan
     values = run(ready.function.name, plan.last, arguments, on_failure)
     if plan.from_first:
@@ -225,23 +238,24 @@ def run(
     on_failure: Callable[[Exception], None] = ignore_failure,
     advice: str = _FEWER,
 ) -> list[jax.Array]:
-    """Start a program; what JAX says of a failure is said in words that name the function."""
+    """Start a program; raise its failure in words that name the function."""
     try:
         return program.launch(arguments, on_failure)
     except Exception as error:
-        found = translate_error(error, name, advice)
-        if found is error:
+        translated = translate_error(error, name, advice)
+        if translated is error:
             raise
-        raise found from error
+        raise translated from error
 
 
 def translate_error(error: Exception, name: str, advice: str = _FEWER) -> Exception:
-    """What JAX says of a launch, in words that name the function."""
+    """Return JAX's error about a launch in words that name the function; other errors unchanged."""
     if isinstance(error, SynkError):
         return error
     if checks_floats() and type(error).__name__ == "InternalFloatingPointError":
         return NotFinite(f"{name}: a result holds NaN or infinity, which jax_debug_nans or _infs forbids.")
-    if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):  # the latter where a CPU has no more
+    # XLA says "Out of memory" where the host has no more.
+    if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
         first = str(error).splitlines()[0]
         return MemoryError(f"{name}: {first} {advice}")
     return error
@@ -250,10 +264,10 @@ def translate_error(error: Exception, name: str, advice: str = _FEWER) -> Except
 def _updates(
     ready: ReadyCall, values: list[jax.Array], states: dict[Shared, VariableState]
 ) -> dict[Shared, VariableState]:
-    """New states of what the call writes."""
-    found: dict[Shared, VariableState] = {}
+    """Return the new states of the variables that the call writes."""
+    updates: dict[Shared, VariableState] = {}
     for variable, start, stop, abstract, depends_on in ready.plan.updates:
         is_equal = depends_on is not None and all([states[v].is_equal for v in depends_on])
         by = "" if is_equal else ready.function.name
-        found[variable] = VariableState(values[start:stop], abstract, is_equal, by)
-    return found
+        updates[variable] = VariableState(values[start:stop], abstract, is_equal, by)
+    return updates

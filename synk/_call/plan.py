@@ -1,4 +1,4 @@
-"""Plan: how calls of one kind run: compiled programs, what goes in, what comes out. Made without any value."""
+"""Plan: how calls of one kind run: compiled programs, their arguments and results. Plans are made without values."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping, Set
@@ -24,56 +24,82 @@ from .program import Epilogue, ProgramBuilder
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, View, rows_not_in_blocks
 
-MAX_GROUPS = 4  # for which a function keeps plans that hold on to it
+# Groups for which a function keeps plans that refer to it.
+MAX_GROUPS = 4
 
 
 class UpdateSlice(NamedTuple):
-    """What a call writes."""
+    """Update of one variable by a call.
 
-    variable: Shared  # whose new leaves are `results[start:stop]` of the last program
+    Attributes:
+      variable: the variable.
+      start: number of its first new leaf among the results of the last program.
+      stop: number behind its last new leaf.
+      abstract: shapes and layout of the new state.
+      depends_on: the variables that must be equal on all replicas for the new value to be equal; None if it never is.
+    """
+
+    variable: Shared
     start: int
     stop: int
-    abstract: AbstractState  # of its new state
-    depends_on: tuple[Shared, ...] | None  # they are equal on all replicas if every one of these is; None: never
+    abstract: AbstractState
+    depends_on: tuple[Shared, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
 class CallPlan:
-    """How calls of one kind run."""
+    """Plan of one kind of call.
 
-    # The programs that run `fn`, by the sizes of its parts (or, where programs depend on those, the rows of each
-    # replica); of a call in one launch the only one, which ends it.
-    launches: dict[Any, Executable]
-    start: Executable | None  # the program that makes the states before the first of several
-    finish: Executable | None  # the program that combines the states of several, and ends the call
-    # The variables that each program of `launches` takes, and those of the last one.
+    Attributes:
+      programs: the programs that run `fn`, by the sizes of their parts or, where programs depend on them, by the rows
+        of each replica. A call in one launch has one, which ends it.
+      start: the program that makes the states before the first of several launches.
+      finish: the program that combines the states of several launches, and ends the call.
+      reads: the variables that `programs` take, and those that the last program takes.
+      accepts: for each variable that the call touches, the states for which the plan is made.
+      held: the variables that hold rows.
+      layouts: the layout of each variable as programs take it.
+      updates: the updates of variables.
+      result: the structure of what the call returns.
+      from_first: numbers of the leaves of the result that are taken from the first replica.
+      staying: numbers of the leaves of the result that stay on the replicas that made them.
+      outputs: the structure of what `fn` returned.
+      has_flag: whether the last program also tells that a number is not finite, and then updates nothing.
+      narrowest: the narrowest dtype of the floats that `fn` computes.
+      flops: flops of `fn` over so many rows, in matrix products and convolutions.
+      flops_of_then: flops of `then`.
+      least_rows: the number of rows in all that the outputs need.
+      compiler: for `f.over`, the compiler of the program that ends it, which depends on what has been kept. Otherwise
+        None, since it refers to the function.
+    """
+
+    programs: dict[Any, Executable]
+    start: Executable | None
+    finish: Executable | None
     reads: tuple[tuple[Shared, ...], tuple[Shared, ...]]
-    # The states of variables that it is for; of each touched variable those that it was made for.
     accepts: dict[Shared, tuple[AbstractState, ...]]
-    held: tuple[Shared, ...]  # the variables that hold rows
-    layouts: dict[Shared, Layout]  # of the variables as programs take them
-    updates: tuple[UpdateSlice, ...]  # what the call writes
-    result: ResultSpec  # the structure of what it returns
-    from_first: tuple[int, ...]  # which leaves of the result are taken from the first replica
-    staying: tuple[int, ...]  # and which stay on the replicas that made them
-    outputs: OutputSpec  # the structure of what `fn` returned
-    has_flag: bool  # whether the last program also tells that something is not finite, and updates nothing then
-    narrowest: np.dtype | None  # of the floats that `fn` computes
-    flops: Mapping[int | None, int]  # of `fn` over so many rows, in matrix products and convolutions
+    held: tuple[Shared, ...]
+    layouts: dict[Shared, Layout]
+    updates: tuple[UpdateSlice, ...]
+    result: ResultSpec
+    from_first: tuple[int, ...]
+    staying: tuple[int, ...]
+    outputs: OutputSpec
+    has_flag: bool
+    narrowest: np.dtype | None
+    flops: Mapping[int | None, int]
     flops_of_then: int
-    least_rows: int  # fewer in all would not do
-    # Of `f.over`, what compiles the program that ends it, which depends on how much has been kept; else none, since it
-    # holds on to what a call has seen.
+    least_rows: int
     compiler: Compiler | None
 
     def program_of(self, parts: PartRows) -> Executable:
-        """The program of one launch of several."""
-        return self.launches.get(parts.counts) or self.launches[parts.sizes]
+        """Return the program of one launch of several."""
+        return self.programs.get(parts.counts) or self.programs[parts.sizes]
 
     @property
     def last(self) -> Executable:
-        """The program that ends a call."""
-        return self.finish or next(iter(self.launches.values()))
+        """Return the program that ends a call."""
+        return self.finish or next(iter(self.programs.values()))
 
 
 # A plan that was compiled: the plan, its group in words, the key of its calls, and the states of its variables.
@@ -81,43 +107,57 @@ Compiled = tuple[ref[Any], str, CallSpec, WeakKeyDictionary[Shared, tuple[Abstra
 
 
 class Traced(NamedTuple):
-    """A kind of call as it is now."""
+    """Trace of a kind of call.
+
+    Attributes:
+      touched: the variables that the function reads or writes.
+      record: what identifies the trace: equal records make the same programs.
+      finish: makes the plan.
+    """
 
     touched: Collection[Shared]
-    record: tuple[Any, ...]  # equal ones make the same programs
+    record: tuple[Any, ...]
     finish: Callable[[], Any]
 
 
 class Reached(NamedTuple):
-    """Record what a plan's trace depended on outside its function. It holds no variable: variables hold their group."""
+    """Surroundings of a plan's trace. They refer to no variable, since variables refer to groups.
 
-    made: int  # the number of the newest variable there was
-    names: Names  # the function's own
-    record: tuple[Any, ...]  # of what was traced
+    Attributes:
+      made: the number of the newest variable at the time of the trace.
+      names: the objects under the function's own names.
+      record: the record of the trace.
+    """
+
+    made: int
+    names: Names
+    record: tuple[Any, ...]
 
     def is_current(self) -> bool:
-        """Was no variable made since, and do the function's own names have the same objects?"""
+        """Tell whether no variable was made since, and the function's own names have the same objects."""
         return self.made >= newest() and self.names.are_same()
 
 
 class PlanCache:
-    """Plans of one function: for each kind of call those made for different states of the variables they touch.
+    """Plans of one function: for each kind of call one for each state of the variables that it touches.
 
-    They live in their group, and go with it or with the function; those that hold on to the function go with it alone.
-    Where a variable was made since a plan's trace, or a name of the function has another object, the call is traced
-    once more, and the plan stays if that makes the same programs.
+    Plans live in their group, and go with it or with the function. Plans that refer to the function live here.
+    If a variable was made after a plan's trace, or a name of the function has another object, the call is traced once
+    more. The plan stays if the trace is the same.
     """
 
     def __init__(self) -> None:
         self._touched: WeakKeyDictionary[Shared, None] = WeakKeyDictionary()
-        self._reached: WeakKeyDictionary[Any, Reached] = WeakKeyDictionary()  # of each plan: here, for it holds `fn`
-        self._holding = BoundedCache(MAX_GROUPS)  # for a group
-        self._groups: WeakSet[Group] = WeakSet()  # in which plans live
-        self.compiled: deque[Compiled] = deque(maxlen=64)  # the newest plans, to tell why one had to be made
+        # Not in the group, which would keep the function alive.
+        self._reached: WeakKeyDictionary[Any, Reached] = WeakKeyDictionary()
+        self._holding = BoundedCache(MAX_GROUPS)
+        self._groups: WeakSet[Group] = WeakSet()
+        # The newest plans, from which explain tells why a plan had to be made.
+        self.compiled: deque[Compiled] = deque(maxlen=64)
 
     def variables(self) -> tuple[Shared, ...]:
-        """All that plans have touched so far, and that are still somewhere."""
-        return tuple([variable for each in self._touched.keyrefs() if (variable := each()) is not None])
+        """Return the variables that plans have touched so far, and that still exist."""
+        return tuple([variable for ref in self._touched.keyrefs() if (variable := ref()) is not None])
 
     def find(
         self,
@@ -136,17 +176,19 @@ class PlanCache:
         plans: list[Any] = self.kept(group, key, list, holds_function)
         if not retraces and (plan := self._current(plans, abstract)) is not None:
             return plan
-        made, traced = newest(), trace()  # a failure is not kept
-        names = Names([function.fn, function.then])  # after the trace, in which a function may count its traces
-        # What calls run stays what they run, whatever the serial run has met since.
+        made, traced = newest(), trace()
+        # Names are read after the trace, in which a function may count its traces.
+        names = Names([function.fn, function.then])
+        # Plans of serial runs are kept apart: calls go on with what they run, whatever a serial run has met since.
         now = self.kept(group, ("as it is now", key), list, holds_function)
-        known, touched = dict(list(self._reached.items())), set(traced.touched)  # another thread may find some stale
+        # A copy, since another thread may drop plans meanwhile.
+        known, touched = dict(list(self._reached.items())), set(traced.touched)
         same = [plan for plan in (*plans, *now) if plan in known and known[plan].record == traced.record]
         plans = now if retraces else plans
-        # One for another state of its variables is asked again when they are in that state.
+        # A plan for another state of its variables is looked at again when they are in that state.
         others = [plan for plan in plans if plan in known and plan not in same and not _fits(plan, abstract)]
         stale = {plan for plan, reached in known.items() if plan.accepts.keys() - touched and not reached.is_current()}
-        dropped = stale if retraces else {*plans, *stale}  # calls may share what the serial run had
+        dropped = stale if retraces else {*plans, *stale}
         self._forget(dropped.difference(same, others), touched)
         plan = next((plan for plan in same if _fits(plan, abstract)), None) or traced.finish()
         is_new = plan not in same
@@ -158,23 +200,24 @@ class PlanCache:
         if retraces and not is_new:
             return plan
         plans = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)
-        plans[:] = [plan, *(each for each in (*same, *others) if each is not plan)][:64]
+        plans[:] = [plan, *(other for other in (*same, *others) if other is not plan)][:64]
         return plan
 
     def is_stale(self, site: "Site", key: Any, trace: Callable[[], Traced]) -> bool:
-        """Would the function make another program now than the one that calls of this kind run?"""
+        """Tell whether the function would make another program now than the one that calls of this kind run."""
         plan = self._current(self.kept(site.group, key, list, holds_function=False), site.abstract)
         return plan is not None and self._reached[plan].record != trace().record
 
     def _current(self, plans: list[Any], abstract: Callable[[Shared], AbstractState]) -> Any:
         for plan in plans:
-            reached = self._reached.get(plan)  # none where another thread has found it stale
+            # Another thread may have dropped the plan.
+            reached = self._reached.get(plan)
             if reached is not None and reached.is_current() and _fits(plan, abstract):
                 return plan
         return None
 
     def _forget(self, stale: Set[Any], touched: Set[Shared]) -> None:
-        """Drop plans, and variables that no plan is left for, with all programs, which hold them."""
+        """Drop stale plans. If no plan is left for a variable, drop all programs too, which refer to it."""
         for plan in stale:
             self._reached.pop(plan, None)
         gone = {variable for plan in stale for variable in plan.accepts} - touched
@@ -187,8 +230,11 @@ class PlanCache:
             self._holding = BoundedCache(MAX_GROUPS)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
-        """What `make` gives, a pure function of `key`. What holds on to the function would not go before the group, if
-        that kept it: so the function does, for a few groups, which live as long then."""
+        """Return what `make` has made for a key.
+
+        It is kept in the group. What refers to the function is kept here instead, for a few groups: the group would
+        keep the function alive.
+        """
         if not holds_function:
             return group._cached(self, key, make)
         return self._holding.get(group, BoundedCache).get(key, make)
@@ -232,35 +278,42 @@ class Site:
 
 
 def _fits(plan: Any, abstract: Callable[[Shared], AbstractState]) -> bool:
-    """Are the variables in a state that the plan is for?"""
+    """Tell whether the variables are in states for which the plan is made."""
     return all([abstract(variable) in accepted for variable, accepted in plan.accepts.items()])
 
 
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
-    """Of a kind of call; `f.check` also runs functions without then, and for parts, and then may come after a trace."""
+    """Return the key of a plan: the kind of call, and how `f.check` or a later `then` has changed the function."""
     flags = function.then is None, function.per_part, function.gathers_all, function.refuses_nan
     return call, *flags, function.wires is None
 
 
 @dataclass(eq=False)
 class SliceChoice:
-    """In how many slices calls of one kind run, where synk chooses."""
+    """Choice of the number of slices for one kind of call.
+
+    Attributes:
+      slices: the number of slices.
+      most: the most slices that there can be: the rows of the longest part.
+      accepts: the states of variables for which it is made.
+      has_run: whether such a call has ended without running out of memory.
+    """
 
     slices: int
-    most: int  # the rows of the longest part, which can be no more slices
-    accepts: dict[Shared, tuple[AbstractState, ...]]  # the states of variables that it is for
-    has_run: bool = False  # whether such a call has ended well; out of memory it is twice as many
+    most: int
+    accepts: dict[Shared, tuple[AbstractState, ...]]
+    has_run: bool = False
 
 
 @dataclass(eq=False)
 class NeedsLengths:
-    """In place of a plan: calls of this kind need one for the very lengths of their replicas."""
+    """Answer in place of a plan: calls of this kind need a plan for the exact rows of each replica."""
 
     accepts: dict[Shared, tuple[AbstractState, ...]]
 
 
 def trace_plan(site: Site, call: CallSpec) -> Traced:
-    """Trace a kind of call; what is not known yet is made as a `CallPlan`, or `NeedsLengths`."""
+    """Trace a kind of call, to be finished as a `CallPlan` or as `NeedsLengths`."""
     traces = CallTraces(site.function, site.group, call, site.view)
     builder = ProgramBuilder(traces)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
@@ -276,11 +329,13 @@ def trace_plan(site: Site, call: CallSpec) -> Traced:
 def _make_plan(epilogue: Epilogue, depends_on: dict[Shared, tuple[Shared, ...] | None], plans: PlanCache) -> CallPlan:
     """Lower and compile a kind of call."""
     builder, traces, call = epilogue.builder, epilogue.traces, epilogue.call
-    apart = _diverging(traces, depends_on) if epilogue.group.size > 1 else set[Shared]()
-    layouts: dict[Shared, Layout] = {v: "stacked" if v in apart else traces.abstract(v).layout for v in traces.touched}
+    differing = _diverging(traces, depends_on) if epilogue.group.size > 1 else set[Shared]()
+    layouts: dict[Shared, Layout] = {
+        v: "stacked" if v in differing else traces.abstract(v).layout for v in traces.touched
+    }
     result = epilogue.result
     compiler = Compiler(epilogue, tuple(depends_on), layouts)
-    launches, start, finish = compiler.compile(plans)
+    programs, start, finish = compiler.compile(plans)
     updates: list[UpdateSlice] = []
     at = len(result.picked)
     for variable, needed in depends_on.items():
@@ -290,7 +345,7 @@ def _make_plan(epilogue: Epilogue, depends_on: dict[Shared, tuple[Shared, ...] |
         at = stop
     first = {j for j, i in enumerate(builder.outputs.source_leaf) if i in builder.from_first}
     return CallPlan(
-        launches=launches,
+        programs=programs,
         start=start,
         finish=finish,
         reads=compiler.reads,
@@ -315,7 +370,7 @@ def _make_plan(epilogue: Epilogue, depends_on: dict[Shared, tuple[Shared, ...] |
 
 
 def _check_blocks(traces: CallTraces) -> None:
-    """What a function over blocks may not touch."""
+    """Refuse a call with blocks that has no rows, or touches a variable that holds rows."""
     name, block = traces.function.name, traces.function.blocks
     if traces.call.block is None:
         raise ValueError(f"{name}: blocks={block} are blocks of rows, but no argument of this call is scattered.")
@@ -324,7 +379,7 @@ def _check_blocks(traces: CallTraces) -> None:
 
 
 def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...] | None]:
-    """For each updated variable, those that must be equal for its new value to be; None where it never is."""
+    """Return for each updated variable the variables that must be equal for its new value to be; None if never."""
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
     first = epilogue.builder.first
     for variable, _ in first.writes:
@@ -333,8 +388,7 @@ def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...
         return depends_on
     then, _ = epilogue.then
     equal = tuple(variable for variable in then.variables if not variable._is_per_replica)
-    # A `then` of synk's own that updates what each replica has for itself leaves all other variables equal, whatever it
-    # communicates.
+    # Only synk's own `then`s update variables with a value for each replica. These leave all others equal.
     leaves_equal = any(variable._is_per_replica for variable, _ in then.writes)
     for variable, _ in then.writes:
         may_differ = variable._may_differ and epilogue.builder.group.size > 1
@@ -343,11 +397,11 @@ def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...
 
 
 def _diverging(traces: CallTraces, depends_on: dict[Shared, tuple[Shared, ...] | None]) -> set[Shared]:
-    """The updated variables of which each replica keeps a value of its own from now on."""
-    apart = {v for v, needed in depends_on.items() if needed is None}
+    """Return the updated variables of which replicas have different values from now on."""
+    differing = {v for v, needed in depends_on.items() if needed is None}
     while True:
-        stacked = apart | {v for v in traces.touched if traces.abstract(v).layout == "stacked"}
-        more = {v for v, needed in depends_on.items() if any(u in stacked for u in needed or ())} - apart
+        stacked = differing | {v for v in traces.touched if traces.abstract(v).layout == "stacked"}
+        more = {v for v, needed in depends_on.items() if any(u in stacked for u in needed or ())} - differing
         if not more:
-            return apart
-        apart |= more
+            return differing
+        differing |= more

@@ -20,13 +20,13 @@ from .binding import ArgumentBinder, ArgumentSpec
 
 
 class Stats:
-    """What a function has done so far.
+    """Counters of a function's calls so far.
 
     Attributes:
-      calls: how often it was called.
-      compilations: how many programs were compiled for it.
-      rows: how many rows it was given in all.
-      slices: in how many slices its newest call ran.
+      calls: number of calls.
+      compilations: number of programs compiled.
+      rows: number of rows of all calls.
+      slices: number of slices of the newest call.
       selecting: seconds spent checking arguments and batches.
       sending: seconds spent picking rows and starting to bring them to the devices.
       dispatching: seconds spent starting programs, compilation included.
@@ -52,32 +52,53 @@ class Stats:
 
 @dataclass(frozen=True, eq=False)
 class FunctionSpec:
-    """What the user asked for."""
+    """A function as its user asked for it.
 
-    name: str  # what messages call the function
-    fn: Callable[..., PyTree]  # the user's
-    ops: PyTree  # a tree of reductions, a prefix of its outputs
-    then: Callable[..., PyTree] | None  # what follows the combined outputs
-    then_parameters: Callable[[int], Sequence[str]]  # (number of outputs) -> the parameters that `then` has after these
-    engine: str  # how programs are mapped
-    donate: bool  # whether old values of updated variables may be overwritten
-    stats: Stats  # what it has done
-    refuses_nan: bool = False  # whether a call whose numbers are not finite raises, and commits nothing
-    compiler_options: tuple[tuple[str, Any], ...] = ()  # of XLA, beside synk's
-    wires: PyTree = None  # as what sums travel, a prefix of its outputs; None: as they are
-    blocks: int | None = None  # of how many rows are the blocks that it runs on; None: parts are the replicas' own
-    plain: "FunctionSpec | None" = None  # where `then` adds up itself: the same function that leaves it to synk
-    per_part: PerPart = ""  # of which outputs the parts are kept as they come, for `f.check`
-    is_over: bool = False  # whether calls are parts of one answer, for `f.over`
-    gathers_all: bool = False  # whether outputs that would stay where they are made are gathered, as one array
-    inside: str | None = None  # what to do inside another function, where none can be called
-    advice: str = "Name ops with outputs= or reduce=, and update shared variables in then."  # where it breaks the law
+    Attributes:
+      name: the name of the function in messages.
+      fn: the user's function.
+      ops: a tree of reductions, a prefix of what `fn` returns.
+      then: the function of the combined outputs.
+      then_parameters: returns the names of the parameters that `then` has after so many outputs.
+      engine: how programs are mapped over replicas.
+      donate: whether old values of updated variables may be overwritten.
+      stats: counters of the calls.
+      refuses_nan: whether a call whose numbers are not finite raises and commits nothing.
+      compiler_options: options of XLA, beside those that synk sets.
+      wires: the formats in which sums travel, a prefix of what `fn` returns; None for their own.
+      blocks: rows of a block, if rows are dealt out in blocks.
+      plain: for a `then` that adds up unreduced sums: the same function with sums that synk has made.
+      per_part: the outputs of which `f.check` keeps the parts.
+      is_over: whether calls are batches of `f.over`.
+      gathers_all: whether outputs that would stay on the replicas are gathered.
+      inside: what messages advise where the function is called inside another one.
+      advice: what messages advise where the function breaks the law.
+      output_names: for synk's own functions, what users call the outputs whose paths begin so, and whether the user
+        named their op.
+    """
 
-    # Of synk's own functions, what users call an output, and whether they have named its op, by the start of its path.
+    name: str
+    fn: Callable[..., PyTree]
+    ops: PyTree
+    then: Callable[..., PyTree] | None
+    then_parameters: Callable[[int], Sequence[str]]
+    engine: str
+    donate: bool
+    stats: Stats
+    refuses_nan: bool = False
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    wires: PyTree = None
+    blocks: int | None = None
+    plain: "FunctionSpec | None" = None
+    per_part: PerPart = ""
+    is_over: bool = False
+    gathers_all: bool = False
+    inside: str | None = None
+    advice: str = "Name ops with outputs= or reduce=, and update shared variables in then."
     output_names: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
 
     def name_of_output(self, path: str) -> tuple[str, bool]:
-        """Return what messages call an output, and whether its op is the user's."""
+        """Return the name of an output in messages, and whether the user named its op."""
         for start, (name, is_named) in self.output_names.items():
             if path.startswith(start):
                 return name + path[len(start) :], is_named
@@ -101,72 +122,89 @@ class FunctionSpec:
 
     @property
     def donates(self) -> bool:
-        """May old values be overwritten? Not where the new ones may be refused."""
+        """Tell whether old values may be overwritten: not if new values may be refused."""
         return self.donate and not self.refuses_nan
 
     @cached_property
     def gathers(self) -> bool:
-        """Do some outputs keep an entry a row or a part, so that programs depend on how many there are?"""
+        """Tell whether an output has an entry a row or a part, so that programs depend on their numbers."""
         return bool(self.per_part) or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))
 
 
 class CallSpec(NamedTuple):
-    """All that the programs of one kind of call depend on, beside the shared variables: the key of its plan."""
+    """Key of the plan of one kind of call: all that its programs depend on, beside shared variables.
 
-    arguments: ArgumentSpec  # one object a tree of arguments
-    options: tuple[Any, ...]  # JAX's trace options
-    rows: tuple[tuple[tuple[int, ...], np.dtype], ...]  # shape and dtype of a row of each scattered argument
-    feeds: tuple[InputFeed, ...]  # how the rows of each scattered argument reach a replica
-    # Shape, dtype and whether that is weak of each broadcast argument.
+    Attributes:
+      arguments: the tree and the modes of the arguments.
+      options: JAX's trace options.
+      rows: shape and dtype of a row of each scattered argument.
+      feeds: how the rows of each scattered argument reach a replica.
+      broadcast: shape, dtype and weakness of each broadcast argument.
+      keys: the PRNG implementation of each leaf, or None, in the order of the tree.
+      held_index: how `batch_s` picks from the rows that variables hold.
+      subset: the outputs that are asked for; None for all.
+      donate: whether old values may be overwritten.
+      part_sizes: for the first launch and for each further kind of launch, the numbers of rows that parts have, most
+        first. Which replica has how many is data. ((None,),) for a call without rows.
+      lengths: rows of each replica, if programs depend on them.
+      is_even: whether all replicas have equally many rows.
+      num_slices: 1 for one launch; else the number of slices if programs depend on it, or 2.
+      is_composed: whether the call is part of an outer transformation.
+      is_over: whether the call is a batch of `f.over`.
+      block: rows of a block, if each replica runs its blocks one by one in one launch.
+    """
+
+    arguments: ArgumentSpec
+    options: tuple[Any, ...]
+    rows: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    feeds: tuple[InputFeed, ...]
     broadcast: tuple[tuple[tuple[int, ...], np.dtype, bool], ...]
-    keys: tuple[Any, ...]  # the PRNG implementation of each argument leaf, in the order of the tree
-    held_index: IndexKind | None = None  # how `batch_s` picks from the rows that variables hold
-    subset: tuple[Any, ...] | None = None  # which outputs are asked for
-    donate: bool = False  # whether old values may be overwritten
-    # For the first launch, and for each further kind of launch, the numbers of rows that parts have, most first;
-    # which replica has how many is data. ((None,),) where there are no rows.
+    keys: tuple[Any, ...]
+    held_index: IndexKind | None = None
+    subset: tuple[Any, ...] | None = None
+    donate: bool = False
     part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
-    lengths: tuple[int, ...] | None = None  # rows of each replica, where programs depend on them
-    is_even: bool = True  # whether all replicas have as many rows
-    num_slices: int = 1  # 1; or, of slices, how many where programs depend on that, else 2
-    is_composed: bool = False  # whether it is part of an outer transformation
-    is_over: bool = False  # whether it is a batch of many, which combine at the end
-    block: int | None = None  # of how many rows are the blocks that each replica runs one by one, in one launch
+    lengths: tuple[int, ...] | None = None
+    is_even: bool = True
+    num_slices: int = 1
+    is_composed: bool = False
+    is_over: bool = False
+    block: int | None = None
 
     @property
     def row_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of a row of each scattered argument."""
+        """Return shape and dtype of a row of each scattered argument."""
         return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.rows]
 
     @property
     def broadcast_shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the broadcast arguments."""
+        """Return shapes and dtypes of the broadcast arguments."""
         return [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in self.broadcast]
 
     @property
     def is_sliced(self) -> bool:
-        """Has a replica several parts?"""
+        """Tell whether a replica has several parts."""
         return self.num_slices > 1 or self.is_over
 
     @property
     def is_plain(self) -> bool:
-        """Has every replica one part of as many rows, so that nothing about parts is data?"""
+        """Tell whether every replica has one part of equally many rows, so that no program needs a table of parts."""
         return not self.is_sliced and len(self.part_sizes[0]) == 1 and self.block is None
 
     @property
     def has_rows(self) -> bool:
-        """Are there rows?"""
+        """Tell whether the call has rows."""
         return self.part_sizes != ((None,),)
 
 
 def with_then(spec: FunctionSpec, binder: ArgumentBinder, then: Callable[..., PyTree]) -> FunctionSpec:
-    """The same function with what follows it."""
+    """Return the function with a `then`."""
     if not callable(then):
         raise TypeError(f"{spec.name}: then is {shown(then)}; give a function of the combined outputs.")
     parameters = list(inspect.signature(then).parameters.values())
 
     def following(outputs: int) -> list[str]:
-        """Names of the parameters that `then` has after the outputs."""
+        """Return the names of the parameters that `then` has after the outputs."""
         if any(p.kind == p.VAR_POSITIONAL for p in parameters):
             return []
         there = counted(outputs, "output")

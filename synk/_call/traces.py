@@ -1,4 +1,4 @@
-"""Traces: the user's function and `then` as jaxprs, for the part sizes of one kind of call."""
+"""Traces: trace the user's function and `then` for one kind of call."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,17 +21,19 @@ from .._variables.variable import Shared, state_in
 from .binding import constant_of
 from .spec import CallSpec, FunctionSpec
 
-View = Callable[[Shared], VariableState]  # of a variable as another group sees it
-State = dict[Shared, list[jax.Array]]  # stored leaves on one replica
+# Returns the state of a variable as another group sees it.
+View = Callable[[Shared], VariableState]
+# The stored leaves of each variable on one replica.
+State = dict[Shared, list[jax.Array]]
 
 
 class CallTraces:
-    """A function in a group, called in one way, and what is traced for that; variables are looked at, and not placed.
+    """Tracer of one function for one kind of call. It looks at variables and does not place them.
 
     Attributes:
-      touched: the variables that something reads or writes.
-      record: what tells what has been traced so far: numbers of variables, in the order in which programs take and
-        write them, and fingerprints.
+      touched: the variables that the traces so far read or write.
+      record: what identifies the traces so far: the numbers of their variables, in the order in which programs take
+        and write them, and fingerprints.
     """
 
     def __init__(self, function: FunctionSpec, group: Group, call: CallSpec, view: View | None = None) -> None:
@@ -40,7 +42,7 @@ class CallTraces:
         self.record: tuple[Any, ...] = ()
 
     def abstract(self, variable: Shared) -> AbstractState:
-        """Shapes, layout and rows of a variable, looked at outside any trace under way."""
+        """Return shapes, layout and rows of a variable, outside any trace under way."""
         refuse_narrow(variable._state.abstract, variable.name)
         if self._view is None:
             return state_in(variable, self.group).abstract
@@ -48,19 +50,19 @@ class CallTraces:
             return self._view(variable).abstract
 
     def holds_rows(self, variable: Shared) -> bool:
-        """Does every replica hold rows of its own?"""
+        """Tell whether a variable holds rows."""
         return self.abstract(variable).rows_per_replica is not None
 
     def _rows_held(self, variable: Shared) -> int | None:
         return max(self.abstract(variable).rows_per_replica or (), default=None)
 
     def leaves_of(self, variables: Iterable[Shared], values: Iterable[jax.Array]) -> State:
-        """The leaves of each of these variables, which come one after another."""
+        """Sort a flat list of leaves by variable."""
         rest = iter(values)
         return {variable: [next(rest) for _ in self.abstract(variable).shapes] for variable in variables}
 
     def _expected(self, fn: Any) -> list[Shared]:
-        """Return the variables that `fn` probably reads and that can be read now."""
+        """Return the variables that `fn` will probably read. Guessing right saves a second trace."""
         return list(filter(self._is_readable, shared_in(fn))) if self._view is None else []
 
     def _is_readable(self, variable: Shared) -> bool:
@@ -73,7 +75,7 @@ class CallTraces:
     def of_rows(self, rows: int | None, keeps_lines: bool = False) -> TracedFunction:
         """Trace `fn` over so many rows of one replica."""
         function, call = self.function, self.call
-        # What meets with the rows of one slice or batch, or of some replicas, is no answer for all rows.
+        # A collective inside `fn` must see the rows of all replicas: not those of one slice or batch, nor branches.
         is_whole = not (call.is_sliced or call.is_over)
         has_axis = is_whole and call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
         seen = [(rows or 0) + halo_of(overlap) for overlap in call.arguments.overlaps]
@@ -199,12 +201,12 @@ class CallTraces:
 
 
 def shared_in(fn: Any) -> list[Shared]:
-    """Return the variables under a function's own names, which it probably reads: guessing right saves a trace."""
+    """Return the variables under a function's own names."""
     return list(dict.fromkeys(value for _, value in named_objects([fn]) if isinstance(value, Shared)))
 
 
 def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueError:
-    """Of a variable that holds rows, where rows are dealt out in blocks."""
+    """Make the error about a variable that holds rows, in a call that deals rows out in blocks."""
     return ValueError(
         f"{name}: {variable} holds rows, which lie where they are, but blocks={block} deals rows out. Pass them as an "
         f"argument: x = synk.gather({variable}, nd_up=0)."
@@ -212,7 +214,7 @@ def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueErro
 
 
 def _instead_of_communicating(call: CallSpec) -> str:
-    """What a function may do that cannot communicate in such a call."""
+    """Say what to do instead of communicating inside a function in such a call."""
     if call.is_over:
         return "Call it on all rows at once, without over."
     if call.is_sliced or call.block is not None:
@@ -221,7 +223,7 @@ def _instead_of_communicating(call: CallSpec) -> str:
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:
-    """Of a call that sees some of the rows it would assign."""
+    """Make the error about a call that would assign rows of which it sees only some."""
     return ValueError(
         f"{name}: {variable} holds rows, so it cannot be updated in a call with batch_s, which sees some of them."
     )

@@ -188,7 +188,7 @@ def test_profiles_show_names(tmp_path):
         synk.all_reduce(w)
     (path,) = tmp_path.rglob("*.xplane.pb")
     names = path.read_bytes()
-    for name in (b"total", b"jit(total)", b"synk.combine.reduce_body", b"jit(synk.combine.reduce_body)"):
+    for name in (b"total", b"jit(total)", b"synk.collectives.reduce_body", b"jit(synk.collectives.reduce_body)"):
         assert re.search(rb"[^\w.(]" + re.escape(name) + rb"[^\w.)]", names), name
 
 
