@@ -20,7 +20,7 @@ Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
 
 
 class Options(TypedDict, total=False):
-    """Those of `synk.function` that are given by name."""
+    """Options of `synk.function` that are given by name."""
 
     then: Callable[..., PyTree] | None
     engine: EngineName
@@ -77,17 +77,17 @@ def function(
       donate: whether old values of shared variables that are updated may be overwritten in place.
       nan: "raise" raises FloatingPointError, naming the row to blame (`Function.blame`), if an output or a newly
         updated value is not finite. Such a call updates nothing. Each call is waited for. Not under `jit` and the like.
-      wire: how sums of floats ("sum", "mean", `synk.Weighted`) are sent between replicas: "bf16" or "int8" (with a
-        scale for each 256 numbers), half or a quarter of the bytes; a pytree prefix of the outputs, None sends them as
-        they are. They are added in float32, and all replicas get the same bits; the answer is the serial one to that
-        rounding. With int8 one NaN or infinity turns its block of 256 to NaN. Arrays below 256 numbers, float64, and
-        all arrays under `jit` or `grad` are sent unrounded.
-      blocks: cut the rows into blocks of so many, run `fn` on each, and combine them by one fixed tree: the bits of the
-        answer depend on neither replicas nor slices, and `f.serial` has them too. Replicas get whole blocks. Not with
-        "stack", "first", "scatter", callables, `batch_s`, rows that variables hold, or under `jit` and the like.
-      compiler_options: options of XLA for its programs, by name, as `jax.jit` takes them; on GPUs these go before those
-        of synk's own, which let gradients travel while others are computed.
-      name: what messages call it; `fn`'s name.
+      wire: the format in which sums of floats ("sum", "mean", `synk.Weighted`) travel between replicas: "bf16" (half of
+        the bytes) or "int8" (a quarter, with a scale for each 256 numbers); a pytree prefix of the outputs. Sums are
+        made in float32, and all replicas get the same bits; the answer is the serial one to that rounding. With "int8"
+        one NaN or infinity turns its 256 numbers to NaN. Arrays below 256 numbers, float64, and all arrays under `jit`
+        or `grad` travel unrounded.
+      blocks: rows of a block. `fn` runs on each block, and blocks combine by one fixed tree, so the bits of the answer
+        depend on neither replicas nor slices; `f.serial` has them too. Replicas get whole blocks. Not with "stack",
+        "first", "scatter", callables, `batch_s`, rows that variables hold, or under `jit` and the like.
+      compiler_options: options of XLA by name, as `jax.jit` takes them. On GPUs they override synk's own, which let
+        gradients travel while others are computed.
+      name: the name in messages; None for `fn`'s name.
 
     Returns:
       A `Function`.

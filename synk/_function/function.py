@@ -41,11 +41,11 @@ from .._variables.variable import Shared
 
 
 class Function:
-    """What `synk.function` makes: call it as the serial function.
+    """Function that runs on every replica, as `synk.function` makes it. Call it like the serial function.
 
     Attributes:
       fn: the user's function.
-      name: what messages call it.
+      name: the name in messages.
       stats: calls, compilations, rows and seconds so far (`synk.typing.Stats`).
 
     Example:
@@ -65,14 +65,14 @@ class Function:
         return f"synk.function({self.name})"
 
     def __copy__(self) -> Function:
-        """Itself, as of Python's functions."""
+        """Return the function itself, as Python does for its functions."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
         return self
 
     def __reduce__(self) -> str:
-        """By name, as of Python's functions."""
+        """Pickle by name, as Python does for its functions."""
         path = getattr(self.fn, "__qualname__", self.name)
         if reduce(lambda at, name: getattr(at, name, None), path.split("."), sys.modules.get(self.__module__)) is self:
             return path
@@ -96,8 +96,8 @@ class Function:
     def then(self, then: Callable[..., PyTree]) -> Function:
         """Set what runs on every replica after the outputs are combined; for use as a decorator.
 
-        A tuple of outputs is spread over its parameters; after them it may name any broadcast or static parameter of
-        the function. What it returns is the call's result.
+        A tuple of outputs is spread over the parameters of `then`. Behind them `then` may name any broadcast or static
+        parameter of the function. A call returns what `then` returns.
 
         Args:
           then: takes the combined outputs.
@@ -186,14 +186,14 @@ class Function:
 
     def _not_finite(self, bound: BoundArguments, options: CallOptions) -> str:
         """Say in words which row of a refused call is to blame."""
-        said = f"{self.name}: its outputs or updates are not finite"
+        message = f"{self.name}: its outputs or updates are not finite"
         if options.batch_s is not None:
-            said += "; rows that batch_s picks are not tried one by one"
+            message += "; rows that batch_s picks are not tried one by one"
         else:
+            # Rows that cannot be tried one by one raise ValueError.
             with suppress(SynkError, ValueError), jax.debug_nans(False), jax.debug_infs(False):
-                found = self._blame(bound, options)
-                said = str(found) if found is not None else said
-        return f"{said.rstrip('.')}. Nothing was updated."
+                message = str(self._blame(bound, options) or message)
+        return f"{message.rstrip('.')}. Nothing was updated."
 
     @public_api
     def iterate(
@@ -224,7 +224,7 @@ class Function:
           An iterator of the results, in order; it has as many as there are batches. Leaving the loop drops the batches
           that were taken early.
 
-        Errors are those of a call, when that batch is reached.
+        Errors are those of a call, raised when the loop reaches that batch.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
@@ -309,7 +309,7 @@ class Function:
         Raises:
           TypeError: the source is not iterable.
 
-        Others are those of a call, and of the source, when that item is reached.
+        Other errors are those of a call and of the source, raised when the loop reaches that item.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
@@ -334,13 +334,13 @@ class Function:
     ) -> PyTree:
         """Return the answer of one call over all rows of all batches, whatever their sizes.
 
-        Partial results add up on each replica, and replicas combine once, at the end: as many collectives as one call,
-        and the memory of one batch (of rows or parts that an op keeps, of all of them). So an evaluation over a loader
-        whose last batch is short is exact, where a mean of batch means is not. Wrap `batches` or `source` in tqdm for a
-        bar.
+        Partial results accumulate on each replica, and replicas combine once, at the end. So it takes as many
+        collectives as one call, and the memory of one batch; ops that keep rows or parts keep those of all batches. An
+        evaluation over a loader whose last batch is short is exact, where a mean of batch means is not. Wrap `batches`
+        or `source` in tqdm for a progress bar.
 
         Args:
-          *args: as for `iterate`, as all others; the rows are those of the batches, one after another.
+          *args, **kwargs, num_slices, output_subset: as for `iterate`.
           batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
           source: instead of arguments and batches, an iterable of the arguments of each batch, as `stream` takes them:
             a `torch.utils.data.DataLoader`, a generator.
@@ -351,10 +351,10 @@ class Function:
 
         Raises:
           TypeError: neither `batches` nor `source` is given, or arguments beside `source`.
-          ValueError: there is no batch; the function has a then or updates shared variables; or outputs of two batches
-            have different shapes.
+          ValueError: there is no batch; the function has a `then` or updates shared variables; or outputs of two
+            batches have different shapes.
 
-        Others are those of a call, when that batch is reached.
+        Other errors are those of a call, raised when the loop reaches that batch.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
@@ -406,9 +406,9 @@ class Function:
 
     @public_api
     def serial(self, *args: Any, batch: Any = None, batch_s: Any = None, update: bool = False, **kwargs: Any) -> PyTree:
-        """Run `fn` and `then` once, on one device, over all selected rows: what every other call must equal.
+        """Run `fn` and `then` once, on one device, over all selected rows. Every other call must give this answer.
 
-        It runs the function as it is now: it traces it in each call, and compiles only if that makes another program.
+        The function is traced in each call, so it runs as it is now. It is compiled only if the trace has changed.
 
         Args:
           *args: as in a call.
@@ -444,9 +444,9 @@ class Function:
     ) -> None:
         """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
 
-        A group of one replica is checked as two simulated ones. Sums that travel narrowly (`wire=`) are
-        compared as if they did not, and what arrives with that, to what its rounding can do. With `blocks=`
-        it checks as if there were none, and then the bits.
+        A group of one replica is checked as two simulated ones. With `wire=`, exact sums are compared with the serial
+        answer, and rounded sums with exact ones, to the format's rounding. With `blocks=`, the answer is checked without
+        blocks first, and then bit for bit.
 
         Args:
           *args: as in a call.
@@ -566,19 +566,19 @@ class Function:
     ) -> Blame | None:
         """Find the first row whose outputs, gradients or updates are not finite; change nothing.
 
-        It runs the function on parts of the rows, at most 2 log2(rows) + 4 times by one program, and of what it finds
-        line by line on one device. Shared variables and broadcast arguments that are not finite are told first.
+        It runs the function on parts of the rows, at most 2 log2(rows) + 4 times by one program. Then it runs the row
+        that it has found line by line on one device. Shared variables and broadcast arguments that are not finite come
+        first.
 
         Args:
-          *args, batch, num_slices, **kwargs: as in a call; rows are held in host memory meanwhile.
+          *args, batch, num_slices, **kwargs: as in a call. The rows are copied to host memory meanwhile.
 
         Returns:
-          A `Blame`, which prints as a sentence; None where all is finite. Rows that are bad only together are said to
-          be so.
+          A `Blame`, which prints as a sentence; None if all numbers are finite. It tells if rows are bad only together.
 
         Raises:
-          ValueError: rows cannot be tried one by one: those with neighbours, those that variables hold, and
-            `synk.local` ones; others as of a call.
+          ValueError: rows cannot be tried one by one: rows with neighbours, rows that variables hold, and `synk.local`
+            rows. Other errors are those of a call.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk
