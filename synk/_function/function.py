@@ -445,8 +445,8 @@ class Function:
         """Run both ways from one state, compare outputs and updates, and leave every variable as it was.
 
         A group of one replica is checked as two simulated ones. With `wire=`, exact sums are compared with the serial
-        answer, and rounded sums with exact ones, to the format's rounding. With `blocks=`, the answer is checked without
-        blocks first, and then bit for bit.
+        answer, and rounded sums with exact ones, to the format's rounding. With `blocks=`, the answer is checked
+        without blocks first, and then bit for bit.
 
         Args:
           *args: as in a call.
