@@ -9,20 +9,14 @@ from time import perf_counter
 
 import jax
 
-from .._call.auto_slices import (
-    ProgramMemory,
-    bytes_on_device,
-    data_beside,
-    memory_of,
-    sizes_of,
-    variable_bytes,
-)
+from .._call.auto_slices import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
 from .._call.blocks import Blocks
 from .._call.execute import ReadyCall, evaluate
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, PlanCache
 from .._call.rows import RowInput, exchange_programs
 from .._data.overlap import widened
+from .._data.transfer import PartRows
 from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group
 from .._runtime.target import known_accelerator
@@ -37,12 +31,9 @@ _WAYS = {"replicated": "rows that every replica holds", "stacked": "rows that li
 
 def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanation:
     """Describe a call that was made ready from shapes."""
-    plan, group, lengths = ready.plan, ready.group, ready.rows.lengths or ()
-    programs, inputs, variables = (
-        (*_exchanges(ready), *_programs(ready)),
-        tuple(_inputs(ready)),
-        tuple(_variables(plan)),
-    )
+    plan, group = ready.plan, ready.group
+    programs = (*_exchanges(ready), *_programs(ready))
+    inputs, variables = tuple(_inputs(ready)), tuple(_variables(plan))
     flops, sizes = _flops(ready), [program.total_bytes for program in programs]
     memory = None if None in sizes else max(size or 0 for size in sizes)
     fits = None if memory is None or group.memory is None else memory <= group.memory
@@ -50,8 +41,8 @@ def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanati
         function=ready.function.name,
         group=repr(group),
         platform=group.platform,
-        lengths=lengths,
-        num_slices=len(split_into_launches(lengths, ready.num_slices)) if lengths else 1,
+        lengths=ready.rows.lengths or (),
+        num_slices=len(_launches(ready)) or 1,
         was_compiled=was_compiled,
         why=why_compiled(list(plans.compiled), plan),
         flops=flops,
@@ -64,6 +55,12 @@ def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanati
         inputs=inputs,
         variables=variables,
     )
+
+
+def _launches(ready: ReadyCall) -> list[PartRows]:
+    """Return the rows of each launch; none for a call without rows."""
+    lengths = ready.rows.lengths
+    return split_into_launches(lengths, ready.num_slices) if lengths else []
 
 
 def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
@@ -80,13 +77,13 @@ def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
 
 def _programs(ready: ReadyCall) -> Iterator[ProgramReport]:
     """Describe the programs that run the function, in the order in which they are launched first."""
-    plan, lengths = ready.plan, ready.rows.lengths or ()
+    plan = ready.plan
     roles: Counter[tuple[str, Executable]] = Counter()
     if plan.start is None or plan.finish is None:
         roles["the call", plan.last] = 1
     else:
         roles["begin", plan.start] = 1
-        roles.update(("a slice", plan.program_of(parts)) for parts in split_into_launches(lengths, ready.num_slices))
+        roles.update(("a slice", plan.program_of(parts)) for parts in _launches(ready))
         roles["combine", plan.finish] = 1
     for (role, program), count in roles.items():
         memory = memory_of(program, plan)
@@ -127,11 +124,8 @@ def _way(ready: ReadyCall, rows: RowInput) -> tuple[str, int]:
     lengths, size, feed = ready.rows.lengths or (), ready.group.size, rows.feed
     if feed.layout == "rows":
         # All replicas get as many rows as the longest part has.
-        sent = (
-            sum(widened(parts, feed.overlap).max_rows for parts in split_into_launches(lengths, ready.num_slices))
-            * size
-        )
-        return "rows from the host", sent * _row_bytes(rows)
+        longest = [widened(parts, feed.overlap).max_rows for parts in _launches(ready)]
+        return "rows from the host", sum(longest) * size * _row_bytes(rows)
     if rows.scattered_rows is not None:
         # Each replica is told which rows each replica wants.
         longest = widened(split_into_launches(lengths, 1)[0], feed.overlap).max_rows
@@ -153,10 +147,8 @@ def _variables(plan: CallPlan) -> Iterator[VariableReport]:
 
 def _flops(ready: ReadyCall) -> int:
     """Count the operations on the replica with the most rows."""
-    plan, lengths = ready.plan, ready.rows.lengths
-    sizes: list[int | None] = (
-        [None] if lengths is None else [p.max_rows for p in split_into_launches(lengths, ready.num_slices)]
-    )
+    plan = ready.plan
+    sizes = [parts.max_rows for parts in _launches(ready)] or [None]
     if ready.call.block is not None:
         sizes = list(Blocks(ready.call).sizes_of_longest)
     return sum(plan.flops[size] for size in sizes) + plan.flops_of_then

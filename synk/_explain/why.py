@@ -23,7 +23,7 @@ def why_compiled(compiled: Sequence[Compiled], plan: CallPlan) -> list[str]:
     new = _parts(compiled[number])
     # Of calls that are equally near, the newest is the one that a user thinks of.
     nearest = min((_differences(_parts(old), new) for old in reversed(compiled[:number])), key=len)
-    return nearest or ["an earlier program of it is no longer kept"]
+    return nearest or ["the program of an earlier call like it is no longer kept"]
 
 
 def _differences(old: dict[Any, str], new: dict[Any, str]) -> list[str]:

@@ -67,7 +67,7 @@ def test_a_page_is_written(folder, more, rows):
     short = ["--steps", "2", "--rounds", "1", "--replicas", "3,1,2", "--unit", "tokens", "--per-row", "128"]
     done = bench(folder, "train.py:bench", *short, *more)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(\d) replicas?: (\d+) rows in .* tokens/s", done.stdout, re.M) == list(
+    assert re.findall(r"^(\d) replicas?: (\d+) rows, .* tokens/s", done.stdout, re.M) == list(
         zip("123", rows, strict=True)
     )
     page = (folder / "scaling.html").read_text()
