@@ -150,7 +150,7 @@ def _copy(variable: Shared) -> list[jax.Array]:
     if spec.buffers is None:
         return copies
     ins, outs = layouts("replicated", len(copies)), layouts("replicated", len(spec.shapes))
-    return run_collective(group, spec.unpacker, ins, outs, copies, is_local=True)
+    return run_collective(group, spec.unpack, ins, outs, copies, is_local=True)
 
 
 def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:

@@ -208,7 +208,7 @@ def _differing_updates(
         whole, by_rank = stored_on_host(variable, want, serial)[0], stored_on_host(variable, new, parallel)
         unpack = variable._spec.unpack
         for i, path in enumerate(variable._spec.paths):
-            a, got = unpack(whole)[i], [unpack(leaves)[i] for leaves in by_rank]
+            a, got = unpack(*whole)[i], [unpack(*leaves)[i] for leaves in by_rank]
             wrong = [rank for rank, value in enumerate(got) if not tolerance.admits(a, value)]
             if wrong:
                 hint = "; update it in then, from combined outputs." if update.depends_on is None else "."

@@ -164,7 +164,11 @@ def eager() -> Generator[None]:
 
 
 def _refuse_callback() -> None:
-    """Raise in a thread that JAX has started for a host callback, which would wait for its own program."""
+    """Raise in a thread that JAX has started for a host callback, which would wait for its own program.
+
+    JAX in a callback may hang (https://github.com/jax-ml/jax/issues/24255). JAX's function is the outermost on such a
+    thread's stack; threads that other libraries start may use variables.
+    """
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

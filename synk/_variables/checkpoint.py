@@ -236,10 +236,10 @@ def _entries(variable: Shared, is_writer: bool) -> Iterator[tuple[int | None, It
         yield None, whole_on_host(spec, group, leaves)
     elif not variable._state.is_equal:
         for rank in range(group.size):
-            yield rank, spec.unpack(host_leaves(variable, rank))
+            yield rank, spec.unpack(*host_leaves(variable, rank))
     elif is_writer:
         layout, rank = variable._state.layout, group._local_ranks.start
-        yield None, spec.unpack([local_replica_to_host(group, leaf, layout, rank, None) for leaf in leaves])
+        yield None, spec.unpack(*[local_replica_to_host(group, leaf, layout, rank, None) for leaf in leaves])
 
 
 def _member(variable: str, leaf: int, rank: int | None) -> str:

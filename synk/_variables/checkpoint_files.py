@@ -258,7 +258,8 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    # rmtree that is interrupted closes a descriptor twice: an OSError would hide the Ctrl-C.
+    # An interrupted rmtree closes a descriptor twice, and the OSError, which older versions of Python do not ignore,
+    # would hide the Ctrl-C (https://github.com/python/cpython/issues/79513).
     with uninterrupted():
         shutil.rmtree(path, ignore_errors=True)
 
@@ -275,7 +276,8 @@ class Writer:
     """Writes checkpoints, one at a time."""
 
     def __init__(self) -> None:
-        # No join: where Ctrl-C ends it, Python 3.11 takes a thread that runs for ended.
+        # Not Thread.join: if Ctrl-C interrupts it, Python 3.11 takes a running thread for ended
+        # (https://github.com/python/cpython/issues/90882).
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._failure: tuple[str, Exception] | None = None

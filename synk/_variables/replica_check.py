@@ -1,4 +1,4 @@
-"""Replica check: do all replicas hold the same bits?"""
+"""Replica check: compare the bits that replicas hold."""
 
 from functools import lru_cache
 from itertools import islice
@@ -18,7 +18,8 @@ from .._tracing.context import eager
 from .collectives import variables_of
 from .variable import Shared, bind, divergence, group_of
 
-AT_A_TIME = 1 << 20  # numbers that are mixed, which takes twice their memory where they are not fused
+# How many numbers are mixed at a time: it takes twice their memory where XLA does not fuse it.
+AT_A_TIME = 1 << 20
 
 
 @public_api
@@ -26,8 +27,7 @@ def check_replicas(*variables: Shared) -> None:
     """Check that all replicas hold the same bits, by one small collective over fingerprints.
 
     Args:
-      *variables: shared variables; of what is each replica's own by design (`synk.train.PowerSGD`'s) nothing is
-        compared.
+      *variables: shared variables. Those that differ by design (`synk.train.PowerSGD`'s) are not compared.
 
     Raises:
       DivergedError: a leaf differs; the message names variable, leaf and ranks.
@@ -37,21 +37,21 @@ def check_replicas(*variables: Shared) -> None:
       >>> with synk.simulate(2):
       ...     synk.check_replicas(synk.shared(np.zeros(3)), synk.shared(np.ones(2)))
     """
-    each = [variable for variable in variables_of(list(variables), "check_replicas") if not variable._may_differ]
-    if not each:
+    checked = [variable for variable in variables_of(list(variables), "check_replicas") if not variable._may_differ]
+    if not checked:
         return
     with eager():
-        for variable in each:
+        for variable in checked:
             if variable._state.rows_per_replica is not None:
                 raise DivergedError(divergence(variable))
-        group = group_of(each[0])
-        states = [bind(variable, group) for variable in each]
-        body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpacker, v._spec.is_cut) for v in each))
+        group = group_of(checked[0])
+        states = [bind(variable, group) for variable in checked]
+        body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpack, v._spec.is_cut) for v in checked))
         leaves = [leaf for state in states for leaf in state.leaves]
         layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
         with translate_peer_errors(group):
             table = np.asarray(run_collective(group, body, layouts, ["replicated"], leaves)[0])
-    names = [f"{variable.name}{path}" for variable in each for path in variable._spec.paths]
+    names = [f"{variable.name}{path}" for variable in checked for path in variable._spec.paths]
     for i, name in enumerate(names):
         wrong = [rank for rank in range(group.size) if (table[rank, i] != table[0, i]).any()]
         if wrong:
@@ -64,21 +64,29 @@ def check_replicas(*variables: Shared) -> None:
 
 @lru_cache(maxsize=256)
 def _fingerprints(variables: tuple[tuple[int, Body, tuple[bool, ...] | None], ...]) -> Body:
-    """A program for variables of so many stored leaves each, what unpacks them, and which no two replicas share."""
+    """Return a program that gives all replicas every replica's fingerprints.
+
+    Args:
+      variables: for each its number of stored leaves, what unpacks them, and which of them are shards.
+    """
 
     def body(*leaves: jax.Array) -> list[jax.Array]:
         rest, prints = iter(leaves), list[jax.Array]()
         for count, unpack, is_cut in variables:
-            found = unpack(*islice(rest, count))
-            each = zip(found, is_cut or [False] * len(found), strict=True)
-            prints += [jnp.zeros(2, jnp.uint32) if one else _fingerprint(leaf) for leaf, one in each]
+            unpacked = unpack(*islice(rest, count))
+            pairs = zip(unpacked, is_cut or [False] * len(unpacked), strict=True)
+            # Shards of two replicas are never alike.
+            prints += [jnp.zeros(2, jnp.uint32) if is_shard else _fingerprint(leaf) for leaf, is_shard in pairs]
         return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
 
     return body
 
 
 def _fingerprint(leaf: jax.Array) -> jax.Array:
-    """64 bits that depend on every bit and its place: sums of two mixes (murmur3's finaliser)."""
+    """Return 64 bits that depend on every bit and its place: two sums of mixed numbers.
+
+    The mix is the finalizer of MurmurHash3 (https://github.com/aappleby/smhasher/wiki/MurmurHash3).
+    """
     flat = leaf.ravel()
     whole = flat.size // AT_A_TIME
 
@@ -91,7 +99,7 @@ def _fingerprint(leaf: jax.Array) -> jax.Array:
 
 
 def _sums(numbers: jax.Array, start: Any) -> jax.Array:
-    """Of numbers from a place on."""
+    """Return the two sums for numbers whose first has the place `start`."""
     bits = as_bits(numbers)
     if bits.dtype.itemsize == 8:
         bits = lax.bitcast_convert_type(bits, jnp.uint32)

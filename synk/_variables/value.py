@@ -1,8 +1,7 @@
 """Value: the tree of a shared variable, how its leaves are stored, and checks of new values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 import jax
@@ -67,35 +66,21 @@ class ValueSpec:
         numpy: Any = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np
         return [numpy.concatenate([numpy.asarray(leaves[i]).reshape(-1) for i in which]) for which in self.buffers]
 
-    @property
-    def unpacker(self) -> Callable[..., list[Any]]:
-        """Return the function from stored leaves to logical ones. Both may have more axes in front."""
-        return _as_they_are if self.buffers is None else _unpacker(self.buffers, self.shapes)
-
-    def unpack(self, stored: Sequence[Any]) -> list[Any]:
-        return self.unpacker(*stored)
+    def unpack(self, *stored: Any) -> list[Any]:
+        """Return logical leaves of stored ones. Both may have more axes in front."""
+        if self.buffers is None:
+            return list(stored)
+        leaves: dict[int, Any] = {}
+        for buffer, numbers in zip(stored, self.buffers, strict=True):
+            stops = np.cumsum([self.shapes[i].size for i in numbers]).tolist()
+            split = np.split if isinstance(buffer, np.ndarray) else jnp.split
+            for i, part in zip(numbers, split(buffer, stops[:-1], axis=-1), strict=True):
+                leaves[i] = part.reshape((*buffer.shape[:-1], *self.shapes[i].shape))
+        return [leaves[i] for i in range(len(self.shapes))]
 
     def tree(self, stored: Sequence[Any]) -> PyTree:
         """Return stored leaves as the user's tree, raw key data as keys."""
-        return self.treedef.unflatten(map(as_keys, self.unpack(stored), self.keys))
-
-
-def _as_they_are(*stored: Any) -> list[Any]:
-    return list(stored)
-
-
-@lru_cache(maxsize=256)
-def _unpacker(buffers: Buffers, shapes: Shapes) -> Callable[..., list[Any]]:
-    def unpack(*stored: Any) -> list[Any]:
-        leaves: dict[int, Any] = {}
-        for buffer, which in zip(stored, buffers, strict=True):
-            stops = np.cumsum([shapes[i].size for i in which]).tolist()
-            split = np.split if isinstance(buffer, np.ndarray) else jnp.split
-            for i, part in zip(which, split(buffer, stops[:-1], axis=-1), strict=True):
-                leaves[i] = part.reshape((*buffer.shape[:-1], *shapes[i].shape))
-        return [leaves[i] for i in range(len(shapes))]
-
-    return unpack
+        return self.treedef.unflatten(map(as_keys, self.unpack(*stored), self.keys))
 
 
 def spec_of_value(value: PyTree, name: str, borrow: bool, is_flat: bool) -> tuple[ValueSpec, list[Any]]:

@@ -68,8 +68,8 @@ class Shared:
             living = self._living
             living[number] = ref(self, lambda _: living.pop(number, None))
         self.name = name or f"shared_{next(_numbers)}"
-        # Processes compare the given name: a made-up name has a number that may differ between them.
-        self._given_name = name or ""
+        # Processes compare this name: a made-up one has a number that may differ between them.
+        self._given_name = name or "a shared variable without a name"
         self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
         # None until the first use places the leaves.
         self._group: Group | None = None
@@ -372,13 +372,9 @@ def _copies(variable: Shared, group: Group, leaves: list[Any]) -> list[jax.Array
 
 def _compare_processes(variable: Shared, group: Group, leaves: list[Any]) -> None:
     """Compare new leaves between processes. First values always are: unseeded random numbers, say, differ."""
-    name, cure = _shared_name(variable), f"synk.broadcast({variable.name})"
+    name, cure = variable._given_name, f"synk.broadcast({variable.name})"
     remedy = f"Make it alike, e.g. of one seed, or give all of them that of the first replica: {cure}."
     group._peers.compare_values(f"the value of {name}", lambda: leaves, remedy, variable._group is None)
-
-
-def _shared_name(variable: Shared) -> str:
-    return variable._given_name or "a shared variable without a name"
 
 
 def logical_shapes(variable: Shared, rows: int | None = None) -> Sequence[jax.ShapeDtypeStruct]:
@@ -455,7 +451,7 @@ def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
 
 def _agree_to_read(variable: Shared, group: Group) -> None:
     """Let processes meet before a read that communicates, so that a process that reads alone is told."""
-    group._peers.agree(f"a read of {_shared_name(variable)}", "")
+    group._peers.agree(f"a read of {variable._given_name}", "")
 
 
 def _common_leaves(variable: Shared, group: Group) -> list[jax.Array]:
