@@ -1315,6 +1315,7 @@ def test_a_new_number_each_call_keeps_groups():
     with group_of("devices", 1) as group:
         f = synk.function(lambda x, rate: x.sum() * rate, inputs={"rate": "broadcast"})
         f.check(np.ones(4, np.float32), 1.0)
+        f(np.ones(4, np.float32), 1.0)
         before, two = f.stats.compilations, group._simulated(2)
         for i in range(1100):
             f(np.ones(4, np.float32), float(i))

@@ -34,7 +34,7 @@ def choose_slices(site: Site, bound: BoundArguments, options: CallOptions) -> Sl
     whole = ask(1)
     lengths = whole.rows.lengths
     if lengths is None:
-        return SliceChoice(1, 1, {})
+        return SliceChoice(1, 1)
     key = ("slices", plan_key(site.function, whole.kind), lengths)
 
     def trace() -> Traced:
@@ -87,7 +87,7 @@ def _choose(site: Site, ask: Callable[[int], CheckedCall], max_rows: int, least:
     while slices < max_rows and _bytes(find_plan(site, ask(slices), slices)[1], group, name) > limit:
         # Parts have very different lengths, and the probe had compiled one of their programs.
         slices += 1
-    return SliceChoice(slices, max_rows, first.accepts)
+    return SliceChoice(slices, max_rows)
 
 
 def _limit(group: Group, name: str) -> int:

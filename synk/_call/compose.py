@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -26,8 +26,6 @@ from .._reductions.results import ResultSpec
 from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
-from .._variables.state import AbstractState
-from .._variables.variable import Shared
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions, check_leaves
 from .kinds import check_row_numbers, checked_subset, with_parts
 from .parts import arrays_of, part_of, part_table, split_into_launches
@@ -37,21 +35,6 @@ from .program import Epilogue, ProgramBuilder
 from .rows import select_rows
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
-
-
-@dataclass(frozen=True, eq=False)
-class ComposedPlan:
-    """The program of one kind of traced call.
-
-    Attributes:
-      mapped: the program, to be inlined. It takes rows in equal blocks, one a replica, and broadcast arguments.
-      result: the structure of what the call returns.
-      accepts: the states of variables for which it is made; a traced call has no variables.
-    """
-
-    mapped: Callable[..., Sequence[jax.Array]]
-    result: ResultSpec
-    accepts: dict[Shared, tuple[AbstractState, ...]]
 
 
 @transfers_on_purpose()
@@ -98,14 +81,14 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
 
     def trace() -> Traced:
         # A program that touches a variable is refused, so none is touched here.
-        plan = _make(function, group, call)
-        return Traced((), (ref(plan),), lambda: plan)
+        mapped, result = _make(function, group, call)
+        return Traced({}, (ref(mapped),), lambda: (mapped, result))
 
-    plan = site.find(plan_key(function, call), trace, holds_function=True)
+    mapped, result = site.find(plan_key(function, call), trace, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]
-    return plan.result.tree(run_inlined(group, plan.mapped, placed))
+    return result.tree(run_inlined(group, mapped, placed))
 
 
 @contextmanager
@@ -188,7 +171,13 @@ def place_traced(group: Group, array: jax.Array, layout: Layout) -> jax.Array:
     return put(group, array, layout)
 
 
-def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
+def _make(
+    function: FunctionSpec, group: Group, call: CallSpec
+) -> tuple[Callable[..., Sequence[jax.Array]], ResultSpec]:
+    """Make the program of a traced call, to be inlined, and the structure of what it returns.
+
+    The program takes rows in equal blocks, one a replica, and broadcast arguments.
+    """
     builder = ProgramBuilder(CallTraces(function, group, call))
     epilogue = Epilogue(builder)
     result = epilogue.result
@@ -226,4 +215,4 @@ def _make(function: FunctionSpec, group: Group, call: CallSpec) -> ComposedPlan:
     ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
     outs = layouts("replicated", len(result.picked))
     mapped = rank_by_rank if builder.runs_each_rank else spmd(group, body, ins, outs)
-    return ComposedPlan(jax.jit(mapped), result, {})
+    return jax.jit(mapped), result

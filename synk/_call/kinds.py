@@ -1,7 +1,6 @@
 """Kinds: check a call's arguments and rows, compute the key of its plan, and find the plan."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -17,12 +16,10 @@ from .._data.dataset import Data, resident, source_of
 from .._data.selection import index_kind, select_on_replicas
 from .._runtime.group import Group
 from .._runtime.layout import host_copy, put, replicate
-from .._variables.state import AbstractState
-from .._variables.variable import Shared
 from .binding import BoundArguments, CallOptions, check_leaves, passes_variables
 from .execute import translate_error
 from .parts import split_into_launches
-from .plan import CallPlan, NeedsLengths, Site, Traced, plan_key, trace_plan
+from .plan import CallPlan, Site, Traced, plan_key, trace_plan
 from .rows import RowInputs, select_rows, values_on_host
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, rows_not_in_blocks
@@ -114,19 +111,6 @@ def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int,
     return (first, *dict.fromkeys(later)), len(set(lengths)) == 1, 1 + len(later)
 
 
-@dataclass(frozen=True, eq=False)
-class _Holder:
-    """The variable that brings a call its rows, if any.
-
-    Attributes:
-      variable: the variable.
-      accepts: the states of variables for which it does.
-    """
-
-    variable: Shared | None
-    accepts: dict[Shared, tuple[AbstractState, ...]]
-
-
 def _rows_of_variable(site: Site, call: CallSpec, rows: RowInputs, batch_s: Any) -> RowInputs:
     """Take the rows that a variable brings, or those that `batch_s` picks from it."""
     function = site.function
@@ -136,12 +120,11 @@ def _rows_of_variable(site: Site, call: CallSpec, rows: RowInputs, batch_s: Any)
         traces = CallTraces(function, site.group, call._replace(held_index=None), site.view)
         traced = traces.of_rows(taken)
         holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
-        accepted = {v: (traces.abstract(v),) for v in traces.touched}
         record = (*traces.record, None if holder is None else holder._number)
-        return Traced(traces.touched, record, lambda: _Holder(holder, accepted))
+        return Traced(traces.accepts, record, lambda: holder)
 
     key = ("holder", call, taken, function.per_part)
-    holder = site.find(key, trace).variable
+    holder = site.find(key, trace)
     lengths = None if holder is None else site.state(holder).rows_per_replica
     if holder is not None and function.blocks is not None:
         raise rows_not_in_blocks(name, holder.name, function.blocks)
@@ -231,14 +214,14 @@ def find_plan(site: Site, checked: CheckedCall, slices: int, is_probe: bool = Fa
     if is_probe:
         kind = kind._replace(part_sizes=(max(kind.part_sizes, key=lambda sizes: (len(sizes), sizes)),))
     plan = _find(site, kind)
-    if isinstance(plan, NeedsLengths):
+    if plan is None:
         kind = kind._replace(lengths=lengths, num_slices=len(split_into_launches(lengths or (), slices)))
         plan = _find(site, kind)
-    assert isinstance(plan, CallPlan)
+    assert plan is not None
     return kind, plan
 
 
-def _find(site: Site, kind: CallSpec) -> CallPlan | NeedsLengths:
+def _find(site: Site, kind: CallSpec) -> CallPlan | None:
     function = site.function
 
     def timed(act: Callable[[], Any]) -> Any:

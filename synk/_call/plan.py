@@ -1,9 +1,8 @@
 """Plan: how calls of one kind run: compiled programs, their arguments and results. Plans are made without values."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -77,7 +76,7 @@ class CallPlan:
     start: Executable | None
     finish: Executable | None
     reads: tuple[tuple[Shared, ...], tuple[Shared, ...]]
-    accepts: dict[Shared, tuple[AbstractState, ...]]
+    accepts: Mapping[Shared, tuple[AbstractState, ...]]
     held: tuple[Shared, ...]
     layouts: dict[Shared, Layout]
     updates: tuple[UpdateSlice, ...]
@@ -110,14 +109,27 @@ class Traced(NamedTuple):
     """Trace of a kind of call.
 
     Attributes:
-      touched: the variables that the function reads or writes.
+      accepts: for each variable that the function reads or writes, the states for which the trace is right.
       record: what identifies the trace: equal records make the same programs.
       finish: makes the plan.
     """
 
-    touched: Collection[Shared]
+    accepts: Mapping[Shared, tuple[AbstractState, ...]]
     record: tuple[Any, ...]
     finish: Callable[[], Any]
+
+
+class Kept:
+    """A plan that is kept, and the states of variables for which it was made."""
+
+    __slots__ = ("__weakref__", "accepts", "plan")
+
+    def __init__(self, plan: Any, accepts: Mapping[Shared, tuple[AbstractState, ...]]) -> None:
+        self.plan, self.accepts = plan, accepts
+
+    def fits(self, abstract: Callable[[Shared], AbstractState]) -> bool:
+        """Tell whether the variables are in states for which the plan was made."""
+        return all([abstract(variable) in states for variable, states in self.accepts.items()])
 
 
 class Reached(NamedTuple):
@@ -149,7 +161,7 @@ class PlanCache:
     def __init__(self) -> None:
         self._touched: WeakKeyDictionary[Shared, None] = WeakKeyDictionary()
         # Not in the group, which would keep the function alive.
-        self._reached: WeakKeyDictionary[Any, Reached] = WeakKeyDictionary()
+        self._reached: WeakKeyDictionary[Kept, Reached] = WeakKeyDictionary()
         self._holding = BoundedCache(MAX_GROUPS)
         self._groups: WeakSet[Group] = WeakSet()
         # The newest plans, from which explain tells why a plan had to be made.
@@ -171,57 +183,59 @@ class PlanCache:
 
         Where `site.retraces` the function is always traced, since what it captures may have changed.
         """
-        function, group, abstract, retraces = site.function, site.group, site.abstract, site.retraces
+        function, group, retraces = site.function, site.group, site.retraces
         self._groups.add(group)
-        plans: list[Any] = self.kept(group, key, list, holds_function)
-        if not retraces and (plan := self._current(plans, abstract)) is not None:
-            return plan
+        entries: list[Kept] = self.kept(group, key, list, holds_function)
+        if not retraces and (entry := self._current(entries, site)) is not None:
+            return entry.plan
         made, traced = newest(), trace()
         # Names are read after the trace, in which a function may count its traces.
         names = Names([function.fn, function.then])
         # Plans of serial runs are kept apart: calls go on with what they run, whatever a serial run has met since.
-        now = self.kept(group, ("as it is now", key), list, holds_function)
-        # A copy, since another thread may drop plans meanwhile.
-        known, touched = dict(list(self._reached.items())), set(traced.touched)
-        same = [plan for plan in (*plans, *now) if plan in known and known[plan].record == traced.record]
-        plans = now if retraces else plans
-        # A plan for another state of its variables is looked at again when they are in that state.
-        others = [plan for plan in plans if plan in known and plan not in same and not _fits(plan, abstract)]
-        stale = {plan for plan, reached in known.items() if plan.accepts.keys() - touched and not reached.is_current()}
-        dropped = stale if retraces else {*plans, *stale}
+        now: list[Kept] = self.kept(group, ("as it is now", key), list, holds_function)
+        # A copy, since another thread may drop entries meanwhile.
+        known, touched = dict(list(self._reached.items())), set(traced.accepts)
+        same = [entry for entry in (*entries, *now) if entry in known and known[entry].record == traced.record]
+        entries = now if retraces else entries
+        # An entry for another state of its variables is looked at again when they are in that state.
+        others = [entry for entry in entries if entry in known and entry not in same and not entry.fits(site.abstract)]
+        stale = {
+            entry for entry, reached in known.items() if entry.accepts.keys() - touched and not reached.is_current()
+        }
+        dropped = stale if retraces else {*entries, *stale}
         self._forget(dropped.difference(same, others), touched)
-        plan = next((plan for plan in same if _fits(plan, abstract)), None) or traced.finish()
-        is_new = plan not in same
-        self._reached.update(dict.fromkeys((plan, *same), Reached(made, names, traced.record)))
-        self._touched.update(dict.fromkeys(plan.accepts))
-        if isinstance(plan, CallPlan) and is_new:
-            states = WeakKeyDictionary(plan.accepts)
-            self.compiled.append((ref(plan), repr(group), key[0], states))
-        if retraces and not is_new:
-            return plan
-        plans = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)
-        plans[:] = [plan, *(other for other in (*same, *others) if other is not plan)][:64]
-        return plan
+        entry = next((entry for entry in same if entry.fits(site.abstract)), None)
+        is_new = entry is None
+        if entry is None:
+            entry = Kept(traced.finish(), traced.accepts)
+            if isinstance(entry.plan, CallPlan):
+                self.compiled.append((ref(entry.plan), repr(group), key[0], WeakKeyDictionary(entry.accepts)))
+        self._reached.update(dict.fromkeys((entry, *same), Reached(made, names, traced.record)))
+        self._touched.update(dict.fromkeys(entry.accepts))
+        if is_new or not retraces:
+            entries = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)
+            entries[:] = [entry, *(other for other in (*same, *others) if other is not entry)][:64]
+        return entry.plan
 
     def is_stale(self, site: "Site", key: Any, trace: Callable[[], Traced]) -> bool:
         """Tell whether the function would make another program now than the one that calls of this kind run."""
-        plan = self._current(self.kept(site.group, key, list, holds_function=False), site.abstract)
-        return plan is not None and self._reached[plan].record != trace().record
+        entry = self._current(self.kept(site.group, key, list, holds_function=False), site)
+        return entry is not None and self._reached[entry].record != trace().record
 
-    def _current(self, plans: list[Any], abstract: Callable[[Shared], AbstractState]) -> Any:
-        for plan in plans:
-            # Another thread may have dropped the plan.
-            reached = self._reached.get(plan)
-            if reached is not None and reached.is_current() and _fits(plan, abstract):
-                return plan
+    def _current(self, entries: list[Kept], site: "Site") -> Kept | None:
+        for entry in entries:
+            # Another thread may have dropped the entry.
+            reached = self._reached.get(entry)
+            if reached is not None and reached.is_current() and entry.fits(site.abstract):
+                return entry
         return None
 
-    def _forget(self, stale: Set[Any], touched: Set[Shared]) -> None:
-        """Drop stale plans. If no plan is left for a variable, drop all programs too, which refer to it."""
-        for plan in stale:
-            self._reached.pop(plan, None)
-        gone = {variable for plan in stale for variable in plan.accepts} - touched
-        gone.difference_update(*[plan.accepts for plan in list(self._reached)])
+    def _forget(self, stale: Set[Kept], touched: Set[Shared]) -> None:
+        """Drop stale entries. If none is left for a variable, drop all programs too, which refer to it."""
+        for entry in stale:
+            self._reached.pop(entry, None)
+        gone = {variable for entry in stale for variable in entry.accepts} - touched
+        gone.difference_update(*[entry.accepts for entry in list(self._reached)])
         for variable in gone:
             self._touched.pop(variable, None)
         if gone:
@@ -277,11 +291,6 @@ class Site:
         return self.plans.find(self, key, trace, **options)
 
 
-def _fits(plan: Any, abstract: Callable[[Shared], AbstractState]) -> bool:
-    """Tell whether the variables are in states for which the plan is made."""
-    return all([abstract(variable) in accepted for variable, accepted in plan.accepts.items()])
-
-
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Return the key of a plan: the kind of call, and how `f.check` or a later `then` has changed the function."""
     flags = function.then is None, function.per_part, function.gathers_all, function.refuses_nan
@@ -295,45 +304,44 @@ class SliceChoice:
     Attributes:
       slices: the number of slices.
       most: the most slices that there can be: the rows of the longest part.
-      accepts: the states of variables for which it is made.
       has_run: whether such a call has ended without running out of memory.
     """
 
     slices: int
     most: int
-    accepts: dict[Shared, tuple[AbstractState, ...]]
     has_run: bool = False
 
 
-@dataclass(eq=False)
-class NeedsLengths:
-    """Answer in place of a plan: calls of this kind need a plan for the exact rows of each replica."""
-
-    accepts: dict[Shared, tuple[AbstractState, ...]]
-
-
 def trace_plan(site: Site, call: CallSpec) -> Traced:
-    """Trace a kind of call, to be finished as a `CallPlan` or as `NeedsLengths`."""
+    """Trace a kind of call, to be finished as a `CallPlan`; as None if programs depend on the rows of each replica."""
     traces = CallTraces(site.function, site.group, call, site.view)
     builder = ProgramBuilder(traces)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
-        needs = NeedsLengths({v: (traces.abstract(v),) for v in traces.touched})
-        return Traced(traces.touched, traces.record, lambda: needs)
+        return Traced(traces.accepts, traces.record, lambda: None)
     epilogue = Epilogue(builder)
     if site.function.blocks is not None:
         _check_blocks(traces)
     depends_on = _equality_dependencies(epilogue)
-    return Traced(traces.touched, traces.record, partial(_make_plan, epilogue, depends_on, site.plans))
-
-
-def _make_plan(epilogue: Epilogue, depends_on: dict[Shared, tuple[Shared, ...] | None], plans: PlanCache) -> CallPlan:
-    """Lower and compile a kind of call."""
-    builder, traces, call = epilogue.builder, epilogue.traces, epilogue.call
-    differing = _diverging(traces, depends_on) if epilogue.group.size > 1 else set[Shared]()
+    differing = _diverging(traces, depends_on) if site.group.size > 1 else set[Shared]()
     layouts: dict[Shared, Layout] = {
         v: "stacked" if v in differing else traces.abstract(v).layout for v in traces.touched
     }
-    result = epilogue.result
+    # A state in the layout that programs take needs no other plan.
+    accepts = {
+        v: tuple(dict.fromkeys((state, with_layout(state, layouts[v])))) for v, (state,) in traces.accepts.items()
+    }
+    return Traced(accepts, traces.record, lambda: _make_plan(epilogue, depends_on, layouts, site.plans, accepts))
+
+
+def _make_plan(
+    epilogue: Epilogue,
+    depends_on: dict[Shared, tuple[Shared, ...] | None],
+    layouts: dict[Shared, Layout],
+    plans: PlanCache,
+    accepts: Mapping[Shared, tuple[AbstractState, ...]],
+) -> CallPlan:
+    """Lower and compile a kind of call."""
+    builder, traces, call, result = epilogue.builder, epilogue.traces, epilogue.call, epilogue.result
     compiler = Compiler(epilogue, tuple(depends_on), layouts)
     programs, start, finish = compiler.compile(plans)
     updates: list[UpdateSlice] = []
@@ -349,10 +357,7 @@ def _make_plan(epilogue: Epilogue, depends_on: dict[Shared, tuple[Shared, ...] |
         start=start,
         finish=finish,
         reads=compiler.reads,
-        accepts={
-            v: tuple(dict.fromkeys((traces.abstract(v), with_layout(traces.abstract(v), layouts.get(v)))))
-            for v in traces.touched
-        },
+        accepts=accepts,
         held=tuple(v for v in traces.touched if traces.holds_rows(v)),
         layouts=layouts,
         updates=tuple(updates),

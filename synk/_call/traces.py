@@ -49,6 +49,11 @@ class CallTraces:
         with jax.ensure_compile_time_eval():
             return self._view(variable).abstract
 
+    @property
+    def accepts(self) -> dict[Shared, tuple[AbstractState]]:
+        """Return the states of the touched variables, for which the traces are right."""
+        return {variable: (self.abstract(variable),) for variable in self.touched}
+
     def holds_rows(self, variable: Shared) -> bool:
         """Tell whether a variable holds rows."""
         return self.abstract(variable).rows_per_replica is not None
