@@ -12,7 +12,7 @@ import numpy as np
 
 from .._base.pytree import PyTree, as_keys
 from .._runtime.group import AXIS
-from .captured import split, without_places
+from .captured import without_places
 from .context import TraceContext, tracing
 from .equations import equations, flops, is_over_axis, merge_equal, narrowest_float
 from .fingerprint import fingerprint
@@ -54,9 +54,8 @@ class TracedFunction:
     """A function of plain arrays: it maps leaves of variables and arguments, the rank and the first row to leaves.
 
     Attributes:
-      run: runs the function. It takes the results of `known` by that name, and returns outputs, then new leaves.
+      run: runs the function. It takes the values of `consts` by that name, and returns outputs, then new leaves.
       consts: the arrays that it closes over.
-      known: computes what depends on `consts` alone.
       blame_line: takes the arguments of `run`, and returns the line that makes the first number that is not finite.
       variables: the variables whose leaves come first, in this order.
       reads: the variables in the order in which they are read.
@@ -75,7 +74,6 @@ class TracedFunction:
 
     run: Callable[..., list[jax.Array]]
     consts: Sequence[Any]
-    known: Callable[[Sequence[Any]], Sequence[Any]]
     blame_line: Callable[..., str | None]
     variables: tuple[Any, ...]
     reads: tuple[Any, ...]
@@ -114,11 +112,9 @@ def trace(request: TraceRequest) -> TracedFunction:
     all_equations = list(equations(closed.jaxpr))
     found["uses_rank"] |= any(map(_tells_ranks_apart, all_equations))
     has_callbacks = bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in all_equations)
-    parts = split(closed)
     return TracedFunction(
-        run=_runner(closed, parts.late, is_used),
+        run=_runner(closed, is_used),
         consts=closed.consts,
-        known=lambda consts: jax.core.eval_jaxpr(parts.early, consts),
         blame_line=lambda *args: first_bad_line(closed.jaxpr, closed.consts, _all_of(closed.jaxpr, is_used, args)),
         variables=tuple(variable for variable in variables if variable in found["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
@@ -174,11 +170,11 @@ def _all_of(jaxpr: Any, is_used: Sequence[bool], args: Sequence[Any]) -> list[An
     return [next(values) if is_in else np.zeros(s.shape, s.dtype) for is_in, s in zip(used, shapes, strict=True)]
 
 
-def _runner(closed: Any, late: Any, is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
-    def run(*args: jax.Array, known: Sequence[Any]) -> list[jax.Array]:
+def _runner(closed: Any, is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
+    def run(*args: jax.Array, consts: Sequence[Any]) -> list[jax.Array]:
         values = iter(args)
         variables = [next(values) if used else None for used in is_used]
-        results = jax.core.eval_jaxpr(late, known, *variables, *values)
+        results = jax.core.eval_jaxpr(closed.jaxpr, consts, *variables, *values)
         # A result that depends on no input is a number of Python or NumPy.
         return [
             result if isinstance(result, jax.Array) else jnp.asarray(result, aval.dtype)
