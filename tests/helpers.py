@@ -1,5 +1,6 @@
 """What several test files need: groups, the oracle's split of rows, and strategies that draw calls."""
 
+import contextlib
 import functools
 import mmap
 import os
@@ -163,3 +164,29 @@ def assert_same(got, want):
     for a, b in zip(map(np.asarray, jax.tree.leaves(got)), map(np.asarray, jax.tree.leaves(want)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         assert a.tobytes() == b.tobytes()
+
+
+def values(*variables):
+    """What each replica holds of each variable."""
+    return [[v.get_value(rank) for rank in range(synk.size())] for v in variables]
+
+
+@contextlib.contextmanager
+def unchanged(*variables):
+    """Whatever happens inside, the variables hold the same after it."""
+    before = values(*variables)
+    yield
+    assert_same(values(*variables), before)
+
+
+def raised_by(act):
+    """What a call raises."""
+    try:
+        act()
+    except Exception as error:
+        return error
+    pytest.fail("it did not raise")
+
+
+def members(value):
+    return {name for name in dir(value) if not name.startswith("_")}

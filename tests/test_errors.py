@@ -13,7 +13,7 @@ import pytest
 import synk
 import synk.train
 
-from .helpers import group_of, numbers
+from .helpers import group_of, numbers, raised_by
 
 pytestmark = pytest.mark.smoke
 
@@ -637,3 +637,45 @@ def test_the_base_of_synks_own():
     """One class to catch."""
     for error in (synk.LawError, synk.DivergedError, synk.SharedLostError):
         assert issubclass(error, synk.SynkError)
+
+
+X8 = numbers(8)
+
+
+def branches(amount):
+    return amount if amount.sum() > 0 else -amount
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("how", ["call", "serial", "check", "compile", "jit"])
+def test_errors_of_tracing_name_the_users_function(group, how, rows):
+    """As `jax.jit` does: function, file and argument, and nothing of synk's."""
+    f = synk.function(branches)
+    act = {"call": f, "jit": jax.jit(f)}.get(how) or getattr(f, how)
+    message = str(raised_by(lambda: act(numbers(rows))))
+    assert "branches at " in message and __file__ in message and "argument amount" in message
+    assert "flat" not in message and "leaves[" not in message
+
+
+def test_errors_of_tracing_name_parts_of_arguments(group):
+    """Of a tree, the leaf; in then, its parameter."""
+    f = synk.function(lambda tree: tree["a"] if tree["b"].sum() > 0 else 0)
+    assert "argument tree['b']" in str(raised_by(lambda: f({"a": X8, "b": X8})))
+    f = synk.function(lambda x: x.sum(), then=lambda total: total if total > 0 else 0)
+    assert "argument total" in str(raised_by(lambda: f(X8)))
+
+
+def misspelt(x):
+    return x * undefined_weight  # noqa: F821  # pyright: ignore[reportUndefinedVariable]  # the NameError is the test
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("how", ["call", "serial", "check", "compile", "then", "iterate"])
+def test_errors_of_the_user_show_the_users_lines(group, how, rows):
+    """Between the call and the line that is wrong stands at most one frame of synk's."""
+    f = synk.function(misspelt) if how != "then" else synk.function(lambda x: x.sum(0), then=misspelt)
+    act = {"call": f, "then": f, "iterate": lambda x: next(f.iterate(x, batches=[rows]))}.get(how) or getattr(f, how)
+    error = raised_by(lambda: act(numbers(rows)))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert isinstance(error, NameError) and files[-1] == __file__
+    assert sum("synk" in os.path.dirname(file) and file != __file__ for file in files) <= 1

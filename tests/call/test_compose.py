@@ -440,3 +440,26 @@ def test_an_outer_axis_of_the_name_of_the_replicas(group, call):
         jax.vmap(calls[call], axis_name="replica")(x)
     np.testing.assert_allclose(jax.vmap(calls[call], axis_name="batch")(x), [7, 7], rtol=1e-6)
     np.testing.assert_allclose(jax.vmap(calls[call])(x), [7, 7], rtol=1e-6)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("rows", [8, 7])
+def test_committed_arrays_under_grad(group, rows):
+    """Arrays that lie on one device work under `grad` as they do in a call."""
+    x, w = numbers(rows), np.float32(2)
+    here, there = jax.devices()[0], jax.devices()[1]
+    for devices in ((here, here), (there, there), (here, there)):
+        f = synk.function(lambda w, x: ((w * x) ** 2).sum(), {"w": "broadcast"})
+        given = [jax.device_put(a, device) for a, device in zip((w, x), devices, strict=True)]
+        assert_close(jax.value_and_grad(f)(*given), (((w * x) ** 2).sum(), 2 * w * (x**2).sum()))
+        assert_close(f(*given), ((w * x) ** 2).sum())
+
+
+def test_then_after_a_trace():
+    """What followed the outputs of a traced call is no other call's."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x.sum())
+        x = jnp.arange(4.0)
+        assert float(jax.jit(lambda x: f(x))(x)) == 6
+        f.then(lambda total: 2 * total)
+        assert float(jax.jit(lambda x: f(x))(x)) == float(f(x)) == 12

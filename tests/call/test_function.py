@@ -13,7 +13,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_close, group_of, numbers, parts_of, slow
+from ..helpers import assert_close, group_of, members, numbers, parts_of, slow
 
 X, W = numbers(9), np.array([2.0, 3.0], np.float32)
 S = np.float32
@@ -546,3 +546,43 @@ def test_copies(four):
             with pytest.raises(TypeError, match=r"w: a shared variable is not copied .*synk\.shared\(w\.value\)"):
                 make(w)
         assert float(model["f"](np.ones(5, np.float32))) == 10
+
+
+X8 = numbers(8)
+
+
+def branches(amount):
+    return amount if amount.sum() > 0 else -amount
+
+
+class Model:
+    @synk.function
+    def loss(self, x):
+        return x.sum()
+
+
+def test_a_decorated_method():
+    """Accessed on an instance it says what to do; on the class it is the function."""
+    with pytest.raises(TypeError, match=r"loss.*(method|self)[\s\S]*synk\.function\("):
+        Model().loss(X8)
+    assert isinstance(Model.loss, synk.Function)
+
+
+def test_members_of_a_function(group):
+    """Beside what `functools.wraps` brings."""
+    f = synk.function(branches, then=lambda total: total)
+    assert members(f) == {
+        "fn",
+        "name",
+        "stats",
+        "then",
+        "shared",
+        "iterate",
+        "stream",
+        "over",
+        "serial",
+        "check",
+        "compile",
+        "explain",
+        "blame",
+    }

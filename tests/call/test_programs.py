@@ -11,7 +11,7 @@ from jax.experimental import io_callback
 
 import synk
 
-from ..helpers import group_of, numbers, slow
+from ..helpers import assert_close, group_of, numbers, slow
 
 pytestmark = pytest.mark.smoke
 
@@ -247,3 +247,23 @@ def test_dtypes_that_narrow_to_one_share_a_program(four):
     f = synk.function(jnp.sum)
     f(EIGHT), f(EIGHT.astype(np.float64))
     assert f.stats.compilations == 1
+
+
+@pytest.mark.parametrize("slices", ["mean", "max", "last", "add"])
+def test_programs_of_slices_know_what_they_take(slices):
+    """A variable that is written but not read is taken by the programs of some totals only."""
+    with group_of("devices", 2):
+        c = synk.shared(np.float32(0))
+        f = synk.function(lambda x: c.update(jnp.sum(x), slices=slices) or jnp.sum(x))
+        for k in (2, 3, 2):
+            assert float(f(np.arange(5, dtype=np.float32), num_slices=k)) == 10
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_extremes_gather_nothing(op):
+    """No replica takes the whole arrays of all."""
+    f = synk.function(lambda x: (x, x.astype(jnp.int32), x > 0), outputs=(op, op, op))
+    x = numbers(8)
+    with group_of("devices", 2):
+        assert "all-gather" not in str(f.compile(x).as_text())
+        assert_close(f(x)[0], getattr(np, op)([x[:4], x[4:]], 0))

@@ -12,7 +12,7 @@ import synk
 import synk.train
 from synk._check.probe import find_first
 
-from ..helpers import group_of, mapped, parts_of, slow, slow_but
+from ..helpers import assert_close, group_of, mapped, parts_of, raised_by, slow, slow_but, unchanged
 
 
 class TestSearch:
@@ -528,3 +528,27 @@ def test_infinity_that_is_meant(group):
     assert plain.blame(np.where(x == 9, 0, x)).row == 8  # -inf, of which the answer is made
     both = np.where(x == 9, np.inf, np.where(x == 14, -np.inf, x)).astype(np.float32)
     assert synk.function(jnp.sum).blame(both).row == 8
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("rows", [6, 7])
+def test_debug_nans(group, rows):
+    """Under `jax_debug_nans` a NaN raises what users catch, naming the function, and no variable changes."""
+    total = synk.shared(np.float32(1), name="total")
+
+    @synk.function(name="logarithm", reduce="mean")
+    def logarithm(x):
+        return jnp.log(x).mean()
+
+    @logarithm.then
+    def logarithm(mean):
+        total.value = total.value + mean
+        return mean
+
+    logarithm(np.ones(rows, np.float32))
+    with unchanged(total), jax.debug_nans(True):
+        error = raised_by(lambda: logarithm(-np.ones(rows, np.float32)))
+        assert type(error) is FloatingPointError and "logarithm" in str(error)
+        logarithm(np.ones(rows, np.float32))
+    logarithm(np.full(rows, np.e, np.float32))
+    assert_close(total.value, 2.0)

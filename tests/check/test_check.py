@@ -355,3 +355,11 @@ def test_what_differs_is_shown_where_it_does(four):
     )
     with pytest.raises(synk.LawError, match=r"it is 0\.2, serially 0\.1"):
         f.check(np.ones(4, np.float32))
+
+
+def test_a_check_without_rows(group):
+    """Of arguments that are all broadcast, of none, and of variables alone."""
+    w = synk.shared(np.float32(2))
+    synk.function(lambda a: a * 2, inputs=["broadcast"], reduce="max").check(np.float32(1))
+    synk.function(lambda: jnp.float32(1), reduce="max").check()
+    synk.function(lambda: w.value * 2, reduce="max").check()

@@ -17,7 +17,7 @@ from synk._data.dataset import resident
 from synk._runtime.dispatch import LOCK, drain
 from synk._runtime.layout import shards
 
-from ..helpers import assert_same, calls, chosen, few, group_of, mapped, numbers, slow
+from ..helpers import assert_same, calls, chosen, few, group_of, mapped, members, numbers, slow
 
 PLACES = ("host", "scatter", "broadcast")
 X = numbers(11)
@@ -545,3 +545,16 @@ def test_a_batch_of_lists(four):
         total(EIGHT, batch=[[1, 2], [3]])
     with pytest.raises(TypeError, match="total: batch has dtype object"):
         total(EIGHT, batch=np.array([1, 2], object))
+
+
+X8 = numbers(8)
+
+
+@pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
+def test_members_of_data(group, place):
+    """Before and after a call."""
+    given, f = synk.data(X8, place=place), synk.function(lambda x: x.sum())
+    wanted = "name is_minibatch place shape dtype ndim size set_value set_length to free"
+    for _ in range(2):
+        assert members(given) == set(wanted.split())
+        f(given)

@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_close, group_of, slow
+from ..helpers import assert_close, assert_same, group_of, numbers, slow
 
 
 def dropped(x, keys):
@@ -96,3 +96,34 @@ def test_keys_whose_draws_depend_on_others(four, impl):
             call()
     with jax.default_prng_impl(impl), pytest.raises(ValueError, match="depends on the other rows"):
         synk.row_keys(jax.random.PRNGKey(0), 8)
+
+
+def part_noise():
+    """A number of noise for each part, in row order."""
+    return synk.function(
+        lambda x, key: jax.random.normal(synk.part_key(key), (1,)), ["x"], lambda parts: parts[:, 0], name="noise"
+    )
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "raw"])
+@pytest.mark.parametrize("slices", [1, 3])
+def test_each_part_has_its_own_noise(group, key, slices):
+    """No two parts, of any replica and slice, see the same noise."""
+    noise = np.asarray(part_noise()(numbers(9 * synk.size()), key, num_slices=slices))
+    assert len(np.unique(noise)) == slices * synk.size() == len(noise)
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_part_has_the_same_noise_again(group, slices):
+    """Of another function, over other values, under jit: the noise depends on the key and the part."""
+    f, key, rows = part_noise(), jax.random.key(0), 9 * synk.size()
+    want = f(numbers(rows), key, num_slices=slices)
+    assert_same(part_noise()(numbers(rows, seed=1), key, num_slices=slices), want)
+    assert_same(jax.jit(lambda x, key: f(x, key, num_slices=slices))(numbers(rows), key), want)
+    assert not np.any(f(numbers(rows), jax.random.key(1), num_slices=slices) == want)
+
+
+def test_part_key_outside(group):
+    """Outside a function there are no parts."""
+    with pytest.raises(synk.SynkError, match="part_key"):
+        synk.part_key(jax.random.key(0))

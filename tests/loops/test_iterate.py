@@ -11,7 +11,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_same, group_of, numbers
+from ..helpers import assert_close, assert_same, group_of, numbers, raised_by, unchanged
 
 X = numbers(11)
 PLACES = ("raw", "host", "scatter", "broadcast")
@@ -442,3 +442,53 @@ def test_one_key_for_all_batches_warns(key):
         with pytest.warns(UserWarning, match=r"f\.stream: key is one PRNG key"):
             list(f.stream([(x, one), (x, one)]))
         assert len(list(f.stream([(x, one), (x, key(1)), (x[:2], key(2))]))) == 3
+
+
+X8 = numbers(8)
+
+
+def counting(calls):
+    """A function that adds to a variable, the variable, and an iterator that has given so many results."""
+    total = synk.shared(np.float32(0), name="total")
+
+    @synk.function(name="counted")
+    def counted(x):
+        return x.sum()
+
+    @counted.then
+    def counted(part):
+        total.value = total.value + part
+        return part
+
+    results = counted.iterate(X8, batches=[4, 3, 2][1 - calls :])
+    for _ in range(calls):
+        next(results)
+    return counted, total, results
+
+
+INSIDE = {
+    "jit": lambda results: jax.jit(lambda x: x + next(results))(1.0),
+    "grad": lambda results: jax.grad(lambda x: x * next(results))(1.0),
+    "a function": lambda results: synk.function(lambda x: x.sum() + next(results))(X8),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("name", INSIDE)
+def test_next_inside_raises_and_changes_nothing(group, name, calls):
+    """`next` of an iterator under a trace raises; the variable is as it was, and the iterator goes on."""
+    counted, total, results = counting(calls)
+    with unchanged(total):
+        assert isinstance(raised_by(lambda: INSIDE[name](results)), synk.SynkError)
+    assert counted.stats.calls == calls
+    assert_close(list(results), [X8[:3].sum(), X8[:2].sum()])
+    assert_close(counted(X8), X8.sum())
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_iterate_inside_raises(group, name):
+    """So does making one."""
+    counted, total, _ = counting(1)
+    with unchanged(total), pytest.raises(synk.SynkError, match="counted"):
+        INSIDE[name](iter(lambda: counted.iterate(X8, batches=[4]), None))

@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_close, group_of, numbers, parts_of
+from ..helpers import assert_close, group_of, numbers, parts_of, slow
 
 ROWS = [1, 3, 4, 9]
 
@@ -295,3 +295,29 @@ def test_many_more_slices_than_rows(four):
     f = synk.function(jnp.sum)
     for slices in (10**6, 10**12):
         assert f(np.arange(5.0, dtype=np.float32), num_slices=slices) == 10
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("rows", [1, slow(6), 7])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_extremes_of_what_is_no_number(group, op, rows, slices):
+    """NaN anywhere gives NaN, infinities and the smallest integers stay, and replicas without rows count for nothing."""
+    f = synk.function(lambda x, i: (getattr(x, op)(0), getattr(i, op)(0)), reduce=op)
+    by_numpy = getattr(np, op)
+    for at in range(rows):
+        for special in (np.nan, np.inf, -np.inf):
+            x = np.stack([np.full(rows, special), np.full(rows, -special), numbers(rows, 1)[:, 0]], 1).astype(
+                np.float32
+            )
+            x[at, 2] = special
+            i = np.full(rows, np.iinfo(np.int32).max if op == "min" else np.iinfo(np.int32).min, np.int32)
+            assert_close(f(x, i, num_slices=slices), (by_numpy(x, 0), by_numpy(i, 0)))
+
+
+def test_first_of_booleans_inside():
+    """Its dtype is that of a call outside."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x[0] > 0, reduce="first")
+        x = jnp.array([1.0, -1.0])
+        assert jax.jit(lambda x: f(x))(x).dtype == f(x).dtype == bool
+        assert bool(jax.jit(lambda x: f(x))(x))

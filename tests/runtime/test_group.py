@@ -1,6 +1,8 @@
 """Groups: which devices, which one is current, and what a machine with CPUs only makes of it."""
 
+import contextlib
 import ctypes
+import operator
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_close, numbers
+from ..helpers import assert_close, group_of, numbers
 
 
 def run(code, **environment):
@@ -204,3 +206,63 @@ def test_a_thread_that_python_has_not_started():
         assert library.pthread_create(ctypes.byref(thread), None, start, None) == 0
         library.pthread_join(thread, None)
         assert told == ["Dummy", 5, 2, 3, 4, 0]
+
+
+def test_nested_with_of_one_group():
+    """A group entered again is still there after the inner block."""
+    with synk.simulate(2) as group:
+        with group:
+            pass
+        assert synk.group() is group
+
+
+def test_a_group_made_before_with_stays():
+    """`g = synk.init(4)` makes g current for good, a `with g:` in between or not."""
+    group = synk.init(4)
+    with group:
+        assert synk.group() is group
+    assert synk.group() is group
+
+
+@pytest.mark.parametrize("make", [synk.init, synk.simulate, synk.fork])
+def test_with_restores_the_group_of_before(make):
+    """`with synk.init(4):` restores what was current before, also after an error, and by an ExitStack."""
+    before = synk.simulate(2)
+    with pytest.raises(KeyError), make(4):
+        raise KeyError
+    assert synk.group() is before
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(make(4))
+    assert synk.group() is before
+
+
+def test_groups_in_turn():
+    """Blocks of three groups, one of them twice, end in their order."""
+    with synk.init(2) as a, synk.simulate(3) as b:
+        with a, synk.simulate(2):
+            with b:
+                assert synk.group() is b
+        assert synk.group() is b
+    with a:
+        assert synk.group() is a
+
+
+def test_a_group_is_a_number(group):
+    """As `n = synk.fork()` was."""
+    n = len(group.devices)
+    assert (operator.index(group), int(group)) == (n, n)
+    assert list(range(group)) == list(range(n)) and "%d" % group == str(n)  # noqa: UP031
+    assert np.zeros(group).shape == (n,)
+
+
+def test_a_new_number_each_call_keeps_groups():
+    """Numbers that are placed once do not push other things out."""
+    with group_of("devices", 1) as group:
+        f = synk.function(lambda x, rate: x.sum() * rate, inputs={"rate": "broadcast"})
+        f.check(np.ones(4, np.float32), 1.0)
+        f(np.ones(4, np.float32), 1.0)
+        before, two = f.stats.compilations, group._simulated(2)
+        for i in range(1100):
+            f(np.ones(4, np.float32), float(i))
+        f.check(np.ones(4, np.float32), 1.0)
+        assert group._simulated(2) is two and f.stats.compilations == before

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import random
 import sys
 
 import jax
@@ -16,7 +17,18 @@ import synk
 import synk.train
 from synk._runtime.dispatch import drain
 
-from ..helpers import assert_close, group_of, interrupted, numbers, parts_of, slow
+from ..helpers import (
+    assert_close,
+    assert_same,
+    group_of,
+    interrupted,
+    numbers,
+    parts_of,
+    slow,
+    slow_but,
+    unchanged,
+    values,
+)
 
 START = {"w": np.array([0.5, -1.0], np.float32), "b": np.float32(0.25)}
 W, B = np.array([1.0, 0.5], np.float32), 0.1
@@ -786,3 +798,140 @@ def test_a_step_inside_a_loss(devices):
     student = synk.train.step(lambda p, x, y: teacher(x, y) * 0 + mean_loss(p, x, y), START, optax.sgd(0.1))
     with pytest.raises(synk.SynkError, match=r"calls the synk function mean_loss inside.*Read params\.value there"):
         student(*rows_of(8))
+
+
+X8 = numbers(8)
+
+
+def square(w, x):
+    return ((w - x) ** 2).mean()
+
+
+EIGHT = np.arange(8, dtype=np.float32)
+
+
+STEPS = [("local_steps", 1), ("step", 1), ("step", 2), ("step", 3)]
+
+
+def held_after(step, slices, calls):
+    """What each replica holds before and after so many steps on constant rows."""
+    states = [values(step.params, step.opt_state)]
+    for _ in range(calls):
+        step(EIGHT, num_slices=slices)
+        states.append(values(step.params, step.opt_state))
+    return states
+
+
+def made(kind, loss, optimizer):
+    """A training step; a local one that averages never."""
+    options = {"every": 10**9} if kind == "local_steps" else {}
+    return getattr(synk.train, kind)(loss, np.float32(0), optimizer, **options)
+
+
+def failing_once(error):
+    """An optimizer whose first update raises."""
+    plain, errors = optax.sgd(0.1, momentum=0.5), [error]
+
+    def update(*args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return plain.update(*args, **kwargs)
+
+    return optax.GradientTransformation(plain.init, update)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("kind", "slices"), STEPS[:-1])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_failed_step_leaves_nothing(group, error, kind, slices):
+    """After an error, or Ctrl-C, while the optimizer is traced, the next step is the first."""
+    step = made(kind, square, failing_once(error("once")))
+    with pytest.raises(error, match="once"):
+        step(EIGHT, num_slices=slices)
+    assert_same(held_after(step, slices, 3), held_after(made(kind, square, optax.sgd(0.1, momentum=0.5)), slices, 3))
+
+
+def test_slices_of_local_steps_are_refused(group):
+    """Local steps take each replica's rows at once: slices raise, and nothing is half done."""
+    step = made("local_steps", square, optax.sgd(0.1))
+    with unchanged(step.params, step.opt_state), pytest.raises(ValueError, match="num_slices"):
+        step(EIGHT, num_slices=2)
+    assert_same(held_after(step, 1, 2), held_after(made("local_steps", square, optax.sgd(0.1)), 1, 2))
+
+
+@pytest.mark.smoke
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the collector swallows one
+@pytest.mark.parametrize(("kind", "slices"), slow_but(STEPS[:2], STEPS))
+def test_interrupted_steps(group, kind, slices):
+    """Ctrl-C at any moment: a step is taken whole or not at all, and so are those after it."""
+    step = made(kind, lambda w, x: (w * x).mean(), optax.sgd(0.5))
+    means = [0.75, 2.75] if kind == "local_steps" else [1.75, 1.75]  # half the mean row of each replica, or of all
+    moments, scale, before, after = random.Random(slices), 1, 0, 0
+
+    def act():
+        nonlocal scale, before, after
+        before, after, scale = after, after + scale, 3 - scale
+        step(EIGHT * (after - before), num_slices=slices)
+
+    act()
+    for _ in range(100):
+        interrupted(act, moments.uniform(0.0005, 0.01))
+        held = [float(step.params.get_value(rank)) for rank in range(2)]
+        after = before if held[0] == -means[0] * before else after
+        assert held == [-mean * after for mean in means]
+
+
+KINDS_OF_KEYS = {"typed": jax.random.key, "raw": jax.random.PRNGKey}
+
+
+def raw(key):
+    return np.asarray(jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key)
+
+
+def noisy_loss(w, key, x):
+    key, use = jax.random.split(key)
+    return ((w - x + jax.random.normal(use, ())) ** 2).mean(), key
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_KEYS)
+@pytest.mark.parametrize("slices", [1, 3])
+def test_keys_in_state_advance_alike(group, kind, slices):
+    """Each step splits the key once, on every replica the same, in slices or not."""
+    start = KINDS_OF_KEYS[kind](0)
+    step = synk.train.step(noisy_loss, np.float32(0), optax.sgd(0.1), state=start)
+    for rows in (9, 7):
+        step(numbers(rows), num_slices=slices)
+    want = jax.random.split(jax.random.split(start)[0])[0]
+    assert raw(step.state.value).tolist() == raw(want).tolist()
+    synk.check_replicas(step.params, step.state)
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_KEYS)
+def test_keys_of_parts_are_not_mixed(group, kind):
+    """Where replicas make keys of their own, the state is one of them, and no mixture of their bits."""
+    start = KINDS_OF_KEYS[kind](0)
+
+    def loss(w, key, x):
+        return ((w - x) ** 2).mean(), jax.random.fold_in(key, synk.rank())
+
+    step = synk.train.step(loss, np.float32(0), optax.sgd(0.1), state=start)
+    step(numbers(9))
+    made = [raw(jax.random.fold_in(start, rank)).tolist() for rank in range(synk.size())]
+    assert raw(step.state.value).tolist() in made
+    synk.check_replicas(step.state)
+
+
+@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+def test_an_integer_parameter_is_named(make):
+    """When the step is made: no gradient is taken by integers."""
+    with pytest.raises(TypeError, match=r"\['count'\].*int32|int32.*\['count'\]"):
+        make(lambda p, x: (p["w"] * x).mean(), {"w": np.float32(1), "count": np.int32(3)}, optax.sgd(0.1))
+
+
+def test_a_step_has_the_members_of_its_function(group):
+    """`stats`, `compile` and `serial`, without a detour."""
+    step = synk.train.step(square, np.float32(1), optax.sgd(0.1))
+    want = step.serial(X8)
+    assert "HloModule" in str(step.compile(X8).as_text())
+    assert_close(step(X8), want)
+    assert (step.stats.calls, step.stats.rows) == (1, 8)

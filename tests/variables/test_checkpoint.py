@@ -984,3 +984,13 @@ def test_ctrl_c_before_the_background_begins(tmp_path, monkeypatch):
     assert checkpoint_files.WRITER._is_idle.wait(60)
     synk.save(tmp_path, {"w": w}, step=2)
     assert synk.load(tmp_path, {"w": w})[0] == 2
+
+
+W = np.array([0.5, -1.0], np.float32)
+
+
+def test_numbers_of_numpy_in_extra(group, tmp_path):
+    """`extra` takes what `loss.item()` would have given."""
+    extra = {"loss": np.float32(1), "step": np.int64(3), "best": np.bool_(True), "rates": [np.float32(0.5)]}
+    synk.save(tmp_path, {"w": synk.shared(W)}, step=1, extra=extra)
+    assert synk.load(tmp_path, {"w": synk.shared(W)}) == (1, {"loss": 1.0, "step": 3, "best": True, "rates": [0.5]})

@@ -9,7 +9,7 @@ from jax import lax
 import synk
 from synk._runtime.executable import run_collective
 
-from ..helpers import assert_close, chosen, group_of, numbers, parts_of, slow
+from ..helpers import assert_close, chosen, group_of, numbers, parts_of, raised_by, slow, unchanged
 
 VALUES = numbers(4, 3)  # one row a replica
 
@@ -458,3 +458,43 @@ def test_collectives_inside_on_scalars_and_keys(four):
     np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(keys))
     with pytest.raises(ValueError, match="a scalar has no rows"):
         synk.function(lambda x: synk.all_gather(x.sum()))(EIGHT)
+
+
+def good_and_bad():
+    """Two variables that hold rows, and one that no rows fit."""
+    good, bad = synk.shared(np.zeros((2, 2), np.float32), name="good"), synk.shared(np.int32(7), name="bad")
+    synk.scatter(good, numbers(6))
+    return good, bad
+
+
+ALL_OR_NONE = {
+    "broadcast": lambda vs: synk.broadcast(vs, [np.ones((2, 2), np.float32), np.float32(1)]),
+    "broadcast to few": lambda vs: synk.broadcast(vs, [np.ones((2, 2), np.float32), np.ones((1, 1), np.int32)]),
+    "scatter": lambda vs: synk.scatter(vs, [numbers(9), np.ones(9, np.float32)]),
+    "set_value": lambda vs: synk.set_value(1, vs, [numbers(3), np.float32(1)]),
+    "all_gather": lambda vs: synk.all_gather(vs),
+    "all_reduce": lambda vs: synk.all_reduce(vs, "mean"),
+    "reduce": lambda vs: synk.reduce(vs, "mean"),
+}
+
+
+@pytest.mark.parametrize("name", ALL_OR_NONE)
+def test_collectives_change_all_or_none(group, name):
+    """Where the second variable's value is wrong, the first keeps its own."""
+    good, bad = good_and_bad()
+    lengths = synk.get_lengths(good)
+    with unchanged(good, bad):
+        error = raised_by(lambda: ALL_OR_NONE[name]([good, bad]))
+    assert isinstance(error, TypeError | ValueError) and "bad" in str(error)
+    assert synk.get_lengths(good) == lengths
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("x", [[0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 0]])
+def test_extremes_of_booleans_inside(op, x):
+    """Under a transformation as outside."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: x.max() > 0 if op == "max" else x.min() > 0, reduce=op)
+        x = jnp.array(x, jnp.float32)
+        want = bool(getattr(np.asarray(x), op)() > 0)
+        assert bool(f(x)) == bool(jax.jit(f)(x)) == want

@@ -15,7 +15,7 @@ from jax import lax
 
 import synk
 
-from ..helpers import assert_close, group_of, numbers, parts_of, slow
+from ..helpers import assert_close, group_of, members, numbers, parts_of, slow, unchanged
 
 # Reading: `w.value` inside a transformation is the value of this call. Each gives x times w.
 
@@ -747,3 +747,70 @@ def test_a_callback_that_asks_for_a_variable_is_told():
             total = f(EIGHT)
         assert v.value == 2
         assert total == EIGHT.sum() and len(told) == 3 * 2 * len(asks)
+
+
+X8 = numbers(8)
+
+
+W = np.array([0.5, -1.0], np.float32)
+
+
+def change_key(w):
+    w.value["a"] = w.value["a"] + 1
+
+
+def change_nested(w):
+    w.value["list"][0] = w.value["list"][0] + 1
+
+
+def add_key(w):
+    w.value["c"] = w.value["a"]
+
+
+def remove_key(w):
+    del w.value["a"]
+
+
+def change_update(w):
+    w.value.update(a=w.value["a"] + 1)
+
+
+@pytest.mark.parametrize("change", [change_key, change_nested, add_key, remove_key, change_update])
+@pytest.mark.parametrize("where", ["fn", "then"])
+def test_a_changed_tree_raises(group, change, where):
+    """What is put into the tree that `w.value` gave would be lost, so the call raises, the first and the second."""
+    w = synk.shared({"a": np.float32(0), "list": [np.float32(1)]}, name="w")
+    f = synk.function(lambda x: (change(w) if where == "fn" else None, x.sum())[1], name="f")
+    f.then(lambda total: (change(w) if where == "then" else None, total)[1])
+    for call in (f, f.check, f):
+        with unchanged(w), pytest.raises(synk.SynkError, match=r"w.*value|value.*w"):
+            call(X8)
+
+
+def test_a_read_tree_does_not_raise(group):
+    """Reading it, and copies of it, are no changes."""
+    w = synk.shared({"a": np.float32(1), "list": [np.float32(2)]})
+    f = synk.function(lambda x: jax.tree.map(lambda leaf: leaf * x.sum(), {**w.value}), reduce="sum")
+    assert_close(f(X8), {"a": X8.sum(), "list": [2 * X8.sum()]})
+
+
+def test_a_variable_is_compared_and_hashed_as_an_object():
+    """As a key of a dictionary, in `==` and `in`."""
+    w, other = synk.shared(W), synk.shared(W)
+    assert w == w and w != other and w in [other, w] and {w: 1}[w] == 1
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_members_of_a_variable(group, flat):
+    """Tab completion shows what users may use, before and after its first use."""
+    w = synk.shared(W, flat=flat)
+    for _ in range(2):
+        assert members(w) == {"name", "value", "update", "get_value", "set_value"}
+        w.value = 2 * W
+
+
+def test_a_number_that_does_not_fit():
+    """Is named with the variable and its leaf."""
+    w = synk.shared({"i": np.int32(0)}, name="w")
+    with pytest.raises(ValueError, match=r"w\['i'\] is 1099511627776, more than int32 holds"):
+        w.set_value({"i": 2**40})
