@@ -1,4 +1,4 @@
-"""JAX context: what a user asks of JAX around a call, what of it changes a trace, and how synk keeps clear of it."""
+"""JAX context: options and transformations of JAX around a call, and how synk's programs keep clear of them."""
 
 import warnings
 from collections.abc import Callable, Generator
@@ -17,15 +17,18 @@ trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.co
 _NAMED_AXES = "unsafe_get_axis_names_DO_NOT_USE"
 named_axes: Callable[[], list[Any]] = getattr(jax.extend.core, _NAMED_AXES, None) or getattr(jax.core, _NAMED_AXES)
 EAGER = trace_state()
-with warnings.catch_warnings(action="ignore"):  # of JAX 0.8.2, where these are in jax.core alone
+# JAX 0.8.2 has these in jax.core alone, and warns. Drop this when we require jax>=0.10.
+with warnings.catch_warnings(action="ignore"):
     _traces: Any = jax.extend.core if hasattr(jax.extend.core, "set_current_trace") else jax.core
     _enter_trace, _take_trace = _traces.set_current_trace, _traces.take_current_trace
 with _take_trace() as _EVALUATION:
     pass
 _NO_MESH = Mesh(np.empty((), object), ())
-config: Any = jax.config  # its options are not typed
+# Without the types, since JAX's options have none.
+config: Any = jax.config
 
-# Every option that JAX lists among those of a trace (a test compares), and three that change a program beside it.
+# All options that change a trace, by a list that JAX keeps privately (a test compares), and three that change a program
+# besides: https://docs.jax.dev/en/latest/config_options.html
 _NAMES = """
     accurate_erf_inv allow_f16_reductions auto_pcast check_static_indices custom_jvp3 custom_vjp3 debug_key_reuse
     default_device raise_on_ppermute_sort_diff remat_barrier_no_cotangents use_hlo_logistic_lowering
@@ -43,43 +46,47 @@ _values_of = attrgetter(*TRACE_OPTIONS)
 
 
 def trace_options() -> tuple[Any, ...]:
-    """The values of JAX's options that change what is traced or compiled; programs are kept for each."""
+    """Return the values of JAX's options that change a trace or a program. Programs are cached by them."""
     return _values_of(config)
 
 
 def trace_surroundings() -> tuple[Any, ...]:
-    """What a trace under way around this line shows inside: its named axes, with their sizes, and its mesh."""
+    """Return the mesh and the named axes, with sizes, of a trace around this line."""
     return get_abstract_mesh(), *[(name, jax.lax.axis_size(name)) for name in named_axes()]
 
 
 def checks_floats() -> bool:
-    """Does the user have JAX look at every result for NaN or infinity (`jax_debug_nans`, `jax_debug_infs`)?"""
+    """Check whether JAX looks at all results for NaN or infinity (`jax_debug_nans`, `jax_debug_infs`)."""
     return config.jax_debug_nans or config.jax_debug_infs
 
 
 def is_traced() -> bool:
-    """Is a transformation of JAX's own under way around this line?"""
+    """Check whether a transformation of JAX is under way around this line."""
     try:
-        return not trace_state() == EAGER  # there is no != of its own, so that would take another call
-    except (AttributeError, AssertionError):  # there is none at all: JAX 0.12, where Ctrl-C came inside an operation
+        # The class has no `!=` of its own, so that would take another call.
+        return not trace_state() == EAGER
+    except (AttributeError, AssertionError):
+        # JAX 0.12 has no trace at all where Ctrl-C came inside an operation.
         leave_traces()
         return False
 
 
 def leave_traces() -> None:
-    """No transformation is under way any more: Ctrl-C on JAX's way out of one leaves the thread inside it for good."""
+    """End all transformations of this thread. Ctrl-C on JAX's way out of one leaves the thread inside it for good."""
     _enter_trace(_EVALUATION).__enter__()
 
 
-# Guards against transfers between host and devices, or devices, that nobody has asked for.
+# Guards against implicit transfers: https://docs.jax.dev/en/latest/transfer_guard.html
 _GUARDS = ("transfer_guard_host_to_device", "transfer_guard_device_to_device", "transfer_guard_device_to_host")
 _guards = attrgetter(*(f"jax_{name}" for name in _GUARDS))
 _NO_GUARDS = (None,) * len(_GUARDS)
 
 
 def has_user_jax_context() -> bool:
-    """True if the user set a mesh, disable_jit or a guard against transfers and nothing is traced, so that synk's own
-    programs must reset them."""
+    """Check whether synk's programs must reset a mesh, disable_jit or a guard against transfers that the user has set.
+
+    Under a trace the answer is False.
+    """
     return (
         config.jax_disable_jit or _guards(config) != _NO_GUARDS or not get_abstract_mesh().empty
     ) and not is_traced()
@@ -87,7 +94,7 @@ def has_user_jax_context() -> bool:
 
 @contextmanager
 def default_jax_context() -> Generator[None]:
-    """Run synk's programs with JAX's defaults: jit enabled, no ambient mesh, and what they transfer is asked for."""
+    """Run synk's programs with JAX's defaults: jit enabled, no ambient mesh, no guards against their transfers."""
     mesh = nullcontext() if get_abstract_mesh().empty else jax.set_mesh(_NO_MESH)
     with jax.disable_jit(False), mesh, transfers_on_purpose():
         yield
@@ -95,7 +102,7 @@ def default_jax_context() -> Generator[None]:
 
 @contextmanager
 def transfers_on_purpose() -> Generator[None]:
-    """Whoever gives synk rows wants them on the devices: of guards only those against explicit transfers hold."""
+    """Allow implicit transfers: users who pass rows want them on devices. Guards of explicit transfers still hold."""
     with ExitStack() as stack:
         for name, level in zip(_GUARDS, _guards(config), strict=True):
             if level in ("log", "disallow"):

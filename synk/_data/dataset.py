@@ -1,4 +1,4 @@
-"""Data: an array of rows that functions pick from, in host memory, on disk, or resident on the replicas."""
+"""Data: an array of rows that functions pick from, in host memory, on disk or on the replicas."""
 
 from __future__ import annotations
 
@@ -55,43 +55,46 @@ class Data:
         self._length = len(source)
         self._row_shape = source.shape[1:]
         self._dtype = source.dtype if dtype is None else as_number_dtype(dtype, name)
-        self._key = key or _key_of(value)  # the implementation of PRNG keys, held as raw data
-        self._version = 0  # counts changes
+        # The implementation of typed PRNG keys, which are held as raw data.
+        self._key = key or _key_of(value)
+        # Counts changes.
+        self._version = 0
+        # A copy on the devices of a group, and the rows that were written since it was made.
         self._group: Group | None = None
-        self._copy: jax.Array | None = None  # on the devices of that group
-        self._stale: range | None = None  # rows that were written since
+        self._copy: jax.Array | None = None
+        self._stale: range | None = None
 
     def __repr__(self) -> str:
         return f'Data({self.name}: {self.dtype.name}{list(self.shape)}, place="{self.place}")'
 
     @property
     def place(self) -> PlaceName:
-        """Where its rows live: "host", "scatter" or "broadcast"."""
+        """Return where the rows live: "host", "scatter" or "broadcast"."""
         return self._place
 
     @property
     def _home(self) -> Place:
-        """The place where its rows lie."""
+        """Return the object of this place."""
         return PLACES[self._place]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Rows first."""
+        """Return the shape, rows first."""
         return (self._length, *self._row_shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Of its rows; functions see it as JAX narrows it."""
+        """Return the dtype of the rows. Functions see 32 bits for 64, unless JAX has those enabled."""
         return self._dtype
 
     @property
     def ndim(self) -> int:
-        """How many axes it has, rows included."""
+        """Return the number of axes, rows included."""
         return 1 + len(self._row_shape)
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Return the number of elements."""
         return int(np.prod(self.shape))
 
     def __len__(self) -> int:
@@ -115,13 +118,15 @@ class Data:
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
         touched = touched_rows(index, self._length)
-        self._mark(touched)  # beforehand, since Ctrl-C comes as soon as NumPy is done
+        # Marked before and after: a write that fails midway, or ends by Ctrl-C, has changed some rows, and another
+        # thread may have sent them in between.
+        self._mark(touched)
         try:
             if isinstance(source, Reader):
                 source[index_within(index, self._length)] = rows
             else:
                 source[: self._length][index] = rows
-        finally:  # what fails midway may have written some, and another thread may have sent what was
+        finally:
             self._mark(touched)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -202,14 +207,14 @@ class Data:
         self._become(_source=None, _length=0)
 
     def _mark(self, written: range | None) -> None:
-        """Note rows that devices do not have yet."""
+        """Note written rows, which copies on devices do not have yet."""
         self._version += 1
         if written:
             old = self._stale or written
             self._stale = range(min(old.start, written.start), max(old.stop, written.stop))
 
     def _become(self, **changes: Any) -> None:
-        """Change, whole or not at all, and let go of copies on devices, which are of what it was."""
+        """Change attributes, all or none, and drop copies on devices."""
         with LOCK, uninterrupted():
             self._copy = self._group = self._stale = None
             self._version += 1
@@ -244,14 +249,14 @@ def _as_source(value: Any, name: str) -> Source:
 
 
 def source_of(data: Data) -> Source:
-    """The array held; its rows beyond the length do not count. SynkError where it was freed."""
+    """Return the array held, of which only the first rows count. Raise SynkError if it was freed."""
     if data._source is None:
         raise SynkError(f"{data.name}: it was freed. Give it an array with {data.name}.set_value(...).")
     return data._source
 
 
 def resident(data: Data, group: Group) -> jax.Array:
-    """Its rows on the devices: replicated, or stacked, each replica's filled up to as many with real ones.
+    """Return the rows on the devices of a group. Send only rows that were written since the last time.
 
     Callers hold the lock.
     """
@@ -264,8 +269,10 @@ def resident(data: Data, group: Group) -> jax.Array:
         raise ValueError(f'{data.name}: devices hold at most {2**31 - 1} rows; this one has more. Use place="host".')
     source = source_of(data)
     host = np.asarray(source) if isinstance(source, jax.Array) else source
-    data._copy = copy  # an old one of another group goes first
-    stale, data._stale = data._stale, None  # what is written from here on is sent next time
+    # Free a copy in another group before the new one takes memory.
+    data._copy = copy
+    # Rows that another thread writes from here on are sent next time.
+    stale, data._stale = data._stale, None
     try:
         data._copy = data._home.bring(group, host, data._length, dtype, copy, stale or range(data._length))
     except BaseException:
@@ -281,12 +288,12 @@ def abstract_rows(data: Data, group: Group) -> jax.ShapeDtypeStruct:
 
 
 def is_result(source: Source) -> bool:
-    """Was it made on the replicas, as an output that stays there?"""
+    """Check whether the rows were made on the replicas, by an output that stays there."""
     return isinstance(source, Reader) and isinstance(source.of, ReplicaRows)
 
 
 def data_of_replicas(group: Group, array: jax.Array, rows: int, key: Any, name: str) -> Data:
-    """Rows that lie on the replicas already, stacked, dealt out as those of all data."""
+    """Make a `Data` of rows that lie on the replicas, stacked and dealt out evenly."""
     made = Data(ReplicaRows(group, array, rows), name, "scatter", key=key)
     made._copy, made._group = array, group
     return made

@@ -1,4 +1,4 @@
-"""Exchange: rows picked by a global batch from scattered data, brought from the replicas that hold them."""
+"""Exchange: send rows that a batch picks from scattered data between the replicas."""
 
 from functools import lru_cache
 
@@ -13,16 +13,25 @@ from .._runtime.executable import Executable, ProgramSpec, run_collective
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layouts, put
 
-_INS: Layouts = ["stacked", "replicated"]  # the data, and the index
+# The data, and the index.
+_INS: Layouts = ["stacked", "replicated"]
 _OUTS: Layouts = ["stacked"]
 
 
 def exchange(group: Group, data: jax.Array, rows: int, wanted: np.ndarray) -> jax.Array:
-    """Give each replica those of all `rows` of the data that it wants, numbers of shape (replicas, rows of the longest
-    part); the data and what comes back are stacked, of shape (replicas, rows, ...).
+    """Give each replica the rows that it wants.
 
-    Only rows that were picked travel: each replica sends each other what it wants, in rounds of one all-to-all of a
-    fixed size, which one round nearly always meets where rows are picked at random. The index is data.
+    Only picked rows travel, in rounds of one all-to-all of a fixed size. For random picks one round is nearly always
+    enough. The index is data, so that other picks need no other program.
+
+    Args:
+      group: the replicas.
+      data: all rows, stacked: (replicas, rows of a replica, ...).
+      rows: the number of rows in all.
+      wanted: numbers of rows, (replicas, rows of the longest part).
+
+    Returns:
+      The rows wanted, stacked: (replicas, rows of the longest part, ...).
     """
     index = put(group, wanted.astype(np.int32).ravel(), "replicated")
     body = _body(group.size, rows, wanted.shape[1])
@@ -30,7 +39,7 @@ def exchange(group: Group, data: jax.Array, rows: int, wanted: np.ndarray) -> ja
 
 
 def exchange_program(group: Group, data: jax.ShapeDtypeStruct, rows: int, max_rows: int) -> Executable:
-    """The same program, compiled for one who looks at it, where the longest part has `max_rows` rows."""
+    """Return the program of `exchange` for parts of up to `max_rows` rows, to look at."""
     index = jax.ShapeDtypeStruct((group.size * max_rows,), np.int32)
     body = _body(group.size, rows, max_rows)
     spec = ProgramSpec(body, [_INS], [[data, index]], _OUTS, name="exchange")
@@ -39,24 +48,26 @@ def exchange_program(group: Group, data: jax.ShapeDtypeStruct, rows: int, max_ro
 
 @lru_cache(maxsize=1024)
 def _body(size: int, rows: int, max_rows: int) -> Body:
-    """The program: `size` replicas hold `rows` rows, and each wants `max_rows` of them."""
+    """Make the body for `size` replicas that hold `rows` rows, each of which wants `max_rows` rows."""
     starts = np.array([part.start for part in split_rows(rows, size)], np.int32)
+    # The rows of one message: the expected number of random picks, and four standard deviations.
     expected = max_rows / size
-    capacity = min(max_rows, int(np.ceil(expected + 4 * expected**0.5)) + 4)  # of one message, in rows
+    capacity = min(max_rows, int(np.ceil(expected + 4 * expected**0.5)) + 4)
 
     def body(data: jax.Array, index: jax.Array) -> list[jax.Array]:
         rank = lax.axis_index(AXIS)
         dtype, is_small = data.dtype, data.dtype.itemsize < 4 and jnp.issubdtype(data.dtype, jnp.floating)
-        if is_small:  # some back ends widen these on the way, and change some NaNs with it
+        # Some back ends widen small floats on the way, which changes the bits of NaN.
+        if is_small:
             data = lax.bitcast_convert_type(data, jnp.uint8 if dtype.itemsize == 1 else jnp.uint16)
-        wanted = index.reshape(size, max_rows)  # by each replica
+        wanted = index.reshape(size, max_rows)
         owner = jnp.searchsorted(starts, wanted, side="right").astype(jnp.int32) - 1
         number, largest = _number_by_pair(owner)
         local, outgoing = wanted - jnp.asarray(starts)[rank], jnp.where(owner == rank, number, -1)
         sender, incoming = owner[rank], number[rank]
 
         def exchanged(turn: jax.Array | int) -> jax.Array:
-            """The rows of one round, each where it belongs; the others are any."""
+            """Return the rows of one round in their places. Other places hold any rows."""
             got = _all_to_all_rows(data, local, outgoing - turn * capacity, capacity)
             at = sender * capacity + jnp.clip(incoming - turn * capacity, 0, capacity - 1)
             return got.at[at].get(mode="promise_in_bounds")
@@ -65,14 +76,14 @@ def _body(size: int, rows: int, max_rows: int) -> Body:
             is_new = (incoming // capacity == turn).reshape(max_rows, *[1] * (data.ndim - 1))
             return jnp.where(is_new, exchanged(turn), before)
 
-        found = lax.fori_loop(1, (largest + capacity - 1) // capacity, later, exchanged(0))
-        return [lax.bitcast_convert_type(found, dtype) if is_small else found]
+        received = lax.fori_loop(1, (largest + capacity - 1) // capacity, later, exchanged(0))
+        return [lax.bitcast_convert_type(received, dtype) if is_small else received]
 
     return body
 
 
 def _number_by_pair(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Number the rows of each (owner, receiver) pair 0, 1, ...; and how many the largest has, equal on all replicas.
+    """Number the rows of each (owner, receiver) pair, and count the rows of the largest pair.
 
     Row i of a pair travels in round i // capacity, at position i % capacity.
     """
@@ -82,9 +93,10 @@ def _number_by_pair(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _all_to_all_rows(data: jax.Array, rows: jax.Array, position: jax.Array, capacity: int) -> jax.Array:
-    """Send each receiver the rows whose position in its message is from 0 on and below the capacity."""
+    """Send each receiver the rows whose position in its message is at least 0 and below the capacity."""
     receiver = jnp.broadcast_to(jnp.arange(len(rows), dtype=jnp.int32)[:, None], rows.shape)
-    column = jnp.where(position < 0, capacity, position)  # beyond the message: dropped
+    # Positions beyond the message are dropped.
+    column = jnp.where(position < 0, capacity, position)
     message = jnp.zeros((len(rows), capacity), jnp.int32).at[receiver, column].set(rows, mode="drop")
     outgoing = data.at[message].get(mode="promise_in_bounds")
     return lax.all_to_all(outgoing, AXIS, 0, 0).reshape(len(rows) * capacity, *data.shape[1:])

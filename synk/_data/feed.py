@@ -1,4 +1,4 @@
-"""Feed: how the rows of one argument reach a replica's program: sent there, or picked from what lies there."""
+"""Feed: how the rows of one argument reach a replica's program: sent, or picked from rows that lie there."""
 
 from typing import NamedTuple
 
@@ -12,19 +12,28 @@ from .selection import IndexKind
 
 
 class InputFeed(NamedTuple):
-    """How one argument's rows come: in an array, and where its parts do not begin with the very rows, a second one, an
-    entry a replica, says which they are: the first of consecutive ones ("slice"), or the index of each ("gather")."""
+    """The arrays by which one argument's rows reach a program.
+
+    Attributes:
+      layout: the layout of the rows.
+      index: the form of a second array that picks rows, one entry a replica: the first of consecutive rows ("slice") or
+        the index of each row ("gather"). None if a part is the whole entry of its replica.
+      size: the rows of a resident array that a replica sees.
+      overlap: the neighbours that a part sees.
+      held_rows: the rows of all replicas in a resident array whose neighbours the program exchanges.
+    """
 
     layout: Layout = "rows"
-    index: IndexKind | None = None  # type: ignore[assignment]  # a tuple has a method of that name
-    size: int = 0  # rows of a resident array that a replica sees
-    overlap: Overlap | None = None  # which neighbours a part sees
-    held_rows: int = 0  # of a resident array whose neighbours the program exchanges, rows of all replicas
+    # A tuple has a method of that name.
+    index: IndexKind | None = None  # type: ignore[assignment]
+    size: int = 0
+    overlap: Overlap | None = None
+    held_rows: int = 0
 
     def arrays(
         self, row: jax.ShapeDtypeStruct, max_rows: int, replicas: int
     ) -> list[tuple[Layout, jax.ShapeDtypeStruct]]:
-        """Layouts and global shapes, where the longest part has `max_rows` rows of this shape."""
+        """Return layouts and global shapes for parts of up to `max_rows` rows of this shape."""
         max_rows += halo_of(self.overlap)
         front = {
             "rows": (max_rows * replicas,),
@@ -35,16 +44,18 @@ class InputFeed(NamedTuple):
         return [array] if self.index is None else [array, ("stacked", index_shape(self.index, max_rows, replicas))]
 
 
-SENT = InputFeed()  # rows that each call brings
+# Rows that each call sends from the host.
+SENT = InputFeed()
 
 
 def index_shape(kind: IndexKind, max_rows: int, replicas: int) -> jax.ShapeDtypeStruct:
-    """Global shape of what says which rows each replica reads."""
+    """Return the global shape of an array that picks rows on each replica."""
     return jax.ShapeDtypeStruct((replicas,) if kind == "slice" else (replicas, max_rows), np.int32)
 
 
 def read_rows(array: jax.Array, index: jax.Array | None, rows: int) -> jax.Array:
-    """Rows of a replica's array. The index was checked; it is data, so that other rows need no other program."""
+    """Pick rows of a replica's array. The index is data, so that other rows need no other program."""
+    # The host has checked the index: out-of-bounds handling would cost time in the program.
     if index is None:
         return array if array.shape[0] == rows else lax.slice_in_dim(array, 0, rows)
     if index.ndim:

@@ -1,4 +1,4 @@
-"""First rows: NumPy's indexes of an array of which only so many first rows count."""
+"""First rows: NumPy's indexing of an array of which only the first rows count."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .sources import Reader
 
 
 def read_within(source: Reader, length: int, index: Any) -> Any:
-    """What NumPy's index picks where only so many first rows of a file count; no others are read than it names."""
+    """Return the rows that an index of NumPy's picks among the first rows of a file. Read no other rows."""
     axes: tuple[Any, ...] = (index or (...,)) if isinstance(index, tuple) else (index,)
     first, *rest = axes
     if isinstance(first, int | np.integer) and not isinstance(first, bool):
@@ -16,7 +16,8 @@ def read_within(source: Reader, length: int, index: Any) -> Any:
         return source[row : row + 1][(0, *rest)]
     if isinstance(first, slice):
         run = range(length)[first]
-        up, step = (run, 1) if run.step > 0 else (run[::-1], -1)  # which is how files read
+        # Files read upwards only.
+        up, step = (run, 1) if run.step > 0 else (run[::-1], -1)
         return source[up.start : max(up.start, up.stop) : up.step][(slice(None, None, step), *rest)]
     if np.ndim(first) == 1 and len(numbers := np.arange(length)[first]):
         rows, at = source.find(numbers)
@@ -25,7 +26,7 @@ def read_within(source: Reader, length: int, index: Any) -> Any:
 
 
 def index_within(index: Any, length: int) -> Any:
-    """The same index of NumPy's where only so many first rows count, counted from 0 on."""
+    """Rewrite an index of NumPy's among the first rows, so that it picks the same rows of the whole array."""
     first, *rest = (index or (...,)) if isinstance(index, tuple) else (index,)
     if first is ...:
         return (slice(length), ..., *rest)
@@ -37,7 +38,7 @@ def index_within(index: Any, length: int) -> Any:
 
 
 def touched_rows(index: Any, length: int) -> range:
-    """The rows that an index of NumPy's may touch, from the first to the last."""
+    """Return the range of rows that an index of NumPy's may touch."""
     first = (index[0] if index else ...) if isinstance(index, tuple) else index
     if isinstance(first, slice):
         run = range(length)[first]

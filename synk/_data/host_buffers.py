@@ -1,4 +1,4 @@
-"""Host buffers: aligned memory for rows on their way to a device, used again once nothing refers to it."""
+"""Host buffers: aligned memory for rows on their way to a device, used again when nothing refers to it."""
 
 import threading
 import weakref
@@ -7,39 +7,42 @@ from math import prod
 
 import numpy as np
 
-ALIGNMENT = 64  # what JAX takes over without a copy on CPU
-SMALL = 1 << 16  # bytes that are cheaper to allocate than to keep
-LIMIT = 1 << 29  # bytes kept for later, at most
+# On CPUs JAX uses memory of this alignment without a copy: https://github.com/jax-ml/jax/issues/4486
+ALIGNMENT = 64
+# Fewer bytes are cheaper to allocate than to keep.
+SMALL = 1 << 16
+# The most bytes that are kept for later.
+LIMIT = 1 << 29
 
 _free: dict[int, list[np.ndarray]] = {}
 _kept = 0
-_lock = threading.RLock()  # memory may come back while this very thread asks for some
+# Reentrant: the garbage collector may return memory while this thread asks for some.
+_lock = threading.RLock()
 
 
 def acquire(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised memory for an array, used again once the array, its views and what JAX made of them are gone.
+    """Return uninitialised memory for an array. It is used again when the array and all its users are gone.
 
-    JAX may read this very memory (on CPU) or be sending it (elsewhere) long after a call returns. It holds a reference
-    until it is done, and that is what says when.
+    JAX may read this memory (on CPUs) or send it (elsewhere) long after a call returns. It holds a reference as long.
     """
     return acquire_parts(1, shape, dtype)[0]
 
 
 def acquire_parts(count: int, shape: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
-    """The same for several arrays of one shape."""
+    """Return memory for several arrays of one shape, as `acquire` does for one."""
     size = prod(shape) * dtype.itemsize
     if size < SMALL:
         return [fresh(shape, dtype) for _ in range(count)]
     step = -(-size // ALIGNMENT) * ALIGNMENT
     memory = _take(count * step)
-    # A view refers to the array at the end of its chain of NumPy arrays; a memoryview makes `lease` that end.
+    # NumPy views refer to the last array of their chain. A memoryview makes `lease` the last one.
     lease = np.frombuffer(memoryview(_aligned(memory, count * step)), np.uint8)  # type: ignore[arg-type]  # a buffer
     weakref.finalize(lease, _give, memory).atexit = False
     return [lease[at : at + size].view(dtype).reshape(shape) for at in range(0, count * step, step)]
 
 
 def fresh(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Uninitialised aligned memory that goes back to the system."""
+    """Return uninitialised aligned memory, which is not used again."""
     size = prod(shape) * dtype.itemsize
     return _aligned(np.empty(size + ALIGNMENT, np.uint8), size).view(dtype).reshape(shape)
 

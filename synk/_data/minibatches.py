@@ -11,7 +11,7 @@ from .._base.units import counted
 
 @dataclass(frozen=True)
 class Minibatches:
-    """Arrays of row indexes, one a batch; made by `synk.minibatches`."""
+    """An iterable of row indexes, one array a batch; made by `synk.minibatches`."""
 
     rows: int
     batch_size: int
@@ -23,7 +23,7 @@ class Minibatches:
 
     @property
     def per_epoch(self) -> int:
-        """How many batches an epoch has."""
+        """Return the number of batches of an epoch."""
         return self.rows // self.batch_size if self.drop_last else -(-self.rows // self.batch_size)
 
     def __len__(self) -> int:
@@ -32,7 +32,8 @@ class Minibatches:
     def __iter__(self) -> Iterator[np.ndarray]:
         first, skipped = divmod(self.start, self.per_epoch)
         for epoch in range(first, self.epochs):
-            # NumPy keeps RandomState's stream for good; that of newer generators may change with a release.
+            # NumPy keeps the stream of RandomState for good. Streams of newer generators may change with a release:
+            # https://numpy.org/neps/nep-0019-rng-policy.html
             shuffled = np.random.RandomState([self.seed, epoch]).permutation if self.shuffle else np.arange
             order = shuffled(self.rows)
             for i in range(skipped if epoch == first else 0, self.per_epoch):

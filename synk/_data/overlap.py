@@ -1,4 +1,4 @@
-"""Overlap: rows with their neighbours: which rows a part sees, and how replicas exchange those at their edges."""
+"""Overlap: parts that see neighbours of their rows, and the exchange of rows between replicas."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,27 +66,34 @@ class Overlap:
 
 
 def halo_of(overlap: Overlap | None) -> int:
-    """How many rows more than its own a part sees."""
+    """Return how many rows a part sees in addition to its own."""
     return 0 if overlap is None else overlap.before + overlap.after
 
 
 @lru_cache(maxsize=16)
 def with_neighbours(rows: int, overlap: Overlap) -> np.ndarray:
-    """The numbers of so many rows, and of those that stand before the first and after the last; where filled, any."""
+    """Return the numbers of all rows, and of the rows beyond both ends. Rows that are filled have any number."""
     numbers = np.pad(np.arange(rows), (overlap.before, overlap.after), _MODES[overlap.edge])
     numbers.flags.writeable = False
     return numbers
 
 
 def widened(parts: PartRows, overlap: Overlap | None) -> PartRows:
-    """The rows of a launch with their neighbours, of a selection that begins with those before the first."""
+    """Add neighbours to the parts of a launch, for a selection that begins with the neighbours of the first row."""
     more = halo_of(overlap)
     counts = tuple([count + more if count else 0 for count in parts.counts])
     return parts._replace(max_rows=parts.max_rows + more, counts=counts) if more else parts
 
 
 def fill_beyond(rows: jax.Array, overlap: Overlap | None, first_row: Any, total: Any) -> jax.Array:
-    """A part's rows, those beyond the selection's ends filled; its own first row has this number, of so many."""
+    """Fill the rows of a part that lie beyond the ends of the selection.
+
+    Args:
+      rows: the rows that the part sees.
+      overlap: its neighbours.
+      first_row: the number of its own first row.
+      total: the number of rows in all.
+    """
     if overlap is None or overlap.edge != "fill":
         return rows
     number = first_row - overlap.before + jnp.arange(rows.shape[0], dtype=jnp.int32)
@@ -95,17 +102,23 @@ def fill_beyond(rows: jax.Array, overlap: Overlap | None, first_row: Any, total:
 
 
 class _Message(NamedTuple):
-    """What each replica sends to the one so many ranks on: which of its rows, and where the receiver puts them."""
+    """The rows that each replica sends to the replica `shift` ranks on.
+
+    Attributes:
+      shift: the distance of sender and receiver.
+      rows: the rows of each sender: (replicas, rows of the longest message).
+      places: where receivers put them, of the same shape. A place beyond the last one drops a row.
+    """
 
     shift: int
-    rows: np.ndarray  # (replicas, rows of the longest message)
-    places: np.ndarray  # the same; one beyond the last for what is no row
+    rows: np.ndarray
+    places: np.ndarray
 
 
 class _Halos(NamedTuple):
-    """How the parts of so many rows get their neighbours."""
+    """The messages that bring all parts their neighbours, and the number of rows of each replica."""
 
-    lengths: np.ndarray  # rows of each replica
+    lengths: np.ndarray
     messages: tuple[_Message, ...]
 
 
@@ -113,15 +126,16 @@ class _Halos(NamedTuple):
 def _halos(rows: int, size: int, overlap: Overlap) -> _Halos:
     parts, numbers, halo = split_rows(rows, size), with_neighbours(rows, overlap), halo_of(overlap)
     starts = np.array([part.start for part in parts])
-    moves: dict[int, list[tuple[int, int, int, int]]] = {}  # shift -> (owner, its row, receiver, place)
+    # By shift: (owner, its row, receiver, place).
+    moves: dict[int, list[tuple[int, int, int, int]]] = {}
     for rank, (start, count) in enumerate(parts):
         wanted = np.delete(numbers[start : start + count + halo], np.s_[overlap.before : overlap.before + count])
         for place, number in enumerate(wanted if count else ()):
             owner = int(np.searchsorted(starts + [part.rows for part in parts], number, side="right"))
             moves.setdefault((rank - owner) % size, []).append((owner, int(number - starts[owner]), rank, place))
     messages: list[_Message] = []
-    for shift, each in sorted(moves.items()):
-        sent = [[move for move in each if move[0] == owner] for owner in range(size)]
+    for shift, moves_of_shift in sorted(moves.items()):
+        sent = [[move for move in moves_of_shift if move[0] == owner] for owner in range(size)]
         width = max(map(len, sent))
         send, put = np.zeros((size, width), np.int32), np.full((size, width), halo, np.int32)
         for of_owner in sent:
@@ -132,16 +146,26 @@ def _halos(rows: int, size: int, overlap: Overlap) -> _Halos:
 
 
 def with_halos(array: jax.Array, rows: int, size: int, overlap: Overlap) -> jax.Array:
-    """A replica's rows, of so many on all replicas, between their neighbours: one permutation a distance that rows come
-    from. Those after its own follow these at once, also where others have more rows."""
+    """Put a replica's rows between their neighbours, by one permutation for each distance that rows come from.
+
+    Args:
+      array: the replica's rows, filled up to as many as the first replica has.
+      rows: the number of rows of all replicas.
+      size: the number of replicas.
+      overlap: the neighbours.
+
+    Returns:
+      The rows before, the replica's rows, and the rows after, which follow its last real row.
+    """
     halos, rank = _halos(rows, size, overlap), lax.axis_index(AXIS)
-    found = jnp.zeros((halo_of(overlap) + 1, *array.shape[1:]), array.dtype)
+    # One place more takes the rows that are dropped.
+    halo = jnp.zeros((halo_of(overlap) + 1, *array.shape[1:]), array.dtype)
     for shift, send, put in halos.messages:
         rows_sent = array.at[jnp.asarray(send)[rank]].get(mode="promise_in_bounds")
         pairs = [(owner, (owner + shift) % size) for owner in range(size)]
         received = lax.ppermute(rows_sent, AXIS, pairs) if shift else rows_sent
-        found = found.at[jnp.asarray(put)[rank]].set(received)
-    before, after = found[: overlap.before], found[overlap.before : -1]
+        halo = halo.at[jnp.asarray(put)[rank]].set(received)
+    before, after = halo[: overlap.before], halo[overlap.before : -1]
     whole = jnp.concatenate([before, array, jnp.zeros_like(after)])
     at = overlap.before + jnp.asarray(halos.lengths)[rank]
     return lax.dynamic_update_slice_in_dim(whole, after, at, 0) if overlap.after else whole

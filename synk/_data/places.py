@@ -45,7 +45,7 @@ class Picks(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """How a call takes rows from a place.
+    """A call's way to take rows from a place.
 
     Attributes:
       feed: how the rows reach a replica's program.
@@ -79,8 +79,8 @@ class Place:
 
 
 class ReplicaRows:
-    """Rows that were made on the replicas, as an array of the host's that is brought there when it is first asked for;
-    over processes by all of them together."""
+    """Rows that were made on the replicas. They are copied to the host when they are first read there, by all processes
+    together."""
 
     def __init__(self, group: Group, stacked: jax.Array, rows: int) -> None:
         self.shape, self.dtype = (rows, *stacked.shape[2:]), stacked.dtype
@@ -102,20 +102,23 @@ class ReplicaRows:
         parts = enumerate(split_rows(self.shape[0], group.size))
         self._host = np.concatenate([replica_to_host(group, stacked, "stacked", r, part.rows) for r, part in parts])
         self._host.flags.writeable = False
-        self._at = None  # the data may have moved from the devices
+        # The `Data` alone decides how long the rows stay on the devices.
+        self._at = None
 
 
 def replicate_rows(
     group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range
 ) -> jax.Array:
-    """Bring every replica the first rows of a source, or where it has a copy of them those that are stale."""
+    """Send the first rows of a source to every replica, or only stale rows if there is a copy."""
 
     def read(start: int, count: int) -> jax.Array:
         buffer = fresh((count, *source.shape[1:]), dtype)
         copy_rows([Selection(None, start, count).into(buffer, source, 0)])
-        return put(group, buffer, "replicated")  # CPU devices may share the buffer: no one else writes to it
+        # CPU devices may share the buffer, to which nobody else writes.
+        return put(group, buffer, "replicated")
 
-    size = min(1 << (len(stale) - 1).bit_length(), rows)  # few sizes: each is a program
+    # Powers of two: each size needs a program.
+    size = min(1 << (len(stale) - 1).bit_length(), rows)
     if copy is None or 4 * size > rows or (group.platform == "cpu" and len(set(group.devices)) > 1):
         return read(0, rows)
     first = min(stale.start, rows - size)
@@ -130,7 +133,7 @@ def _write_rows(array: jax.Array, rows: jax.Array, start: jax.Array) -> list[jax
 def scatter_rows(
     group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range
 ) -> jax.Array:
-    """Bring each replica its part of the first rows, or where it has a copy of it the part if rows of it are stale."""
+    """Send each replica its part of the first rows, or only parts with stale rows if there is a copy."""
     parts = split_rows(rows, group.size)
     is_all = copy is None or group.is_simulated
     ranks = [rank for rank in group._local_ranks if is_all or _overlaps(parts[rank], stale)]

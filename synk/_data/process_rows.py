@@ -19,7 +19,7 @@ from .transfer import gather_rows
 
 
 class ProcessLocalRows:
-    """What `synk.local` returns: an argument whose rows are those of this process alone."""
+    """An argument whose rows this process alone holds; made by `synk.local`."""
 
     __slots__ = ("dtype", "ndim", "shape", "source")
 
@@ -67,17 +67,22 @@ def local(value: Any) -> ProcessLocalRows:
 
 
 def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tuple[int, ...]:
-    """How many rows each replica has, where this process deals out so many over its own; all processes ask together.
+    """Return the number of rows of each replica, where each process deals its rows out over its replicas.
 
-    None where this process has found that it cannot make its call: all others then raise. `what` says which call it is.
+    Args:
+      group: the replicas. All processes call this together.
+      rows: the rows of this process; None if it cannot make its call. Then all others raise.
+      name: the function's name in messages.
+      what: describes the call, on which processes must agree.
     """
-    told = np.zeros((group.size, 2), np.int32)  # the others' entries are not looked at
-    own = split_rows(rows or 0, len(group._local_ranks))
-    told[group._local_ranks, 0] = -1 if rows is None else [part.rows for part in own]
+    # Entries of other processes are not sent.
+    told = np.zeros((group.size, 2), np.int32)
+    parts = split_rows(rows or 0, len(group._local_ranks))
+    told[group._local_ranks, 0] = -1 if rows is None else [part.rows for part in parts]
     told[group._local_ranks, 1] = zlib.crc32(what.encode()) >> 1
     with translate_peer_errors(group):
-        (found,) = run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, told, "stacked")])
-        every = np.asarray(found)
+        (gathered,) = run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, told, "stacked")])
+        every = np.asarray(gathered)
     if rows is None:
         return ()
     if (every[:, 0] < 0).any():
@@ -85,7 +90,8 @@ def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tu
         raise ValueError(
             f"{name}: process {failed} has refused its synk.local rows, and raises why. All leave this call together."
         )
-    if len(set(every[:, 1].tolist())) > 1:  # which all have found, so that all tell the others what they are in
+    # All processes see that calls differ, so that all tell the others which call they are in.
+    if len(set(every[:, 1].tolist())) > 1:
         group._peers.agree(what, what)
     return tuple(every[:, 0].tolist())
 
@@ -95,7 +101,7 @@ def _gather(rows: jax.Array) -> list[jax.Array]:
 
 
 def rows_of_processes(group: Group, source: HostSource) -> np.ndarray:
-    """The rows of all processes, in each of them, in the order of their replicas."""
+    """Copy the rows of all processes to each of them, in the order of their replicas."""
     host = gather_rows(source, Selection(None, 0, source.shape[0]), source.dtype)
     counts = multihost_utils.process_allgather(np.array([len(host)]))[:, 0]
     filled = np.zeros((int(counts.max()), *host.shape[1:]), host.dtype)

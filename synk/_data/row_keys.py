@@ -1,4 +1,4 @@
-"""Row keys: one PRNG key a row, so that noise does not depend on who runs the row."""
+"""Row keys: one PRNG key a row, so that noise does not depend on the replica that runs a row."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
 
 
 def _checked(rows: Any) -> int:
-    """How many rows, outside of a replica's part."""
+    """Check a number of rows. Raise ValueError inside a function, where all replicas would get the same keys."""
     trace = current_trace()
     if trace is not None and trace.size and trace.rows is not None:
         raise ValueError(
@@ -65,7 +65,10 @@ def _checked(rows: Any) -> int:
 
 
 def _refuse_generator(key: Any) -> None:
-    """ValueError for one whose numbers in a batch are not those of each key by itself."""
+    """Raise ValueError for generators whose draws under `jax.vmap` depend on the other keys.
+
+    See the table of generators in https://docs.jax.dev/en/latest/jax.random.html.
+    """
     is_typed = jnp.issubdtype(getattr(key, "dtype", np.uint32), jax.dtypes.prng_key)
     name = str(jax.random.key_impl(key) if is_typed else config.jax_default_prng_impl)
     if name in ("rbg", "unsafe_rbg"):

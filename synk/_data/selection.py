@@ -1,4 +1,4 @@
-"""Selection: which rows a call picks, checked against what is there."""
+"""Selection: the rows that a call picks, checked against the rows of its inputs."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -11,18 +11,24 @@ IndexKind: TypeAlias = Literal["slice", "gather"]
 
 
 class Selection(NamedTuple):
-    """Which rows are taken, in order: those at `indexes` (`start` is 0), or (None) consecutive ones from `start`."""
+    """Rows to take, in order.
+
+    Attributes:
+      indexes: the rows; None for consecutive rows.
+      start: the first of consecutive rows, else 0.
+      rows: how many rows there are.
+    """
 
     indexes: np.ndarray | None
     start: int
     rows: int
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Where rows `start` to `stop` of the selection lie in the source."""
+        """Return the places of rows `start` to `stop` of the selection in the source."""
         return np.arange(self.start + start, self.start + stop) if self.indexes is None else self.indexes[start:stop]
 
     def with_copied_indexes(self) -> "Selection":
-        """The same, whatever becomes of the array that its indexes came in."""
+        """Copy the indexes, whose array the user may change."""
         return self if self.indexes is None else self._replace(indexes=self.indexes.copy())
 
     def into(self, buffer: np.ndarray, source: HostSource, at: int) -> Rows:
@@ -31,7 +37,7 @@ class Selection(NamedTuple):
 
 
 class ReplicaSelection(NamedTuple):
-    """Which of the rows that it holds each replica takes."""
+    """Rows to take on each replica: how many it holds, its selection, and how many it takes."""
 
     held: tuple[int, ...]
     chosen: tuple[Selection, ...]
@@ -39,13 +45,13 @@ class ReplicaSelection(NamedTuple):
 
 
 def select(batch: Any, rows: int, function: str, name: str, option: str = "batch", is_part: bool = False) -> Selection:
-    """Check a `batch` against an input of so many rows; one that is part of a selection may be empty."""
+    """Check a `batch` against an input of `rows` rows. A part of a larger selection may be empty."""
     if batch is None:
         return Selection(None, 0, rows)
     if isinstance(batch, slice):
         start, stop, step = batch.indices(rows)
         count = max(0, stop - start)
-        found = Selection(None, start, count) if step == 1 else selection_of(np.arange(start, stop, step))
+        selection = Selection(None, start, count) if step == 1 else selection_of(np.arange(start, stop, step))
     else:
         what = f"{function}: {option}"
         index = _index_array(batch, what)
@@ -56,19 +62,19 @@ def select(batch: Any, rows: int, function: str, name: str, option: str = "batch
                     f"{what}={count} asks for the first {count} rows, but {name} has {rows}. Give 1 to {rows}, or a "
                     f"slice, which is cut to what there is."
                 )
-            found = Selection(None, 0, count)
+            selection = Selection(None, 0, count)
         elif index.dtype == bool:
             if len(index) != rows:
                 raise ValueError(
                     f"{what} is a mask of length {len(index)}, but {name} has {rows} rows. Give one entry a row."
                 )
-            found = selection_of(np.flatnonzero(index))
+            selection = selection_of(np.flatnonzero(index))
         else:
-            found = selection_of(_from_0_on(index, rows, what, name))
-    if found.rows == 0 and not is_part:
+            selection = selection_of(_from_0_on(index, rows, what, name))
+    if selection.rows == 0 and not is_part:
         shown = f"{option}={batch}" if isinstance(batch, slice | int) else f"the {option}"
         raise ValueError(f"{function}: {shown} selects no rows. A call needs at least one.")
-    return found
+    return selection
 
 
 def _index_array(batch: Any, what: str) -> np.ndarray:
@@ -80,8 +86,9 @@ def _index_array(batch: Any, what: str) -> np.ndarray:
     if index.dtype == bool and index.ndim == 0:
         raise TypeError(f"{what} is {index}, a single boolean; {wanted}.")
     if index.size == 0 and not hasattr(batch, "dtype"):
-        index = index.astype(np.int64)  # the dtype of [] says nothing
-    if index.dtype.kind not in "iub" and (hasattr(batch, "dtype") or not all(type(each) is int for each in index.flat)):
+        # NumPy takes an empty list for floats.
+        index = index.astype(np.int64)
+    if index.dtype.kind not in "iub" and (hasattr(batch, "dtype") or not all(type(i) is int for i in index.flat)):
         raise TypeError(f"{what} has dtype {index.dtype}; {wanted}.")
     if index.ndim > 1:
         raise ValueError(f"{what} has shape {index.shape}; give indexes or a mask of one dimension.")
@@ -89,11 +96,13 @@ def _index_array(batch: Any, what: str) -> np.ndarray:
 
 
 def _from_0_on(index: np.ndarray, rows: int, what: str, name: str) -> np.ndarray:
-    """Check indexes, of which negative ones count from the end."""
-    if index.dtype != object:  # which holds an integer of Python's that needs more than 64 bits
+    """Check indexes, and count negative ones from the end."""
+    # An object array holds Python integers of more than 64 bits.
+    if index.dtype != object:
         wide = index.astype(np.int64, copy=False)
-        bits = wide.view(np.uint64)  # in which negative ones are huge, so that one pass over them suffices
-        # argmax is quicker than max, which goes through a ufunc's reduction
+        # As unsigned numbers negative indexes are huge, so one pass checks both ends. argmax is quicker than max, which
+        # goes through a ufunc's reduction.
+        bits = wide.view(np.uint64)
         if index.size == 0 or bits.item(bits.argmax()) < rows:
             return wide
         if -rows <= int(index.min()) and int(index.max()) < rows:
@@ -105,7 +114,7 @@ def _from_0_on(index: np.ndarray, rows: int, what: str, name: str) -> np.ndarray
 
 
 def selection_of(index: np.ndarray) -> Selection:
-    """A selection of these rows; consecutive ones need no index."""
+    """Return a selection of rows. Consecutive rows need no index."""
     count = len(index)
     if count and index[-1] - index[0] == count - 1 and (count == 1 or (np.diff(index) == 1).all()):
         return Selection(None, int(index[0]), count)
@@ -116,18 +125,19 @@ def select_on_replicas(batch_s: Any, held: Sequence[int], function: str, name: s
     """Check a `batch_s` against the rows that replicas hold: one selection for all, or one for each."""
     held, size = tuple(held), len(held)
     is_one_each = _is_one_each(batch_s)
-    if not is_one_each and len(set(held)) == 1:  # the same selection is valid on every replica
-        one = select(batch_s, held[0], function, f"{name} on each replica", "batch_s")
-        return ReplicaSelection(held, (one,) * size, (one.rows,) * size)
-    each = list(batch_s) if is_one_each else [batch_s] * size
-    if len(each) != size:
+    # If all replicas hold as many rows, one check is enough.
+    if not is_one_each and len(set(held)) == 1:
+        selection = select(batch_s, held[0], function, f"{name} on each replica", "batch_s")
+        return ReplicaSelection(held, (selection,) * size, (selection.rows,) * size)
+    batches = list(batch_s) if is_one_each else [batch_s] * size
+    if len(batches) != size:
         raise ValueError(
-            f"{function}: batch_s has {len(each)} selections, but there are {size} replicas. Give one for all "
+            f"{function}: batch_s has {len(batches)} selections, but there are {size} replicas. Give one for all "
             f"or one for each."
         )
     chosen = tuple(
-        select(one, rows, function, f"{name} on replica {rank}", "batch_s", is_part=True)
-        for rank, (one, rows) in enumerate(zip(each, held, strict=True))
+        select(batch, rows, function, f"{name} on replica {rank}", "batch_s", is_part=True)
+        for rank, (batch, rows) in enumerate(zip(batches, held, strict=True))
     )
     lengths = tuple(selection.rows for selection in chosen)
     if not any(lengths):
@@ -142,7 +152,7 @@ def _is_one_each(batch_s: Any) -> bool:
 
 
 def index_kind(batch: Any) -> IndexKind:
-    """Are the rows consecutive, as far as the form tells? Programs differ in this, and never in the rows themselves."""
+    """Return the form of an index for a batch, which depends on its form alone. Programs differ in this form only."""
     if isinstance(batch, slice):
         is_run = batch.step in (None, 1)
     elif isinstance(batch, list | tuple):
@@ -153,7 +163,7 @@ def index_kind(batch: Any) -> IndexKind:
 
 
 def merge_replicas(local: ReplicaSelection) -> Selection:
-    """The same rows of all replicas' rows one after another."""
+    """Return the same rows as a selection of all replicas' rows, one replica after another."""
     base = np.cumsum([0, *local.held])
     index = np.concatenate([s.positions(0, s.rows) + b for s, b in zip(local.chosen, base, strict=False)])
     return selection_of(index)

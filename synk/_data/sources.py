@@ -1,9 +1,8 @@
-"""Sources: what holds rows, in memory, on disk or on devices, and how rows are copied out of it by several threads."""
+"""Sources: objects that hold rows, in memory, on disk or on devices, and copies of their rows by several threads."""
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -19,16 +18,20 @@ from .._base.errors import shown
 from .._base.pytree import array_of_list, as_data, is_number, refuse_tracer
 from .._runtime.dispatch import LOCK
 
-BLOCK = 1 << 18  # bytes that are converted at a time, so that they stay in a core's cache
-SHARED = 1 << 22  # bytes that pay for more than one thread: fewer are copied before another one has woken up
-THREADS = 16  # more do not read a machine's memory any faster
-AT_ONCE = 1 << 28  # bytes of consecutive rows that are read from a file at a time
+# Bytes that are converted at a time, so that they stay in a core's cache.
+BLOCK = 1 << 18
+# Bytes that pay for a second thread. Fewer are copied before it has woken up.
+SHARED = 1 << 22
+# More threads do not read a machine's memory any faster.
+THREADS = 16
+# Bytes of consecutive rows that are read from a file at a time.
+AT_ONCE = 1 << 28
 
 
 class Reader:
-    """An object that gives rows by position when it is indexed (h5py, zarr): read in parts, never whole.
+    """A source that gives rows by position when it is indexed (h5py, zarr). It is read in parts, never whole.
 
-    What comes is checked, since NumPy would convert, unmask or repeat it to fit.
+    Rows are checked when they come. NumPy would convert, unmask or repeat them to fit a buffer.
     """
 
     def __init__(self, of: Any, what: str) -> None:
@@ -67,9 +70,14 @@ class Reader:
         self.of[index] = rows
 
     def find(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Rows that hold those of indexes in any order, and where: files give each row once, in ascending order."""
+        """Read rows that hold those of the indexes, and return them with the positions of these.
+
+        Files want increasing indexes without repetitions:
+        https://docs.h5py.org/en/stable/high/dataset.html#fancy-indexing
+        """
         unique, inverse = np.unique(index, return_inverse=True)
         first, stop = int(unique[0]), int(unique[-1]) + 1
+        # A run of rows reads faster than single ones.
         if stop - first <= 2 * len(unique):
             return self[first:stop], index - first
         return self[unique], inverse
@@ -80,7 +88,7 @@ Source: TypeAlias = HostSource | jax.Array
 
 
 def as_source(value: Any, what: str, advice: str) -> Source:
-    """An array as what rows can be copied from, without copying it; TypeError where it is none."""
+    """Return an array as a source, without a copy. Raise TypeError for other values."""
     if isinstance(value, jax.Array):
         return value
     if type(value) is not np.ndarray:
@@ -123,30 +131,31 @@ def copied_on_device(value: jax.Array) -> jax.Array:
 
 
 def as_rows(value: Any, name: str) -> Source:
-    """What a `Data` of this name may hold: one array with rows."""
+    """Return the source that a `Data` may hold: one array with rows."""
     refuse_tracer(value, f"{name}: its value")
     if isinstance(value, list):
         value = array_of_list(value, f"{name}: its value")
     advice = "give one array; for a tree of them, jax.tree.map(synk.data, tree)"
     source = as_source(as_data(value), f"{name}: its value", advice)
-    if source.ndim == 0 or getattr(value, "ndim", None) == 0:  # the raw data of one key has an axis
+    # The raw data of a single typed key has an axis, but the key has no rows.
+    if source.ndim == 0 or getattr(value, "ndim", None) == 0:
         raise ValueError(f"{name}: its value is a scalar and has no rows. Pass numbers as they are, as broadcast ones.")
     return source
 
 
 def as_number_dtype(dtype: Any, name: str) -> np.dtype:
-    """A dtype that a user asks for."""
+    """Check a dtype that a user asks for."""
     try:
-        found = np.dtype(dtype)
+        asked = np.dtype(dtype)
     except TypeError:
-        found = np.dtype(object)
-    if not is_number(found):
+        asked = np.dtype(object)
+    if not is_number(asked):
         raise TypeError(f"{name}: dtype is {shown(dtype)}; give one of numbers or booleans that JAX has.")
-    return found
+    return asked
 
 
 def is_in_memory(source: Source) -> bool:
-    """Is it NumPy's, and not read from a file as it is looked at?"""
+    """Check for a NumPy array that is not memory-mapped from a file."""
     base: Any = source
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
@@ -154,10 +163,10 @@ def is_in_memory(source: Source) -> bool:
 
 
 def _is_read_by_rows(value: Any) -> bool:
-    """Is it indexed by position, and would `__array__` read all of it? Not where that shares its memory."""
+    """Check for an object that is indexed by position and whose `__array__` would read all of it."""
     if not all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__")):
         return False
-    # Of arrays in memory, NumPy's among them; and of pandas, which indexes by label.
+    # Arrays in memory have one of the first three; pandas, which indexes by label, has the last.
     if any(hasattr(value, name) for name in ("__array_interface__", "__array_struct__", "__dlpack__", "iloc")):
         return False
     try:
@@ -168,7 +177,14 @@ def _is_read_by_rows(value: Any) -> bool:
 
 
 class Rows(NamedTuple):
-    """Rows to copy: of `source`, those at `indexes` (None: all, in order) from `start` on, until `buffer` is full."""
+    """Rows to copy into a buffer.
+
+    Attributes:
+      buffer: where the rows go; its length says how many.
+      source: where they come from.
+      indexes: the rows of the source that are selected; None for all of them, in order.
+      start: the first row to copy among the selected ones.
+    """
 
     buffer: np.ndarray
     source: HostSource
@@ -177,11 +193,11 @@ class Rows(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where they end."""
+        """Return the end of the rows among the selected ones."""
         return self.start + len(self.buffer)
 
     def copy(self) -> None:
-        """Fill the buffer, from what is no `Reader`."""
+        """Fill the buffer from an array in memory."""
         buffer, source, stop = self.buffer, self.source, self.stop
         assert not isinstance(source, Reader)
         rows = slice(self.start, stop) if self.indexes is None else self.indexes[self.start : stop]
@@ -196,51 +212,37 @@ class Rows(NamedTuple):
                 buffer[at : at + step] = source[rows[at : at + step]]
 
     def split(self, size: int) -> list[Rows]:
-        """The same in pieces of about so many bytes."""
+        """Cut the copy into pieces of about `size` bytes."""
         buffer, start, step = self.buffer, self.start, _rows_in(self.buffer, size)
         return [self._replace(buffer=buffer[i : i + step], start=start + i) for i in range(0, len(buffer), step)]
 
 
 def _rows_in(buffer: np.ndarray, size: int) -> int:
-    """How many of its rows have about so many bytes."""
+    """Return how many rows of a buffer have about `size` bytes."""
     return max(1, size * len(buffer) // max(buffer.nbytes, 1))
 
 
 def copy_rows(parts: Sequence[Rows]) -> None:
-    """Copy all these rows, of one source and one selection, by as many threads as pay."""
-    if parts and isinstance(parts[0].source, Reader):  # h5py and the like may not allow several threads
+    """Copy the rows of all parts, which share source and selection, by as many threads as pay."""
+    # h5py and the like may not allow several threads.
+    if parts and isinstance(parts[0].source, Reader):
         _read(parts[0].source, parts)
         return
     total = sum(part.buffer.nbytes for part in parts)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(cores, THREADS, 2 * total // SHARED) - 1
-    if workers < 1:
+    workers = min(cores, THREADS, 2 * total // SHARED)
+    if workers < 2:
         for part in parts:
             part.copy()
         return
-    size = max(BLOCK, total // (4 * (workers + 1)))
-    pieces = deque(piece for part in parts for piece in part.split(size))
-
-    def work() -> None:
-        while True:
-            try:
-                piece = pieces.popleft()
-            except IndexError:
-                return
-            piece.copy()
-
-    others = [_threads().submit(work) for _ in range(workers)]
-    try:
-        work()
-    finally:
-        pieces.clear()
-        for other in others:
-            if not other.cancel():  # it has begun
-                other.result()
+    # NumPy releases the interpreter's lock while it copies. Several pieces a thread even out their speeds.
+    pieces = [piece for part in parts for piece in part.split(max(BLOCK, total // (4 * workers)))]
+    for _ in _threads().map(Rows.copy, pieces):
+        pass
 
 
 def _read(source: Reader, parts: Sequence[Rows]) -> None:
-    """Fill all parts, each row read once: a file unpacks a whole chunk for any of its rows, which parts may share."""
+    """Fill all parts from a file. Read each row once: a file unpacks a whole chunk for any of its rows."""
     if (indexes := parts[0].indexes) is not None:
         rows, at = source.find(np.concatenate([indexes[part.start : part.stop] for part in parts]))
         for part in parts:
@@ -255,7 +257,7 @@ def _read(source: Reader, parts: Sequence[Rows]) -> None:
 
 
 def _runs(parts: Sequence[Rows]) -> list[list[Rows]]:
-    """Parts of consecutive rows whose rows are consecutive too, together as far as memory should hold them twice."""
+    """Group parts whose rows are consecutive, up to `AT_ONCE` bytes, since memory holds them twice."""
     runs: list[list[Rows]] = []
     stop = size = 0
     for part in sorted(parts, key=lambda part: part.start):

@@ -1,4 +1,4 @@
-"""Transfer: the rows of a selection, picked by threads, as one array over the group."""
+"""Transfer: send the rows of a selection, picked by threads, as one array of the group."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -16,20 +16,27 @@ from .sources import HostSource, Source, copied_on_device, copy_rows
 
 
 class PartRows(NamedTuple):
-    """The rows of one launch."""
+    """The parts of replicas in one launch.
 
-    max_rows: int  # rows of the longest part; others are filled up to as many
-    counts: tuple[int, ...]  # rows of each replica's part
-    starts: tuple[int, ...]  # where each part begins among all rows of the call
-    offsets: tuple[int, ...]  # and among its replica's own
+    Attributes:
+      max_rows: the rows of the longest part. Other parts are filled up to as many.
+      counts: the rows of each part.
+      starts: where each part begins among all rows of the call.
+      offsets: where each part begins among its replica's rows.
+    """
+
+    max_rows: int
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    offsets: tuple[int, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers of rows that parts have, most first."""
+        """Return the numbers of rows that parts have, the largest first."""
         return tuple(sorted(set(self.counts), reverse=True))
 
     def positions(self, selection: Selection, rank: int) -> np.ndarray:
-        """Where this replica's rows lie in the source, filled up with real ones."""
+        """Return the places of a replica's rows in the source, filled up with places of real rows."""
         start, count = self.starts[rank], self.counts[rank]
         positions = selection.positions(start, start + count)
         if count == self.max_rows:
@@ -39,8 +46,10 @@ class PartRows(NamedTuple):
 
 
 def send_rows(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> Any:
-    """Bring each replica its rows of the selection, as one array of the layout "rows". It never shares memory with an
-    array of the user's, unless it is that `jax.Array` itself, in its place."""
+    """Send each replica its rows of the selection, as one array of layout "rows".
+
+    The result shares no memory with an array of the user's. A `jax.Array` that lies in its place is returned itself.
+    """
     max_rows = part_rows.max_rows
     if isinstance(source, jax.Array):
         is_all = selection.indexes is None and len(source) == selection.rows == max_rows * group.size
@@ -57,7 +66,8 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
     if group._has_one_device:
         whole = acquire(shape, dtype)
         fill_parts([whole[at : at + max_rows] for at in range(0, len(whole), max_rows)], source, selection, ranges)
-        return whole  # One device: let the compiled call transfer the NumPy array itself; a device_put is slower.
+        # The compiled call sends a NumPy array to one device faster than a device_put does.
+        return whole
     parts = acquire_parts(len(ranks), (max_rows, *shape[1:]), dtype)
     fill_parts(parts, source, selection, list(ranges)[ranks.start : ranks.stop])
 
@@ -70,8 +80,9 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
 def fill_parts(
     parts: Sequence[np.ndarray], source: HostSource, selection: Selection, ranges: Iterable[tuple[int, int]]
 ) -> None:
-    """Copy the rows of the selection that each part has (from which one on, how many), and real rows after them."""
-    if not selection.rows:  # A process that holds no rows at all has no real ones; then nothing reads what it has.
+    """Copy the rows of each part, given by (first row, number of rows), and fill the part up with real rows."""
+    # A process without rows has no real ones. Nothing reads its parts then.
+    if not selection.rows:
         for part in parts:
             part[:] = 0
         return
@@ -86,14 +97,14 @@ def fill_parts(
 
 
 def send_index(group: Group, values: np.ndarray) -> Any:
-    """Small numbers, one entry a replica on axis 0; fresh ones, since devices may read them in place."""
+    """Place small numbers, one entry a replica on axis 0. They must be a new array: devices may read it in place."""
     if group._has_one_device:
-        return values  # as above
+        return values
     return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)
 
 
 def to_host(group: Group, source: Source) -> HostSource | None:
-    """A source as what threads can copy from; None where that would bring it from a device."""
+    """Return a source that threads can copy from; None if the rows lie on devices and should stay there."""
     if not isinstance(source, jax.Array):
         return source
     if not is_everywhere(source):
@@ -102,7 +113,7 @@ def to_host(group: Group, source: Source) -> HostSource | None:
 
 
 def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np.ndarray:
-    """The rows of a selection in host memory of their own."""
+    """Copy the rows of a selection to new host memory."""
     buffer = acquire((selection.rows, *source.shape[1:]), dtype)
     copy_rows([selection.into(buffer, source, 0)])
     return buffer
@@ -116,17 +127,19 @@ def can_go_ahead(group: Group, source: Any) -> bool:
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
     """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
     host, rows, size = to_host(group, source), selection.rows, group.size
-    with LOCK if host is None else nullcontext():  # programs pick rows on devices
+    # Without a source on the host, programs pick the rows on devices.
+    with LOCK if host is None else nullcontext():
         if is_cut and rows % size == 0:
             max_rows = rows // size
             parts = PartRows(max_rows, (max_rows,) * size, tuple(range(0, rows, max_rows)), (0,) * size)
             sent = send_rows(group, source, selection, parts, dtype)
             if isinstance(source, jax.Array) and (sent is source or group._has_one_device):
-                return copied_on_device(sent)  # which its owner may donate
+                # The owner of the array may donate it before the call.
+                return copied_on_device(sent)
             return put(group, sent, "rows") if isinstance(sent, np.ndarray) else sent
         if host is not None:
             return gather_rows(host, selection, dtype)
-        return source[selection.positions(0, rows)].astype(dtype)  # type: ignore[index]  # on devices
+        return source[selection.positions(0, rows)].astype(dtype)  # type: ignore[index]
 
 
 @jax.jit

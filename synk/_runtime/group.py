@@ -1,4 +1,4 @@
-"""Group: the replicas, one mesh axis of devices, and which group is the current one."""
+"""Group: the replicas on one mesh axis of devices, and the current group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True)
 class Accelerator:
-    """What devices can do, by their makers' data sheets.
+    """Memory and speeds of a kind of device, by its maker's data sheet.
 
     Attributes:
       name: what `synk.target` calls them.
@@ -52,43 +52,42 @@ class Accelerator:
 
 
 class Peers:
-    """What a group does about other processes around its launches: in one process nothing."""
+    """Hooks around launches for groups of several processes. In one process they do nothing."""
 
     def agree(self, what: str, text: str) -> None:
-        """Wait until every process is about to run `what`, its `text` equal; DisagreementError where one is not."""
+        """Wait until all processes are about to run `what`. Raise DisagreementError if their texts differ."""
 
     def before_launch(self, what: str) -> None:
-        """Count a launch that every process makes."""
+        """Count a launch that all processes make."""
 
     def after_failure(self, what: str, error: Exception) -> Exception:
-        """A program that every process has launched died here; what its variables are to say is the cause."""
+        """Tell the others that a program died here. Return the error that its variables are to name."""
         return error
 
     def translate_error(self, error: BaseException) -> SynkError | None:
-        """An error of the communication between processes as synk's; None where it is another."""
+        """Return the error of synk for an error of communication between processes, None for other errors."""
 
     def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:
-        """DisagreementError where processes differ in values: compared `always`, or where users ask for it."""
+        """Raise DisagreementError if processes have different values. Compare them `always`, or if users ask for it."""
 
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
-        """Let process 0 act; every process has its result, or raises its error."""
+        """Let process 0 act, and return its result in every process, or raise its error there."""
         return act()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Group:
-    """All replicas: one device each on one mesh axis named `"replica"`, or all simulated on one device.
+    """The replicas: one device each, on a mesh axis named `"replica"`, or all simulated on one device.
 
-    Used in `with`, it is the current group inside and the previous one is restored after. Where a number is wanted, it
-    is its size.
+    In `with` the group is current inside, and the previous group is restored after. As a number it is its size.
 
     Attributes:
       devices: the device of each replica, in rank order.
       mesh: the `jax.sharding.Mesh` that arrays of the group live on (one device where simulated).
       is_simulated: whether the replicas share one device, by `jax.vmap`.
-      accelerator: of a group made by `synk.target`, what its devices are, which are not here; else None.
-      memory: bytes of a device that programs may use: as `memory=` had it when the group was made, else what the device
-        tells; None where it tells nothing, as CPUs.
+      accelerator: the kind of devices, for a group made by `synk.target`, whose devices are not here; else None.
+      memory: bytes of a device that programs may use: by `memory=` of the call that made the group, else by the device;
+        None if the device does not tell, as CPUs.
 
     Example:
       >>> import synk
@@ -102,18 +101,19 @@ class Group:
     is_simulated: bool
     _peers: Peers
     accelerator: Accelerator | None = None
-    _memory: int | float | None = None  # as its user gave it: bytes, or a fraction
+    # By the user: bytes, or a fraction.
+    _memory: int | float | None = None
     _caches: WeakKeyDictionary[Any, BoundedCache] = field(default_factory=WeakKeyDictionary)
     _groups_before: list[Group | None] = field(default_factory=list)
 
     @property
     def size(self) -> int:
-        """How many replicas there are."""
+        """Return the number of replicas."""
         return len(self.devices)
 
     @property
     def platform(self) -> str:
-        """The platform of the devices: "cpu", "gpu" or "tpu"."""
+        """Return the platform of the devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
 
     def __index__(self) -> int:
@@ -131,7 +131,7 @@ class Group:
 
     @cached_property
     def _local_ranks(self) -> range:
-        """The ranks whose devices belong to this process: all, unless the group spans several."""
+        """Return the ranks whose devices belong to this process."""
         if self.accelerator is not None:
             return range(self.size)
         here = jax.process_index()
@@ -140,12 +140,12 @@ class Group:
 
     @cached_property
     def _is_multi_process(self) -> bool:
-        """Does it span several processes?"""
+        """Check whether the group spans several processes."""
         return len(self._local_ranks) < self.size
 
     @cached_property
     def _per_process(self) -> int:
-        """How many replicas each process has, in the order of ranks; 1 where they do not lie so."""
+        """Return the number of replicas of each process, if all have as many consecutive ranks; else 1."""
         owners = [device.process_index for device in self.devices]
         count = 1 if self.is_simulated else len(owners) // len(set(owners))
         is_even = all(len(set(owners[i : i + count])) == 1 for i in range(0, len(owners), count))
@@ -153,22 +153,22 @@ class Group:
 
     @cached_property
     def _has_one_device(self) -> bool:
-        """Is there one device?"""
+        """Check whether all replicas share one device."""
         return self.mesh.devices.size == 1
 
     @cached_property
     def stacked(self) -> NamedSharding:
-        """The sharding of an array with axis 0 over the replicas."""
+        """Return the sharding of an array with axis 0 over the replicas."""
         return NamedSharding(self.mesh, PartitionSpec() if self.is_simulated else PartitionSpec(AXIS))
 
     @cached_property
     def replicated(self) -> NamedSharding:
-        """The sharding of a value that all replicas share."""
+        """Return the sharding of a value that all replicas share."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
     def _limits_in_flight(self) -> bool:
-        """Can launches that nobody waits for wedge the devices?"""
+        """Check whether programs that nobody waits for can block the devices."""
         return CPU_CAN_WEDGE and self.platform == "cpu" and len(set(self.devices)) > 1
 
     def _subgroup(self, start: int, stop: int) -> Group:
@@ -184,14 +184,14 @@ class Group:
         return self._cached(self, n, lambda: make_group(self.devices[:1] * n, True, memory=self._memory))
 
     def _cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Keep what `make` gives, a pure function of `key`, as long as group and owner live; the newest ones alone."""
+        """Cache the results of `make`, a pure function of `key`, as long as group and owner live."""
         cache = self._caches.get(owner)
         if cache is None:
             cache = self._caches[owner] = BoundedCache()
         return cache.get(key, make)
 
     def _refuse_if_absent(self, what: str) -> None:
-        """SynkError where something is to run or to be placed on devices that are not here."""
+        """Raise SynkError if something is to run or to be placed on devices that are not here."""
         if self.accelerator is not None:
             raise SynkError(
                 f"{what}: the current group is {self}, whose devices are not here: functions compile and explain "
@@ -218,12 +218,13 @@ class Group:
 
 
 class _CurrentGroup:
-    """The one mutable global: the current group, if one has been made."""
+    """The current group, if there is one: the only mutable global of the package."""
 
     def __init__(self) -> None:
         self.group: Group | None = None
-        self.make_default: Callable[[], Group]  # of all devices
-        self._made: tuple[Group, Group | None, set[Any]] | None = None  # the newest, what was before, where it was made
+        self.make_default: Callable[[], Group]
+        # The newest group, the group before it, and the lines under way when it was made.
+        self._made: tuple[Group, Group | None, set[Any]] | None = None
 
     def use(self, new: Group) -> Group:
         """Make a new group the current one, for `with` or for good."""
@@ -232,11 +233,9 @@ class _CurrentGroup:
         return new
 
     def enter(self, group: Group) -> Group | None:
-        """Make it current in a `with` block; return what is current after it.
-
-        `with synk.init(3):` has made its group current already, so what that replaced comes back. After
-        `g = synk.init(3)`, `with g:` leaves g current. What tells them apart is the line that made the group.
-        """
+        """Make a group current in a `with` block, and return the group that is current after it."""
+        # `with synk.init(3):` has made its group current already, and restores the group before. After
+        # `g = synk.init(3)`, `with g:` leaves g current. The line that made the group tells the two apart.
         before = self.group
         if self._made is not None and self._made[0] is group is before:
             line = next((line for line in _lines() if not line[0].endswith("contextlib.py")), None)
@@ -246,12 +245,12 @@ class _CurrentGroup:
         return before
 
     def forget(self) -> None:
-        """Let there be none."""
+        """Forget the current group."""
         self.group = self._made = None
 
 
 def _lines() -> Iterator[tuple[str, int, int]]:
-    """Where the lines under way outside this package are: file, frame and line, the innermost first."""
+    """Yield file, frame and line of each line under way outside this package, the innermost first."""
     for frame, line in walk_stack(sys._getframe(1)):
         if not frame.f_code.co_filename.startswith(_PACKAGE):
             yield frame.f_code.co_filename, id(frame), line
@@ -261,9 +260,10 @@ CURRENT = _CurrentGroup()
 
 
 def current_group() -> Group:
-    """The current group, made of all devices on first use."""
+    """Return the current group. Make one of all devices on first use."""
     if CURRENT.group is None:
-        with LOCK:  # threads that ask at once get the same
+        # Threads that ask at once get the same group.
+        with LOCK:
             return CURRENT.group or CURRENT.make_default()
     return CURRENT.group
 
@@ -275,8 +275,9 @@ def make_group(
     accelerator: Accelerator | None = None,
     memory: int | float | None = None,
 ) -> Group:
-    """A group of these devices."""
+    """Make a group of devices."""
     on = devices[:1] if is_simulated else devices
-    # Auto: newer JAX makes Explicit axes by default, which change what jnp functions accept.
+    # Under Explicit axes jnp functions ask users for shardings:
+    # https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html
     mesh = Mesh(np.array(on), (AXIS,), axis_types=(AxisType.Auto,))
     return Group(devices, mesh, is_simulated, peers or Peers(), accelerator, memory)
