@@ -32,8 +32,6 @@ from .helpers import (
     values,
 )
 
-pytestmark = pytest.mark.smoke
-
 X = numbers(8)
 W = np.array([0.5, -1.0], np.float32)
 
@@ -66,6 +64,7 @@ TRANSFORMED = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", TRANSFORMED)
 @pytest.mark.parametrize("rows", [slow(6), 7])
 def test_transformations_after_a_call(few_replicas, name, rows):
@@ -76,6 +75,7 @@ def test_transformations_after_a_call(few_replicas, name, rows):
     assert_close(transformed(f, x), jax.tree.map(np.asarray, transformed(f.fn, x)))
 
 
+@pytest.mark.smoke
 def test_calls_after_transformations(few_replicas):
     """A trace leaves nothing behind: the next call gives the bits of a fresh function's."""
     f, g = [synk.function(lambda x: jnp.tanh(x @ W).mean(), reduce="mean") for _ in range(2)]
@@ -168,6 +168,7 @@ def test_totals_share_a_program():
 # What JAX is asked for, and what is kept.
 
 
+@pytest.mark.smoke
 def test_rank_promotion_after_a_call(few_replicas):
     """Under `numpy_rank_promotion("raise")` a call raises as JAX does, whatever was called before."""
     f = synk.function(lambda x, w: x + w, ["x"], "concat")
@@ -179,6 +180,7 @@ def test_rank_promotion_after_a_call(few_replicas):
         assert_close(f(X, W), X + W)
 
 
+@pytest.mark.smoke
 def test_dtype_promotion_after_a_call(few_replicas):
     """And under `numpy_dtype_promotion("strict")`."""
     f = synk.function(lambda x, w: (x * w).sum(), ["x"])
@@ -188,6 +190,7 @@ def test_dtype_promotion_after_a_call(few_replicas):
         f(X, np.int32(2))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("make", [synk.init, slow(synk.simulate)])
 def test_a_closed_group_is_forgotten(make):
     """A function that lives on keeps no group alive, nor what was compiled for it."""
@@ -329,6 +332,7 @@ def helped(fn):
     return lambda x: fn(x)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("how", KINDS_OF_HOLDING)
 def test_what_a_function_captures_is_fixed_when_it_is_traced(few_replicas, how):
     """Calls go on with it, the serial run has it as it is now, and check says so and blames no op; until another
