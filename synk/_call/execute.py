@@ -65,7 +65,7 @@ def execute(ready: ReadyCall) -> Any:
     """Run a call and commit its updates: all or none, Ctrl-C included. Return its result."""
     plan = ready.plan
     states = {variable: bind(variable, ready.group) for variable in plan.accepts}
-    check_held_rows(ready, states)
+    check_variables(ready, states)
     last = _before_last(ready, states)
     if not plan.updates:
         values = _launch(ready, last, ignore_failure)
@@ -122,7 +122,7 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
 def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -> Outcome:
     """Run a call without committing its updates."""
     states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
-    check_held_rows(ready, states)
+    check_variables(ready, states)
     values = _launch(ready, _before_last(ready, states), ignore_failure)
     is_refused = _is_refused(ready, values)
     if ready.group._is_multi_process:
@@ -131,18 +131,13 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
     return Outcome(values[: len(ready.plan.result.picked)], _updates(ready, values, states), ready.plan, is_refused)
 
 
-def check_held_rows(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
-    """Check that variables have as many rows on each replica as the call, and that those which must be equal are.
-
-    Blocks read only equal variables. A `then` that adds up itself updates only equal variables.
-    """
-    shared = [] if ready.call.block is None else [*states]
-    updated = [update.variable for update in ready.plan.updates]
-    if any(variable._is_per_replica for variable in updated):
-        shared += [variable for variable in updated if not variable._may_differ]
-    for variable in shared:
+def check_variables(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
+    """Check that variables have as many rows on each replica as the call, and that those which must be equal are."""
+    for variable in ready.plan.must_be_equal:
         if not states[variable].is_equal:
             raise DivergedError(divergence(variable))
+    if not ready.plan.held:
+        return
     rows = ready.rows
     wanted = rows.lengths if rows.on_replicas is None else rows.on_replicas.held
     for variable in ready.plan.held:

@@ -1,7 +1,7 @@
 """Plan: how calls of one kind run: compiled programs, their arguments and results. Plans are made without values."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -57,6 +57,8 @@ class CallPlan:
       reads: the variables that `programs` take, and those that the last program takes.
       accepts: for each variable that the call touches, the states for which the plan is made.
       held: the variables that hold rows.
+      must_be_equal: the variables that must be equal on all replicas: those that blocks read, and those that a `then`
+        which adds up itself updates.
       layouts: the layout of each variable as programs take it.
       updates: the updates of variables.
       result: the structure of what the call returns.
@@ -78,6 +80,7 @@ class CallPlan:
     reads: tuple[tuple[Shared, ...], tuple[Shared, ...]]
     accepts: Mapping[Shared, tuple[AbstractState, ...]]
     held: tuple[Shared, ...]
+    must_be_equal: tuple[Shared, ...]
     layouts: dict[Shared, Layout]
     updates: tuple[UpdateSlice, ...]
     result: ResultSpec
@@ -359,6 +362,7 @@ def _make_plan(
         reads=compiler.reads,
         accepts=accepts,
         held=tuple(v for v in traces.touched if traces.holds_rows(v)),
+        must_be_equal=_must_be_equal(traces, tuple(depends_on)),
         layouts=layouts,
         updates=tuple(updates),
         result=result,
@@ -381,6 +385,15 @@ def _check_blocks(traces: CallTraces) -> None:
         raise ValueError(f"{name}: blocks={block} are blocks of rows, but no argument of this call is scattered.")
     for variable in filter(traces.holds_rows, traces.touched):
         raise rows_not_in_blocks(name, variable.name, block)
+
+
+def _must_be_equal(traces: CallTraces, updated: Sequence[Shared]) -> tuple[Shared, ...]:
+    """Return the variables that must be equal on all replicas when a call begins."""
+    if traces.call.block is not None:
+        return tuple(traces.touched)
+    if any(variable._is_per_replica for variable in updated):
+        return tuple(variable for variable in updated if not variable._may_differ)
+    return ()
 
 
 def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...] | None]:

@@ -13,7 +13,7 @@ from .._base.errors import SynkError
 from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
 from .._call.compiler import Compiler
-from .._call.execute import ReadyCall, check_held_rows, leaves_taken, place_table, rows_taken, run, values_of
+from .._call.execute import ReadyCall, check_variables, leaves_taken, place_table, rows_taken, run, values_of
 from .._call.kinds import MOST_ROWS
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, Site
@@ -82,7 +82,7 @@ class Accumulation:
         plan, lengths = ready.plan, ready.rows.lengths
         assert lengths is not None and plan.start is not None
         states = {variable: bind(variable, ready.group) for variable in plan.accepts}
-        check_held_rows(ready, states)
+        check_variables(ready, states)
         self._check(ready, states, sum(lengths))
         if self._first is None:
             self._sums = run(self._function.name, plan.start, [])
