@@ -1,5 +1,6 @@
-"""Elementwise: whether an optimizer of optax's treats each number alone, so that it may run on shards of parameters."""
+"""Elementwise: check that an optimizer of optax's treats each number alone, so that it may run on shards."""
 
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.extend.core import Literal
 from .._base.pytree import PyTree
 from .._reductions.shard_ops import shard_shape
 from .._tracing.equations import called_by, equations
-from .optimizer import update_of
+from .optimizer import Update
 
 # Primitives of JAX that treat each number alone: https://docs.jax.dev/en/latest/jax.lax.html
 _ELEMENTWISE = frozenset(
@@ -22,57 +23,40 @@ _ELEMENTWISE = frozenset(
     "tanh xor broadcast_in_dim reshape".split()
 )
 _LOSS = jax.ShapeDtypeStruct((), jnp.float32)
-_BY_SHAPE = "what it does depends on the shapes of parameters"
 
 
-class ElementwiseOptimizer:
-    """An optimizer of optax's that treats each number of its parameters alone.
+def sharded_state(init: Callable[[PyTree], PyTree], update: Update, params: PyTree, replicas: int) -> tuple[bool, ...]:
+    """Return which leaves of an optimizer's state are cut into shards if parameters of these shapes are.
 
-    It is tried on the whole and on shards: its update is traced with both, and nothing runs. Both traces must have the
+    The update is traced with the whole and with shards for so many replicas; nothing runs. Both traces must have the
     same equations with the same constants, and only elementwise equations may differ in shapes. So numbers never mix,
     also in steps and at magnitudes that a run of a few steps would not reach, as in `optax.MultiSteps`.
 
-    Attributes:
-      is_cut: for each leaf of the optimizer's state whether it has a number for each number of a parameter.
-      update: computes updates and the new state from gradients, state, parameters and the loss, of shards too.
+    Raises:
+      ValueError: the optimizer does anything else to shards than to the whole.
     """
 
-    def __init__(self, call: str, optimizer: Any, params: PyTree) -> None:
-        """Try the optimizer on a tree of shapes; raise ValueError if it mixes numbers."""
-        self._call, self._init, self._params, self.update = call, optimizer.init, params, update_of(optimizer)
-        # The whole comes first, so that the optimizer's own errors stay what they are.
-        self._state = jax.eval_shape(optimizer.init, params)
-        self._program = jax.make_jaxpr(self.update)(params, self._state, params, _LOSS)
-        self.is_cut = self.check_shards(2)
+    def traced(params: PyTree) -> tuple[PyTree, Any]:
+        state = jax.eval_shape(init, params)
+        return state, jax.make_jaxpr(update)(params, state, params, _LOSS)
 
-    def check_shards(self, replicas: int) -> tuple[bool, ...]:
-        """Return which leaves of the state are cut into shards.
-
-        Raises:
-          ValueError: the optimizer does anything else to the shards of this many replicas than to the whole.
-        """
-        params = jax.tree.map(lambda shape: shard_with_axes(shape, replicas), self._params)
-        try:
-            state = jax.eval_shape(self._init, params)
-            program = jax.make_jaxpr(self.update)(params, state, params, _LOSS)
-        except Exception as error:  # an optimizer may do anything with shapes
-            raise self._refusal(_BY_SHAPE) from error
-        if jax.tree.structure(state) != jax.tree.structure(self._state):
-            raise self._refusal(_BY_SHAPE)
-        pairs = [*zip(jax.tree.leaves(self._state), jax.tree.leaves(state), strict=True)]
-        if any(shard.shape not in (leaf.shape, shard_with_axes(leaf, replicas).shape) for leaf, shard in pairs):
-            raise self._refusal("its state has other shapes than the parameters")
-        difference = _difference(self._program, program)
-        if difference is not None:
-            raise self._refusal(difference)
-        return tuple(leaf.shape != shard.shape for leaf, shard in pairs)
-
-    def _refusal(self, reason: str) -> ValueError:
-        return ValueError(
-            f"{self._call}: shard_optimizer=True gives each replica a shard of every parameter, which takes an "
-            f"optimizer that treats each number alone. This one does not: {reason}. To clip by the global norm use "
-            f"clip=."
-        )
+    # The whole comes first, so that the optimizer's own errors stay what they are.
+    whole_state, whole = traced(params)
+    try:
+        state, shards = traced(jax.tree.map(lambda shape: _shard_with_axes(shape, replicas), params))
+    except Exception as error:  # an optimizer may do anything with shapes
+        raise _refusal("error") from error
+    leaves = jax.tree.leaves(whole_state)
+    shapes = [shard.shape for shard in jax.tree.leaves(state)]
+    if jax.tree.structure(state) != jax.tree.structure(whole_state) or any(
+        shape not in (leaf.shape, _shard_with_axes(leaf, replicas).shape)
+        for leaf, shape in zip(leaves, shapes, strict=True)
+    ):
+        raise _refusal("state")
+    for ours, theirs in zip_longest(_outlines(whole), _outlines(shards), fillvalue=("end",)):
+        if ours != theirs:
+            raise _refusal(ours[0])
+    return tuple(leaf.shape != shape for leaf, shape in zip(leaves, shapes, strict=True))
 
 
 def is_sharded(shape: jax.ShapeDtypeStruct) -> bool:
@@ -80,7 +64,7 @@ def is_sharded(shape: jax.ShapeDtypeStruct) -> bool:
     return shape.size > 1
 
 
-def shard_with_axes(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
+def _shard_with_axes(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
     """Return the shape of a shard as optimizers see it.
 
     It has as many axes as the whole, since masks tell matrices from biases by their axes.
@@ -90,40 +74,37 @@ def shard_with_axes(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtyp
     return jax.ShapeDtypeStruct((*shard_shape(shape, replicas).shape, *(1 for _ in shape.shape[1:])), shape.dtype)
 
 
-def _difference(whole: Any, shards: Any) -> str | None:
-    """Tell what differs between the traces of an update of the whole and of shards; None if nothing does."""
-    if _constants(whole) != _constants(shards):
-        return _BY_SHAPE
-    for ours, theirs in zip_longest(equations(whole.jaxpr), equations(shards.jaxpr)):
-        if ours is None or theirs is None or _outline(ours) != _outline(theirs):
-            return _BY_SHAPE
-        # Functions and branches that an equation calls follow it in both traces.
-        if _shapes(ours) != _shapes(theirs) and ours.primitive.name != "cond" and called_by(ours) is None:
-            if not _is_elementwise(ours):
-                return f"it mixes them ({ours.primitive.name})"
-    return None
+def _outlines(program: Any) -> Iterator[tuple[Any, ...]]:
+    """Describe the constants and equations of a trace: all that must be the same for the whole and for shards."""
+    yield "constants", _constants(program)
+    for equation in equations(program.jaxpr):
+        numbers = [variable.val for variable in equation.invars if isinstance(variable, Literal)]
+        simple = {k: v for k, v in equation.params.items() if isinstance(v, bool | int | float | str | np.dtype)}
+        inner = [_constants(value) for value in jax.tree.leaves([*equation.params.values()])]
+        outline = equation.primitive.name, repr(numbers), repr(sorted(simple.items())), inner
+        shapes = [variable.aval.shape for variable in (*equation.invars, *equation.outvars)]
+        yield outline if _is_elementwise(equation) else (*outline, shapes)
 
 
 def _is_elementwise(equation: Any) -> bool:
     """Return whether each number of the result comes from the same place in operands, or from an operand of size 1."""
+    # Functions and branches that an equation calls follow it in a trace.
+    if equation.primitive.name == "cond" or called_by(equation) is not None:
+        return True
     if equation.primitive.name not in _ELEMENTWISE or equation.params.get("dimensions") is not None:
         return False
     size = equation.outvars[0].aval.size
     return all(variable.aval.size in (1, size) for variable in equation.invars)
 
 
-def _shapes(equation: Any) -> list[tuple[int, ...]]:
-    return [variable.aval.shape for variable in (*equation.invars, *equation.outvars)]
-
-
-def _outline(equation: Any) -> tuple[str, ...]:
-    """Describe an equation without shapes: its primitive, numbers, simple parameters and constants."""
-    numbers = [variable.val for variable in equation.invars if isinstance(variable, Literal)]
-    simple = {k: v for k, v in equation.params.items() if isinstance(v, bool | int | float | str | np.dtype)}
-    inner = [_constants(value) for value in jax.tree.leaves([*equation.params.values()])]
-    return equation.primitive.name, repr(numbers), repr(sorted(simple.items())), repr(inner)
-
-
 def _constants(function: Any) -> list[bytes]:
     """Return the constants of a closed jaxpr; none of anything else."""
     return [np.asarray(constant).tobytes() for constant in getattr(function, "consts", ())]
+
+
+def _refusal(where: str) -> ValueError:
+    return ValueError(
+        f"synk.train.step: shard_optimizer=True gives each replica a shard of every parameter, which takes an "
+        f"optimizer that treats each number alone. This one mixes them, or depends on the shapes of parameters: see "
+        f"its {where}. To clip by the global norm use clip=."
+    )

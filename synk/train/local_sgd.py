@@ -16,16 +16,15 @@ import numpy as np
 
 from .._base.errors import checked_integer, public_api
 from .._base.pytree import PyTree
-from .._call.binding import check_slices
 from .._data.prefetch import Prefetch
-from .._function import decorator
-from .._function.decorator import Inputs
+from .._function.decorator import Inputs, function
 from .._function.function import Function
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import Op, Weighted
 from .._runtime.dispatch import drain, retire_finished
+from .._tracing.context import current_trace
 from .._variables.variable import Shared, shared
-from .model import LeafKind, TrainingModel, kinds_of, rows_of
+from .model import LeafKind, TrainingModel, kinds_of
 
 
 class LocalSteps:
@@ -42,7 +41,7 @@ class LocalSteps:
       state: the shared variable that holds the model's state; None if there is none.
       trained: a shared variable: the number of rows that each replica has trained on since the last average, and the
         sum of their losses.
-      counts: a shared variable: the number of steps so far, and the number of steps since the last average.
+      counts: a shared variable: the number of steps so far, and that number at the last average.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -63,19 +62,16 @@ class LocalSteps:
         report: Callable[[int, jax.Array], Any] | None,
     ) -> None:
         self.params, self.opt_state, self.state = model.params, model.opt_state, model.state
+        self.trained, self.counts = shared(_NOTHING, "trained"), shared(_counts(0), "counts")
         self._every, self._report, self._name = every, report, model.name
-        self.trained, self.counts = shared(_NOTHING, "trained"), shared(_counted(0), "counts")
-        self._steps = self._averaged = 0
-        self._next = self._steps_to_take()
-        # The state of `counts` that the numbers of this object belong to.
-        self._read = self.counts._state
         averaged = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
         self.function = _local_function(model, self.trained, self.counts)
-        self._average = _average_function(f"{model.name}.average", averaged, self.trained, self.counts, model.donate)
+        self._average = _average_function(model, averaged, self.trained, self.counts)
         cures = {self.opt_state: "Each replica keeps an optimizer state of its own, unless optimizer_state=True"}
         cures |= dict.fromkeys(averaged, "Call finish() of the local steps, which averages them by their rows")
         for variable, cure in cures.items():
             variable._cures[model.name] = cure
+        self._set_counts(0, 0)
 
     @property
     def steps(self) -> int:
@@ -91,50 +87,45 @@ class LocalSteps:
         return {name: variable for name, variable in variables.items() if variable is not None}
 
     @public_api
-    def __call__(self, *args: Any, num_slices: int = 1, **options: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         """Take one step on each replica with its own rows, and average if it is time to.
 
         Args:
           *args: the rows, as the loss takes them.
-          num_slices: 1, since a local step takes each replica's rows at once.
-          **options: `batch` and other options of a call of a synk function.
+          **options: `batch` and other options of a call of a synk function, but for `num_slices`: a local step takes
+            each replica's rows at once.
 
         Returns:
           The mean loss of all rows. The loss of a row is computed with its replica's parameters before the step. With
           `aux` the pair of the loss and the aux outputs.
         """
-        _refuse_slices(num_slices, self.function.name)
         return self._step(lambda: self.function(*args, **options))
 
     @public_api
-    def iterate(self, *args: Any, num_slices: int = 1, **options: Any) -> Iterator[Any]:
+    def iterate(self, *args: Any, **options: Any) -> Iterator[Any]:
         """Take a step for each of `batches`, and average at the end; see `synk.Function.iterate`.
 
         Returns:
           An iterator of the result of each step; its length is the number of batches.
         """
-        _refuse_slices(num_slices, self.function.name)
         return _Iterating(self, self.function.iterate(*args, **options))
 
     @public_api
-    def stream(self, source: Iterable[Any], *, num_slices: int = 1, **options: Any) -> Iterator[Any]:
+    def stream(self, source: Iterable[Any], **options: Any) -> Iterator[Any]:
         """Take a step for each item of a loader, and average at the end; see `synk.Function.stream`.
 
         Returns:
           An iterator of the result of each step.
         """
-        _refuse_slices(num_slices, self.function.name)
         return _Iterating(self, self.function.stream(source, **options))
 
     @public_api
     def finish(self) -> None:
         """Average the steps since the last average; do nothing if there are none."""
-        retire_finished()
         self._recount()
         if self._steps > self._averaged:
             loss = self._average()
-            self._averaged, self._read = self._steps, self.counts._state
-            self._next = self._steps_to_take()
+            self._set_counts(self._steps, self._steps)
             if self._report is not None:
                 self._report(self._steps, loss)
 
@@ -147,33 +138,35 @@ class LocalSteps:
 
     def _step(self, take: Callable[[], Any]) -> Any:
         """Take a step by calling `take`, count it, and average if it is time to."""
-        retire_finished()
         self._recount()
         result = take()
         # A loader that was asked for the next item, and has read `steps`, has counted this step already.
         if self.counts._state is not self._read:
             self._steps, self._read = self._steps + 1, self.counts._state
-        if self._steps - self._averaged >= self._next:
+        if self._steps >= self._next:
             self.finish()
         return result
 
     def _recount(self) -> None:
         """Read the counts if anything but a counted step has set them: a load, or a step that Ctrl-C has cut short."""
+        retire_finished()
         if self.counts._state is self._read:
             return
         # A program that has died makes the counts lost. Then nothing was trained since the last average.
         drain()
         if self.counts._state.failure is not None or self.trained._state.failure is not None:
-            self.trained.value, self.counts.value = _NOTHING, _counted(self._steps)
-        counts, self._read = self.counts.value, self.counts._state
-        self._steps = int(counts["steps"])
-        self._averaged = self._steps - int(counts["since"])
-        self._next = self._steps_to_take()
+            self.trained.value, self.counts.value = _NOTHING, _counts(self._steps)
+        self._set_counts(**{name: int(count) for name, count in self.counts.value.items()})
 
-    def _steps_to_take(self) -> int:
-        """Return the number of steps between the last average and the next one."""
-        every = self._every(self._averaged) if callable(self._every) else self._every
-        return _checked_every(every, f"{self._name}: every({self._averaged})" if callable(self._every) else self._name)
+    def _set_counts(self, steps: int, averaged: int) -> None:
+        """Set the steps so far and at the last average. The next average follows from them."""
+        every, call = self._every, self._name
+        if callable(every):
+            every, call = every(averaged), f"{call}: every({averaged})"
+        wanted = "give an integer >= 1, or a function of the steps so far"
+        self._next = averaged + checked_integer(every, f"{call}: every", 1, wanted)
+        # Ctrl-C may come between any two lines. The counts are read again unless the last line has run.
+        self._steps, self._averaged, self._read = steps, averaged, self.counts._state
 
 
 class _Iterating(Iterator[Any]):
@@ -192,10 +185,6 @@ class _Iterating(Iterator[Any]):
             self._steps.finish()
             raise
 
-    def close(self) -> None:
-        """Stop the loop; no step follows."""
-        self._results.close()
-
 
 # How each kind of leaf of the replicas combines. Of stacked keys those of the first replica that has trained are taken.
 _AVERAGES: dict[LeafKind, Op] = {"number": "mean", "count": "max", "key": "stack"}
@@ -204,87 +193,75 @@ _AVERAGES: dict[LeafKind, Op] = {"number": "mean", "count": "max", "key": "stack
 _NOTHING = {"weight": np.float32(0), "loss": np.float32(0)}
 
 
-def _counted(steps: int) -> dict[str, Any]:
+def _counts(steps: int) -> dict[str, np.int32]:
     """Return the value of `counts` right after an average."""
-    return {"steps": np.int32(steps), "since": np.int32(0)}
-
-
-def _checked_every(every: Any, what: str) -> int:
-    return checked_integer(every, f"{what}: every", 1, "give an integer >= 1, or a function of the steps so far")
-
-
-def _refuse_slices(num_slices: int, name: str) -> None:
-    check_slices(num_slices, name)
-    if num_slices != 1:
-        raise ValueError(f"{name}: num_slices goes with synk.train.step; local steps take each replica's rows at once.")
+    return {"steps": np.int32(steps), "averaged": np.int32(steps)}
 
 
 def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Function:
     """Make the function that takes one step on each replica."""
     # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
-    params, opt_state, state, loss = model.params, model.opt_state, model.state, model.loss
+    params, opt_state, state = model.params, model.opt_state, model.state
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
-        part = model.value_and_grad(loss, params.value, state, args, kwargs)
-        weight = part.weight if part.weight is not None else rows_of(function, args, kwargs)
+        context = current_trace()
+        assert context is not None
+        if context.is_sliced:
+            raise ValueError(
+                f"{model.name}: num_slices goes with synk.train.step; local steps take each replica's rows at once."
+            )
+        value, weight, grads, new_state, aux = model.value_and_grad(params.value, state, args, kwargs)
+        weight = context.rows if weight is None else weight
         if weight is None:
             raise ValueError(
-                f"{function.name}: averages are weighted by rows, but none of its arguments is scattered. Give it "
-                f"rows, or return synk.Weighted(mean, rows)."
+                f"{model.name}: averages are weighted by rows, but none of its arguments is scattered. Give it rows, "
+                f"or return synk.Weighted(mean, rows)."
             )
         weight = jnp.asarray(weight, jnp.float32)
-
-        def if_weighted(new: PyTree, old: PyTree) -> PyTree:
-            """Return the new value, or the old one if this part has weight 0, whatever its loss is."""
-            return jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), new, old)
-
-        before = params.value, opt_state.value
-        after = model.apply_updates(*before, part.grads, part.value)
-        params.value, opt_state.value = if_weighted(after, before)
+        before = params.value, opt_state.value, () if state is None else state.value
+        after = *model.apply_updates(params.value, opt_state.value, grads, value), new_state
+        # A part of weight 0 changes nothing, whatever its loss is.
+        after = jax.tree.map(lambda old, new: jnp.where(weight > 0, new, old), before, after)
+        params.value, opt_state.value, new_state = after
         if state is not None:
-            # The first assignment raises if the loss has changed tree or shapes.
-            old, state.value = state.value, part.state
-            state.value = if_weighted(part.state, old)
-        weighted = jnp.where(weight > 0, part.value.astype(jnp.float32) * weight, jnp.float32(0))
+            state.value = new_state
+        weighted = jnp.where(weight > 0, value.astype(jnp.float32) * weight, jnp.float32(0))
         trained.value = {"weight": trained.value["weight"] + weight, "loss": trained.value["loss"] + weighted}
-        return {"loss": Weighted(part.value, weight), "aux": part.aux}
+        return {"loss": Weighted(value, weight), "aux": aux}
 
     def then(combined: dict[str, Any]) -> PyTree:
-        counts.value = {name: count + 1 for name, count in counts.value.items()}
+        counts.value = {**counts.value, "steps": counts.value["steps"] + 1}
         return (combined["loss"], combined["aux"]) if model.has_aux else combined["loss"]
 
-    function = model.function(on_part, {"loss": "mean"}, then)
-    return function
+    return model.function(on_part, {"loss": "mean"}, then)
 
 
-def _average_function(name: str, averaged: list[Shared], trained: Shared, counts: Shared, donate: bool) -> Function:
+def _average_function(model: TrainingModel, averaged: list[Shared], trained: Shared, counts: Shared) -> Function:
     """Make the function that averages variables by the replicas' weights and returns the mean loss since the last
     average."""
-
     kinds = [kinds_of(variable) for variable in averaged]
 
     def on_replica() -> PyTree:
         weight = trained.value["weight"]
         # If all rows were masked, no replica has trained. Then all hold the same values, and each counts.
         share = jnp.where(all_sum([weight])[0] > 0, weight, jnp.float32(1))
-
-        def with_share(kind: LeafKind, leaf: Any) -> Any:
-            return Weighted(leaf, share) if kind == "number" else leaf
-
-        values = [
-            jax.tree.map(with_share, kind, variable.value) for kind, variable in zip(kinds, averaged, strict=True)
-        ]
+        values = jax.tree.map(
+            lambda kind, leaf: Weighted(leaf, share) if kind == "number" else leaf,
+            kinds,
+            [variable.value for variable in averaged],
+        )
         return {"loss": Weighted(trained.value["loss"] / weight, weight), "weights": weight, "values": values}
 
     def then(combined: dict[str, Any]) -> jax.Array:
         first = jnp.argmax(combined["weights"] > 0)
-        for kind, variable, new in zip(kinds, averaged, combined["values"], strict=True):
-            variable.value = jax.tree.map(lambda kind, leaf: leaf[first] if kind == "key" else leaf, kind, new)
-        trained.value, counts.value = _NOTHING, {**counts.value, "since": np.int32(0)}
+        values = jax.tree.map(lambda kind, leaf: leaf[first] if kind == "key" else leaf, kinds, combined["values"])
+        for variable, value in zip(averaged, values, strict=True):
+            variable.value = value
+        trained.value, counts.value = _NOTHING, {**counts.value, "averaged": counts.value["steps"]}
         return combined["loss"]
 
-    ops = {"loss": "mean", "weights": "stack", "values": [jax.tree.map(_AVERAGES.__getitem__, kind) for kind in kinds]}
-    return decorator.function(on_replica, None, ops, then=then, donate=donate, name=name)
+    ops = {"loss": "mean", "weights": "stack", "values": jax.tree.map(_AVERAGES.__getitem__, kinds)}
+    return function(on_replica, None, ops, then=then, donate=model.donate, name=f"{model.name}.average")
 
 
 @public_api
@@ -342,11 +319,8 @@ def local_steps(
       >>> print(f"{step.params.value['w']:.2f} after {step.steps} steps")
       2.44 after 3 steps
     """
-    call = "synk.train.local_steps"
-    if not callable(every):
-        _checked_every(every, call)
     model = TrainingModel(
-        call, loss, params, optimizer,
+        "synk.train.local_steps", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name,
     )  # fmt: skip
     return LocalSteps(model, every, optimizer_state, report)

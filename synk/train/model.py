@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ import numpy as np
 
 from .._base.errors import shown
 from .._base.pytree import PyTree
-from .._data.overlap import halo_of
 from .._function.decorator import Inputs, function
 from .._function.function import Function
 from .._reductions.outputs import check_ops
-from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, Reduction, Weighted
+from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, Weighted
 from .._reductions.wire import check_wire
+from .._variables.value import conform
 from .._variables.variable import Shared, map_value, shared
 from .optimizer import update_of
 from .power_sgd import LowRankSum, PowerSGD
@@ -25,33 +25,6 @@ from .sharded import ShardedOptimizer
 
 # A leaf of a state is a number to average, a PRNG key, or a count, which may be behind on some replicas.
 LeafKind = Literal["number", "key", "count"]
-
-# The reduction of each kind over the parts of a step. Keys advance alike everywhere, so the first part's serve. Their
-# op has a name of its own, since "first" is refused with slices.
-_STATE_OPS: dict[LeafKind, Reduction] = {
-    "number": REDUCTIONS["mean"],
-    "key": replace(REDUCTIONS["first"], name="first part"),
-    "count": REDUCTIONS["max"],
-}
-
-
-class LossAndGrad(NamedTuple):
-    """The loss of one part of the rows, and its gradient.
-
-    Attributes:
-      value: the mean loss.
-      weight: the weight of a `synk.Weighted` loss; None for others.
-      grads: the gradient of `value`.
-      state: the model's new state; `()` without one.
-      aux: the aux outputs; `()` without any.
-    """
-
-    value: jax.Array
-    weight: Any
-    grads: PyTree
-    state: PyTree
-    aux: PyTree
-
 
 _ADVICE = "A loss is that of its rows: return the mean over them, or synk.Weighted(mean, weight)."
 
@@ -93,12 +66,8 @@ class TrainingModel:
         if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
             raise TypeError(f"{call}: optimizer is {shown(optimizer)}; give one of optax's, e.g. optax.sgd(0.1).")
         if clip is not None:
-            wanted = f"{call}: clip is {shown(clip)}; give the largest global norm of a gradient, a number > 0."
-            if isinstance(clip, str | bool) or np.ndim(clip):
-                raise TypeError(wanted)
-            clip = float(clip)
-            if not clip > 0:
-                raise ValueError(wanted)
+            wanted = "give the largest global norm of a gradient, a number > 0"
+            clip = checked_number(clip, f"{call}: clip", wanted, lambda clip: clip > 0)
         if blocks is not None and (shard_optimizer or wire is not None):
             option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
             raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
@@ -109,12 +78,12 @@ class TrainingModel:
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
-        self._optax, self._clip, self._update = optax, clip, update_of(optimizer)
+        self._optax, self._clip, self._update = optax, clip, update_of(optax, optimizer)
         self._low_rank = low_rank = LowRankSum(wire, self.params) if isinstance(wire, PowerSGD) else None
         self.feedback = {} if low_rank is None else {"feedback": low_rank.feedback, "basis": low_rank.basis}
         self._sharded: ShardedOptimizer | None = None
         if shard_optimizer:
-            self._sharded = ShardedOptimizer(call, optax, optimizer, self.params)
+            self._sharded = ShardedOptimizer(optimizer, self._update, self.params)
             self.opt_state = self._sharded.state
         else:
             self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state", flat=flat)
@@ -166,17 +135,17 @@ class TrainingModel:
         return made
 
     def value_and_grad(
-        self, loss: Callable[..., Any], params: PyTree, state: Shared | None, args: Any, kwargs: dict[str, Any]
-    ) -> LossAndGrad:
-        """Compute the loss of a part's rows, and its gradient.
+        self, params: PyTree, state: Shared | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[jax.Array, Any, PyTree, PyTree, PyTree]:
+        """Compute the mean loss of a part's rows, its weight, its gradient, the model's new state and the aux outputs.
 
-        Callers pass `self.loss` from a name of their own, so that tracing looks at its variables.
+        The weight is that of a `synk.Weighted` loss, None for others. State and aux outputs are `()` without any.
         """
         # The loss gets a tree of its own, which it may change in place.
         before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
 
         def value(params: PyTree) -> tuple[Any, Any]:
-            value, *rest = self._unpack(loss(params, *before, *args, **kwargs))
+            value, *rest = self._unpack(self.loss(params, *before, *args, **kwargs))
             value, weight = (value.value, value.weight) if isinstance(value, Weighted) else (value, None)
             is_array = isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
             form = f"{jnp.result_type(value).name}{list(jnp.shape(value))}" if is_array else type(value).__name__
@@ -192,31 +161,30 @@ class TrainingModel:
             return value, (weight, rest)
 
         (mean, (weight, rest)), grads = jax.value_and_grad(value, has_aux=True)(params)
-        return LossAndGrad(mean, weight, grads, rest[0] if before else (), rest[-1] if self.has_aux else ())
+        new_state: PyTree = ()
+        if state is not None:
+            new_state = rest[0]
+            conform(state._spec, new_state, state._spec.shapes, state.name, self.name)
+        return mean, weight, grads, new_state, rest[-1] if self.has_aux else ()
 
     def _unpack(self, out: Any) -> tuple[Any, ...]:
+        """Return a tuple of all that the loss returns; raise TypeError if that is not as many values as announced."""
         names = ["the loss", *["the new state"] * (self.state is not None), *["aux outputs"] * self.has_aux]
         if len(names) == 1 and not isinstance(out, tuple | list):
             return (out,)
         if isinstance(out, tuple) and len(out) == len(names) > 1:
             return out
         count = len(out) if isinstance(out, tuple | list) else 1
-        got = "one value" if count == 1 else f"{count} values"
-        options = " and ".join(["state="] * (self.state is not None) + ["aux="] * self.has_aux)
-        if options:
-            want = f"with {options} return {' and '.join(names)}, as a tuple"
-        else:
-            op = 'aux="mean" (or another op)'
-            cures = {2: f"say {op} for the second, or state=", 3: f"say state= for the second, and {op} for the third"}
-            want = cures.get(count, "return the loss alone")
-        raise TypeError(f"{self.name}: it returned {got}; {want}.")
+        wanted = f"{' and '.join(names)}, as a tuple" if len(names) > 1 else "the loss alone"
+        raise TypeError(
+            f"{self.name}: it returned {'one value' if count == 1 else f'{count} values'}; return {wanted}. Announce a "
+            f'new state by state=, and aux outputs by aux="mean" (or another op).'
+        )
 
     def step(self, params: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array, unreduced: bool) -> PyTree:
         """Take a step inside `then`, by a mean gradient or this replica's unreduced part; return the new parameters."""
         if self._low_rank is not None and unreduced:
             grads, unreduced = self._low_rank.sum(grads), False
-            # Unreduced gradients come in their accumulation dtype.
-            grads = jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params.value)
         if self._sharded is None:
             new, opt_state.value = self.apply_updates(params.value, opt_state.value, grads, loss)
         else:
@@ -228,8 +196,16 @@ class TrainingModel:
         """Return parameters and optimizer state after a step."""
         if self._clip is not None:
             grads, _ = self._optax.clip_by_global_norm(self._clip).update(grads, self._optax.EmptyState())
-        updates, opt_state = self._update(grads, opt_state, params, loss)
-        return self._optax.apply_updates(params, updates), opt_state
+        return self._update(grads, opt_state, params, loss)
+
+
+def checked_number(value: Any, what: str, wanted: str, is_valid: Callable[[float], bool]) -> float:
+    """Return a user's number as a float. Raise TypeError if it is none, ValueError if it is not valid."""
+    if isinstance(value, str | bool) or np.ndim(value):
+        raise TypeError(f"{what} is {shown(value)}; {wanted}.")
+    if not is_valid(float(value)):
+        raise ValueError(f"{what} is {shown(value)}; {wanted}.")
+    return float(value)
 
 
 def _check_params(params: Shared, call: str) -> None:
@@ -252,42 +228,3 @@ def kinds_of(variable: Shared) -> PyTree:
         return "number" if jnp.issubdtype(shape.dtype, jnp.inexact) else "count"
 
     return variable._spec.treedef.unflatten(map(kind, variable._spec.shapes, variable._spec.keys))
-
-
-def state_ops(state: Shared | None) -> PyTree:
-    """Return the tree of reductions that combine a model's state over the parts."""
-    return () if state is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(state))
-
-
-def rows_of(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the number of rows of this part; None if no argument is scattered."""
-    bound = function._binder.bind(args, kwargs)
-    if not bound.spec.scattered:
-        return None
-    return bound.leaves[bound.spec.scattered[0]].shape[0] - halo_of(bound.spec.overlaps[0])
-
-
-def state_of_part(state: Shared, new: PyTree, has_weight: jax.Array, rows: int) -> PyTree:
-    """Return a part's new state if the loss has a weight.
-
-    A part of weight 0 has no say in numbers and counts, whatever the loss has made of them.
-    """
-    if jax.tree.structure(new) != state._spec.treedef:  # the assignment raises
-        return new
-
-    def of_leaf(kind: LeafKind, new: Any, old: Any) -> Any:
-        if kind == "number":
-            return Weighted(new, jnp.where(has_weight, jnp.float32(rows), 0))
-        return jnp.where(has_weight, new, old) if kind == "count" and jnp.shape(new) == old.shape else new
-
-    return jax.tree.map(of_leaf, kinds_of(state), new, state.value)
-
-
-def state_of_parts(state: Shared, combined: PyTree, counted: tuple[()] | jax.Array) -> PyTree:
-    """Return the new state of all parts.
-
-    `counted` tells whether any part has a weight other than 0; `()` if the loss has no weight.
-    """
-    if isinstance(counted, tuple):
-        return combined
-    return jax.tree.map(lambda new, old: jnp.where(counted, new, old), combined, state.value)

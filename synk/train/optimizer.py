@@ -1,4 +1,4 @@
-"""Optimizer: call the update of an optimizer of optax's, with the loss if it asks for it, and check the result."""
+"""Optimizer: take the step of an optimizer of optax's, with the loss if it asks for it, and check its updates."""
 
 import inspect
 import re
@@ -11,19 +11,15 @@ from jax.tree_util import keystr
 
 from .._base.pytree import PyTree
 
+# A function from gradients, state, parameters and the loss to the new parameters and the new state.
 Update = Callable[[PyTree, PyTree, PyTree, Any], tuple[PyTree, PyTree]]
 
 # Messages of optax if an optimizer gets the gradient of the mean loss and asks for more.
 _ASKS_FOR_LOSS = r"missing .* keyword-only argument.*('grad'|'value_fn')|grad_fn must be provided"
-_ASKS_FOR_EXAMPLES = "batch dimension in the 0th axis"
-_OF_EXAMPLES = (
-    'return jax.vmap(gradient, (None, 0))(params, rows) from a synk.function with reduce="concat", and call '
-    "optimizer.update in its then."
-)
 
 
-def update_of(optimizer: Any) -> Update:
-    """Return a function from gradients, state, parameters and the loss to updates and the new state."""
+def update_of(optax: Any, optimizer: Any) -> Update:
+    """Return the function that takes a step of an optimizer."""
     # The signature tells: some optimizers are a GradientTransformationExtraArgs and take no `value` all the same.
     parameters = inspect.signature(optimizer.update).parameters.values()
     takes_value = any(p.name == "value" or p.kind == p.VAR_KEYWORD for p in parameters)
@@ -33,10 +29,6 @@ def update_of(optimizer: Any) -> Update:
         try:
             updates, new = optimizer.update(grads, state, params, **extra)
         except (TypeError, ValueError) as error:
-            if re.search(_ASKS_FOR_EXAMPLES, str(error)):
-                raise ValueError(
-                    f"synk.train: the optimizer asks for each example's gradient. {_OF_EXAMPLES}"
-                ) from error
             if not re.search(_ASKS_FOR_LOSS, str(error)):
                 raise
             raise TypeError(
@@ -49,7 +41,7 @@ def update_of(optimizer: Any) -> Update:
         # If trees differ, assigning the variable raises.
         if jax.tree.structure(new) == jax.tree.structure(state):
             jax.tree_util.tree_map_with_path(_check_dtype, state, new)
-        return updates, new
+        return optax.apply_updates(params, updates), new
 
     return update
 
@@ -70,5 +62,7 @@ def _check_shape(path: Any, param: Any, update: Any) -> None:
     if param is not None and np.shape(update) != np.shape(param):
         raise ValueError(
             f"synk.train: the optimizer's update of params{keystr(path)} has shape {np.shape(update)}, but that has "
-            f"shape {np.shape(param)}. If it takes each example's gradient, as optax.contrib.dpsgd does: {_OF_EXAMPLES}"
+            f"shape {np.shape(param)}. If it takes each example's gradient, as optax.contrib.dpsgd does, return "
+            f'jax.vmap(gradient, (None, 0))(params, rows) from a synk.function with reduce="concat", and call '
+            f"optimizer.update in its then."
         )

@@ -63,8 +63,9 @@ class LowRankSum:
     """
 
     def __init__(self, wire: PowerSGD, params: Shared) -> None:
-        shapes = params._spec.shapes
-        self.matrices = {i: _matrix(shape) for i, shape in enumerate(shapes) if _is_less(shape, wire.rank)}
+        self._shapes = params._spec.shapes
+        shapes = {i: _matrix_shape(shape, wire.rank) for i, shape in enumerate(self._shapes)}
+        self.matrices = {i: shape for i, shape in shapes.items() if shape is not None}
         rng = np.random.default_rng(0)
         basis = [rng.normal(size=(columns, wire.rank)).astype(np.float32) for _, columns in self.matrices.values()]
         left_out = [np.zeros(matrix, np.float32) for matrix in self.matrices.values()]
@@ -72,54 +73,44 @@ class LowRankSum:
         self.feedback._may_differ = True
 
     def sum(self, parts: PyTree) -> PyTree:
-        """Add up the replicas' parts of a gradient, inside `then`, and update both variables.
-
-        A single replica's gradient travels nowhere. It only takes what was left out before, on several replicas.
-        """
+        """Add up the replicas' parts of a gradient, inside `then`, and update both variables."""
         leaves, treedef = jax.tree.flatten(parts)
-        size = lax.psum(1, AXIS)
-        return treedef.unflatten(self._owed(leaves) if size == 1 else self._summed(leaves, size))
-
-    def _owed(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        left_out = list[jax.Array]()
-        for (i, matrix), before in zip(self.matrices.items(), self.feedback.value, strict=True):
-            whole = leaves[i].reshape(matrix).astype(jnp.float32) + before
-            left_out.append(jnp.where(_is_finite(whole), 0, before))
-            leaves[i] = whole.reshape(leaves[i].shape).astype(leaves[i].dtype)
-        self.feedback.value = left_out
-        return leaves
-
-    def _summed(self, leaves: list[jax.Array], size: int) -> list[jax.Array]:
-        before = self.feedback.value
+        size, before = lax.psum(1, AXIS), self.feedback.value
         pairs = zip(self.matrices.items(), before, strict=True)
-        parts = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in pairs]
-        bases = [_of_length_1(basis) for basis in self.basis.value]
-        others = [i for i in range(len(leaves)) if i not in self.matrices]
-        products = [_product(matrix, basis) for matrix, basis in zip(parts, bases, strict=True)]
-        summed = all_sum([*products, *(leaves[i] for i in others)])
-        left = [*map(_orthonormal, summed[: len(parts)])]
-        right = [_product(matrix.T, factor) for matrix, factor in zip(parts, left, strict=True)]
-        whole_right = all_sum(right)
-        left_out = [size * (matrix - _product(a, b.T)) for matrix, a, b in zip(parts, left, right, strict=True)]
+        matrices = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in pairs]
+        whole = {i: leaf for i, leaf in enumerate(leaves) if i not in self.matrices}
+        if size == 1:
+            # A single replica's gradient travels nowhere. It only takes what was left out before, on several replicas.
+            sums, left_out = matrices, [*map(jnp.zeros_like, matrices)]
+            are_fine = [*map(_is_finite, matrices)]
+        else:
+            bases = [*map(_of_length_1, self.basis.value)]
+            summed = all_sum([*map(_product, matrices, bases), *whole.values()])
+            whole = dict(zip(whole, summed[len(matrices) :], strict=True))
+            left = [*map(_orthonormal, summed[: len(matrices)])]
+            right = [_product(matrix.T, factor) for matrix, factor in zip(matrices, left, strict=True)]
+            whole_right = all_sum(right)
+            sums = [_product(a, b.T) for a, b in zip(left, whole_right, strict=True)]
+            left_out = [size * (matrix - _product(a, b.T)) for matrix, a, b in zip(matrices, left, right, strict=True)]
+            are_fine = [_is_finite(*factors) for factors in zip(summed, whole_right, strict=False)]
+            # A column of zeros would stay zero in all steps that follow, so the old column takes its place.
+            self.basis.value = [
+                jnp.where(is_fine & jnp.any(new != 0, axis=0), new, old)
+                for is_fine, new, old in zip(are_fine, whole_right, bases, strict=True)
+            ]
         # Numbers that are not finite go to the optimizer, which may skip them, and not into the steps that follow.
-        is_fine = [_is_finite(*sums) for sums in zip(summed, whole_right, strict=False)]
-        self.feedback.value = [*map(jnp.where, is_fine, left_out, before)]
-        self.basis.value = [*map(jnp.where, is_fine, map(_unless_zero, whole_right, bases), bases)]
-        whole = dict(zip(others, summed[len(parts) :], strict=True))
-        for i, a, b in zip(self.matrices, left, whole_right, strict=True):
-            whole[i] = _product(a, b.T).reshape(leaves[i].shape).astype(leaves[i].dtype)
-        return [whole[i] for i in range(len(leaves))]
+        self.feedback.value = [*map(jnp.where, are_fine, left_out, before)]
+        whole |= zip(self.matrices, sums, strict=True)
+        # Unreduced gradients come in their accumulation dtype.
+        return treedef.unflatten([whole[i].reshape(s.shape).astype(s.dtype) for i, s in enumerate(self._shapes)])
 
 
-def _matrix(shape: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    return shape.size // max(shape.shape[-1], 1), shape.shape[-1]
-
-
-def _is_less(shape: jax.ShapeDtypeStruct, rank: int) -> bool:
-    """Return whether thin factors have fewer numbers than a leaf."""
+def _matrix_shape(shape: jax.ShapeDtypeStruct, rank: int) -> tuple[int, int] | None:
+    """Return the shape of a leaf as a matrix, None if thin factors have no fewer numbers than the leaf."""
     if len(shape.shape) < 2 or not jnp.issubdtype(shape.dtype, jnp.floating):
-        return False
-    return rank * sum(_matrix(shape)) < shape.size
+        return None
+    matrix = shape.size // max(shape.shape[-1], 1), shape.shape[-1]
+    return matrix if rank * sum(matrix) < shape.size else None
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -153,8 +144,3 @@ def _orthonormal(columns: jax.Array) -> jax.Array:
         # Nothing but rounding is left of a dependent column. Rounding may point anywhere, so zeros take its place.
         done.append(_of_length_1(jnp.where(jnp.linalg.norm(column) > _NEGLIGIBLE, column, 0)))
     return jnp.concatenate(done, 1)
-
-
-def _unless_zero(new: jax.Array, old: jax.Array) -> jax.Array:
-    """Return right factors for the next step: the old column where the new one is 0 and would stay 0."""
-    return jnp.where(jnp.abs(new).max(0, keepdims=True) > 0, new, old)

@@ -20,7 +20,8 @@ from .._reductions.shard_ops import gather_shards, sum_to_shards, take_shards
 from .._runtime.group import AXIS
 from .._tracing.context import current_trace
 from .._variables.variable import Shared, abstract_value, map_value, shared
-from .elementwise import ElementwiseOptimizer, is_sharded
+from .elementwise import is_sharded, sharded_state
+from .optimizer import Update
 
 Leaves = Sequence[jax.Array]
 
@@ -34,16 +35,17 @@ class ShardedOptimizer:
       state: the shared variable that holds the optimizer's state.
     """
 
-    def __init__(self, call: str, optax: Any, optimizer: Any, params: Shared) -> None:
-        self._optax, self._shapes = optax, params._spec.shapes
-        self._is_cut = [*map(is_sharded, self._shapes)]
-        self._optimizer = ElementwiseOptimizer(call, optimizer, abstract_value(params))
+    def __init__(self, optimizer: Any, update: Update, params: Shared) -> None:
+        self._shapes, self._is_cut = params._spec.shapes, [*map(is_sharded, params._spec.shapes)]
+        self._update = update
+        # Which leaves of the state are cut, for so many replicas; raises if the optimizer mixes numbers.
+        self._cut_state = partial(sharded_state, optimizer.init, update, abstract_value(params))
         self.state = shared(map_value(params, optimizer.init), "opt_state")
-        self.state._spec = replace(self.state._spec, is_cut=self._optimizer.is_cut)
+        self.state._spec = replace(self.state._spec, is_cut=self._cut_state(2))
 
     def update(self, params: PyTree, grads: PyTree, loss: jax.Array, clip: float | None, unreduced: bool) -> PyTree:
         """Update this replica's shard of the state, inside `then`; return the new parameters."""
-        self._optimizer.check_shards(lax.psum(1, AXIS))
+        self._cut_state(lax.psum(1, AXIS))
         context = current_trace()
         assert context is not None
         leaves, treedef = jax.tree.flatten(params)
@@ -59,16 +61,15 @@ class ShardedOptimizer:
             for shards in (grad_shards, self._apply(leaves, take_shards))
         ]
         state = self._map_state(_with_axes, context.read(self.state))
-        updates, state = self._optimizer.update(own_grads, state, own_params, loss)
+        new, state = self._update(own_grads, state, own_params, loss)
         context.write(self.state, self._map_state(_as_shard, state), None)
-        new = jax.tree.leaves(self._optax.apply_updates(own_params, updates))
         cut_shapes = [*filter(is_sharded, self._shapes)]
-        return treedef.unflatten(self._apply(new, partial(gather_shards, shapes=cut_shapes)))
+        return treedef.unflatten(self._apply(jax.tree.leaves(new), partial(gather_shards, shapes=cut_shapes)))
 
     def _map_state(self, fn: Any, state: PyTree) -> PyTree:
         """Apply a function of a shard and its whole's shape to the leaves that lie in shards."""
         spec = self.state._spec
-        pairs = zip(jax.tree.leaves(state), spec.shapes, self._optimizer.is_cut, strict=True)
+        pairs = zip(jax.tree.leaves(state), spec.shapes, spec.is_cut or (), strict=True)
         return spec.treedef.unflatten([fn(leaf, shape) if is_cut else leaf for leaf, shape, is_cut in pairs])
 
     def _apply(self, leaves: Leaves, on_cut: Any, on_whole: Any = list) -> list[jax.Array]:
@@ -94,7 +95,5 @@ def _with_axes(shard: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _as_shard(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Undo `_with_axes`, and zero the numbers behind the whole's last one, whatever an optimizer makes of them."""
-    first = lax.axis_index(AXIS) * array.size
-    is_there = first + lax.iota(jnp.int32, array.size) < shape.size
-    fits = array.size * lax.psum(1, AXIS) == shape.size
-    return array.reshape(-1) if fits else jnp.where(is_there, array.reshape(-1), 0)
+    place = lax.axis_index(AXIS) * array.size + lax.iota(jnp.int32, array.size)
+    return jnp.where(place < shape.size, array.reshape(-1), 0)

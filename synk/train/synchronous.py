@@ -1,15 +1,14 @@
 """Synchronous: training steps by the mean gradient of all rows."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .._base.errors import public_api, shown
+from .._base.errors import public_api
 from .._base.pytree import PyTree
 from .._call.spec import Stats
 from .._check.blame import Blame
@@ -17,9 +16,10 @@ from .._data.prefetch import Prefetch
 from .._explain.report import Explanation
 from .._function.decorator import Inputs
 from .._function.function import Function
-from .._reductions.reduction import Weighted
+from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
+from .._tracing.context import current_trace
 from .._variables.variable import Shared, map_value, shared
-from .model import TrainingModel, rows_of, state_of_part, state_of_parts, state_ops
+from .model import LeafKind, TrainingModel, checked_number, kinds_of
 from .power_sgd import PowerSGD
 
 
@@ -203,40 +203,60 @@ def step(
     )  # fmt: skip
 
     # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
-    held, opt_state, running = model.params, model.opt_state, model.state
-    average, decay = (None, 0.0) if ema is None else (_average_of(held, ema, flat), float(ema))
+    held, opt_state, running, average, decay = model.params, model.opt_state, model.state, None, 0.0
+    if ema is not None:
+        wanted = "give its decay, a number >= 0 and < 1, such as 0.999"
+        decay = checked_number(ema, "synk.train.step: ema", wanted, lambda decay: 0 <= decay < 1)
+        average = shared(map_value(held, lambda params: params), "ema", flat=flat)
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
-        part = model.value_and_grad(loss, held.value, running, args, kwargs)
-        loss_and_grads: Any = (part.value, part.grads)
-        state = part.state
+        value, weight, grads, state, aux = model.value_and_grad(held.value, running, args, kwargs)
+        loss_and_grads: Any = (value, grads)
         counted: Any = ()
-        if part.weight is not None and running is not None:
-            counted = jnp.asarray(part.weight) != 0
-            state = state_of_part(running, part.state, counted, rows_of(function, args, kwargs) or 1)
-        if part.weight is not None:
+        if weight is not None:
             # Two values, since the gradient may stay unreduced.
-            loss_and_grads = tuple(Weighted(value, part.weight) for value in loss_and_grads)
-        return {"loss": loss_and_grads, "state": state, "counted": counted, "aux": part.aux}
+            loss_and_grads = Weighted(value, weight), Weighted(grads, weight)
+            if running is not None:
+                counted = jnp.asarray(weight) != 0
+                state = _weighted_state(running, state, counted)
+        return {"loss": loss_and_grads, "state": state, "counted": counted, "aux": aux}
 
     def then(unreduced: bool, combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
         new = model.step(held, opt_state, grads, value, unreduced)
         if running is not None:
-            running.value = state_of_parts(running, combined["state"], combined["counted"])
+            new_state, counted = combined["state"], combined["counted"]
+            if not isinstance(counted, tuple):
+                new_state = jax.tree.map(lambda old, new: jnp.where(counted, new, old), running.value, new_state)
+            running.value = new_state
         if average is not None:
             average.value = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, average.value, new)
         return (value, combined["aux"]) if model.has_aux else value
 
-    ops = {"loss": "mean", "state": state_ops(running), "counted": "any"}
+    state_ops = () if running is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(running))
+    ops = {"loss": "mean", "state": state_ops, "counted": "any"}
     function = model.function(on_part, ops, partial(then, False), partial(then, True))
     return Step(function, held, opt_state, running, average, model.feedback)
 
 
-def _average_of(params: Shared, decay: Any, flat: bool) -> Shared:
-    """Make the variable that holds a moving average of the parameters; it begins as a copy of them."""
-    if isinstance(decay, bool) or not isinstance(decay, int | float | np.floating):
-        raise TypeError(f"synk.train.step: ema is {shown(decay)}; give its decay, a number such as 0.999.")
-    if not 0 <= decay < 1:
-        raise ValueError(f"synk.train.step: ema is {shown(decay)}; give its decay, at least 0 and below 1.")
-    return shared(map_value(params, lambda params: params), "ema", flat=flat)
+# The reduction of each kind of leaf of a state over the parts. Keys advance alike everywhere, so the first part's
+# serve. Their op has a name of its own, since "first" is refused with slices.
+_STATE_OPS: dict[LeafKind, Reduction] = {
+    "number": REDUCTIONS["mean"],
+    "key": replace(REDUCTIONS["first"], name="first part"),
+    "count": REDUCTIONS["max"],
+}
+
+
+def _weighted_state(state: Shared, new: PyTree, has_weight: jax.Array) -> PyTree:
+    """Return the new state of a part whose loss has a weight. A part of weight 0 has no say in numbers and counts."""
+    context = current_trace()
+    assert context is not None
+    rows = jnp.where(has_weight, jnp.float32(context.rows or 1), 0)
+
+    def of_leaf(kind: LeafKind, new: Any, old: Any) -> Any:
+        if kind == "number":
+            return Weighted(new, rows)
+        return jnp.where(has_weight, new, old) if kind == "count" else new
+
+    return jax.tree.map(of_leaf, kinds_of(state), new, state.value)

@@ -148,7 +148,7 @@ def test_updates_have_the_shapes_of_parameters(two, make):
         ValueError, match=r"update of params\['w'\] has shape \(\), but that has shape \(3,\).* reduce=\"concat\""
     ):
         make(loss, {"w": W}, private())(X)
-    with pytest.raises(ValueError, match=r"optimizer asks for each example's gradient.*in its then"):
+    with pytest.raises(ValueError, match=r"Unlike other transforms.*batch dimension"):  # optax's own words
         make(lambda params, x: loss(params, x) + params["z"], {"w": W, "z": np.float32(0)}, private())(X)
 
 

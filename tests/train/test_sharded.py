@@ -145,11 +145,11 @@ def test_other_dtypes(four):
 REFUSED = {
     "global norm": (optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.1)), "reduce_sum"),
     "now and then": (optax.MultiSteps(optax.chain(optax.clip(1), optax.clip_by_global_norm(1)), 9), "reduce_sum"),
-    "trust ratio": (optax.lamb(1e-3), "not: "),
-    "rows and columns": (optax.adafactor(1e-3, min_dim_size_to_factor=2), "not: "),
-    "noise": (optax.noisy_sgd(0.1, key=0), "not: "),
+    "trust ratio": (optax.lamb(1e-3), "This one mixes them, or depends"),
+    "rows and columns": (optax.adafactor(1e-3, min_dim_size_to_factor=2), "This one mixes them, or depends"),
+    "noise": (optax.noisy_sgd(0.1, key=0), "This one mixes them, or depends"),
     "finite": (optax.apply_if_finite(optax.sgd(0.1), 3), "reduce_and"),
-    "orthogonal": (optax.contrib.muon(1e-3), "not: "),
+    "orthogonal": (optax.contrib.muon(1e-3), "This one mixes them, or depends"),
     "by size": (optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda leaf: leaf.size > 20, params)), "shapes"),
 }
 
@@ -189,7 +189,7 @@ SHAPES = {
 def test_optimizers_that_ask_for_shapes(devices, case):
     """They raise at the latest where the shards are known, before anything runs."""
     start = {"a": np.ones((6, 6), np.float32), "b": np.ones((6, 11), np.float32)}
-    with pytest.raises(ValueError, match=r"This one does not: (what it does depends on the shapes|it mixes them)"):
+    with pytest.raises(ValueError, match=r"This one mixes them, or depends on the shapes of parameters"):
         synk.train.step(
             lambda p, x: (p["a"].sum() + p["b"].sum()) * x.mean(), start, SHAPES[case], shard_optimizer=True
         )(X)

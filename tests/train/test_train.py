@@ -716,8 +716,8 @@ WRONG = {
     "no state": (stepping(lambda p, *x: 0.0, state=1.0, name="f"), TypeError, "the parameters and the state first"),
     "a loss a row": (stepping(lambda p, x, y: x[:, 0]), TypeError, r"returned a loss of float32\[1\]; return the mean"),
     "an integer": (stepping(lambda p, x, y: x.shape[0]), TypeError, r"a loss of int32\[\]; .*one floating number"),
-    "aux unannounced": (stepping(with_aux), TypeError, r"it returned 2 values; say aux=\"mean\" \(or another op\) for the second, or state=\."),
-    "aux missing": (stepping(mean_loss, aux="sum"), TypeError, "one .*; .*return the loss and aux outputs, as a tuple"),
+    "aux unannounced": (stepping(with_aux), TypeError, r"it returned 2 values; return the loss alone\..*aux outputs by aux="),
+    "aux missing": (stepping(mean_loss, aux="sum"), TypeError, "one value; return the loss and aux outputs, as a tuple"),
     "aux op": (stepping(with_aux, aux="average"), ValueError, 'mean_loss|with_aux: op "?\'?average.*"mean"'),
     "aux tree": (stepping(with_aux, aux=("sum",)), ValueError, "with_aux: outputs=.* is no prefix"),
     "state's tree": (
@@ -725,14 +725,14 @@ WRONG = {
     ),
     "every 0": (local(every=0), ValueError, "every is 0; give an integer >= 1, or a function"),
     "every none": (local(every=lambda steps: 0), ValueError, r"mean_loss: every\(0\): every is 0"),
-    "no decay": (stepping(mean_loss, ema=1.0), ValueError, r"ema is 1\.0; give its decay, at least 0 and below 1"),
-    "a decay": (stepping(mean_loss, ema="0.9"), TypeError, "ema is '0.9'; give its decay, a number such as 0.999"),
+    "no decay": (stepping(mean_loss, ema=1.0), ValueError, r"ema is 1\.0; give its decay, a number >= 0 and < 1"),
+    "a decay": (stepping(mean_loss, ema="0.9"), TypeError, "ema is '0.9'; give its decay, a number"),
     "every half": (local(every=0.5), TypeError, "every is 0.5; give an integer"),
     "no rows": (local(inputs=["broadcast", "broadcast"]), ValueError, "mean_loss: averages are weighted by rows"),
     "slices": (lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(4), num_slices=0),
                ValueError, "num_slices is 0"),
     "local slices": (
-        lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(4), num_slices=2), ValueError,
+        lambda: synk.train.local_steps(mean_loss, START, optax.sgd(0.1))(*rows_of(8), num_slices=2), ValueError,
         "mean_loss: num_slices goes with synk.train.step; local steps take each replica's rows at once",
     ),
     "an integer parameter": (
