@@ -54,7 +54,8 @@ def test_code_fits_its_column():
     wide = [
         f"{path.relative_to(DOCS)}: {line}"
         for path in DOCS.rglob("*.md")
-        for _, body in BLOCK.findall(path.read_text())
+        for kind, body in BLOCK.findall(path.read_text())
+        if kind != "console"  # what a terminal prints may be wide
         for line in body.splitlines()
         if len(line) > 88
     ]
