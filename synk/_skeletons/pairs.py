@@ -25,7 +25,7 @@ from .._reductions.reduction import (
     result_dtype,
 )
 from .._runtime.group import AXIS, current_group
-from .skeletons import Leaves, Results, Skeleton, row_tree, run_skeleton, without_state
+from .skeletons import Leaves, Results, Skeleton, all_rows, row_tree, run_skeleton, without_state
 
 
 @public_api
@@ -39,7 +39,7 @@ def pairs(
 ) -> PyTree:
     """Combine `fn(x[i], y[j])` over all j, for each i.
 
-    The rows of `y` go round the replicas, so none of them holds all rows.
+    The rows of `y` go round the replicas, so none of them holds all rows, unless results keep all pairs.
 
     Args:
       fn: a function of one row of `x` and one of `y`, both without axis 0.
@@ -107,19 +107,30 @@ class _Ring(NamedTuple):
     def run(self, values: Leaves) -> list[jax.Array]:
         """Compute the results of a replica's rows."""
         x, y, size = list(values[: self.arguments]), list(values[self.arguments :]), len(self.lengths)
+        if self.reduction.name == "concat":
+            # Results hold all pairs, so there is memory for all rows too.
+            return self._pairs(x, all_rows(y, self.lengths))
         rank, to_previous = lax.axis_index(AXIS), [(i, (i - 1) % size) for i in range(size)]
-        visit = self._keep if self.reduction.name == "concat" else self._fold
+        lengths, max_rows = jnp.asarray(np.array(self.lengths, np.int32)), max(self.lengths)
+        count = max(1, min(max_rows, TOGETHER // x[0].shape[0]))
+        blocks = jnp.arange(-(-max_rows // count) * count, dtype=jnp.int32).reshape(-1, count)
 
         def turn(k: jax.Array, carry: tuple[list[jax.Array], ...]) -> tuple[list[jax.Array], ...]:
-            visitors = lax.ppermute(carry[0], AXIS, to_previous)
-            return visitors, visit(carry[1], x, visitors, (rank + k) % size)
+            before, visitors = carry
+            rows = lengths[(rank + k) % size]
 
-        results = lax.fori_loop(1, size, turn, (y, visit([], x, y, rank)))[1]
-        if self.reduction.name == "concat":
-            max_rows = max(self.lengths)
-            valid = np.concatenate([i * max_rows + np.arange(count) for i, count in enumerate(self.lengths)])
-            return [leaf[:, valid] for leaf in results]
-        dtypes = [result_dtype(pair.dtype, self.reduction.name) for pair in jax.eval_shape(self._pairs, x, y)]
+            def add(states: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
+                index = jnp.minimum(block, max_rows - 1)
+                new = self._states(x, [leaf.at[index].get() for leaf in visitors], block < rows)
+                return [self.reduction.accumulate(a, b) for a, b in zip(states, new, strict=True)], None
+
+            return lax.scan(add, before, blocks)[0], lax.ppermute(visitors, AXIS, to_previous)
+
+        few = [leaf[:count] for leaf in y]
+        shapes = jax.eval_shape(self._states, x, few, blocks[0] < count)
+        start = [jnp.full(s.shape, self.reduction.identity(s.dtype), s.dtype) for s in shapes]
+        results = lax.fori_loop(0, size, turn, (start, y))[0]
+        dtypes = [result_dtype(pair.dtype, self.reduction.name) for pair in jax.eval_shape(self._pairs, x, few)]
         return [self.reduction.finalize(leaf, None).astype(d) for leaf, d in zip(results, dtypes, strict=True)]
 
     def _pairs(self, x: Leaves, y: Leaves) -> list[jax.Array]:
@@ -130,22 +141,6 @@ class _Ring(NamedTuple):
         # Sums and products of small integers would wrap.
         return [value.astype(jax.eval_shape(jnp.sum, value).dtype) for value in results]
 
-    def _fold(self, before: list[jax.Array], x: Leaves, y: Leaves, owner: jax.Array) -> list[jax.Array]:
-        """Accumulate the pairs with the rows of the replica `owner`, a block of them at a time."""
-        rows, max_rows = jnp.asarray(np.array(self.lengths, np.int32))[owner], y[0].shape[0]
-        count = max(1, min(max_rows, TOGETHER // x[0].shape[0]))
-        numbers = jnp.arange(-(-max_rows // count) * count, dtype=jnp.int32).reshape(-1, count)
-
-        def add(states: list[jax.Array], block: jax.Array) -> tuple[list[jax.Array], None]:
-            index = jnp.minimum(block, max_rows - 1)
-            new = self._states(x, [leaf.at[index].get() for leaf in y], block < rows)
-            return [self.reduction.accumulate(a, b) for a, b in zip(states, new, strict=True)], None
-
-        if not before:
-            shapes = jax.eval_shape(self._states, x, [leaf[:count] for leaf in y], numbers[0] < rows)
-            before = [jnp.full(s.shape, self.reduction.identity(s.dtype), s.dtype) for s in shapes]
-        return lax.scan(add, before, numbers)[0]
-
     def _states(self, x: Leaves, y: Leaves, is_row: jax.Array) -> list[jax.Array]:
         """Combine the pairs with some rows of y, of which `is_row` tells which count."""
         info, states = PartInfo(1 / sum(self.lengths), True), list[jax.Array]()
@@ -155,10 +150,3 @@ class _Ring(NamedTuple):
             state = jnp.where(counts, state, jnp.asarray(self.reduction.identity(state.dtype), state.dtype))
             states.append(fold(self.reduction.collective, state, axis=1))
         return states
-
-    def _keep(self, before: list[jax.Array], x: Leaves, y: Leaves, owner: jax.Array) -> list[jax.Array]:
-        """Put the pairs with the rows of the replica `owner` in their places among all pairs."""
-        size, max_rows, values = len(self.lengths), y[0].shape[0], self._pairs(x, y)
-        empty = [jnp.zeros((v.shape[0], size * max_rows, *v.shape[2:]), v.dtype) for v in values]
-        places = zip(before or empty, values, strict=True)
-        return [lax.dynamic_update_slice_in_dim(place, value, owner * max_rows, 1) for place, value in places]

@@ -1,6 +1,6 @@
 """Skeletons: programs over the rows of all replicas that communicate while they run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -91,14 +91,8 @@ def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]
 
     Programs are kept by the function alone, so they may depend on nothing else.
     """
-    if not callable(fn):
-        raise TypeError(f"{name}: it is given {shown(fn)}; give a function of rows.")
-    try:
-        hash(fn)
-    except TypeError:
-        raise TypeError(
-            f"{name}: {type(fn).__name__} has no hash, by which its programs are kept. Give a function."
-        ) from None
+    if not (callable(fn) and isinstance(fn, Hashable)):
+        raise TypeError(f"{name}: it is given {shown(fn)}; give a function of rows, which has a hash.")
 
     def call(*args: PyTree) -> PyTree:
         with stateless(f"{name}: its function", "It has rows alone: pass its value beside them, or use synk.function."):
@@ -127,44 +121,26 @@ class Skeleton(NamedTuple):
     results: str
 
 
-def _filled(values: Leaves, lengths: Mapping[int, Sequence[int]]) -> Leaves:
-    """Put a real row behind the rows of shorter replicas, in the arrays that `lengths` names by number.
-
-    Whatever lies there would otherwise reach the user's function, and its gradients.
-    """
-    rank, leaves = lax.axis_index(AXIS), list(values)
-    may_lack = any(0 in counts for counts in lengths.values())
-    # The first replica has rows.
-    spares = spare_rows({i: leaves[i] for i in lengths}, rank == 0, may_lack)
-    for i, spare in spares.items():
-        is_longest = jnp.asarray(np.array(lengths[i]) == lengths[i][0])[rank]
-        # On CPU this is cheaper than a select over all rows.
-        leaves[i] = leaves[i].at[-1].set(jnp.where(is_longest, leaves[i][-1], spare[0]))
-    return leaves
-
-
 def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree]) -> list[Any]:
     """Run a program; its results have the rows of the first argument."""
     name, rows = skeleton.name, arguments[0].rows
     if skeleton.results not in ("concat", "scatter"):
         raise ValueError(f'{name}: results are {skeleton.results!r}; use "concat" or "scatter".')
-    leaves, counts = zip(*[(leaf, tree.rows) for tree in arguments for leaf in tree.leaves], strict=True)
-    uneven = {i: lengths_of(n, group.size) for i, n in enumerate(counts) if n % group.size}
+    leaves = [leaf for tree in arguments for leaf in tree.leaves]
+    lengths = [lengths_of(len(leaf), group.size) for leaf in leaves]
     is_inlined = any(not isinstance(leaf, Data) for leaf in leaves)
     stays = skeleton.results == "scatter" and not is_inlined
-    lengths = lengths_of(rows, group.size)
-    valid = np.concatenate([rank * lengths[0] + np.arange(count) for rank, count in enumerate(lengths)])
 
     def body(*values: jax.Array) -> list[jax.Array]:
-        results = skeleton.body(_filled(values, uneven))
-        return results if stays else [merge_leading_axes(leaf).at[valid].get() for leaf in all_gather(results)]
+        results = skeleton.body(_filled(values, lengths))
+        return results if stays else all_rows(results, lengths[0])
 
     outs = layouts("stacked" if stays else "replicated", skeleton.num_results)
     if is_inlined:
         with own_mesh(name, group):
-            cut = [in_blocks(leaf, lengths_of(n, group.size), None) for leaf, n in zip(leaves, counts, strict=True)]
-            mapped = jax.jit(spmd(group, body, layouts("rows", len(cut)), outs))
-            return list(run_inlined(group, mapped, [place_traced(group, block, "rows") for block in cut]))
+            blocks = [in_blocks(leaf, counts, None) for leaf, counts in zip(leaves, lengths, strict=True)]
+            mapped = jax.jit(spmd(group, body, layouts("rows", len(blocks)), outs))
+            return list(run_inlined(group, mapped, [place_traced(group, block, "rows") for block in blocks]))
 
     def compile() -> Executable:
         shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
@@ -172,10 +148,32 @@ def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree])
 
     with LOCK:
         arrays = [resident(leaf, group) for leaf in leaves]
-        key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), counts)
+        key = (skeleton.key, stays, trace_options(), tuple([(a.shape, a.dtype) for a in arrays]), tuple(lengths))
         fn: Any = skeleton.fn
         # A plain function equals itself alone, and its programs go with it. Other callables may be equal to a new one.
         owner, which = (fn, None) if isinstance(fn, FunctionType) else (run_skeleton, told_apart(fn))
         program: Executable = group._cached(owner, (which, *key), compile)
         results = run(name, program, [arrays], advice='Let results stay where they are made ("scatter").')
     return [data_of_replicas(group, leaf, rows, None, f"a result of {name}") for leaf in results] if stays else results
+
+
+def _filled(values: Leaves, lengths: Sequence[tuple[int, ...]]) -> Leaves:
+    """Put a real row behind the rows of shorter replicas; `lengths` has the rows of each replica for each array.
+
+    Whatever lies there would otherwise reach the user's function, and its gradients.
+    """
+    rank, leaves = lax.axis_index(AXIS), list(values)
+    uneven = {i: leaves[i] for i, counts in enumerate(lengths) if counts[-1] < counts[0]}
+    # The first replica has rows.
+    spares = spare_rows(uneven, rank == 0, may_lack=any(counts[-1] == 0 for counts in lengths))
+    for i, spare in spares.items():
+        is_longest = rank < lengths[i].count(lengths[i][0])
+        # On CPU this is cheaper than a select over all rows.
+        leaves[i] = leaves[i].at[-1].set(jnp.where(is_longest, leaves[i][-1], spare[0]))
+    return leaves
+
+
+def all_rows(values: Leaves, lengths: Sequence[int]) -> list[jax.Array]:
+    """Gather the rows of all replicas, without those that fill up shorter ones."""
+    valid = np.concatenate([rank * lengths[0] + np.arange(count) for rank, count in enumerate(lengths)])
+    return [merge_leading_axes(leaf).at[valid].get() for leaf in all_gather(values)]
