@@ -12,45 +12,36 @@ TOLERANCES = {8: (0.2, 0.1), 16: (2e-2, 2e-2), 32: (2e-4, 2e-5), 64: (1e-9, 1e-1
 class Tolerance(NamedTuple):
     """A relative and an absolute tolerance; None chooses by dtype."""
 
-    rtol: float | None
-    atol: float | None
+    rtol: float | None = None
+    atol: float | None = None
 
     def of(self, dtype: Any) -> tuple[float, float]:
         """Return the relative and the absolute tolerance for numbers of a dtype."""
         rtol, atol = TOLERANCES[jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.inexact) else 64]
         return rtol if self.rtol is None else self.rtol, atol if self.atol is None else self.atol
 
-    def admits(self, one: Any, other: Any, dtype: Any = None) -> bool:
-        """Check whether two values are equal, to the rounding of a dtype (that of `one`)."""
+    def admits(self, one: Any, other: Any) -> bool:
+        """Check whether two values are equal, to the rounding of the dtype of `one`."""
         one, other = np.asarray(one), np.asarray(other)
         if one.shape != other.shape:
             return False
-        dtype = dtype or one.dtype
-        has_floats = any(jnp.issubdtype(kind, jnp.inexact) for kind in (dtype, one.dtype, other.dtype))
+        has_floats = any(jnp.issubdtype(value.dtype, jnp.inexact) for value in (one, other))
         if self == (None, None) and not has_floats:
             return np.array_equal(one, other)
-        rtol, atol = self.of(dtype)
-        # In a narrow dtype the difference and the tolerance would round, and unsigned integers would wrap around.
-        wide = np.complex128 if np.iscomplexobj(one) or np.iscomplexobj(other) else np.float64
-        return np.allclose(one.astype(wide), other.astype(wide), rtol=rtol, atol=atol, equal_nan=True)
+        rtol, atol = self.of(one.dtype)
+        return np.allclose(*widened(one, other), rtol=rtol, atol=atol, equal_nan=True)
+
+
+def widened(*values: Any) -> list[np.ndarray]:
+    """Convert values to 64-bit numbers. In a narrow dtype differences round, and unsigned integers wrap around."""
+    dtype = np.complex128 if any(map(np.iscomplexobj, values)) else np.float64
+    return [np.asarray(value, dtype) for value in values]
 
 
 def rounding(dtype: Any, *values: np.ndarray) -> Tolerance:
     """Make the tolerance for numbers computed in a dtype, relative to themselves and to the largest of `values`."""
-    rtol, _ = Tolerance(None, None).of(dtype)
+    rtol, _ = Tolerance().of(dtype)
     return Tolerance(rtol, rtol * max(float(np.abs(value[np.isfinite(value)]).max(initial=0)) for value in values))
-
-
-def least_tolerance(one: Any, other: Any, rtol: float, atol: float) -> str:
-    """Write the options of `f.check` that admit two values: `rtol`, and an `atol` if the one here is too small."""
-    wide = np.complex128 if np.iscomplexobj(one) else np.float64
-    one, other = np.asarray(one, wide), np.asarray(other, wide)
-    with np.errstate(invalid="ignore"):
-        needed = float(np.nanmax(np.abs(one - other) - rtol * np.abs(one)))
-    if needed <= atol:
-        return f"rtol={rtol:g}"
-    unit = 10.0 ** np.floor(np.log10(needed))
-    return f"rtol={rtol:g}, atol={(np.floor(needed / unit) + 1) * unit:.1g}"
 
 
 def difference(one: Any, other: Any) -> str:
@@ -58,10 +49,10 @@ def difference(one: Any, other: Any) -> str:
     one, other = np.asarray(one), np.asarray(other)
     if one.shape != other.shape:
         return f"its shape is {other.shape}, serially {one.shape}"
-    wide = np.complex128 if np.iscomplexobj(one) else np.float64
+    rtol, atol = Tolerance().of(one.dtype)
+    serial, parallel = widened(one, other)
     with np.errstate(all="ignore"):
-        rtol, atol = Tolerance(None, None).of(one.dtype)
-        off = np.abs(one.astype(wide) - other.astype(wide)) / (atol + rtol * np.abs(one.astype(wide)))
+        off = np.abs(serial - parallel) / (atol + rtol * np.abs(serial))
     is_same = (one == other) | ((one != one) & (other != other))  # NaN in both places is equal
     off = np.where(is_same, -1, np.nan_to_num(off, nan=np.inf))
     at = np.unravel_index(int(np.argmax(off)), off.shape)
@@ -72,24 +63,19 @@ def difference(one: Any, other: Any) -> str:
     return f"it is {got}, serially {wanted}" + (" where they differ most" if one.ndim else "")
 
 
-def matching_ops(value: np.ndarray, rows: np.ndarray, serial: Any, tolerance: Tolerance) -> list[str]:
+def matching_ops(value: np.ndarray, rows: np.ndarray, serial: np.ndarray, tolerance: Tolerance) -> list[str]:
     """List the ops that combine an output's parts to the serial value; `rows` counts the rows of each part."""
     if value.ndim == 0 or len(value) != len(rows):
         return []
     # Integers add up exactly, and wrap around as they do on the replicas.
     is_exact = value.dtype.kind in "iu" and serial.dtype.kind in "iu"
-    number = value if is_exact else value.astype(np.complex128 if np.iscomplexobj(value) else np.float64)
-    is_complex = np.iscomplexobj(value)
-    with np.errstate(all="ignore"):
-        combined: dict[str, Any] = {
-            "mean": np.tensordot(rows / rows.sum(), number, 1),
-            "sum": number.sum(0),
-            "max": np.nan if is_complex else number.max(0),
-            "min": np.nan if is_complex else number.min(0),
-            "prod": number.prod(0),
-        }
-    if value.ndim > 1:
-        combined["concat"] = number.reshape(-1, *number.shape[2:])
+    number = value if is_exact else widened(value)[0]
     if value.dtype == bool:
-        combined = {"any": value.any(0), "all": value.all(0)}
-    return [f'"{op}"' for op, whole in combined.items() if tolerance.admits(serial, np.asarray(whole), serial.dtype)]
+        combined: dict[str, Any] = {"any": value.any(0), "all": value.all(0)}
+    else:
+        with np.errstate(all="ignore"):
+            combined = {op: getattr(number, op)(0) for op in ("sum", "max", "min", "prod")}
+            combined["mean"] = np.tensordot(rows / rows.sum(), number, 1)
+        if value.ndim > 1:
+            combined["concat"] = number.reshape(-1, *number.shape[2:])
+    return [f'"{op}"' for op, whole in combined.items() if tolerance.admits(serial, whole)]

@@ -1,13 +1,13 @@
 """Diagnosis: why an output is not the serial one: its op, rounding, or rows that depend on each other."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._reductions.outputs import OutputLeaf
-from .compare import Tolerance, difference, least_tolerance, matching_ops, rounding
+from .compare import Tolerance, difference, matching_ops, rounding, widened
 
 _NOISE = "synk.row_keys gives each row noise of its own, synk.row_numbers its place"
 ORDER = f"the answer depends on the order of the rows (noise drawn by shape, positions): {_NOISE}"
@@ -44,28 +44,33 @@ class UnequalOutput(NamedTuple):
     inside: np.dtype | None
 
 
-def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolerance], str | None]) -> tuple[str, bool]:
-    """Tell in words why an output differs, and whether rounding in a narrow dtype explains it.
+def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolerance], str | None]) -> str:
+    """Tell in words why an output differs: by its op, by rounding in a narrow dtype, or by another cause.
 
     `cause` is asked if neither an op nor rounding explains the difference; it compares numbers by a tolerance.
     """
-    leaf, off, (name, is_users) = output.leaf, difference(output.serial, output.got), output.name
+    leaf, inside, (name, is_users) = output.leaf, output.inside, output.name
+    dtype, off = leaf.reduced.dtype, difference(output.serial, output.got)
     if leaf.op == "merge":
-        return f"{name}: {off}; is merge associative, and the state that of all rows?", False
+        return f"{name}: {off}; is merge associative, and the state that of all rows?"
     op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
     said = f"{name}{f' combined by {op}' * is_users}: {off}"
-    fits, inside = _fitting(output, tolerance), output.inside
-    likely: str | None = None
-    if fits is None and inside is not None and _is_narrower(inside, leaf.reduced.dtype):
+    fitting, likely = _fitting(output, tolerance), None
+    is_float = jnp.issubdtype(dtype, jnp.inexact)
+    if fitting is None and inside is not None and is_float and jnp.finfo(inside).bits < jnp.finfo(dtype).bits:
         # Computing in bfloat16, say, rounds far more than the float32 output shows.
-        coarse = rounding(inside, output.serial, *(output.parts or ())[:1])
-        if coarse.admits(output.serial, output.got):
-            return f"{said}; {_rounding_text(output, inside, tolerance)}", True
-        tolerance, fits = coarse, _fitting(output, coarse)
-    if fits is None:
+        tolerance = rounding(inside, output.serial, *(output.parts or ())[:1])
+        if tolerance.admits(output.serial, output.got):
+            return (
+                f"{said}; {inside.name}, in which it computes, may round by as much. rtol={tolerance.rtol:g}, "
+                f"atol={tolerance.atol:g} admits it; a mistake that this hides shows in a check of it computed in "
+                f"{dtype.name}."
+            )
+        fitting = _fitting(output, tolerance)
+    if fitting is None:
         likely = OVERFLOW if _overflows(output) else cause(tolerance)
-        fits = "no op would have matched"
-    return f"{said}{f'; {fits}' * is_users}{'' if likely is None else f'. Likely cause: {likely}'}.", False
+        fitting = "no op would have matched"
+    return f"{said}{f'; {fitting}' * is_users}{'' if likely is None else f'. Likely cause: {likely}'}."
 
 
 def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
@@ -78,10 +83,6 @@ def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
     return f"{' or '.join(ops)} would have matched" if ops else None
 
 
-def _is_narrower(inside: np.dtype, dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(inside).bits < jnp.finfo(dtype).bits
-
-
 def _overflows(output: UnequalOutput) -> bool:
     """Check whether a mean of a function that computes in float16 is finite only serially."""
     if output.leaf.op != "mean" or output.inside != np.float16 or output.serial.shape != output.got.shape:
@@ -89,18 +90,7 @@ def _overflows(output: UnequalOutput) -> bool:
     return bool((np.isfinite(output.serial) & ~np.isfinite(output.got)).any())
 
 
-def _rounding_text(output: UnequalOutput, inside: np.dtype, tolerance: Tolerance) -> str:
-    """Tell that rounding explains a difference, and with which options `f.check` admits it."""
-    dtype = output.leaf.reduced.dtype
-    rtol, atol = tolerance.of(dtype)
-    options = least_tolerance(output.serial, output.got, max(rtol, Tolerance(None, None).of(inside)[0]), atol)
-    return (
-        f"{inside.name}, in which it computes, may round by as much. {options} admits it; a mistake that this hides "
-        f"shows in a check of it computed in {dtype.name}."
-    )
-
-
-def likely_cause(run: Callable[[np.ndarray], Any], rows: int, tolerance: Tolerance) -> str | None:
+def likely_cause(run: Callable[[np.ndarray], np.ndarray], rows: int, tolerance: Tolerance) -> str | None:
     """Find the cause by a few runs, in words; None if there are too few rows.
 
     `run` computes the serial output of some rows, by their numbers.
@@ -109,25 +99,20 @@ def likely_cause(run: Callable[[np.ndarray], Any], rows: int, tolerance: Toleran
         return None
     # Fewer rows, moved rows and doubled rows: each changes the answer of some kinds of functions, and of no other.
     every, order = np.arange(rows), np.random.default_rng(0).permutation(rows)
-    whole, moved, third = (np.asarray(run(index)) for index in (every, order, every[: rows // 3]))
+    whole, moved, third = run(every), run(order), run(every[: rows // 3])
     if whole.ndim and len(whole) == rows and len(third) == rows // 3:
-        return COUPLED_ROWS if tolerance.admits(whole[order], moved, whole.dtype) else PLACE
-    if not tolerance.admits(whole, moved, whole.dtype):
+        return COUPLED_ROWS if tolerance.admits(whole[order], moved) else PLACE
+    if not tolerance.admits(whole, moved):
         return ORDER
     if third.shape != whole.shape:
         return COUPLED
-    # An extra that is equal for cuts at a third and at half depends on the number of parts, not on their rows.
-    extra = [_more(run, whole, every, cut) for cut in (rows // 3, rows // 2)]
-    is_same = tolerance.admits(extra[0], extra[1], whole.dtype)
-    if is_same and not tolerance.admits(extra[0], np.zeros_like(extra[0]), whole.dtype):
+    # By how much two parts add up to more than all rows, for cuts at a third and at half. An extra that is equal for
+    # both depends on the number of parts, not on their rows.
+    extras: list[np.ndarray] = []
+    for cut in (rows // 3, rows // 2):
+        first, second, both = widened(run(every[:cut]), run(every[cut:]), whole)
+        with np.errstate(all="ignore"):
+            extras.append((first + second - both).astype(whole.dtype))
+    if tolerance.admits(*extras) and not tolerance.admits(extras[0], np.zeros_like(extras[0])):
         return CONSTANT
-    twice = run(np.repeat(every, 2))
-    return STATISTIC if tolerance.admits(whole, twice, whole.dtype) else COUPLED
-
-
-def _more(run: Callable[[np.ndarray], Any], whole: np.ndarray, every: np.ndarray, cut: int) -> np.ndarray:
-    """Compute by how much the outputs of two parts add up to more than the output of all rows."""
-    wide = np.complex128 if np.iscomplexobj(whole) else np.float64
-    parts = (np.asarray(run(every[:cut]), wide), np.asarray(run(every[cut:]), wide))
-    with np.errstate(all="ignore"):
-        return parts[0] + parts[1] - whole.astype(wide)
+    return STATISTIC if tolerance.admits(whole, run(np.repeat(every, 2))) else COUPLED

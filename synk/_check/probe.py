@@ -1,5 +1,6 @@
 """Probes: run a function on some rows of a call, and find the first row that makes its numbers not finite."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,25 +9,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import ReadyCall, evaluate
+from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare
+from .._call.rows import feed_rows
 from .._call.spec import FunctionSpec, Stats
+from .._call.traces import CallTraces, View
 from .._reductions.monoid import Monoid
+from .._reductions.outputs import is_whole
 from .._reductions.reduction import REDUCTIONS, Weighted
 from .._tracing.context import current_trace
 from .._variables.variable import Shared
-from .serial import HostRows
-from .views import one_device, view_of_one
+from .serial import CallRows, Runner
 
-# The kinds of numbers that are not finite: NaN, infinity, -infinity.
-ALL_KINDS = np.ones(3, bool)
+# Kinds of numbers that are not finite: for NaN, infinity and -infinity, whether there are such numbers.
+Kinds = tuple[bool, ...]
+ALL_KINDS: Kinds = (True, True, True)
 
 
 def kinds_of(leaf: Any, olds: Sequence[jax.Array] = ()) -> jax.Array:
-    """Tell for each kind whether a leaf has such numbers.
+    """Tell the kinds of a leaf's numbers.
 
     Numbers that an array of `olds` has at the same place do not count: a variable may hold infinity on purpose.
     """
@@ -36,25 +40,9 @@ def kinds_of(leaf: Any, olds: Sequence[jax.Array] = ()) -> jax.Array:
     for old in olds:
         if (old.shape, old.dtype) == (leaf.shape, leaf.dtype):
             leaf = jnp.where(leaf == old, jnp.zeros_like(leaf), leaf)
-    is_nan, is_infinite = jnp.isnan(leaf), jnp.isinf(leaf)
-    above = below = is_infinite
-    if not jnp.iscomplexobj(leaf):
-        above, below = is_infinite & (leaf > 0), is_infinite & (leaf < 0)
-    return jnp.stack([is_nan.any(), above.any(), below.any()])
-
-
-def _kinds_of_outputs(outputs: PyTree, olds: Sequence[jax.Array]) -> list[jax.Array]:
-    """List the kinds of every output of a part; a value of weight 0 has none."""
-    kinds: list[jax.Array] = []
-    for output in jax.tree.leaves(outputs, is_leaf=lambda node: isinstance(node, Weighted | Monoid)):
-        if isinstance(output, Weighted):
-            weight = jnp.asarray(output.weight)
-            both = [*_kinds_of_outputs(output.value, olds), kinds_of(weight)]
-            kinds += [(weight != 0) & value_kinds for value_kinds in both]
-        else:
-            leaves = jax.tree.leaves(output.state if isinstance(output, Monoid) else output)
-            kinds += [kinds_of(leaf, olds) for leaf in leaves]
-    return kinds
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    return jnp.stack([is_kind(leaf).any() for is_kind in (jnp.isnan, jnp.isposinf, jnp.isneginf)])
 
 
 def _flagging(function: FunctionSpec) -> FunctionSpec:
@@ -65,8 +53,13 @@ def _flagging(function: FunctionSpec) -> FunctionSpec:
         context = current_trace()
         assert context is not None
         olds = [leaf for variable in context.reads for leaf in context.values.get(variable, ())]
-        written = [kinds_of(leaf, olds) for new, _ in context.writes.values() for leaf in new]
-        return jnp.stack([jnp.zeros(3, bool), *_kinds_of_outputs(outputs, olds), *written]).any(0)
+        kinds = [jnp.zeros(3, bool), *(kinds_of(leaf, olds) for new, _ in context.writes.values() for leaf in new)]
+        for output in jax.tree.leaves(outputs, is_leaf=is_whole):
+            leaves = jax.tree.leaves(output.state if isinstance(output, Monoid) else output)
+            # A value of weight 0 counts for nothing.
+            counts = jnp.asarray(output.weight) != 0 if isinstance(output, Weighted) else True
+            kinds += [kinds_of(leaf, olds) & counts for leaf in leaves]
+        return jnp.stack(kinds).any(0)
 
     # The probe has statistics of its own, so that those of the function count the user's calls alone.
     ops = REDUCTIONS["any"]
@@ -83,50 +76,71 @@ class Prober:
       reads: the variables that the function reads.
     """
 
-    def __init__(self, ready: ReadyCall, plans: PlanCache, bound: BoundArguments, rows: HostRows | None) -> None:
+    def __init__(self, ready: ReadyCall, plans: PlanCache, bound: BoundArguments, rows: CallRows | None) -> None:
         self.probes = 0
         self.reads: Collection[Shared] = ()
-        self._function, self._group, self._plans = _flagging(ready.function), ready.group, plans
-        self._bound, self._rows, self._count = bound, rows, sum(ready.rows.lengths or ())
-        self._num_slices = ready.num_slices
+        self._function, self._plans, self._ready = _flagging(ready.function), plans, ready
+        self._bound, self._rows = bound, rows
         self._kinds = ALL_KINDS
 
     def is_bad(self, rows: Sequence[int]) -> bool:
         """Run the function on these rows, repeated to as many as the call has, and look for the kinds asked for."""
         self.probes += 1
         # With the same number of rows each time, one compiled program serves all probes.
-        bound = self._bound if self._rows is None else self._rows.take(np.resize(np.asarray(rows), self._count))
-        site = Site(self._function, self._plans, self._group, may_donate=False)
-        ready = prepare(site, bound, CallOptions(num_slices=self._num_slices))
+        bound, options = self._bound, CallOptions()
+        if self._rows is not None:
+            bound, options = self._rows.take(np.resize(rows, len(self._rows.positions)))
+        site = Site(self._function, self._plans, self._ready.group, may_donate=False)
+        ready = prepare(site, bound, options._replace(num_slices=self._ready.num_slices))
         self.reads = ready.plan.accepts
         return self._has_kinds(ready, None)
 
-    def is_bad_alone(self, row: int) -> bool:
-        """Run the function on one row, once: sums over a row that is repeated may overflow where its own do not."""
-        assert self._rows is not None
-        view = view_of_one(self._group, None)
-        site = Site(self._function, PlanCache(), one_device(self._group), view, self._group, may_donate=False)
-        return self._has_kinds(prepare(site, self._rows.take([row]), CallOptions()), view)
-
-    def _has_kinds(self, ready: ReadyCall, view: Any) -> bool:
+    def _has_kinds(self, ready: ReadyCall, view: View | None) -> bool:
         return bool((np.asarray(evaluate(ready, view).leaves[0]) & self._kinds).any())
 
-    def find(self, kinds: np.ndarray) -> tuple[int, int] | None:
+    def find(self, kinds: Kinds) -> tuple[int, int] | None:
         """Find the first row to blame, or the first and last of rows that are bad together.
 
         It asks for the kinds that the answer shows first, since infinity may be meant for some rows, as in a mask
         before a maximum. If no single row shows those, it asks for all kinds.
         """
-        self._kinds = kinds
-        rows = find_first(self._count, self.is_bad) if self._count else None
-        if kinds.all() or not self._count or (rows is not None and rows[0] == rows[1]):
-            return rows
-        self._kinds = ALL_KINDS
-        others = find_first(self._count, self.is_bad)
-        if others is not None and (rows is None or others[0] == others[1]):
-            return others
-        self._kinds = kinds
-        return rows
+        if self._rows is None:
+            return None
+        spans: list[tuple[int, int] | None] = []
+        for self._kinds in dict.fromkeys((kinds, ALL_KINDS)):
+            span = find_first(len(self._rows.positions), self.is_bad)
+            if span is not None and span[0] == span[1]:
+                return span
+            spans.append(span)
+        return spans[0] or spans[-1]
+
+    def run_alone(self, row: int) -> tuple[bool, str | None]:
+        """Run the function on one row, once, on one device. Return whether the row is bad, and the line that makes it.
+
+        Sums over a row that is repeated may overflow where its own do not.
+        """
+        assert self._rows is not None
+        runner = Runner(self._function, PlanCache(), *self._rows.take([row]), self._ready.group)
+        one, view = runner.serial.group, runner.serial.state
+        try:
+            ready = runner.ready(runner.serial, self._function)
+        except Exception:
+            # The function may refuse a call of one row. The row is blamed without a line then.
+            return True, None
+        if not self._has_kinds(ready, view):
+            return False, None
+        # The equations run one after the other.
+        traced = CallTraces(self._function, one, ready.call, view).of_rows(1, keeps_lines=True)
+        leaves = [
+            leaf[0] if view(variable).layout == "stacked" else leaf
+            for variable in traced.variables
+            for leaf in view(variable).leaves
+        ]
+        arrays = feed_rows(one, ready.rows, split_into_launches((1,), 1)[0])
+        arguments = ready.call.arguments.in_tree_order(arrays, ready.broadcast)
+        with jax.ensure_compile_time_eval():
+            values = [np.asarray(leaf) for leaf in (*leaves, *arguments)]
+            return True, traced.blame_line(*values, np.int32(0), np.int32(0))
 
 
 def find_first(rows: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, int] | None:
@@ -140,19 +154,12 @@ def find_first(rows: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int,
     """
     if not is_bad(range(rows)):
         return None
-    good, bad = 0, rows  # the first `good` rows are fine together, the first `bad` rows are not
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (good, middle) if is_bad(range(middle)) else (middle, bad)
-    row = bad - 1
+    # Rows before `row` are fine together, rows up to `row` are not.
+    row = bisect_left(range(rows - 1), True, key=lambda last: is_bad(range(last + 1)))
     if not is_bad([row]):
-        bad, good = 0, row  # rows from `bad` to `row` are not fine together, rows from `good` to `row` are
-        while good - bad > 1:
-            middle = (good + bad) // 2
-            good, bad = (good, middle) if is_bad(range(middle, row + 1)) else (middle, bad)
-        return bad, row
+        # Rows from `first` to `row` are not fine together, those after `first` are.
+        first = bisect_left(range(1, row), True, key=lambda start: not is_bad(range(start, row + 1)))
+        return first, row
     # The neighbour before and the first row, or two other rows for the first row itself.
-    others = [other for other in dict.fromkeys((row - 1, 0) if row else (rows // 2, rows - 1)) if 0 <= other != row]
-    if rows == 1 or not all(is_bad([other]) for other in others):
-        return row, row
-    return 0, rows - 1
+    others = {row - 1, 0} if row else {rows // 2, rows - 1}
+    return (0, rows - 1) if all(is_bad([other]) for other in others) else (row, row)

@@ -1,28 +1,26 @@
 """Serial: run one call on one device, with its rows and variables as that device sees them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .._base.pytree import PyTree, as_keys
-from .._call.binding import BoundArguments, CallOptions, check_leaves
+from .._base.pytree import PyTree
+from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare
-from .._call.rows import select_rows
+from .._call.rows import RowInputs
 from .._call.spec import FunctionSpec
 from .._call.traces import View, cannot_update_rows, shared_in
-from .._data.transfer import gather_rows, to_host
+from .._data.dataset import Data
 from .._runtime.dispatch import LOCK, drain
-from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
-from .._runtime.layout import everywhere, put
-from .._variables.shards import whole_on_host
-from .._variables.state import VariableState
-from .._variables.variable import Shared, commit_all, state_of_copies, state_of_rows
-from .views import one_device, split_at, view_of_one, view_of_simulated
+from .._runtime.layout import put
+from .._variables.variable import commit_all, state_of_copies, state_of_rows
+from .views import one_device, stored_on_host, view_from
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,14 @@ class Runner:
     @cached_property
     def serial(self) -> Site:
         """Return the site of one device, which runs all rows."""
-        view = view_of_one(self.home, self.options.batch_s)
+        group = one_device(self.home)
+        view = view_from(self.home, group, self.options.batch_s)
         # Over processes, replicas exchange the rows of variables here, since they cannot while a function is traced.
         if self.home._is_multi_process:
             for variable in (*shared_in(self.function.fn), *shared_in(self.function.then)):
                 if variable._state.rows_per_replica is not None:
                     view(variable)
-        return self._site(one_device(self.home), view)
+        return self._site(group, view)
 
     @cached_property
     def parallel(self) -> Site:
@@ -60,8 +59,7 @@ class Runner:
         if self.home.size > 1:
             return self._site(self.home)
         group = self.home._simulated(2)
-        view = view_of_simulated(self.home, group, self.options.batch_s)
-        return self._site(group, view)
+        return self._site(group, view_from(self.home, group, self.options.batch_s))
 
     def _site(self, group: Group, view: View | None = None) -> Site:
         data_group = None if view is None else self.home
@@ -83,6 +81,11 @@ class Runner:
                 raise cannot_update_rows(function.name, variable.name)
         return outcome
 
+    def run_both(self, function: FunctionSpec) -> tuple[Outcome, Outcome]:
+        """Run a call of the function, or of a function made of it, on one device and on the replicas."""
+        many = self.run(self.parallel, function)
+        return self.run(self.serial, function), many
+
 
 def run_serial(runner: Runner, update: bool) -> PyTree:
     """Run a call once on one device, and return its result on every replica; with `update`, commit its updates."""
@@ -97,8 +100,8 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
             if held is None:
                 states.append((variable, state_of_copies(variable, leaves)))
             else:
-                rows = split_at([np.asarray(leaf) for leaf in leaves], held)
-                states.append((variable, state_of_rows(variable, rows)))
+                parts = zip(*(np.split(leaf, np.cumsum(held)[:-1]) for leaf in leaves), strict=True)
+                states.append((variable, state_of_rows(variable, list(parts))))
         commit_all(states)
         # JAX refuses to combine an array on one device with results of calls, which lie on all devices:
         # https://docs.jax.dev/en/latest/faq.html#controlling-data-and-computation-placement-on-devices
@@ -106,39 +109,32 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
     return outcome.plan.result.tree(results)
 
 
-def stored_on_host(variable: Shared, state: VariableState, group: Group) -> list[list[np.ndarray]]:
-    """Return a variable's stored leaves on each replica; only once if the replicas share them."""
-    if variable._spec.is_cut is not None:
-        return [[*whole_on_host(variable._spec, group, state.leaves)]]
-    held = state.rows_per_replica or [None] * group.size
-    ranks = range(group.size if state.layout == "stacked" else 1)
-    by_rank = [[replica_to_host(group, leaf, state.layout, r, held[r]) for leaf in state.leaves] for r in ranks]
-    if state.rows_per_replica is None:
-        return by_rank
-    return [[np.concatenate(leaves) for leaves in zip(*by_rank, strict=True)]]
+class CallRows:
+    """The rows of one call, from which calls with any of them can be made.
+
+    Attributes:
+      positions: the place of each row in the arguments, or in minibatch data where all arguments are such.
+      numbers: the numbers of the rows for users: a loop may have picked the arguments from its inputs.
+    """
+
+    def __init__(self, bound: BoundArguments, rows: RowInputs) -> None:
+        self._bound = bound
+        picked = [i for i, place in enumerate(bound.spec.scattered) if not _is_minibatch(bound.leaves[place])]
+        self._has_batch = bool(picked)
+        selection = rows.each[picked[0] if picked else 0].selection
+        self.positions = self.numbers = selection.positions(0, sum(rows.lengths or ()))
+        if bound.numbers is not None:
+            self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.positions]
+
+    def take(self, rows: Sequence[int] | np.ndarray) -> tuple[BoundArguments, CallOptions]:
+        """Make arguments and options for a call with some of the rows, by their numbers in this call."""
+        index = np.asarray(rows)
+        leaves = [
+            Data(leaf[index], leaf.name, minibatch=True, key=leaf._key) if _is_minibatch(leaf) else leaf
+            for leaf in self._bound.leaves
+        ]
+        return self._bound._replace(leaves=leaves), CallOptions(self.positions[index] if self._has_batch else None)
 
 
-class HostRows:
-    """The rows of one call in host memory, from which calls with any of them can be made."""
-
-    def __init__(self, site: Site, bound: BoundArguments, options: CallOptions) -> None:
-        group, spec = site.group, bound.spec
-        arguments = check_leaves(bound, site.function.name, group)
-        self._bound, self._keys = bound, [arguments.keys[place] for place in spec.scattered]
-        site = replace(site, group=one_device(group), data_group=group)
-        rows = select_rows(site, spec, arguments.scattered, options)
-        self._arrays = [self._gathered(group, row) for row in rows.each]
-
-    def _gathered(self, group: Group, picked: Any) -> np.ndarray:
-        host = to_host(group, picked.source)
-        return gather_rows(everywhere(picked.source) if host is None else host, picked.selection, picked.dtype)
-
-    def __len__(self) -> int:
-        return len(self._arrays[0])
-
-    def take(self, rows: Any) -> BoundArguments:
-        """Make the call's arguments with some of its rows, by their numbers in the call."""
-        leaves, index = list(self._bound.leaves), np.asarray(rows)
-        for place, array, key in zip(self._bound.spec.scattered, self._arrays, self._keys, strict=True):
-            leaves[place] = as_keys(array[index], key)
-        return self._bound._replace(leaves=leaves)
+def _is_minibatch(leaf: Any) -> bool:
+    return isinstance(leaf, Data) and leaf.is_minibatch

@@ -1,6 +1,5 @@
 """Views: the state of shared variables in another group: one device, simulated replicas, or absent devices."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,14 +11,12 @@ from .._base.errors import DivergedError
 from .._base.partition import lengths_of
 from .._call.traces import View
 from .._data.selection import merge_replicas, select_on_replicas
-from .._runtime.executable import copy_to_replicas
+from .._runtime.executable import copy_to_replicas, replica_to_host
 from .._runtime.group import Group
-from .._runtime.layout import shard_of_rank, stack_parts
-from .._variables.shards import abstract_shards, stored_shards
+from .._runtime.layout import Layout, shard_of_rank, sharding_of, stack_parts
+from .._variables.shards import abstract_shards, stored_shards, whole_on_host
 from .._variables.state import VariableState
-from .._variables.variable import Shared, bind, divergence, group_of, host_leaves, stacked_leaves
-
-StateOf = Callable[[Shared, VariableState], VariableState]
+from .._variables.variable import Shared, bind, divergence, host_leaves, stacked_leaves, state_of_leaves
 
 
 def one_device(group: Group) -> Group:
@@ -27,51 +24,71 @@ def one_device(group: Group) -> Group:
     return group._subgroup(group._local_ranks.start, group._local_ranks.start + 1)
 
 
-def view_of_one(group: Group, batch_s: Any) -> View:
-    """View variables on one device: the value that all replicas share, or the picked rows of all, in rank order."""
-    one, rank = one_device(group), group._local_ranks.start
+def view_from(home: Group, group: Group, batch_s: Any = None) -> View:
+    """View variables of the group `home` in another group: its first device, or simulated replicas of its only one.
 
-    def state_of(variable: Shared, state: VariableState) -> VariableState:
-        if not state.is_equal:
-            raise DivergedError(divergence(variable))
-        return replace(state, leaves=[_of_rank(group, one, leaf, state, rank) for leaf in state.leaves])
-
-    return _view(group, one, batch_s, state_of)
-
-
-def _view(group: Group, target: Group, batch_s: Any, state_of: StateOf) -> View:
-    """View variables of a group in the group `target`.
-
-    `state_of` makes the state of a variable that holds no rows and is not cut into shards.
+    A variable has the value that all replicas share. Rows of all replicas, or those that `batch_s` picks, are dealt
+    out in rank order.
     """
 
     # One call looks at a variable several times, and each view of it may copy.
     @cache
     def view(variable: Shared) -> VariableState:
-        state = bind(variable, group)
+        state, spec = bind(variable, home), variable._spec
         if state.rows_per_replica is not None:
-            return _of_rows(target, variable, state, batch_s)
-        return state_of(variable, state) if variable._spec.is_cut is None else _of_shards(target, variable)
+            return _deal_out(group, variable, batch_s)
+        if spec.is_cut is not None:
+            leaves = stored_shards(spec, group, host_leaves(variable, 0))
+            return replace(state, leaves=leaves, abstract=abstract_shards(spec, group.size))
+        if not state.is_equal:
+            raise DivergedError(divergence(variable))
+        if group.size == 1:
+            return replace(state, leaves=[_first_replica(home, group, leaf, state.layout) for leaf in state.leaves])
+        leaves = copy_to_replicas(group, [leaf[0] for leaf in stacked_leaves(variable)], "stacked")
+        return replace(state, leaves=leaves, abstract=replace(state.abstract, layout="stacked"))
 
     return view
 
 
-def _of_rank(group: Group, one: Group, leaf: jax.Array, state: VariableState, rank: int) -> jax.Array:
-    """Return one replica's part of a leaf as an array of the group `one`, without a copy on real devices."""
-    if group is one:
-        return leaf
+def _first_replica(home: Group, one: Group, leaf: jax.Array, layout: Layout) -> jax.Array:
+    """Return this process's first part of a leaf as an array of the group `one`, in the same memory."""
+    shard = shard_of_rank(home, leaf, home._local_ranks.start)
     # Replicas of a simulated group share one device, where axis 0 of a stacked leaf counts them.
-    if group.is_simulated:
-        return leaf if state.layout == "replicated" else jax.device_put(leaf[rank : rank + 1], one.stacked)
-    shard = shard_of_rank(group, leaf, rank)
-    sharding = one.replicated if state.layout == "replicated" else one.stacked
-    return jax.make_array_from_single_device_arrays(shard.shape, sharding, [shard])
+    if home.is_simulated and layout == "stacked":
+        shard = shard[:1]
+    return jax.device_put(shard, sharding_of(one, layout))
+
+
+def _deal_out(group: Group, variable: Shared, batch_s: Any) -> VariableState:
+    """Deal out the rows that a variable holds, or those that `batch_s` picks, to the replicas of another group."""
+    lengths = variable._state.rows_per_replica or ()
+    by_rank = [host_leaves(variable, rank) for rank in range(len(lengths))]
+    rows = [np.concatenate(leaves) for leaves in zip(*by_rank, strict=True)]
+    if batch_s is not None:
+        together = merge_replicas(select_on_replicas(batch_s, lengths, "batch_s", variable.name))
+        rows = [leaf[together.positions(0, together.rows)] for leaf in rows]
+    lengths = lengths_of(len(rows[0]), group.size)
+    cuts = np.cumsum(lengths)[:-1]
+    stacked = [stack_parts(group, np.split(leaf, cuts), max(lengths)) for leaf in rows]
+    return state_of_leaves(stacked, "stacked", lengths)
+
+
+def stored_on_host(variable: Shared, state: VariableState, group: Group) -> list[list[np.ndarray]]:
+    """Return a variable's stored leaves on each replica; only once if the replicas share them."""
+    if variable._spec.is_cut is not None:
+        return [[*whole_on_host(variable._spec, group, state.leaves)]]
+    held = state.rows_per_replica or [None] * group.size
+    ranks = range(group.size if state.layout == "stacked" else 1)
+    by_rank = [[replica_to_host(group, leaf, state.layout, r, held[r]) for leaf in state.leaves] for r in ranks]
+    if state.rows_per_replica is None:
+        return by_rank
+    return [[np.concatenate(leaves) for leaves in zip(*by_rank, strict=True)]]
 
 
 def view_of_absent(group: Group) -> View:
     """View variables by shapes in a group whose devices are absent, with their rows dealt out to its replicas."""
 
-    def state_of(variable: Shared) -> VariableState:
+    def view(variable: Shared) -> VariableState:
         state = variable._state
         if variable._spec.is_cut is not None:
             return replace(state, abstract=abstract_shards(variable._spec, group.size))
@@ -81,45 +98,4 @@ def view_of_absent(group: Group) -> View:
         shapes = tuple(jax.ShapeDtypeStruct((max(lengths), *s.shape[1:]), s.dtype) for s in state.abstract.shapes)
         return replace(state, abstract=replace(state.abstract, shapes=shapes, rows_per_replica=lengths))
 
-    return state_of
-
-
-def view_of_simulated(group: Group, parallel: Group, batch_s: Any) -> View:
-    """View variables of a group of one replica on the simulated replicas of `parallel`."""
-
-    def state_of(variable: Shared, state: VariableState) -> VariableState:
-        first = [leaf[0] for leaf in stacked_leaves(variable)]
-        leaves, abstract = copy_to_replicas(parallel, first, "stacked"), replace(state.abstract, layout="stacked")
-        return replace(state, leaves=leaves, abstract=abstract)
-
-    return _view(group, parallel, batch_s, state_of)
-
-
-def _of_shards(group: Group, variable: Shared) -> VariableState:
-    """Cut a variable that lies in shards for the replicas of another group."""
-    leaves = stored_shards(variable._spec, group, host_leaves(variable, 0))
-    return replace(variable._state, leaves=leaves, abstract=abstract_shards(variable._spec, group.size))
-
-
-def _of_rows(group: Group, variable: Shared, state: VariableState, batch_s: Any) -> VariableState:
-    """Deal out the rows that a variable holds, or those that `batch_s` picks, to the replicas of another group."""
-    parts = [host_leaves(variable, rank) for rank in range(group_of(variable).size)]
-    rows = [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
-    lengths = variable._state.rows_per_replica or ()
-    if batch_s is not None:
-        chosen = select_on_replicas(batch_s, lengths, "batch_s", variable.name)
-        together = merge_replicas(chosen)
-        index = together.positions(0, together.rows)
-        rows, lengths = [leaf[index] for leaf in rows], chosen.lengths
-    lengths = lengths_of(sum(lengths), group.size)
-    parts = split_at(rows, lengths)
-    leaves = [stack_parts(group, [part[i] for part in parts], max(lengths)) for i in range(len(rows))]
-    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in leaves)
-    abstract = replace(state.abstract, shapes=shapes, layout="stacked", rows_per_replica=lengths)
-    return replace(state, leaves=leaves, abstract=abstract, is_equal=group.size == 1)
-
-
-def split_at(rows: Sequence[np.ndarray], lengths: Sequence[int]) -> list[list[np.ndarray]]:
-    """Cut the rows of each leaf for replicas of these lengths."""
-    stops = np.cumsum(lengths).tolist()
-    return [[leaf[stop - length : stop] for leaf in rows] for stop, length in zip(stops, lengths, strict=True)]
+    return view

@@ -24,7 +24,7 @@ from .._call.plan import PlanCache, Site
 from .._call.prepare import prepare, start
 from .._call.spec import FunctionSpec, with_then
 from .._check.blame import Blame, blame
-from .._check.check import check, check_blocks, check_wires, refuse_stale
+from .._check.check import check
 from .._check.compare import Tolerance
 from .._check.serial import Runner, run_serial
 from .._check.views import view_of_absent
@@ -465,14 +465,7 @@ class Function:
         """
         options = CallOptions(batch, batch_s, num_slices)
         runner = self._runner(self._bind(args, kwargs, options, "check"), options)
-        refuse_stale(self._spec, runner)
-        narrow, tolerance = replace(runner.function, then=None), Tolerance(rtol, atol)
-        exact = replace(runner, function=runner.function.exact())
-        check(exact, narrow.exact(), tolerance)
-        if narrow.blocks is not None:
-            check_blocks(exact, narrow, replace(narrow, blocks=None), tolerance)
-        if narrow.wires is not None:
-            check_wires(exact, narrow, tolerance)
+        check(self._spec, runner, Tolerance(rtol, atol))
 
     def _runner(self, bound: BoundArguments, options: CallOptions) -> Runner:
         return Runner(self._spec.gathering(), self._plans, bound, options, self._site().group)
@@ -571,7 +564,7 @@ class Function:
         first.
 
         Args:
-          *args, batch, num_slices, **kwargs: as in a call. The rows are copied to host memory meanwhile.
+          *args, batch, num_slices, **kwargs: as in a call.
 
         Returns:
           A `Blame`, which prints as a sentence; None if all numbers are finite. It tells if rows are bad only together.

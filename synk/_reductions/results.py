@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.pytree import PyTree, as_keys
 
@@ -20,6 +21,13 @@ class ResultSpec(NamedTuple):
     treedef: Any
     keys: tuple[Any, ...]
     picked: tuple[int, ...]
+
+    @property
+    def paths(self) -> list[str]:
+        """Return the place of each leaf in the tree, as messages write it."""
+        return [
+            keystr(path) for path, _ in tree_leaves_with_path(self.treedef.unflatten(range(self.treedef.num_leaves)))
+        ]
 
     def tree(self, leaves: Sequence[Any]) -> PyTree:
         """Return leaves as the user's tree, with raw key data as typed keys."""

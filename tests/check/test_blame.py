@@ -340,6 +340,19 @@ def test_what_it_refuses(two):
     assert f.blame(x) is None
 
 
+def test_a_function_that_refuses_one_row(two):
+    """Its row is blamed all the same, without a line."""
+
+    def by_fours(x):
+        assert x.shape[0] % 4 == 0
+        return jnp.log(x).sum()
+
+    x = np.ones(16, np.float32)
+    x[5] = -1
+    found = synk.function(by_fours).blame(x)
+    assert (found.row, found.line) == (5, None)
+
+
 def averaged(w, **options):
     """A step that adds the mean logarithm of rows."""
 

@@ -197,6 +197,15 @@ def test_a_result_of_then_is_named(four):
     assert "result['s'] of then: it is" in fails(f, X)
 
 
+def test_what_follows_from_a_wrong_output_is_not_named(four):
+    """The first thing to repair is the op; what then makes of it differs anyway."""
+    w = synk.shared(np.float32(0), name="w")
+    f = synk.function(lambda x: x.mean(), then=lambda mean: setattr(w, "value", mean))
+    message = fails(f, X)
+    assert '"mean" would have matched' in message
+    assert "w updated" not in message
+
+
 def test_check_changes_nothing(group):
     """Variables and stats of calls are as before; a right step passes."""
     w, held = synk.shared(np.zeros(2, np.float32)), synk.shared(np.zeros((1, 2), np.float32))
