@@ -127,7 +127,7 @@ def _row_input(site: Site, leaf: Any, picks: Picks) -> RowInput:
     if is_data and site.data_group is None:
         taken = leaf._home.take(site.group, source_of(leaf), len(leaf), picks)
     # The program itself exchanges neighbours where replicas take their own rows.
-    if overlap is not None and not (taken and taken.feed.held_rows):
+    if overlap is not None and not (taken and taken[0].held_rows):
         among = with_neighbours(selection.rows, overlap)
         index = among + selection.start if selection.indexes is None else selection.indexes[among]
         selection = Selection(index, 0, len(index))
@@ -136,7 +136,8 @@ def _row_input(site: Site, leaf: Any, picks: Picks) -> RowInput:
         feed = SENT if overlap is None else SENT._replace(overlap=overlap)
         return RowInput(source_of(leaf) if is_data else leaf, selection, feed, shape, dtype)
     array = abstract_rows(leaf, site.group) if site.is_abstract else resident(leaf, site.group)
-    return RowInput(array, selection, taken.feed, shape, dtype, len(leaf) if taken.is_exchanged else None)
+    feed, is_exchanged = taken
+    return RowInput(array, selection, feed, shape, dtype, len(leaf) if is_exchanged else None)
 
 
 def _select_process_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: CallOptions) -> RowInputs:

@@ -115,15 +115,9 @@ class _Message(NamedTuple):
     places: np.ndarray
 
 
-class _Halos(NamedTuple):
-    """The messages that bring all parts their neighbours, and the number of rows of each replica."""
-
-    lengths: np.ndarray
-    messages: tuple[_Message, ...]
-
-
 @lru_cache(maxsize=256)
-def _halos(rows: int, size: int, overlap: Overlap) -> _Halos:
+def _halos(rows: int, size: int, overlap: Overlap) -> tuple[np.ndarray, list[_Message]]:
+    """Plan the messages that bring all parts their neighbours. Return the rows of each replica too."""
     parts, numbers, halo = split_rows(rows, size), with_neighbours(rows, overlap), halo_of(overlap)
     starts = np.array([part.start for part in parts])
     # By shift: (owner, its row, receiver, place).
@@ -142,7 +136,7 @@ def _halos(rows: int, size: int, overlap: Overlap) -> _Halos:
             for i, (owner, row, receiver, place) in enumerate(of_owner):
                 send[owner, i], put[receiver, i] = row, place
         messages.append(_Message(shift, send, put))
-    return _Halos(np.array([part.rows for part in parts], np.int32), tuple(messages))
+    return np.array([part.rows for part in parts], np.int32), messages
 
 
 def with_halos(array: jax.Array, rows: int, size: int, overlap: Overlap) -> jax.Array:
@@ -157,15 +151,15 @@ def with_halos(array: jax.Array, rows: int, size: int, overlap: Overlap) -> jax.
     Returns:
       The rows before, the replica's rows, and the rows after, which follow its last real row.
     """
-    halos, rank = _halos(rows, size, overlap), lax.axis_index(AXIS)
+    (lengths, messages), rank = _halos(rows, size, overlap), lax.axis_index(AXIS)
     # One place more takes the rows that are dropped.
     halo = jnp.zeros((halo_of(overlap) + 1, *array.shape[1:]), array.dtype)
-    for shift, send, put in halos.messages:
+    for shift, send, put in messages:
         rows_sent = array.at[jnp.asarray(send)[rank]].get(mode="promise_in_bounds")
         pairs = [(owner, (owner + shift) % size) for owner in range(size)]
         received = lax.ppermute(rows_sent, AXIS, pairs) if shift else rows_sent
         halo = halo.at[jnp.asarray(put)[rank]].set(received)
     before, after = halo[: overlap.before], halo[overlap.before : -1]
     whole = jnp.concatenate([before, array, jnp.zeros_like(after)])
-    at = overlap.before + jnp.asarray(halos.lengths)[rank]
+    at = overlap.before + jnp.asarray(lengths)[rank]
     return lax.dynamic_update_slice_in_dim(whole, after, at, 0) if overlap.after else whole

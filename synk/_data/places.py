@@ -44,18 +44,6 @@ class Picks(NamedTuple):
     block: int | None = None
 
 
-class Taken(NamedTuple):
-    """A call's way to take rows from a place.
-
-    Attributes:
-      feed: how the rows reach a replica's program.
-      is_exchanged: whether replicas first send one another the rows that the call picks.
-    """
-
-    feed: InputFeed
-    is_exchanged: bool = False
-
-
 @dataclass(frozen=True)
 class Place:
     """A place where the rows of a `Data` can lie.
@@ -64,12 +52,13 @@ class Place:
       layout: the layout of the rows on the devices; None where they stay on the host.
       bring: put the first rows of a source on the devices: `bring(group, source, rows, dtype, copy, stale)`. Where
         there is a copy already, only rows in the range `stale` differ from it.
-      take: choose how a call takes the rows: `take(group, source, rows, picks)`; None to send them from the host.
+      take: choose how a call takes the rows: `take(group, source, rows, picks)` returns a feed, and whether replicas
+        first send one another the rows that the call picks. None: send the rows from the host.
     """
 
     layout: Layout | None
     bring: Callable[[Group, HostSource, int, np.dtype, jax.Array | None, range], jax.Array]
-    take: Callable[[Group, Source, int, Picks], Taken | None]
+    take: Callable[[Group, Source, int, Picks], tuple[InputFeed, bool] | None]
 
     def abstract(self, group: Group, shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of what `bring` returns for rows of this shape."""
@@ -159,17 +148,17 @@ def _send(group: Group, source: Source, rows: int, picks: Picks) -> None:
     """Send the rows from the host."""
 
 
-def _take_replicated(group: Group, source: Source, rows: int, picks: Picks) -> Taken:
+def _take_replicated(group: Group, source: Source, rows: int, picks: Picks) -> tuple[InputFeed, bool]:
     """Let each replica pick its rows from all rows, which it has."""
     kind: IndexKind = index_kind(picks.batch) if picks.overlap is None else "gather"
-    return Taken(InputFeed("replicated", kind, rows, picks.overlap))
+    return InputFeed("replicated", kind, rows, picks.overlap), False
 
 
-def _take_scattered(group: Group, source: Source, rows: int, picks: Picks) -> Taken | None:
+def _take_scattered(group: Group, source: Source, rows: int, picks: Picks) -> tuple[InputFeed, bool] | None:
     """Let each replica take its own rows, or pick from them; exchange rows where others have those that it wants."""
     overlap, held = picks.overlap, -(-rows // group.size)
     if picks.is_on_replicas:
-        return Taken(InputFeed("stacked", index_kind(picks.batch), held))
+        return InputFeed("stacked", index_kind(picks.batch), held), False
     # `batch_s` gives replicas unequal rows, but minibatch data is split evenly.
     if picks.has_batch_s:
         return None
@@ -177,14 +166,14 @@ def _take_scattered(group: Group, source: Source, rows: int, picks: Picks) -> Ta
     # A part of whole data begins where its replica's rows do, unless it is a slice of them. Blocks are dealt out in
     # another way than data.
     if picks.selection.indexes is None and picks.selection.rows == rows and picks.block is None:
-        return Taken(InputFeed("stacked", of_slice, held, overlap, 0 if overlap is None else rows))
+        return InputFeed("stacked", of_slice, held, overlap, 0 if overlap is None else rows), False
     if group.size == 1 and overlap is None:
-        return Taken(InputFeed("stacked", index_kind(picks.batch), held))
+        return InputFeed("stacked", index_kind(picks.batch), held), False
     # CPU devices share the host's memory, so there is nothing to gain by an exchange.
     if group.platform == "cpu" and is_in_memory(source):
         return None
     longest = max(lengths_of(picks.selection.rows, group.size, picks.block)) + halo_of(overlap)
-    return Taken(InputFeed("stacked", of_slice, longest, overlap), is_exchanged=True)
+    return InputFeed("stacked", of_slice, longest, overlap), True
 
 
 PLACES: dict[str, Place] = {

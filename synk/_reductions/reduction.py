@@ -9,7 +9,6 @@ A replica that has no part has the identity for its state.
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -309,7 +308,7 @@ def _communicate(
 
     def is_folded(i: int) -> bool:
         # There is no all-reduce of products or of complex extremes, and lax.pmax has no derivative
-        # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states, and fold all or a part of them.
+        # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states and fold them.
         is_complex = jnp.issubdtype(states[i].dtype, jnp.complexfloating)
         return kinds[i] == "prod" or (kinds[i] in ("max", "min") and (has_gradients or is_complex))
 
@@ -321,8 +320,7 @@ def _communicate(
     staying = [i for i, kind in enumerate(kinds) if kind in ("stay", "unreduced")]
     sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first") and i not in narrow]
     extremes = [i for i, kind in enumerate(kinds) if kind in ("max", "min") and i not in folded]
-    gathered = [i for i, kind in enumerate(kinds) if kind in ("gather", "merge")]
-    gathered += [i for i in folded if states[i].nbytes <= collectives.PACK_BYTES]
+    gathered = [*folded, *(i for i, kind in enumerate(kinds) if kind in ("gather", "merge"))]
     # The bits of the first part's value and zeros of the others add up exactly, also for NaN and -0.0.
     as_sums = [as_bits(states[i]) if kinds[i] == "first" and not has_gradients else states[i] for i in sums]
     combined = {i: states[i] for i in staying}
@@ -333,8 +331,4 @@ def _communicate(
     is_min = [kinds[i] == "min" for i in extremes]
     combined |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
     combined |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)
-    # Small states were gathered with the others. Of a large state each replica folds one part.
-    for i in folded:
-        fold_entries = partial(fold, kinds[i])
-        combined[i] = fold_entries(combined[i]) if i in combined else collectives.all_folded(states[i], fold_entries)
-    return combined
+    return combined | {i: fold(kinds[i], combined[i]) for i in folded}
