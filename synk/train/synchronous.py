@@ -17,6 +17,7 @@ from .._explain.report import Explanation
 from .._function.decorator import Inputs
 from .._function.function import Function
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
+from .._reductions.wire import WireName
 from .._tracing.context import current_trace
 from .._variables.variable import Shared, map_value, shared
 from .model import LeafKind, TrainingModel, checked_number, kinds_of
@@ -135,7 +136,7 @@ def step(
     flat: bool = False,
     donate: bool = True,
     nan: Literal["raise"] | None = None,
-    wire: Literal["bf16", "int8"] | PowerSGD | None = None,
+    wire: WireName | PowerSGD | None = None,
     shard_optimizer: bool = False,
     blocks: int | None = None,
     ema: float | None = None,
