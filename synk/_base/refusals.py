@@ -50,12 +50,12 @@ def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
             raise SynkError(say(self, "used as an array of JAX's"))
         raise AttributeError(member if member.startswith("_") else say(self, f"without .{member}"))
 
-    found: dict[str, Any] = dict.fromkeys([*_BINARY, *(f"r{name}" for name in _BINARY), *_ORDER], operator)
-    found |= dict.fromkeys(_UNARY, refusal("used as a number"))
-    found |= {"eq": equal, "hash": object.__hash__, "getattr": no_member}
+    methods: dict[str, Any] = dict.fromkeys([*_BINARY, *(f"r{name}" for name in _BINARY), *_ORDER], operator)
+    methods |= dict.fromkeys(_UNARY, refusal("used as a number"))
+    methods |= {"eq": equal, "hash": object.__hash__, "getattr": no_member}
     if not hasattr(cls, "__getitem__"):
-        found |= dict.fromkeys(_INDEXED, refusal("used as a tree or an array"))
+        methods |= dict.fromkeys(_INDEXED, refusal("used as a tree or an array"))
     if not hasattr(cls, "__array__"):
-        found |= dict.fromkeys(("array", "array_ufunc"), refusal("used as an array"))
-    for name, refuse in found.items():
+        methods |= dict.fromkeys(("array", "array_ufunc"), refusal("used as an array"))
+    for name, refuse in methods.items():
         setattr(cls, f"__{name}__", refuse)

@@ -70,8 +70,8 @@ def minibatches(
       >>> len(batches), [len(batch) for batch in batches], rows
       (3, [2, 2, 1], [0, 1, 2, 3, 4])
     """
-    given = {"rows": rows, "batch_size": batch_size, "seed": seed, "epochs": epochs, "start": start}
-    for name, value in given.items():
+    numbers = {"rows": rows, "batch_size": batch_size, "seed": seed, "epochs": epochs, "start": start}
+    for name, value in numbers.items():
         checked_integer(value, f"synk.minibatches: {name}", 0 if name in ("seed", "start") else 1)
     if seed >= 2**32:
         raise ValueError(f"synk.minibatches: seed is {seed}; give one below 2**32.")

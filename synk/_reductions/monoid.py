@@ -142,13 +142,13 @@ class Merge:
             stacked, count, present = [leaf[np.flatnonzero(present)] for leaf in stacked], int(present.sum()), None
         while count > 1:
             pairs = count // 2
-            one, two, rest = ([leaf[cut] for leaf in stacked] for cut in _pairs_and_rest(pairs))
+            first, second, rest = ([leaf[cut] for leaf in stacked] for cut in _pairs_and_rest(pairs))
             if present is None:
-                merged, has = jax.vmap(self.merge)(one, two), None
+                merged, has = jax.vmap(self.merge)(first, second), None
             else:
-                has_one, has_two, has_rest = (present[cut] for cut in _pairs_and_rest(pairs))
-                merged = jax.vmap(self.merge_present)(one, two, has_one, has_two)
-                has = jnp.concatenate([has_one | has_two, has_rest])
+                has_first, has_second, has_rest = (present[cut] for cut in _pairs_and_rest(pairs))
+                merged = jax.vmap(self.merge_present)(first, second, has_first, has_second)
+                has = jnp.concatenate([has_first | has_second, has_rest])
             stacked = [jnp.concatenate(both) for both in zip(merged, rest, strict=True)]
             count, present = count - pairs, has
         return [leaf[0] for leaf in stacked]

@@ -327,8 +327,8 @@ def _as_array(value: Any, what: str) -> jax.Array:
 
 def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_monoid: bool = False) -> None:
     where = f"{rules.name}: output{leaf.path}"
-    several, each = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
-    of_parts = f"a callable, which gets the part of every {each}"
+    several, portion = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
+    of_parts = f"a callable, which gets the part of every {portion}"
     by_name = "" if rules.is_over else " A broadcast argument reaches then by its name: then=lambda total, key: ..."
     if leaf.key is not None and leaf.op not in ("concat", "scatter", "stack", "first", "first part"):
         others = '"concat"' if rules.is_sliced else '"concat", "stack" or None'

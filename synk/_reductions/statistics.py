@@ -98,7 +98,7 @@ def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:
       The merged numbers and mean, the distance of the two means, and its weight in the sum of squares.
     """
     rows = add_rows(a["rows"], b["rows"])
-    of_a, of_b, of_all = (number_of(each, a["mean"].real.dtype) for each in (a["rows"], b["rows"], rows))
+    of_a, of_b, of_all = (number_of(words, a["mean"].real.dtype) for words in (a["rows"], b["rows"], rows))
     share = of_b / of_all
     apart = (b["mean"] - a["mean"]) + (b["rest"] - a["rest"])
     more = a["rest"] + apart * share.astype(apart.dtype)
@@ -175,7 +175,7 @@ def later_if(is_beyond: jax.Array, a: State, b: State) -> State:
     nan_a, nan_b = jnp.isnan(a["value"]), jnp.isnan(b["value"])
     is_equal = (a["value"] == b["value"]) | (nan_a & nan_b)
     takes = (is_beyond & ~nan_a) | (nan_b & ~nan_a) | (is_equal & (b["row"] < a["row"]))
-    return jax.tree.map(lambda one, two: jnp.where(takes, two, one), a, b)
+    return jax.tree.map(lambda x, y: jnp.where(takes, y, x), a, b)
 
 
 def row(state: State) -> jax.Array:
@@ -193,7 +193,7 @@ def largest(values: jax.Array, rows: jax.Array, k: int) -> State:
 @lru_cache(maxsize=1024)
 def merge_largest(k: int) -> Any:
     def merge(a: State, b: State) -> State:
-        both = jax.tree.map(lambda one, two: jnp.concatenate([one, two]), a, b)
+        both = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
         return largest(both["value"], both["row"], k)
 
     return merge

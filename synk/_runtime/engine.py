@@ -36,6 +36,8 @@ def run_rank_by_rank(
     group: Group, run: Callable[[int, list[jax.Array]], Sequence[jax.Array]], values: Sequence[jax.Array], ins: Layouts
 ) -> list[jax.Array]:
     """Run `run(rank, arrays)` for one simulated replica after another, and stack the results."""
+    # Under jax.vmap every replica runs all branches (https://docs.jax.dev/en/latest/_autosummary/jax.lax.cond.html),
+    # and callbacks inside loops are refused (https://github.com/jax-ml/jax/issues/20628).
 
     def of_rank(array: jax.Array, layout: Layout, rank: int) -> jax.Array:
         if layout == "replicated":

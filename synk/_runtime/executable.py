@@ -73,8 +73,8 @@ class Executable:
 
     def __init__(self, group: Group, spec: ProgramSpec) -> None:
         structs = [
-            [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(*each, strict=True)]
-            for each in zip(spec.shapes, spec.ins, strict=True)
+            [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(shapes, layouts_of_list, strict=True)]
+            for shapes, layouts_of_list in zip(spec.shapes, spec.ins, strict=True)
         ]
         options = compiler_options(group) | dict(spec.options)
         lowered = _jit(group, spec).lower(*structs)
@@ -173,7 +173,7 @@ def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None)
         return list(mapped(*chain(*args)))
 
     of_lists.__name__ = of_lists.__qualname__ = spec.name
-    shardings = [sharding_of(group, each) for each in layouts]
+    shardings = [sharding_of(group, layout) for layout in layouts]
     return jax.jit(of_lists, donate_argnums=spec.donate, out_shardings=shardings, compiler_options=options)
 
 

@@ -93,30 +93,30 @@ class TracedFunction:
 def trace(request: TraceRequest) -> TracedFunction:
     """Trace a function for one replica. Trace it again if it reads variables that it was not expected to read."""
     # Fields of TracedFunction, by the last trace.
-    found: dict[str, Any] = {}
+    learned: dict[str, Any] = {}
     variables = tuple(dict.fromkeys(request.variables))
     flat_arguments, treedef = jax.tree.flatten(request.arguments)
     number = jax.ShapeDtypeStruct((), np.int32)
     axes = [(AXIS, request.sees.size)] if request.sees.has_axis else None
     while True:
         shapes = [shape for variable in variables for shape in request.sees.shapes_of(variable)]
-        flat = functools.partial(_run_traced, request, found, variables, treedef)
+        flat = functools.partial(_run_traced, request, learned, variables, treedef)
         closed = jax.make_jaxpr(flat, axis_env=axes)(*shapes, *flat_arguments, number, number)
-        if set(found["reads"]) <= set(variables):
+        if set(learned["reads"]) <= set(variables):
             break
-        variables = tuple(dict.fromkeys((*variables, *found["reads"])))
+        variables = tuple(dict.fromkeys((*variables, *learned["reads"])))
     closed = without_places(closed, request.sees.name)
     closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
     # A wrong guess leaves leaves of variables in the jaxpr that nothing uses.
-    is_used = [variable in found["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
+    is_used = [variable in learned["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
     all_equations = list(equations(closed.jaxpr))
-    found["uses_rank"] |= any(map(_tells_ranks_apart, all_equations))
+    learned["uses_rank"] |= any(map(_tells_ranks_apart, all_equations))
     has_callbacks = bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in all_equations)
     return TracedFunction(
         run=_runner(closed, is_used),
         consts=closed.consts,
         blame_line=lambda *args: first_bad_line(closed.jaxpr, closed.consts, _all_of(closed.jaxpr, is_used, args)),
-        variables=tuple(variable for variable in variables if variable in found["reads"]),
+        variables=tuple(variable for variable in variables if variable in learned["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
         has_callbacks=has_callbacks,
@@ -125,12 +125,12 @@ def trace(request: TraceRequest) -> TracedFunction:
         narrowest=narrowest_float(all_equations),
         fingerprint=fingerprint(closed),
         flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
-        **found,
+        **learned,
     )
 
 
 def _run_traced(
-    request: TraceRequest, found: dict[str, Any], variables: Sequence[Any], treedef: Any, *leaves: Any
+    request: TraceRequest, learned: dict[str, Any], variables: Sequence[Any], treedef: Any, *leaves: Any
 ) -> list[Any]:
     *rest, rank, first_row = leaves
     values = {variable: [rest.pop(0) for _ in request.sees.shapes_of(variable)] for variable in variables}
@@ -140,11 +140,11 @@ def _run_traced(
     def named(*args: Any, **kwargs: Any) -> list[Any]:
         context = replace(request.sees, rank=rank, first_row=first_row, values=values)
         with tracing(context), _context(object()):
-            out, found["outputs"] = request.pack(request.call(*args, **kwargs))
+            out, learned["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()
         # Keep no more of the context: tracers must not outlive their trace.
-        found.update(reads=tuple(context.reads), uses_rank=context.uses_rank)
-        found["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
+        learned.update(reads=tuple(context.reads), uses_rank=context.uses_rank)
+        learned["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 
     # jax.jit makes JAX's errors name the user's function and its arguments. Inlined, it leaves no equation behind, but
