@@ -395,7 +395,7 @@ ERRORS = {
     },
     "slices of no rows": (
         lambda: synk.function(lambda x: x.sum(), reduce="concat", name="f")(X, num_slices=2),
-        ValueError, "f: output has shape .* Use a callable, which gets the part of every slice",
+        ValueError, "f: output has shape .* Use a callable, which gets all parts",
     ),
     "slices of an assignment": (
         assigning(lambda x: x.sum(0), num_slices=2), ValueError, r"step: with num_slices > 1 the update of w .*\n?.*w.update",
@@ -425,7 +425,7 @@ ERRORS = {
     ),
     "a weight that is no scalar": (
         lambda: synk.function(lambda x: synk.Weighted(x.sum(0), x.sum(0)), reduce="mean", name="f")(X),
-        ValueError, r"f: the weight of output has shape \(2,\)",
+        ValueError, r"f: output: its weight has shape \(2,\)",
     ),
     "keys under sum": (
         lambda: synk.function(lambda x: jax.random.key(0), name="f")(X), TypeError, "f: output holds PRNG keys, .* 'sum'",

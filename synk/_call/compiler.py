@@ -272,7 +272,7 @@ class Compiler:
         if not self.refuses_nan:
             return [*picked, *chain(*(new[v] for v in self.updates))]
         leaves = [*chain(*(new[v] for v in self.updates))]
-        own = {j for j, i in enumerate(self.builder.outputs.source_leaf) if i in self.builder.from_first}
+        own = {j for j, leaves in enumerate(self.builder.outputs.sources) if set(leaves) & set(self.builder.from_first)}
         # A value that was infinite and stays so is not the fault of this call: an optimizer's best loss so far.
         before = dict(enumerate(chain(*(state.get(v, [None] * len(new[v])) for v in self.updates))))
         before = {i: leaf for i, leaf in before.items() if leaf is not None}

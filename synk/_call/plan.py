@@ -354,7 +354,7 @@ def _make_plan(
         stop = at + len(state.shapes)
         updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
         at = stop
-    first = {j for j, i in enumerate(builder.outputs.source_leaf) if i in builder.from_first}
+    first = {j for j, leaves in enumerate(builder.outputs.sources) if set(leaves) & set(builder.from_first)}
     return CallPlan(
         programs=programs,
         start=start,

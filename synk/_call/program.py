@@ -15,7 +15,7 @@ from jax import lax
 from .._base.partition import RowRange, split_rows
 from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
-from .._reductions.reduction import UPDATES, PartInfo, Reduction, combine_replicas, constant_unless, prepare_parts
+from .._reductions.reduction import REDUCTIONS, UPDATES, Reduction, combine_replicas, constant_unless, prepare_part
 from .._reductions.results import ResultSpec, result_spec
 from .._runtime.group import AXIS
 from .._tracing.context import stateless
@@ -53,8 +53,8 @@ class ProgramBuilder:
         # The value of "first" lies on the first replica's device alone, unless something that runs on all follows.
         has_devices = not (self.group._is_multi_process or self.group.is_simulated or self.call.is_composed)
         is_on_one = has_devices and self.function.then is None
-        leaves, wanted = self.outputs.reduced, self._wanted()
-        self.from_first = [i for i in wanted if is_on_one and leaves[i].reduction.name == "first"]
+        leaves, wanted = self.outputs.leaves, self._wanted()
+        self.from_first = [i for i in wanted if is_on_one and leaves[i].reduction == REDUCTIONS["first"]]
         self.combined = [i for i in wanted if i not in self.from_first]
         self.reduced = [
             leaf if leaf.weight is None else leaf._replace(weight=self.combined.index(leaf.weight))
@@ -104,8 +104,8 @@ class ProgramBuilder:
         """Check that outputs which combine have the same shapes, and updates the same variables, for all parts."""
         name, first = self.function.name, self.first
         for leaf, one, two in zip(first.outputs.leaves, first.shapes, other.shapes, strict=False):
-            if not leaf.reduced.reduction.has_row_entries and one.shape != two.shape:
-                op = "a callable" if leaf.op == "callable" else leaf.op
+            if not leaf.reduction.has_row_entries and one.shape != two.shape:
+                op = "a callable" if leaf.reduction.name == "callable" else leaf.reduction.name
                 raise ValueError(
                     f"{name}: output{leaf.path} has shape {one.shape} on one part, {two.shape} on another, but "
                     f'parts under {op!r} need equal shapes. For one row an input row, use "concat".'
@@ -168,7 +168,7 @@ class ProgramBuilder:
     def gathers_rows(self) -> bool:
         """Tell whether an output has an entry a row, whose place depends on the rows of all replicas."""
         kinds = ("gather", "stay") if self.call.is_sliced else ("gather",)
-        reductions = [leaf.reduced.reduction for leaf in self.outputs.leaves]
+        reductions = [leaf.reduction for leaf in self.outputs.leaves]
         return any(op.has_row_entries and op.collective in kinds for op in reductions)
 
     @cached_property
@@ -209,10 +209,10 @@ class ProgramBuilder:
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         if self.call.block is not None:
             results = self._fence_weights(results, part)
-        info = PartInfo(part.weight, (first_row == 0) & (part.count is None or part.count > 0))
+        is_first = (first_row == 0) & (part.count is None or part.count > 0)
         states = [
             *(results[i] for i in self.from_first),
-            *prepare_parts([results[i] for i in self.combined], self.reduced, info),
+            *prepare_part([results[i] for i in self.combined], self.reduced, part.weight, is_first),
             *self._prepare_updates(state, results[len(self.outputs.leaves) :], part),
         ]
         pairs = zip(states, self.reductions, strict=True)
@@ -240,7 +240,7 @@ class ProgramBuilder:
         but the weights.
         """
         results = run(leaves)
-        weights = [leaf.reduced.weight for leaf in self.outputs.leaves]
+        weights = [leaf.weight for leaf in self.outputs.leaves]
         has_effects = any(traced.has_effects for traced in self.traced.values())
         for weight in dict.fromkeys(weights):
             if weight is None or has_effects:
@@ -258,18 +258,17 @@ class ProgramBuilder:
                     leaf = pad_rows(leaf, shape.shape[0])
                 if reduction is UPDATES["add"]:
                     leaf = leaf - state[variable][i]
-                yield reduction.prepare(leaf, PartInfo(part.share, True))
+                yield reduction.prepare(leaf, part.share)
 
     def state_shapes(self, entries: dict[bool, int]) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of a replica's states, with so many entries of rows (True) and of parts (False)."""
-        info = PartInfo(1.0, True)
         outs = self.first.shapes
         combined = [outs[i] for i in self.combined]
         shapes = [
             *(outs[i] for i in self.from_first),
-            *jax.eval_shape(lambda *values: prepare_parts(values, self.reduced, info), *combined),
+            *jax.eval_shape(lambda *values: prepare_part(values, self.reduced, 1.0, True), *combined),
             *(
-                jax.eval_shape(reduction.prepare, shape, info)
+                jax.eval_shape(reduction.prepare, shape, 1.0)
                 for variable, reduction in self.updates
                 for shape in self.traces.abstract(variable).shapes
             ),
@@ -340,13 +339,13 @@ class ProgramBuilder:
     def _merge(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> dict[int, jax.Array]:
         """Merge the states of Monoids of the parts before, if there were any, and of one more, if it has rows."""
         states: dict[int, jax.Array] = {}
-        for monoid in self.outputs.merged:
-            if monoid.first not in self.combined:
+        for merge in self.outputs.merges:
+            if merge.leaves.start not in self.combined:
                 continue
-            places = [len(self.from_first) + self.combined.index(monoid.first + i) for i in range(monoid.size)]
+            places = [len(self.from_first) + self.combined.index(i) for i in merge.leaves]
             if all(self.reductions[i].collective == "merge" for i in places):
                 pair = [before[i] for i in places], [new[i] for i in places]
-                states |= zip(places, monoid.merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
+                states |= zip(places, merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
         return states
 
     def _run_slices(self, size: int | None, arrays: PartArrays, part: Part) -> list[jax.Array]:
@@ -568,7 +567,7 @@ class Epilogue:
         elif self.group.platform == "gpu" and not self.call.is_composed:
             # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other. An
             # unreduced gradient has no sum yet.
-            is_fenced = [leaf.reduced.reduction.collective != "unreduced" for leaf in self.outputs.results]
+            is_fenced = [leaf.reduction.collective != "unreduced" for leaf in self.outputs.results]
             fenced = iter(lax.optimization_barrier([*compress(results, is_fenced)]))
             results = [next(fenced) if is_in else result for is_in, result in zip(is_fenced, results, strict=True)]
         traced, extra = self.then

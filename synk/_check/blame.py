@@ -162,7 +162,7 @@ def _not_finite_before(ready: ReadyCall) -> Iterator[tuple[bool, Shared | None, 
 def _not_finite_after(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str, Kinds]]:
     """Find outputs and updates that are not finite, in words for where no row is to blame, and their kinds."""
     name, plan, group = ready.function.name, ready.plan, ready.group
-    has_weights = any(leaf.weight is not None for leaf in plan.outputs.reduced)
+    has_weights = any(leaf.weight is not None for leaf in plan.outputs.leaves)
     hint = " A synk.Weighted mean is NaN where the weights of all rows add up to 0." if has_weights else ""
     for i, (path, leaf) in enumerate(zip(plan.result.paths, outcome.leaves, strict=True)):
         if i in plan.from_first:

@@ -50,10 +50,10 @@ def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolera
     `cause` is asked if neither an op nor rounding explains the difference; it compares numbers by a tolerance.
     """
     leaf, inside, (name, is_users) = output.leaf, output.inside, output.name
-    dtype, off = leaf.reduced.dtype, difference(output.serial, output.got)
-    if leaf.op == "merge":
+    dtype, off = leaf.dtype, difference(output.serial, output.got)
+    if leaf.reduction.name == "merge":
         return f"{name}: {off}; is merge associative, and the state that of all rows?"
-    op = '"mean" of Weighted' if leaf.reduced.weight is not None else f'"{leaf.op}"'
+    op = '"mean" of Weighted' if leaf.weight is not None else f'"{leaf.reduction.name}"'
     said = f"{name}{f' combined by {op}' * is_users}: {off}"
     fitting, likely = _fitting(output, tolerance), None
     is_float = jnp.issubdtype(dtype, jnp.inexact)
@@ -76,16 +76,16 @@ def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolera
 def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
     """Name the ops that would have matched; None if there is none."""
     if output.parts is None:
-        return None if output.leaf.op == "concat" else '"concat" would have matched'
+        return None if output.leaf.reduction.name == "concat" else '"concat" would have matched'
     ops = matching_ops(*output.parts, output.serial, tolerance)
-    if output.leaf.reduced.weight is not None:
+    if output.leaf.weight is not None:
         return ADDS_UP if '"sum"' in ops else None
     return f"{' or '.join(ops)} would have matched" if ops else None
 
 
 def _overflows(output: UnequalOutput) -> bool:
     """Check whether a mean of a function that computes in float16 is finite only serially."""
-    if output.leaf.op != "mean" or output.inside != np.float16 or output.serial.shape != output.got.shape:
+    if output.leaf.reduction.name != "mean" or output.inside != np.float16 or output.serial.shape != output.got.shape:
         return False
     return bool((np.isfinite(output.serial) & ~np.isfinite(output.got)).any())
 

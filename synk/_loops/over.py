@@ -169,7 +169,7 @@ def _compiler(plan: CallPlan) -> Compiler:
 
 def _entry_shape(leaf: Any, state: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     """Return the shape of a state, without the axis of rows if it has one."""
-    return state.shape[1:] if leaf.reduced.reduction.has_row_entries else state.shape
+    return state.shape[1:] if leaf.reduction.has_row_entries else state.shape
 
 
 def _order_of_rows(kept: Sequence[_Kept], is_row: bool) -> np.ndarray:

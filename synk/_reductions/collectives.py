@@ -58,9 +58,22 @@ def sum_scatter(values: Arrays) -> list[jax.Array]:
     return packed(values, PACK_BYTES, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
 
 
-def merge_leading_axes(entries: jax.Array) -> jax.Array:
-    """Merge the first two axes into one."""
-    return entries.reshape(entries.shape[0] * entries.shape[1], *entries.shape[2:])
+def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Fold an array over the replicas. Each replica folds one part of it, so that memory for two arrays is enough.
+
+    An all-to-all followed by an all-gather is the usual all-reduce of large arrays (Patarasuk and Yuan, 2009,
+    doi:10.1016/j.jpdc.2008.09.002).
+    """
+    if _is_alone() or not array.size:
+        return array
+    size = lax.psum(1, AXIS)
+    piece = -(-array.size // size)
+    flat = jnp.pad(array.ravel(), (0, piece * size - array.size)).reshape(size, piece)
+    # Under vmap, all_to_all of a value that is equal on all replicas has the wrong shape. This makes it differ
+    # formally.
+    flat = jnp.where(lax.axis_index(AXIS) >= 0, flat, flat[:1, :1])
+    mine = fold(lax.all_to_all(flat, AXIS, 0, 0)).astype(array.dtype)
+    return lax.all_gather(mine, AXIS).ravel()[: array.size].reshape(array.shape)
 
 
 def _is_alone() -> bool:

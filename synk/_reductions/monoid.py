@@ -7,10 +7,12 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from .._base.pytree import PyTree, first_change
 from .._base.refusals import refuse_use
-from .reduction import constant_unless
+from .reduction import REDUCTIONS, OutputLeaf, constant_unless
+from .tree import fold_by_tree
 
 
 @jax.tree_util.register_pytree_node_class
@@ -110,13 +112,24 @@ def _concatenate(a: PyTree, b: PyTree) -> PyTree:
 
 
 class Merge:
-    """The functions of a Monoid, on leaves of its state."""
+    """A Monoid among the outputs, whose functions work on leaves of its state.
 
-    def __init__(self, monoid: Monoid, where: str) -> None:
-        self.functions, self.treedef = (monoid.merge, monoid.finish), jax.tree.structure(monoid.state)
+    Attributes:
+      leaves: the numbers of the leaves of its state.
+      results: the leaves of its answer.
+      least_rows, has_order: as in `statistic`.
+    """
+
+    def __init__(self, monoid: Monoid, first: int, path: str, name: str) -> None:
+        self._functions, self._treedef = (monoid.merge, monoid.finish), jax.tree.structure(monoid.state)
+        self.leaves = range(first, first + self._treedef.num_leaves)
         self.least_rows, self.has_order = monoid._least_rows, monoid._has_order
-        state = jax.tree.map(jnp.asarray, monoid.state)
-        self.answer = _shapes_of(lambda state: Monoid(state, *self.functions).value, (state,), f"{where}: finish")
+        state, where = jax.tree.map(jnp.asarray, monoid.state), f"{name}: output{path}"
+        answer = _shapes_of(lambda state: Monoid(state, *self._functions).value, (state,), f"{where}: finish")
+        self.results = [
+            OutputLeaf(REDUCTIONS["merge"], leaf.dtype, path + keystr(sub))
+            for sub, leaf in tree_leaves_with_path(answer)
+        ]
         if not isinstance(monoid, Gathered):
             change = first_change(state, _shapes_of(monoid.merge, (state, state), f"{where}: merge"), "state")
             if change is not None:
@@ -125,9 +138,8 @@ class Merge:
                     f"one of the same kind."
                 )
 
-    def merge(self, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
-        """Merge the leaves of two states."""
-        return jax.tree.leaves(self.functions[0](self.treedef.unflatten(a), self.treedef.unflatten(b)))
+    def _merge(self, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        return jax.tree.leaves(self._functions[0](self._treedef.unflatten(a), self._treedef.unflatten(b)))
 
     def merge_all(self, stacked: Sequence[jax.Array], present: Any) -> list[jax.Array]:
         """Merge the states of all parts by a balanced tree.
@@ -136,22 +148,16 @@ class Merge:
           stacked: the leaves of all parts' states, in row order on axis 0.
           present: a mask of the parts that exist, of NumPy or traced; None if all exist.
         """
-        count = stacked[0].shape[0] if stacked else 1
         # A mask that is known now costs nothing at run time.
         if isinstance(present, np.ndarray):
-            stacked, count, present = [leaf[np.flatnonzero(present)] for leaf in stacked], int(present.sum()), None
-        while count > 1:
-            pairs = count // 2
-            first, second, rest = ([leaf[cut] for leaf in stacked] for cut in _pairs_and_rest(pairs))
-            if present is None:
-                merged, has = jax.vmap(self.merge)(first, second), None
-            else:
-                has_first, has_second, has_rest = (present[cut] for cut in _pairs_and_rest(pairs))
-                merged = jax.vmap(self.merge_present)(first, second, has_first, has_second)
-                has = jnp.concatenate([has_first | has_second, has_rest])
-            stacked = [jnp.concatenate(both) for both in zip(merged, rest, strict=True)]
-            count, present = count - pairs, has
-        return [leaf[0] for leaf in stacked]
+            stacked, present = [leaf[np.flatnonzero(present)] for leaf in stacked], None
+        if present is None:
+            return fold_by_tree(stacked, jax.vmap(self._merge))
+
+        def merge(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+            return [*self.merge_present(a[:-1], b[:-1], a[-1], b[-1]), a[-1] | b[-1]]
+
+        return fold_by_tree([*stacked, present], jax.vmap(merge))[:-1]
 
     def merge_present(self, a: Sequence[jax.Array], b: Sequence[jax.Array], has_a: Any, has_b: Any) -> list[jax.Array]:
         """Merge two states of which either may be absent."""
@@ -160,18 +166,13 @@ class Merge:
         has_both = has_a & has_b
         # If one state is absent, the other merges with itself, and the result is not used. Constants keep NaN out of
         # the gradient there.
-        merged = self.merge(*([constant_unless(has_both, x) for x in states] for states in (first, second)))
+        merged = self._merge(*([constant_unless(has_both, x) for x in states] for states in (first, second)))
         return [jnp.where(has_both, m, x) for m, x in zip(merged, first, strict=True)]
 
     def finish(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the leaves of the answer."""
-        answer = jax.tree.leaves(Monoid(self.treedef.unflatten(leaves), *self.functions).value)
+        answer = jax.tree.leaves(Monoid(self._treedef.unflatten(leaves), *self._functions).value)
         return [jnp.asarray(leaf) for leaf in answer]
-
-
-def _pairs_and_rest(pairs: int) -> list[slice]:
-    """Return slices of the first of each pair, the second, and the part without a partner."""
-    return [slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2), slice(2 * pairs, None)]
 
 
 def _shapes_of(fn: Callable[..., PyTree], args: tuple[PyTree, ...], where: str) -> PyTree:

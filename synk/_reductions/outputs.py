@@ -12,13 +12,12 @@ from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 from .._base.pytree import PyTree, as_data, key_of, narrowed, refuse_two_bits
 from .monoid import Gathered, Merge, Monoid
 from .reduction import (
-    MEAN_OF_ROWS,
     MERGE_IN_ORDER,
     PER_PART,
     REDUCTIONS,
     WEIGHT,
     WEIGHTED,
-    Reduced,
+    OutputLeaf,
     Reduction,
     Weighted,
     reduction_of,
@@ -27,42 +26,10 @@ from .tree import by_block
 
 MERGE = REDUCTIONS["merge"]
 # Reductions that may travel in a wire format.
-SUMS = (REDUCTIONS["sum"], REDUCTIONS["mean"], MEAN_OF_ROWS, WEIGHTED)
+SUMS = (REDUCTIONS["sum"], REDUCTIONS["mean"], WEIGHTED)
 
 
 PerPart: TypeAlias = Literal["", "all", "sums"]
-
-
-class OutputLeaf(NamedTuple):
-    """One leaf that `fn` returned.
-
-    Attributes:
-      path: its place in the tree, as messages write it.
-      op: the name of its op, for messages.
-      reduced: how it combines.
-      key: the PRNG implementation of typed keys, whose raw data combines; None for other leaves.
-    """
-
-    path: str
-    op: str
-    reduced: Reduced
-    key: Any
-
-
-class Merged(NamedTuple):
-    """A Monoid among the outputs.
-
-    Attributes:
-      first: the number of the first leaf of its state.
-      size: how many leaves its state has.
-      merge: its functions.
-      results: the leaves of its answer.
-    """
-
-    first: int
-    size: int
-    merge: Merge
-    results: tuple[OutputLeaf, ...]
 
 
 class OutputSpec(NamedTuple):
@@ -75,27 +42,22 @@ class OutputSpec(NamedTuple):
     """
 
     leaves: tuple[OutputLeaf, ...]
-    items: tuple[int | Merged, ...]
+    items: tuple[int | Merge, ...]
     treedef: Any
 
     @property
-    def reduced(self) -> list[Reduced]:
-        """Return how each leaf combines."""
-        return [leaf.reduced for leaf in self.leaves]
-
-    @property
-    def merged(self) -> list[Merged]:
+    def merges(self) -> list[Merge]:
         """Return the Monoids."""
-        return [item for item in self.items if isinstance(item, Merged)]
+        return [item for item in self.items if isinstance(item, Merge)]
 
     def least_rows(self, wanted: Container[int]) -> int:
         """Return the number of rows that a call needs at least for the answers of the wanted leaves."""
-        return max([item.merge.least_rows for item in self.merged if item.first in wanted], default=1)
+        return max([merge.least_rows for merge in self.merges if merge.leaves.start in wanted], default=1)
 
     @property
     def results(self) -> list[OutputLeaf]:
         """Return the leaves of the outputs."""
-        groups = [item.results if isinstance(item, Merged) else (self.leaves[item],) for item in self.items]
+        groups = [item.results if isinstance(item, Merge) else [self.leaves[item]] for item in self.items]
         return [leaf for group in groups for leaf in group]
 
     @property
@@ -103,22 +65,25 @@ class OutputSpec(NamedTuple):
         """Return the PRNG implementation of each leaf of the outputs."""
         return [leaf.key for leaf in self.results]
 
+    @property
+    def sources(self) -> list[range]:
+        """Return for each output the numbers of the leaves that it is made of, without weights."""
+        groups = [
+            [item.leaves] * len(item.results) if isinstance(item, Merge) else [range(item, item + 1)]
+            for item in self.items
+        ]
+        return [leaves for group in groups for leaves in group]
+
     def needed_for(self, picked: Sequence[int]) -> list[int]:
         """Return the numbers of the leaves that the picked outputs are made of, weights included."""
-        sources = [leaves for leaves, count in map(_sizes, self.items) for _ in range(count)]
+        sources = self.sources
         needed = {number for i in picked for number in sources[i]}
-        return sorted(needed | {w for i in needed if (w := self.leaves[i].reduced.weight) is not None})
+        return sorted(needed | {w for i in needed if (w := self.leaves[i].weight) is not None})
 
     @property
     def staying(self) -> list[int]:
         """Return the numbers of the outputs that stay on the replicas that made them."""
-        return [i for i, leaf in enumerate(self.results) if leaf.reduced.reduction.collective == "stay"]
-
-    @property
-    def source_leaf(self) -> list[int | None]:
-        """Return for each output the number of its leaf, None for the answer of a Monoid."""
-        groups = [[None] * len(item.results) if isinstance(item, Merged) else [item] for item in self.items]
-        return [number for group in groups for number in group]
+        return [i for i, leaf in enumerate(self.results) if leaf.reduction.collective == "stay"]
 
     def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[Any]:
         """Make the outputs from combined leaves.
@@ -129,25 +94,17 @@ class OutputSpec(NamedTuple):
         """
         outputs: list[Any] = []
         for item in self.items:
-            leaves, count = _sizes(item)
-            if any(i not in combined for i in leaves):
-                outputs += [None] * count
-            elif isinstance(item, Merged):
-                state = [combined[item.first + i] for i in range(item.size)]
-                reductions = {self.leaves[item.first + i].reduced.reduction for i in range(item.size)}
-                if reductions != {REDUCTIONS["concat"]}:
-                    state = item.merge.merge_all(state, present if reductions == {MERGE} else None)
-                outputs += item.merge.finish(state)
+            if not isinstance(item, Merge):
+                outputs.append(combined.get(item))
+            elif any(i not in combined for i in item.leaves):
+                outputs += [None] * len(item.results)
             else:
-                outputs.append(combined[item])
+                state = [combined[i] for i in item.leaves]
+                reductions = {self.leaves[i].reduction for i in item.leaves}
+                if reductions != {REDUCTIONS["concat"]}:
+                    state = item.merge_all(state, present if reductions == {MERGE} else None)
+                outputs += item.finish(state)
         return outputs
-
-
-def _sizes(item: int | Merged) -> tuple[range, int]:
-    """Return the numbers of the leaves that an item is made of, and its number of outputs."""
-    if isinstance(item, Merged):
-        return range(item.first, item.first + item.size), len(item.results)
-    return range(item, item + 1), 1
 
 
 class OutputRules(NamedTuple):
@@ -188,57 +145,47 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     """
     leaves: list[OutputLeaf] = []
     arrays: list[jax.Array] = []
-    items: list[int | Merged] = []
+    items: list[int | Merge] = []
     plain = jax.tree.map(_whole, out, is_leaf=is_whole)
     wires = {path: said for path, said, _ in _match(rules.wires, plain, rules.name, "wire", rules.wires) if said}
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
-        reduction = MEAN_OF_ROWS if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
         array = _as_array(value, f"{rules.name}: output{path}")
-        reduction = reduction if rules.block is None else by_block(reduction, as_data(array).dtype)
-        reduced = Reduced(reduction, as_data(array).dtype, weight)
+        dtype = as_data(array).dtype
+        if rules.is_over and reduction is REDUCTIONS["mean"]:
+            reduction = WEIGHTED
+        if rules.block is not None:
+            reduction = by_block(reduction, dtype)
+        leaf = OutputLeaf(reduction, dtype, path, key_of(array), weight)
+        _check_leaf(leaf, array, rules, is_of_monoid)
         if reduction in SUMS:
-            reduced = reduced._replace(wire=wires.get(path))
-        leaf = OutputLeaf(path, reduction.name, reduced, key_of(array))
-        _check(leaf, array, rules, is_of_monoid)
+            leaf = leaf._replace(wire=wires.get(path))
         is_kept = rules.per_part == "all" or (rules.per_part and reduction in SUMS)
         if is_kept and not is_of_monoid and reduction is not WEIGHT:
-            leaf = leaf._replace(reduced=Reduced(PER_PART, leaf.reduced.dtype))
+            leaf = leaf._replace(reduction=replace(PER_PART, name=reduction.name), weight=None, wire=None)
         leaves.append(leaf)
         arrays.append(as_data(array))
 
-    def add_monoid(path: str, value: Monoid) -> None:
-        first, is_gathered = len(leaves), isinstance(value, Gathered)
-        merge = Merge(value, f"{rules.name}: output{path}")
-        in_order = MERGE_IN_ORDER if rules.is_over and merge.has_order else MERGE
-        for sub, leaf in tree_leaves_with_path(value.state):
-            add(path + keystr(sub), REDUCTIONS["concat"] if is_gathered else in_order, leaf, is_of_monoid=True)
-        answer = tree_leaves_with_path(merge.answer)
-        results = [OutputLeaf(path + keystr(sub), "merge", Reduced(MERGE, leaf.dtype), None) for sub, leaf in answer]
-        items.append(Merged(first, len(leaves) - first, merge, tuple(results)))
-
     names = jax.tree.map(lambda reduction: reduction.name, rules.ops)
     for path, reduction, value in _match(rules.ops, out, rules.name, "outputs", names):
+        _check_output(f"{rules.name}: output{path}", reduction, value)
         if isinstance(value, Monoid):
-            _check_monoid(f"output{path}", reduction, value, rules.name)
-            add_monoid(path, value)
-            continue
-        if reduction is MERGE:
-            raise TypeError(
-                f'{rules.name}: output{path} is combined by "merge", so it must be a synk.Monoid, as synk.stats makes '
-                f"them; this one is {_kind(value)}."
-            )
-        if not isinstance(value, Weighted):
+            merge = Merge(value, len(leaves), path, rules.name)
+            items.append(merge)
+            merging = MERGE_IN_ORDER if rules.is_over and merge.has_order else MERGE
+            merging = REDUCTIONS["concat"] if isinstance(value, Gathered) else merging
+            for sub, leaf in tree_leaves_with_path(value.state):
+                add(path + keystr(sub), merging, leaf, is_of_monoid=True)
+        elif isinstance(value, Weighted):
+            inside = tree_leaves_with_path(value.value)
+            weight = len(leaves) + len(inside)
+            for sub, leaf in inside:
+                items.append(len(leaves))
+                add(path + keystr(sub), replace(WEIGHTED, collective=reduction.collective), leaf, weight)
+            add(f"{path}.weight", WEIGHT, value.weight)
+        else:
             items.append(len(leaves))
             add(path, reduction, value)
-            continue
-        _check_weighted(f"output{path}", reduction, value, rules.name)
-        inside = tree_leaves_with_path(value.value)
-        weight = len(leaves) + len(inside)
-        for sub, leaf in inside:
-            items.append(len(leaves))
-            add(path + keystr(sub), replace(WEIGHTED, collective=reduction.collective), leaf, weight)
-        add(f"{path}.weight", WEIGHT, value.weight)
     return arrays, OutputSpec(tuple(leaves), tuple(items), jax.tree.structure(plain))
 
 
@@ -252,11 +199,6 @@ def pack_result(out: PyTree) -> tuple[list[jax.Array], tuple[Any, tuple[Any, ...
 def is_whole(value: Any) -> bool:
     """Check for a Weighted or a Monoid, which combine in ways of their own."""
     return isinstance(value, Weighted | Monoid)
-
-
-def _kind(value: Any) -> str:
-    """Return what a user would call a value: a tracer is an array."""
-    return "an array" if isinstance(value, jax.Array) else f"a {type(value).__name__}"
 
 
 def _whole(value: Any) -> Any:
@@ -274,8 +216,11 @@ def _match(prefix: PyTree, out: PyTree, name: str, what: str, given: PyTree) -> 
         for path, value in tree_leaves_with_path(subtree, is_leaf=is_whole):
             matches.append((keystr((*start, *path)), said, value))
 
+    # A list of ops may stand for a tuple of outputs, and the reverse.
+    if {type(out), type(prefix)} == {list, tuple}:
+        prefix = type(out)(prefix)
     try:
-        tree_map_with_path(match, _as_sequence_of(out, prefix), out, is_leaf=lambda said: said is None)
+        tree_map_with_path(match, prefix, out, is_leaf=lambda said: said is None)
     except ValueError as error:
         raise ValueError(
             f"{name}: {what}={given!r} is no prefix of what it returned, whose tree is {jax.tree.structure(out)}. "
@@ -284,30 +229,25 @@ def _match(prefix: PyTree, out: PyTree, name: str, what: str, given: PyTree) -> 
     return matches
 
 
-def _as_sequence_of(out: PyTree, prefix: PyTree) -> PyTree:
-    """Return a prefix as a list or a tuple, whichever `fn` returned."""
-    return type(out)(prefix) if {type(out), type(prefix)} == {list, tuple} else prefix
-
-
-def _check_weighted(where: str, reduction: Reduction, value: Weighted, name: str) -> None:
-    if reduction.name != "mean":
-        raise ValueError(f'{name}: {where} is Weighted, which goes with "mean", but its op is {reduction.name!r}.')
-    _refuse_nested(where, value.value, name)
-    if jnp.ndim(value.weight):
-        shape = jnp.shape(value.weight)
-        raise ValueError(f"{name}: the weight of {where} has shape {shape}; a part has one scalar weight.")
-
-
-def _refuse_nested(where: str, inside: PyTree, name: str) -> None:
+def _check_output(where: str, reduction: Reduction, value: Any) -> None:
+    """Refuse a Weighted or Monoid under another op than its own, or inside another one."""
+    if isinstance(value, Monoid):
+        # "sum" is the default, which users need not change for a Monoid.
+        inside, kind, ops = value.state, "a Monoid", ("merge", "sum")
+    elif isinstance(value, Weighted):
+        inside, kind, ops = value.value, "Weighted", ("mean",)
+        if jnp.ndim(value.weight):
+            raise ValueError(f"{where}: its weight has shape {jnp.shape(value.weight)}; a part has one scalar weight.")
+    elif reduction is MERGE:
+        raise TypeError(
+            f'{where} is combined by "merge", but is no Monoid. Return a synk.Monoid, as synk.stats makes them.'
+        )
+    else:
+        return
+    if reduction.name not in ops:
+        raise ValueError(f'{where} is {kind}, which goes with "{ops[0]}", but its op is {reduction.name!r}.')
     if any(map(is_whole, jax.tree.leaves(inside, is_leaf=is_whole))):
-        raise ValueError(f"{name}: {where} holds a Weighted or Monoid inside another one. Return them side by side.")
-
-
-def _check_monoid(where: str, reduction: Reduction, value: Monoid, name: str) -> None:
-    _refuse_nested(where, value.state, name)
-    # "sum" is the default, which users need not change for a Monoid.
-    if reduction.name not in ("merge", "sum"):
-        raise ValueError(f'{name}: {where} is a Monoid, which goes with "merge", but its op is {reduction.name!r}.')
+        raise ValueError(f"{where} holds a Weighted or Monoid inside another one. Return them side by side.")
 
 
 def _as_array(value: Any, what: str) -> jax.Array:
@@ -325,45 +265,44 @@ def _as_array(value: Any, what: str) -> jax.Array:
     raise TypeError(f"{what} is a {type(value).__name__}; return arrays and numbers.")
 
 
-def _check(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_monoid: bool = False) -> None:
-    where = f"{rules.name}: output{leaf.path}"
-    several, portion = ("over", "batch") if rules.is_over else ("num_slices > 1", "slice")
-    of_parts = f"a callable, which gets the part of every {portion}"
-    by_name = "" if rules.is_over else " A broadcast argument reaches then by its name: then=lambda total, key: ..."
-    if leaf.key is not None and leaf.op not in ("concat", "scatter", "stack", "first", "first part"):
-        others = '"concat"' if rules.is_sliced else '"concat", "stack" or None'
-        raise TypeError(f"{where} holds PRNG keys, which do not combine by {leaf.op!r}; use {others}.{by_name}")
-    if leaf.op == "scatter" and rules.is_over:
+def _check_leaf(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_monoid: bool) -> None:
+    """Refuse an output that does not go with its op in this kind of call."""
+    where, op = f"{rules.name}: output{leaf.path}", leaf.reduction.name
+    cut_by = "over" if rules.is_over else "num_slices > 1"
+    by_name = "A broadcast argument reaches then by its name: then=lambda total, key: ..."
+    if leaf.key is not None and op not in ("concat", "scatter", "stack", "first", "first part"):
+        raise TypeError(
+            f'{where} holds PRNG keys, which do not combine by {op!r}; without slices use "stack" or None, else use '
+            f'"concat". {by_name}'
+        )
+    if op == "scatter" and rules.is_over:
         raise ValueError(
             f'{where}: "scatter" keeps rows where they were made, but over takes rows in another order than '
             f'they lie in. Use "concat".'
         )
-    if rules.block is not None and leaf.op in ("stack", "first", "callable", "scatter"):
+    if rules.block is not None and op in ("stack", "first", "callable", "scatter"):
         raise ValueError(
-            f"{where}: {leaf.op!r} shows which replica has made what, so it does not go with blocks={rules.block}: "
+            f"{where}: {op!r} shows which replica has made what, so it does not go with blocks={rules.block}: "
             f'that answer depends on none. Use an op that combines, or "concat".'
         )
-    if leaf.op in ("stack", "first") and rules.is_sliced:
-        other = of_parts if leaf.key is None else '"concat", of a key a row'
+    if op in ("stack", "first") and rules.is_sliced:
         raise ValueError(
-            f"{where}: {leaf.op!r} takes one part a replica, so it does not go with {several}. Use {other}."
-            f"{by_name if leaf.key is not None or leaf.op == 'first' else ''}"
+            f"{where}: {op!r} takes one part a replica, so it does not go with {cut_by}. Use a callable, which gets "
+            f'all parts; for keys use "concat". {by_name}'
         )
-    is_rows = leaf.reduced.reduction.has_row_entries
-    if is_rows and (array.ndim == 0 or (rules.rows is not None and array.shape[0] != rules.rows)):
-        before, after = rules.neighbours
-        if array.ndim and rules.rows is not None and array.shape[0] == rules.rows + before + after:
-            raise ValueError(
-                f"{where} has {array.shape[0]} rows, but only {rules.rows} of those that the part sees are its own. "
-                f"Return its own alone: out[{before or ''}:{-after if after else ''}]."
-            )
-        if is_of_monoid:
-            raise ValueError(
-                f"{where} is a statistic of {rules.rows} rows, but was given an array of shape {array.shape}. Give it "
-                f"an entry a row; reshape the array before the call."
-            )
-        other = of_parts if rules.is_sliced else '"stack" for one entry a replica'
+    if not leaf.reduction.has_row_entries or (array.ndim and rules.rows in (None, array.shape[0])):
+        return
+    before, after = rules.neighbours
+    if array.ndim and rules.rows is not None and array.shape[0] == rules.rows + before + after:
         raise ValueError(
-            f'{where} has shape {array.shape} for {rules.rows} rows; "{leaf.op}" needs one output row for each input '
-            f"row. Use {other}."
+            f"{where} has {array.shape[0]} rows, but only {rules.rows} of those that the part sees are its own. "
+            f"Return its own alone: out[{before or ''}:{-after if after else ''}]."
         )
+    cure = (
+        "Give the statistic an entry a row; reshape the array before the call."
+        if is_of_monoid
+        else 'Use a callable, which gets all parts, or without slices "stack" for one entry a replica.'
+    )
+    raise ValueError(
+        f'{where} has shape {array.shape} for {rules.rows} rows; "{op}" needs one output row for each input row. {cure}'
+    )

@@ -9,6 +9,7 @@ A replica that has no part has the identity for its state.
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -23,18 +24,6 @@ from . import collectives, wire
 ElementwiseOp: TypeAlias = Literal["sum", "mean", "avg", "max", "min", "prod", "any", "all"]
 RowsOp: TypeAlias = Literal["concat", "gather", "scatter", "stack", "first", "merge"]
 Op: TypeAlias = ElementwiseOp | RowsOp | Callable[[jax.Array], Any] | None
-
-
-class PartInfo(NamedTuple):
-    """A part's weight and place, as traced numbers where rows differ.
-
-    Attributes:
-      weight: the part's share of the rows of all parts.
-      is_first: whether it is the first part that has rows.
-    """
-
-    weight: Any
-    is_first: Any
 
 
 @jax.tree_util.register_dataclass
@@ -61,8 +50,8 @@ class Weighted:
     weight: Any
 
 
-def _plain(combined: Any, weight: Any) -> Any:
-    return combined
+def _as_it_is(value: Any, weight: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -71,9 +60,11 @@ class Reduction:
 
     Attributes:
       name: the op, in the words of users and messages.
-      collective: how states of replicas combine. "gather" keeps the entries of all parts in row order; "first" adds one
-        value and zeros as bits; "merge" keeps each replica's state, for a Monoid; "stay" and "unreduced" send nothing.
-      prepare: turns a part's value into a state: widens and weighs it. A state that is gathered has entries on axis 0.
+      collective: how states of replicas combine. "gather" keeps the entries of all parts in row order; "first" adds the
+        value of the first part and zeros of the others; "merge" keeps each replica's state, for a Monoid; "stay" and
+        "unreduced" send nothing.
+      prepare: turns (value of a part, its weight) into a state: widens and weighs the value. A state that is gathered
+        has entries on axis 0.
       accumulate: combines the states of two parts of one replica.
       finalize: turns (combined state, total weight) into the whole, before `result_dtype`.
       has_row_entries: whether a gathered state has an entry a row; else it has an entry a part.
@@ -83,9 +74,9 @@ class Reduction:
 
     name: str
     collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge", "stay", "unreduced"]
-    prepare: Callable[[jax.Array, PartInfo], jax.Array]
+    prepare: Callable[[jax.Array, Any], jax.Array]
     accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
-    finalize: Callable[[Any, Any], Any] = _plain
+    finalize: Callable[[Any, Any], Any] = _as_it_is
     has_row_entries: bool = False
     fold: Callable[[jax.Array], jax.Array] | None = None
     is_lawful: bool = True
@@ -120,30 +111,17 @@ def result_dtype(dtype: np.dtype, op: str) -> np.dtype:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else accumulation_dtype(dtype, op)
 
 
-def _as_it_is(value: jax.Array, info: PartInfo) -> jax.Array:
-    return value
-
-
-def _as_entry(value: jax.Array, info: PartInfo) -> jax.Array:
+def _as_entry(value: jax.Array, weight: Any) -> jax.Array:
     return value[None]
-
-
-def _if_first(value: jax.Array, info: PartInfo) -> jax.Array:
-    return jnp.where(info.is_first, value, jnp.zeros((), value.dtype))
 
 
 def _widen(value: jax.Array, op: str) -> jax.Array:
     return value.astype(accumulation_dtype(value.dtype, op))
 
 
-def _weigh(value: jax.Array, info: PartInfo) -> jax.Array:
+def _weigh(value: jax.Array, weight: Any) -> jax.Array:
     value = _widen(value, "mean")
-    return value * jnp.asarray(info.weight).astype(value.dtype)
-
-
-def _weigh_unless_zero(value: jax.Array, info: PartInfo) -> jax.Array:
-    value = _widen(value, "mean")
-    weight = jnp.asarray(info.weight).astype(value.dtype)
+    weight = jnp.asarray(weight).astype(value.dtype)
     # The mask comes before the product, since a gradient through 0 * NaN is NaN.
     return jnp.where(weight != 0, value, 0) * weight
 
@@ -161,7 +139,7 @@ REDUCTIONS = {
         Reduction("concat", "gather", _as_it_is, has_row_entries=True),
         Reduction("scatter", "stay", _as_it_is, has_row_entries=True),
         Reduction("stack", "gather", _as_entry, is_lawful=False),
-        Reduction("first", "first", _if_first, is_lawful=False),
+        Reduction("first", "first", _as_it_is, is_lawful=False),
         Reduction("merge", "merge", _as_it_is),
     )
 }
@@ -170,17 +148,14 @@ _ALIASES = {"avg": "mean", "gather": "concat"}
 _NAMES = sorted([*REDUCTIONS, *_ALIASES])
 _MEANT = {name: name for name in REDUCTIONS} | _ALIASES | {"average": "mean"}
 
-# Leaves of a synk.Weighted: its values, whose total is divided by the total weight; and its weight.
-WEIGHTED = Reduction(
-    "mean", "sum", _weigh_unless_zero, finalize=lambda total, weight: total / weight.astype(total.dtype)
-)
-WEIGHT = Reduction("weight", "sum", lambda v, _: _widen(v, "mean"))
-
 # Skip the collective: `then` receives this replica's unreduced mean, in its accumulation dtype. Not for users.
 UNREDUCED_MEAN = replace(REDUCTIONS["mean"], collective="unreduced")
 
-# Means of `f.over`, which learns the number of rows at its end: the weight of a part is its number of rows.
-MEAN_OF_ROWS = Reduction("mean", "sum", _weigh, finalize=lambda total, rows: total / rows.astype(total.dtype))
+# Means whose total is divided by the total weight: of a synk.Weighted, whose weight is a leaf of its own, and of
+# `f.over`, where the weight of a part is its number of rows, since it learns the number of all rows at its end.
+WEIGHTED = replace(REDUCTIONS["mean"], finalize=lambda total, weight: total / weight.astype(total.dtype))
+WEIGHT = Reduction("weight", "sum", lambda v, _: _widen(v, "mean"))
+
 # Monoids of `f.over` whose order counts: a replica keeps the states of all batches, which are not neighbours.
 MERGE_IN_ORDER = Reduction("merge", "gather", _as_entry)
 
@@ -215,33 +190,45 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
     raise ValueError(f"{where}: op {op!r} is none of synk's; {hint}")
 
 
-class Reduced(NamedTuple):
-    """The way in which one leaf of the outputs combines.
+class OutputLeaf(NamedTuple):
+    """One leaf that `fn` returned, and how it combines.
 
     Attributes:
-      reduction: its reduction.
+      reduction: its reduction, whose name is the op in messages.
       dtype: the dtype of its parts.
+      path: its place in the tree, as messages write it.
+      key: the PRNG implementation of typed keys, whose raw data combines; None for other leaves.
       weight: the number of the leaf that holds the weight of a `Weighted` value; None for other values.
       wire: the format in which its sum travels; None for full precision.
     """
 
     reduction: Reduction
     dtype: np.dtype
+    path: str = ""
+    key: Any = None
     weight: int | None = None
     wire: str | None = None
 
 
-def prepare_parts(values: Sequence[jax.Array], leaves: Sequence[Reduced], info: PartInfo) -> list[jax.Array]:
-    """Return the states of one part's values."""
-    return [
-        leaf.reduction.prepare(value, info if leaf.weight is None else info._replace(weight=values[leaf.weight]))
-        for value, leaf in zip(values, leaves, strict=True)
-    ]
+def prepare_part(
+    values: Sequence[jax.Array], leaves: Sequence[OutputLeaf], weight: Any, is_first: Any
+) -> list[jax.Array]:
+    """Return the states of one part's values.
+
+    `weight` is the part's share of the rows; `is_first` tells whether it is the first part that has rows.
+    """
+    states: list[jax.Array] = []
+    for value, leaf in zip(values, leaves, strict=True):
+        state = leaf.reduction.prepare(value, weight if leaf.weight is None else values[leaf.weight])
+        if leaf.reduction.collective == "first":
+            state = jnp.where(is_first, state, jnp.zeros((), state.dtype))
+        states.append(state)
+    return states
 
 
 def combine_replicas(
     states: Sequence[jax.Array],
-    leaves: Sequence[Reduced],
+    leaves: Sequence[OutputLeaf],
     valid: Sequence[Any],
     has_gradients: bool = False,
     rows: jax.Array | None = None,
@@ -262,24 +249,52 @@ def combine_replicas(
     combined = _communicate(states, leaves, has_gradients, per_process)
     for i, leaf in enumerate(leaves):
         if leaf.reduction.collective == "gather":
-            entries = collectives.merge_leading_axes(combined[i])
-            combined[i] = entries if valid[i] is None else entries.at[valid[i]].get(mode="promise_in_bounds")
-            combined[i] = combined[i] if leaf.reduction.fold is None else leaf.reduction.fold(combined[i])
+            entries = lax.collapse(combined[i], 0, 2)
+            entries = entries if valid[i] is None else entries.at[valid[i]].get(mode="promise_in_bounds")
+            combined[i] = entries if leaf.reduction.fold is None else leaf.reduction.fold(entries)
+    wholes: list[jax.Array] = []
+    for leaf, state in zip(leaves, combined, strict=True):
+        reduction = leaf.reduction
+        whole = reduction.finalize(state, rows if leaf.weight is None else combined[leaf.weight])
+        # A callable may return another dtype. An unreduced sum keeps its accumulation dtype.
+        is_final = reduction.collective == "unreduced" or (reduction.collective == "gather" and reduction.fold is None)
+        if reduction.collective == "first" and not has_gradients:
+            whole = from_bits(whole, leaf.dtype)
+        elif not is_final:
+            whole = whole.astype(result_dtype(leaf.dtype, reduction.name))
+        wholes.append(whole)
+    return wholes
 
-    def finish(i: int, leaf: Reduced) -> jax.Array:
-        whole, reduction = combined[i], leaf.reduction
-        if reduction.collective in ("merge", "stay"):
-            return whole
-        if reduction.collective == "gather" and reduction.fold is None:
-            return reduction.finalize(whole, None)
-        if reduction.collective == "first":
-            return whole.astype(leaf.dtype) if has_gradients else from_bits(whole, leaf.dtype)
-        total = rows if leaf.weight is None else combined[leaf.weight]
-        whole = reduction.finalize(whole, total)
-        is_whole = reduction.collective != "unreduced"
-        return whole.astype(result_dtype(leaf.dtype, reduction.name)) if is_whole else whole
 
-    return [finish(i, leaf) for i, leaf in enumerate(leaves)]
+def _communicate(
+    states: Sequence[jax.Array], leaves: Sequence[OutputLeaf], has_gradients: bool, per_process: int
+) -> list[jax.Array]:
+    """Combine states over all replicas by their collectives. Gathered states come back on a new axis 0."""
+    routes = [_route(state, leaf, has_gradients) for state, leaf in zip(states, leaves, strict=True)]
+    combined: dict[int, jax.Array] = {}
+    for route in dict.fromkeys(routes):
+        numbers = [i for i, other in enumerate(routes) if other == route]
+        arrays, kinds = [states[i] for i in numbers], [leaves[i].reduction.collective for i in numbers]
+        match route:
+            case "stay":
+                wholes = arrays
+            case "sum":
+                # The bits of the first part's value and zeros of the others add up exactly, also for NaN and -0.0.
+                is_bits = [kind == "first" and not has_gradients for kind in kinds]
+                pairs = zip(arrays, is_bits, strict=True)
+                wholes = collectives.all_sum([as_bits(array) if is_bit else array for array, is_bit in pairs])
+            case "extreme":
+                wholes = collectives.all_extremes(arrays, [kind == "min" for kind in kinds])
+            case "gather":
+                pairs = zip(collectives.all_gather(arrays), kinds, strict=True)
+                wholes = [whole if kind in ("gather", "merge") else fold(kind, whole) for whole, kind in pairs]
+            case "fold":
+                pairs = zip(arrays, kinds, strict=True)
+                wholes = [collectives.all_folded(array, partial(fold, kind)) for array, kind in pairs]
+            case _:
+                wholes = wire.all_sum_narrowly(arrays, route, per_process)
+        combined |= zip(numbers, wholes, strict=True)
+    return [combined[i] for i in range(len(states))]
 
 
 def constant_unless(counts: Any, value: jax.Array) -> jax.Array:
@@ -300,35 +315,19 @@ def fold(kind: str, entries: jax.Array, axis: int = 0) -> jax.Array:
     return jnp.where(jnp.isnan(entries).any(axis), np.nan, folded).astype(entries.dtype)
 
 
-def _communicate(
-    states: Sequence[jax.Array], leaves: Sequence[Reduced], has_gradients: bool, per_process: int
-) -> dict[int, jax.Array]:
-    """Combine states over all replicas by their collectives. Gathered states come back on a new axis 0."""
-    kinds = [leaf.reduction.collective for leaf in leaves]
-
-    def is_folded(i: int) -> bool:
-        # There is no all-reduce of products or of complex extremes, and lax.pmax has no derivative
-        # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states and fold them.
-        is_complex = jnp.issubdtype(states[i].dtype, jnp.complexfloating)
-        return kinds[i] == "prod" or (kinds[i] in ("max", "min") and (has_gradients or is_complex))
-
-    folded = [i for i in range(len(leaves)) if is_folded(i)]
-    narrow: dict[int, str] = {}
+def _route(state: jax.Array, leaf: OutputLeaf, has_gradients: bool) -> str:
+    """Name the collective, or the wire format, by which a state travels."""
+    kind = leaf.reduction.collective
+    is_extreme = kind in ("max", "min")
+    # There is no all-reduce of products or of complex extremes, and lax.pmax has no derivative
+    # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states and fold them. Of a large state each
+    # replica folds one part.
+    is_complex = jnp.issubdtype(state.dtype, jnp.complexfloating)
+    if kind == "prod" or (is_extreme and (has_gradients or is_complex)):
+        return "gather" if state.nbytes <= collectives.PACK_BYTES else "fold"
+    if is_extreme:
+        return "extreme"
     # Rounded numbers have no derivative.
-    if not has_gradients:
-        narrow = {i: leaf.wire for i, leaf in enumerate(leaves) if leaf.wire and wire.travels_narrowly(states[i])}
-    staying = [i for i, kind in enumerate(kinds) if kind in ("stay", "unreduced")]
-    sums = [i for i, kind in enumerate(kinds) if kind in ("sum", "first") and i not in narrow]
-    extremes = [i for i, kind in enumerate(kinds) if kind in ("max", "min") and i not in folded]
-    gathered = [*folded, *(i for i, kind in enumerate(kinds) if kind in ("gather", "merge"))]
-    # The bits of the first part's value and zeros of the others add up exactly, also for NaN and -0.0.
-    as_sums = [as_bits(states[i]) if kinds[i] == "first" and not has_gradients else states[i] for i in sums]
-    combined = {i: states[i] for i in staying}
-    combined |= zip(sums, collectives.all_sum(as_sums), strict=True)
-    for name in dict.fromkeys(narrow.values()):
-        same = [i for i in narrow if narrow[i] == name]
-        combined |= zip(same, wire.all_sum_narrowly([states[i] for i in same], name, per_process), strict=True)
-    is_min = [kinds[i] == "min" for i in extremes]
-    combined |= zip(extremes, collectives.all_extremes([states[i] for i in extremes], is_min), strict=True)
-    combined |= zip(gathered, collectives.all_gather([states[i] for i in gathered]), strict=True)
-    return combined | {i: fold(kinds[i], combined[i]) for i in folded}
+    if leaf.wire and not has_gradients and wire.travels_narrowly(state):
+        return leaf.wire
+    return {"first": "sum", "merge": "gather", "unreduced": "stay"}.get(kind, kind)

@@ -1,6 +1,6 @@
 """Tree: combine blocks of rows by one fixed tree, so that the bits do not depend on the number of replicas."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import jax
@@ -27,25 +27,32 @@ def by_block(reduction: Reduction, dtype: np.dtype) -> Reduction:
 
 @lru_cache(maxsize=64)
 def _entries_of(reduction: Reduction) -> Reduction:
+    def combine(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
+        return [reduction.accumulate(a[0], b[0])]
+
+    def finalize(total: jax.Array, weight: jax.Array | None) -> jax.Array:
+        if weight is not None:
+            # XLA may turn A / broadcast(B) into A * broadcast(1 / B), or not, depending on how often B is used.
+            weight = lax.optimization_barrier(jnp.broadcast_to(weight, total.shape))
+        return reduction.finalize(total, weight)
+
     return Reduction(
         reduction.name,
         "gather",
-        lambda value, info: reduction.prepare(value, info)[None],
-        finalize=lambda total, weight: reduction.finalize(total, _spread(weight, total)),
-        fold=lambda entries: fold(entries, reduction.accumulate),
+        lambda value, weight: reduction.prepare(value, weight)[None],
+        finalize=finalize,
+        fold=lambda entries: fold_by_tree([entries], combine)[0],
     )
 
 
-def _spread(weight: jax.Array | None, total: jax.Array) -> jax.Array | None:
-    """Return the weight once for each number."""
-    # XLA may turn A / broadcast(B) into A * broadcast(1 / B), or not, depending on how often B is used.
-    return None if weight is None else lax.optimization_barrier(jnp.broadcast_to(weight, total.shape))
+def fold_by_tree(states: Sequence[jax.Array], combine: Callable[..., list[jax.Array]]) -> list[jax.Array]:
+    """Combine all entries on axis 0: neighbours first. An entry without a neighbour stays as it is.
 
-
-def fold(entries: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """Combine all entries on axis 0: neighbours first. An entry without a neighbour stays as it is."""
-    while entries.shape[0] > 1:
-        pairs = entries.shape[0] // 2
-        both = combine(entries[0 : 2 * pairs : 2], entries[1 : 2 * pairs : 2])
-        entries = jnp.concatenate([both, entries[2 * pairs :]])
-    return entries[0]
+    `combine` takes the leaves of as many first as second neighbours.
+    """
+    states = list(states)
+    while states and len(states[0]) > 1:
+        stop = len(states[0]) // 2 * 2
+        both = combine([leaf[0:stop:2] for leaf in states], [leaf[1:stop:2] for leaf in states])
+        states = [jnp.concatenate([pairs, leaf[stop:]]) for pairs, leaf in zip(both, states, strict=True)]
+    return [leaf[0] for leaf in states]

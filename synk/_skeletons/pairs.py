@@ -17,7 +17,6 @@ from .._reductions.outputs import is_whole
 from .._reductions.reduction import (
     ELEMENTWISE,
     ElementwiseOp,
-    PartInfo,
     Reduction,
     Weighted,
     fold,
@@ -143,9 +142,9 @@ class _Ring(NamedTuple):
 
     def _states(self, x: Leaves, y: Leaves, is_row: jax.Array) -> list[jax.Array]:
         """Combine the pairs with some rows of y, of which `is_row` tells which count."""
-        info, states = PartInfo(1 / sum(self.lengths), True), list[jax.Array]()
+        weight, states = 1 / sum(self.lengths), list[jax.Array]()
         for value in self._pairs(x, y):
-            state = self.reduction.prepare(value, info)
+            state = self.reduction.prepare(value, weight)
             counts = is_row.reshape(1, -1, *[1] * (state.ndim - 2))
             state = jnp.where(counts, state, jnp.asarray(self.reduction.identity(state.dtype), state.dtype))
             states.append(fold(self.reduction.collective, state, axis=1))

@@ -20,7 +20,7 @@ from .._call.compose import in_blocks, own_mesh, place_traced, run_inlined
 from .._call.execute import run
 from .._call.parts import spare_rows
 from .._data.dataset import Data, data_of_replicas, resident, source_of
-from .._reductions.collectives import all_gather, merge_leading_axes
+from .._reductions.collectives import all_gather
 from .._runtime.dispatch import LOCK
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
@@ -176,4 +176,4 @@ def _filled(values: Leaves, lengths: Sequence[tuple[int, ...]]) -> Leaves:
 def all_rows(values: Leaves, lengths: Sequence[int]) -> list[jax.Array]:
     """Gather the rows of all replicas, without those that fill up shorter ones."""
     valid = np.concatenate([rank * lengths[0] + np.arange(count) for rank, count in enumerate(lengths)])
-    return [merge_leading_axes(leaf).at[valid].get() for leaf in all_gather(values)]
+    return [lax.collapse(leaf, 0, 2).at[valid].get() for leaf in all_gather(values)]

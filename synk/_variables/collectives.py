@@ -17,7 +17,6 @@ from .._data.selection import select
 from .._data.transfer import gather_rows
 from .._reductions import reduction
 from .._reductions.collectives import all_gather as gather_arrays
-from .._reductions.collectives import merge_leading_axes
 from .._reductions.reduction import ElementwiseOp
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
@@ -417,7 +416,7 @@ def _gather_body(nd_up: int, rows: tuple[int, ...] | None) -> Body:
         if nd_up:
             return gathered
         if rows is None or len(set(rows)) == 1:
-            return [merge_leading_axes(entries) for entries in gathered]
+            return [lax.collapse(entries, 0, 2) for entries in gathered]
         return [jnp.concatenate([entries[rank, :n] for rank, n in enumerate(rows)]) for entries in gathered]
 
     return body
@@ -470,8 +469,8 @@ def _reduce_body(op: str, is_for_first: bool) -> Body:
         context = current_trace()
         rank = lax.axis_index(AXIS) if context is None else context.rank
         weight = shares[rank]
-        leaves = [reduction.Reduced(reduction.REDUCTIONS[op], array.dtype) for array in arrays]
-        states = reduction.prepare_parts(arrays, leaves, reduction.PartInfo(weight, rank == 0))
+        leaves = [reduction.OutputLeaf(reduction.REDUCTIONS[op], array.dtype) for array in arrays]
+        states = reduction.prepare_part(arrays, leaves, weight, rank == 0)
         whole = reduction.combine_replicas(states, leaves, [None] * len(leaves), has_gradients=context is not None)
         if is_for_first:
             return [jnp.where(rank == 0, new, old) for new, old in zip(whole, arrays, strict=True)]
@@ -526,7 +525,7 @@ def _gather_traced(context: TraceContext, tree: PyTree) -> PyTree:
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     if any(array.ndim == 0 for array in arrays):
         raise ValueError("synk.all_gather: a scalar has no rows to gather; give it an axis, as by value[None].")
-    gathered = map(merge_leading_axes, gather_arrays([as_data(array) for array in arrays]))
+    gathered = [lax.collapse(entries, 0, 2) for entries in gather_arrays([as_data(array) for array in arrays])]
     return treedef.unflatten([as_keys(rows, key_of(array)) for rows, array in zip(gathered, arrays, strict=True)])
 
 

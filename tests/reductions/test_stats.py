@@ -333,7 +333,7 @@ def test_refuses_other_ops(few_replicas):
     """A Monoid says itself how it combines."""
     with pytest.raises(ValueError, match=r'is a Monoid, which goes with "merge", but its op is .mean.'):
         synk.function(lambda x: stats.var(x), reduce="mean")(rows_of(7))
-    with pytest.raises(TypeError, match=r"must be a synk.Monoid, as synk.stats makes"):
+    with pytest.raises(TypeError, match=r"Return a synk.Monoid, as synk.stats makes"):
         synk.function(lambda x: x.sum(), outputs="merge")(rows_of(7))
 
 
