@@ -1,7 +1,6 @@
 """Checkpoints by orbax: asynchronous saves, object stores. Needs the extra `orbax`; `synk` does not import it."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,9 +27,6 @@ from ._variables.variable import Shared, commit_all, computed_leaves, group_of, 
 
 __all__ = ["load", "save"]
 
-# The step that this program has loaded from a manager's folder, until it saves there.
-_LOADED: dict[Path, int] = {}
-
 
 @public_api
 def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any = None) -> bool:
@@ -48,9 +44,8 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
       Whether the checkpoint was saved: the manager may skip steps.
 
     Raises:
-      ValueError: the step is no integer >= 0; or orbax would skip it, since it comes before the manager's latest step,
-        or is that step, saved before this program went back to an earlier one; or a flat variable differs on the
-        replicas.
+      ValueError: the step is no integer >= 0, or comes before the manager's latest step, so that orbax would skip it;
+        or a flat variable differs on the replicas.
       TypeError: `extra` is no JSON, or `variables` holds something else than shared variables.
 
     Example:
@@ -78,10 +73,7 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
         items = {"about": ocp.args.JsonSave(about)}
         if state:
             items["state"] = ocp.args.StandardSave(state)
-        is_saved = bool(manager.save(number, args=ocp.args.Composite(**items)))
-    if is_saved:
-        _LOADED.pop(Path(manager.directory), None)
-    return is_saved
+        return bool(manager.save(number, args=ocp.args.Composite(**items)))
 
 
 @public_api
@@ -122,18 +114,15 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
             state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
         new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
         commit_all([(v, _restored_state(v, kept[name], new[name])) for name, v in variables.items()])
-    _LOADED[Path(manager.directory)] = int(step)
     return int(step), about["extra"]
 
 
 def _refuse_skipped(manager: Any, step: int) -> str:
-    """Raise ValueError if orbax would skip a step, since it has a later one."""
-    latest, loaded = manager.latest_step(), _LOADED.get(Path(manager.directory))
-    # This program has gone back to an earlier step, and has come to the same step again.
-    is_of_another_run = loaded is not None and loaded < step
-    if latest is not None and (step < latest or (step == latest and is_of_another_run)):
+    """Raise ValueError if orbax would skip a step, since it has a later one. Return "" for the other processes."""
+    latest = manager.latest_step()
+    if latest is not None and step < latest:
         raise ValueError(
-            f"synk.orbax.save: step {step} is not after {latest}, the latest in {manager.directory}, and orbax would "
+            f"synk.orbax.save: step {step} is before {latest}, the latest in {manager.directory}, and orbax would "
             f"skip it. To go back, call manager.wait_until_finished() and then manager.delete(step) of each later one, "
             f"or save into another directory."
         )

@@ -5,6 +5,7 @@ rows, as NumPy computes it.
 """
 
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from ._base.errors import checked_integer, shown
 from ._base.pytree import narrow
 from ._reductions import statistics
-from ._reductions.monoid import Gathered, Monoid, statistic
+from ._reductions.monoid import Monoid, concatenate_rows, statistic
 from ._reductions.reduction import accumulation_dtype
 from ._tracing.context import row_numbers
 
@@ -118,9 +119,8 @@ def cov(x: Any, ddof: int = 1) -> Monoid:
         raise ValueError(f"synk.stats.cov: x has shape {x.shape}; give rows of columns, two dimensions.")
     means, off = statistics.centered(x)
     state = means | {"products": off.T @ off.conj()}
-    return statistic(
-        state, statistics.merge_products, partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
-    )
+    finish = partial(statistics.cov, ddof=ddof, dtype=statistics.real_like(x))
+    return statistic(state, statistics.merge_products, finish)
 
 
 def logsumexp(x: Any) -> Monoid:
@@ -203,8 +203,9 @@ def top_k(x: Any, k: int) -> Monoid:
         raise ValueError(f"synk.stats.top_k: x has shape {x.shape}; give one number a row.")
     k = checked_integer(k, "synk.stats.top_k: k", 1)
     values, rows = jnp.pad(x, (0, k)), jnp.pad(rows, (0, k), constant_values=-1)
-    merge = statistics.merge_largest(k)
-    return statistic(statistics.largest(values, rows, k), merge, statistics.pair, least_rows=k)
+    merge = partial(statistics.merge_largest, k=k)
+    finish = itemgetter("value", "row")
+    return statistic(statistics.largest(values, rows, k), merge, finish, least_rows=k)
 
 
 def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) -> Monoid:
@@ -235,15 +236,11 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
         raise ValueError(f"synk.stats.histogram: bins={bins!r} needs range=(lowest, highest); or give edges as bins.")
     like = np.zeros(0, x.dtype if jnp.issubdtype(x.dtype, np.floating) and x.dtype.itemsize >= 4 else np.float32)
     edges = np.histogram_bin_edges(like, bins, range)
-    if jnp.issubdtype(x.dtype, np.integer):
-        place = statistics.places_of_integers(x.ravel(), edges)
-    else:
+    if not jnp.issubdtype(x.dtype, np.integer):
         edges = edges.astype(narrow(np.result_type(like.dtype, edges.dtype)))
-        place = statistics.places_of_floats(x.ravel().astype(edges.dtype), edges)
+    counts = statistics.counted(statistics.places(x.ravel(), edges), len(edges) - 1)
     return statistic(
-        statistics.counted(place, len(edges) - 1),
-        statistics.merge_counts,
-        partial(statistics.with_edges, edges=tuple(edges.tolist())),
+        counts, statistics.merge_counts, lambda counts: (counts, jnp.asarray(edges, jnp.result_type(float)))
     )
 
 
@@ -310,7 +307,8 @@ def quantile(x: Any, q: Any) -> Monoid:
     wanted = np.asarray(q, np.float64)
     if not ((wanted >= 0) & (wanted <= 1)).all():
         raise ValueError(f"synk.stats.quantile: q is {shown(q)}; give numbers from 0 to 1.")
-    return Gathered(statistics.rows_of(x, "quantile"), partial(statistics.quantile, q=wanted))
+    finish = partial(statistics.quantile, q=wanted)
+    return statistic(statistics.rows_of(x, "quantile"), concatenate_rows, finish)
 
 
 def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
@@ -334,5 +332,5 @@ def _extreme(x: Any, name: str, is_min: bool) -> Monoid:
     x, rows = _numbered(x, name)
     at = (jnp.argmin if is_min else jnp.argmax)(x, axis=0)
     value = jnp.take_along_axis(x, at[None], axis=0)[0]
-    merge = statistics.merge_least if is_min else statistics.merge_most
-    return statistic({"value": value, "row": rows[at]}, merge, statistics.row)
+    merge = partial(statistics.merge_extreme, is_min=is_min)
+    return statistic({"value": value, "row": rows[at]}, merge, itemgetter("row"))

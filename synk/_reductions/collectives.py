@@ -1,5 +1,6 @@
 """Collectives inside a program: one a dtype, small arrays packed into one buffer, large ones as they are."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -41,39 +42,21 @@ def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
 
 
 def _reduced(operation: Callable[..., Any], values: Arrays) -> list[jax.Array]:
-    return packed(values, PACK_BYTES, partial(operation, axis_name=AXIS), most=SUMMED_TOGETHER)
+    return packed(values, partial(operation, axis_name=AXIS), most=SUMMED_TOGETHER)
 
 
 def all_gather(values: Arrays) -> list[jax.Array]:
     """Gather each array from all replicas: (replicas, *shape)."""
     if _is_alone():
         return [value[None] for value in values]
-    return packed(values, PACK_BYTES, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
+    return packed(values, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
 
 
 def sum_scatter(values: Arrays) -> list[jax.Array]:
     """Sum arrays with an entry a replica on axis 0, and return this replica's entries."""
     if _is_alone():
         return [value[0] for value in values]
-    return packed(values, PACK_BYTES, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
-
-
-def all_folded(array: jax.Array, fold: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Fold an array over the replicas. Each replica folds one part of it, so that memory for two arrays is enough.
-
-    An all-to-all followed by an all-gather is the usual all-reduce of large arrays (Patarasuk and Yuan, 2009,
-    doi:10.1016/j.jpdc.2008.09.002).
-    """
-    if _is_alone() or not array.size:
-        return array
-    size = lax.psum(1, AXIS)
-    piece = -(-array.size // size)
-    flat = jnp.pad(array.ravel(), (0, piece * size - array.size)).reshape(size, piece)
-    # Under vmap, all_to_all of a value that is equal on all replicas has the wrong shape. This makes it differ
-    # formally.
-    flat = jnp.where(lax.axis_index(AXIS) >= 0, flat, flat[:1, :1])
-    mine = fold(lax.all_to_all(flat, AXIS, 0, 0)).astype(array.dtype)
-    return lax.all_gather(mine, AXIS).ravel()[: array.size].reshape(array.shape)
+    return packed(values, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
 
 
 def _is_alone() -> bool:
@@ -105,13 +88,12 @@ def _ordered(bits: jax.Array) -> jax.Array:
 
 
 def packed(
-    values: Arrays, limit: float, communicate: Callable[[list[jax.Array]], Arrays], front: int = 0, most: int = 2**31
+    values: Arrays, communicate: Callable[[list[jax.Array]], Arrays], front: int = 0, most: int = 2**31
 ) -> list[jax.Array]:
     """Communicate arrays of one dtype together.
 
     Args:
       values: the arrays.
-      limit: the bytes up to which arrays share a buffer.
       communicate: takes and returns arrays of one dtype.
       front: the number of leading axes that buffers keep, which `communicate` removes.
       most: the number of arrays that share one buffer.
@@ -119,8 +101,8 @@ def packed(
     results: dict[int, jax.Array] = {}
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
-        small = [i for i in same if values[i].nbytes <= limit]
-        alone = [i for i in same if values[i].nbytes > limit]
+        small = [i for i in same if values[i].nbytes <= PACK_BYTES]
+        alone = [i for i in same if values[i].nbytes > PACK_BYTES]
         if len(small) == 1:
             alone, small = same, []
         groups = [small[start : start + most] for start in range(0, len(small), most)]
@@ -129,16 +111,10 @@ def packed(
         ]
         received = communicate([*together, *(values[i] for i in alone)])
         for group, buffer in zip(groups, received, strict=False):
-            like = [jax.ShapeDtypeStruct(values[i].shape[front:], dtype) for i in group]
-            results |= zip(group, _unpack(buffer, like), strict=True)
+            shapes = [values[i].shape[front:] for i in group]
+            stops = np.cumsum([math.prod(shape) for shape in shapes])
+            pieces = jnp.split(buffer, stops[:-1], axis=-1)
+            for i, piece, shape in zip(group, pieces, shapes, strict=True):
+                results[i] = piece.reshape(*buffer.shape[:-1], *shape)
         results |= zip(alone, received[len(together) :], strict=True)
     return [results[i] for i in range(len(values))]
-
-
-def _unpack(packed: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Cut the last axis of a buffer into arrays of the given shapes."""
-    stops = np.cumsum([array.size for array in like])
-    return [
-        lax.slice_in_dim(packed, int(stop) - array.size, int(stop), axis=-1).reshape(*packed.shape[:-1], *array.shape)
-        for array, stop in zip(like, stops, strict=True)
-    ]

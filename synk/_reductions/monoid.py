@@ -92,22 +92,11 @@ def statistic(
     return monoid
 
 
-class Gathered(Monoid):
-    """A Monoid whose answer needs all rows. Its state has one entry a row on axis 0, gathered in row order."""
+def concatenate_rows(a: PyTree, b: PyTree) -> PyTree:
+    """Merge states that have one entry a row on axis 0.
 
-    def __init__(self, rows: PyTree, finish: Callable[[PyTree], PyTree]) -> None:
-        super().__init__(rows, _concatenate, finish)
-
-    @classmethod
-    def tree_unflatten(cls, about: Any, children: tuple[PyTree]) -> "Gathered":
-        """Restore for JAX."""
-        return cls(children[0], about[1])
-
-
-jax.tree_util.register_pytree_node_class(Gathered)
-
-
-def _concatenate(a: PyTree, b: PyTree) -> PyTree:
+    A Monoid with this merge is gathered in row order, and its answer is made of all rows.
+    """
     return jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
 
 
@@ -118,19 +107,21 @@ class Merge:
       leaves: the numbers of the leaves of its state.
       results: the leaves of its answer.
       least_rows, has_order: as in `statistic`.
+      is_gathered: whether its answer is made of all rows.
     """
 
     def __init__(self, monoid: Monoid, first: int, path: str, name: str) -> None:
         self._functions, self._treedef = (monoid.merge, monoid.finish), jax.tree.structure(monoid.state)
         self.leaves = range(first, first + self._treedef.num_leaves)
         self.least_rows, self.has_order = monoid._least_rows, monoid._has_order
+        self.is_gathered = monoid.merge is concatenate_rows
         state, where = jax.tree.map(jnp.asarray, monoid.state), f"{name}: output{path}"
         answer = _shapes_of(lambda state: Monoid(state, *self._functions).value, (state,), f"{where}: finish")
         self.results = [
             OutputLeaf(REDUCTIONS["merge"], leaf.dtype, path + keystr(sub))
             for sub, leaf in tree_leaves_with_path(answer)
         ]
-        if not isinstance(monoid, Gathered):
+        if not self.is_gathered:
             change = first_change(state, _shapes_of(monoid.merge, (state, state), f"{where}: merge"), "state")
             if change is not None:
                 raise ValueError(

@@ -10,7 +10,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
 from .._base.pytree import PyTree, as_data, key_of, narrowed, refuse_two_bits
-from .monoid import Gathered, Merge, Monoid
+from .monoid import Merge, Monoid
 from .reduction import (
     MERGE_IN_ORDER,
     PER_PART,
@@ -100,9 +100,9 @@ class OutputSpec(NamedTuple):
                 outputs += [None] * len(item.results)
             else:
                 state = [combined[i] for i in item.leaves]
-                reductions = {self.leaves[i].reduction for i in item.leaves}
-                if reductions != {REDUCTIONS["concat"]}:
-                    state = item.merge_all(state, present if reductions == {MERGE} else None)
+                if not item.is_gathered:
+                    is_by_replica = all(self.leaves[i].reduction == MERGE for i in item.leaves)
+                    state = item.merge_all(state, present if is_by_replica else None)
                 outputs += item.finish(state)
         return outputs
 
@@ -173,7 +173,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
             merge = Merge(value, len(leaves), path, rules.name)
             items.append(merge)
             merging = MERGE_IN_ORDER if rules.is_over and merge.has_order else MERGE
-            merging = REDUCTIONS["concat"] if isinstance(value, Gathered) else merging
+            merging = REDUCTIONS["concat"] if merge.is_gathered else merging
             for sub, leaf in tree_leaves_with_path(value.state):
                 add(path + keystr(sub), merging, leaf, is_of_monoid=True)
         elif isinstance(value, Weighted):

@@ -9,7 +9,6 @@ A replica that has no part has the identity for its state.
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -288,9 +287,6 @@ def _communicate(
             case "gather":
                 pairs = zip(collectives.all_gather(arrays), kinds, strict=True)
                 wholes = [whole if kind in ("gather", "merge") else fold(kind, whole) for whole, kind in pairs]
-            case "fold":
-                pairs = zip(arrays, kinds, strict=True)
-                wholes = [collectives.all_folded(array, partial(fold, kind)) for array, kind in pairs]
             case _:
                 wholes = wire.all_sum_narrowly(arrays, route, per_process)
         combined |= zip(numbers, wholes, strict=True)
@@ -320,14 +316,13 @@ def _route(state: jax.Array, leaf: OutputLeaf, has_gradients: bool) -> str:
     kind = leaf.reduction.collective
     is_extreme = kind in ("max", "min")
     # There is no all-reduce of products or of complex extremes, and lax.pmax has no derivative
-    # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states and fold them. Of a large state each
-    # replica folds one part.
+    # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states and fold them.
     is_complex = jnp.issubdtype(state.dtype, jnp.complexfloating)
     if kind == "prod" or (is_extreme and (has_gradients or is_complex)):
-        return "gather" if state.nbytes <= collectives.PACK_BYTES else "fold"
+        return "gather"
     if is_extreme:
         return "extreme"
-    # Rounded numbers have no derivative.
-    if leaf.wire and not has_gradients and wire.travels_narrowly(state):
+    # Rounded numbers have no derivative, and few numbers are not worth a scale.
+    if leaf.wire and not has_gradients and state.dtype == np.float32 and state.size >= wire.BLOCK:
         return leaf.wire
     return {"first": "sum", "merge": "gather", "unreduced": "stay"}.get(kind, kind)

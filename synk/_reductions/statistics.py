@@ -5,13 +5,13 @@ exact for data far from 0.
 """
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .monoid import concatenate_rows
 from .reduction import accumulation_dtype
 
 State = dict[str, jax.Array]
@@ -57,21 +57,16 @@ def number_of(rows: jax.Array, dtype: Any, ddof: int = 0) -> jax.Array:
     return high.astype(dtype) * 2**30 + (low - ddof).astype(dtype)
 
 
-def mean_in_two(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return a mean as two numbers. The second holds the bits that the first has no room for."""
-    center = wide.mean(0, keepdims=True)
-    return center, jnp.where(jnp.isfinite(center), (wide - center).mean(0, keepdims=True), 0)
-
-
 def centered(x: jax.Array) -> tuple[State, jax.Array]:
     """Return the number and the mean of rows, and the distance of each row from the mean."""
     wide, shift = _shifted(x, accumulation_dtype(x.dtype, "mean"))
-    center, rest = mean_in_two(wide)
+    # A second number holds the bits of the mean that the first has no room for.
+    center = wide.mean(0, keepdims=True)
+    rest = jnp.where(jnp.isfinite(center), (wide - center).mean(0, keepdims=True), 0)
     off = wide - center - rest
     if shift is not None:
-        whole = shift + center
-        back = whole - shift
-        center, rest = whole, (shift - (whole - back)) + (center - back) + rest
+        center, lost = _two_sum(shift, center)
+        rest += lost
     return {"rows": rows_in_words(len(x)), "mean": center[0], "rest": rest[0]}, off
 
 
@@ -84,6 +79,13 @@ def _shifted(x: jax.Array, dtype: np.dtype) -> tuple[jax.Array, jax.Array | None
     has_room = jnp.abs(high).max(0, keepdims=True) < 2 ** (jnp.finfo(dtype).nmant + 1 - half)
     about = jnp.where(has_room, 0, jnp.round(high.mean(0, keepdims=True)))
     return (high - about) * 2**half + low, about * 2**half
+
+
+def _two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a sum and its rounding error, which is exact: https://en.wikipedia.org/wiki/2Sum."""
+    whole = a + b
+    back = whole - a
+    return whole, (a - (whole - back)) + (b - back)
 
 
 def spread(x: Any, name: str) -> State:
@@ -102,10 +104,7 @@ def merge_means(a: State, b: State) -> tuple[State, jax.Array, jax.Array]:
     share = of_b / of_all
     apart = (b["mean"] - a["mean"]) + (b["rest"] - a["rest"])
     more = a["rest"] + apart * share.astype(apart.dtype)
-    mean = a["mean"] + more
-    # The rounding error of that sum, exactly: https://en.wikipedia.org/wiki/2Sum
-    back = mean - a["mean"]
-    rest = (a["mean"] - (mean - back)) + (more - back)
+    mean, rest = _two_sum(a["mean"], more)
     of_both = a["mean"] * (1 - share).astype(mean.dtype) + b["mean"] * share.astype(mean.dtype)
     # The difference of two means may be infinite or overflow. Then the weighted sum is right.
     is_fine = jnp.isfinite(mean)
@@ -162,24 +161,13 @@ def logsumexp(state: State, dtype: Any) -> jax.Array:
     return (finite(state["most"]) + jnp.log(state["sum"])).astype(dtype)
 
 
-def merge_most(a: State, b: State) -> State:
-    return later_if(b["value"] > a["value"], a, b)
-
-
-def merge_least(a: State, b: State) -> State:
-    return later_if(b["value"] < a["value"], a, b)
-
-
-def later_if(is_beyond: jax.Array, a: State, b: State) -> State:
-    """Take the second state where its value is beyond the first, or NaN. Of equal values take the earlier row."""
+def merge_extreme(a: State, b: State, is_min: bool) -> State:
+    """Take the state with the larger value, or with the smaller one. NaN wins, then the earlier of equal rows."""
+    is_beyond = b["value"] < a["value"] if is_min else b["value"] > a["value"]
     nan_a, nan_b = jnp.isnan(a["value"]), jnp.isnan(b["value"])
     is_equal = (a["value"] == b["value"]) | (nan_a & nan_b)
     takes = (is_beyond & ~nan_a) | (nan_b & ~nan_a) | (is_equal & (b["row"] < a["row"]))
     return jax.tree.map(lambda x, y: jnp.where(takes, y, x), a, b)
-
-
-def row(state: State) -> jax.Array:
-    return state["row"]
 
 
 def largest(values: jax.Array, rows: jax.Array, k: int) -> State:
@@ -190,22 +178,22 @@ def largest(values: jax.Array, rows: jax.Array, k: int) -> State:
     return {"value": values[order], "row": rows[order]}
 
 
-@lru_cache(maxsize=1024)
-def merge_largest(k: int) -> Any:
-    def merge(a: State, b: State) -> State:
-        both = jax.tree.map(lambda x, y: jnp.concatenate([x, y]), a, b)
-        return largest(both["value"], both["row"], k)
-
-    return merge
+def merge_largest(a: State, b: State, k: int) -> State:
+    both = concatenate_rows(a, b)
+    return largest(both["value"], both["row"], k)
 
 
-def pair(state: State) -> tuple[jax.Array, jax.Array]:
-    return state["value"], state["row"]
+def places(x: jax.Array, edges: np.ndarray) -> jax.Array:
+    """Return the bin of each number, in the dtype of the edges: -1 before all bins, their number after all."""
+    if jnp.issubdtype(x.dtype, np.integer):
+        return _places_of_integers(x, edges)
+    x = x.astype(edges.dtype)
+    place = jnp.searchsorted(jnp.asarray(edges), x, side="right") - 1
+    return jnp.where(x == edges[-1], len(edges) - 2, place)
 
 
-def places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
-    """Return the bin of each integer: -1 before all bins, their number after all. Integers compare exactly with edges
-    that their dtype does not have."""
+def _places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
+    """Return the bin of each integer, which compares exactly with edges that its dtype does not have."""
     limits = jnp.iinfo(x.dtype)
     at_least = [edge if np.isinf(edge) else math.ceil(edge) for edge in edges.tolist()]
     below = sum(edge <= limits.min for edge in at_least)
@@ -216,12 +204,6 @@ def places_of_integers(x: jax.Array, edges: np.ndarray) -> jax.Array:
     last = edges[-1].item()
     is_last = x == np.asarray(int(last), x.dtype) if limits.min <= last <= limits.max and last == int(last) else False
     return jnp.where(is_last, len(edges) - 2, place)
-
-
-def places_of_floats(x: jax.Array, edges: np.ndarray) -> jax.Array:
-    """Return the bin of each float, in the dtype of the edges: -1 before all bins, their number after all."""
-    place = jnp.searchsorted(jnp.asarray(edges), x, side="right") - 1
-    return jnp.where(x == edges[-1], len(edges) - 2, place)
 
 
 def counted(place: jax.Array, length: int) -> jax.Array:
@@ -235,10 +217,6 @@ def counted(place: jax.Array, length: int) -> jax.Array:
 
 def merge_counts(a: jax.Array, b: jax.Array) -> jax.Array:
     return a + jnp.minimum(b, jnp.iinfo(a.dtype).max - a)
-
-
-def with_edges(counts: jax.Array, edges: tuple[float, ...]) -> tuple[jax.Array, jax.Array]:
-    return counts, jnp.asarray(edges, jnp.result_type(float))
 
 
 def quantile(rows: jax.Array, q: np.ndarray) -> jax.Array:

@@ -4,7 +4,7 @@ Quantised reduce-scatters by an all-to-all are described in ZeRO++ (arXiv:2306.1
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax import lax
 
 from .._base.pytree import PyTree
 from .._runtime.group import AXIS
-from .collectives import PACK_BYTES, packed
+from .collectives import packed
 
 WireName: TypeAlias = Literal["bf16", "int8"]
 
@@ -103,11 +103,6 @@ def may_be_nan(wire: str, parts: np.ndarray) -> np.ndarray:
     return np.repeat(blocks.any(1), BLOCK)[: bad.size].reshape(bad.shape)
 
 
-def travels_narrowly(state: Any) -> bool:
-    """Check whether a state is large enough to encode, and of float32."""
-    return state.dtype == np.float32 and state.size >= BLOCK
-
-
 def all_sum_narrowly(values: Sequence[jax.Array], wire: str, per_process: int = 1) -> list[jax.Array]:
     """Sum each array over the replicas, with a half or a quarter of the bytes. The sum has no derivative.
 
@@ -118,7 +113,7 @@ def all_sum_narrowly(values: Sequence[jax.Array], wire: str, per_process: int = 
         return list(values)
     # Padding keeps numbers of two leaves out of one block.
     flat = [_padded(value.ravel(), BLOCK) for value in values]
-    sums = packed(flat, PACK_BYTES, lambda arrays: [_sum(wire, array, per_process) for array in arrays])
+    sums = packed(flat, lambda arrays: [_sum(wire, array, per_process) for array in arrays])
     return [whole[: value.size].reshape(value.shape) for whole, value in zip(sums, values, strict=True)]
 
 
