@@ -102,19 +102,21 @@ def packed(
     for dtype in dict.fromkeys(value.dtype for value in values):
         same = [i for i, value in enumerate(values) if value.dtype == dtype]
         small = [i for i in same if values[i].nbytes <= PACK_BYTES]
-        alone = [i for i in same if values[i].nbytes > PACK_BYTES]
-        if len(small) == 1:
-            alone, small = same, []
         groups = [small[start : start + most] for start in range(0, len(small), most)]
-        together = [
-            jnp.concatenate([values[i].reshape(*values[i].shape[:front], -1) for i in group], -1) for group in groups
-        ]
-        received = communicate([*together, *(values[i] for i in alone)])
-        for group, buffer in zip(groups, received, strict=False):
+        groups += [[i] for i in same if values[i].nbytes > PACK_BYTES]
+        received = communicate([_joined([values[i] for i in group], front) for group in groups])
+        for group, buffer in zip(groups, received, strict=True):
+            if len(group) == 1:
+                results[group[0]] = buffer
+                continue
             shapes = [values[i].shape[front:] for i in group]
             stops = np.cumsum([math.prod(shape) for shape in shapes])
-            pieces = jnp.split(buffer, stops[:-1], axis=-1)
-            for i, piece, shape in zip(group, pieces, shapes, strict=True):
+            for i, piece, shape in zip(group, jnp.split(buffer, stops[:-1], axis=-1), shapes, strict=True):
                 results[i] = piece.reshape(*buffer.shape[:-1], *shape)
-        results |= zip(alone, received[len(together) :], strict=True)
     return [results[i] for i in range(len(values))]
+
+
+def _joined(arrays: Arrays, front: int) -> jax.Array:
+    if len(arrays) == 1:
+        return arrays[0]
+    return jnp.concatenate([array.reshape(*array.shape[:front], -1) for array in arrays], -1)

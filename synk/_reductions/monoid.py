@@ -81,9 +81,7 @@ def statistic(
     """Make a Monoid of which more is known.
 
     Args:
-      state: as for `Monoid`.
-      merge: as for `Monoid`.
-      finish: as for `Monoid`.
+      state, merge, finish: as for `Monoid`.
       least_rows: a call with fewer rows in all raises before anything runs.
       has_order: whether parts merged in another order could give another answer.
     """

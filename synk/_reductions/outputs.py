@@ -147,7 +147,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     arrays: list[jax.Array] = []
     items: list[int | Merge] = []
     plain = jax.tree.map(_whole, out, is_leaf=is_whole)
-    wires = {path: said for path, said, _ in _match(rules.wires, plain, rules.name, "wire", rules.wires) if said}
+    wires = {path: said for path, said, _ in _match(rules.wires, plain, rules.name, "wire") if said}
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         array = _as_array(value, f"{rules.name}: output{path}")
@@ -166,8 +166,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
         leaves.append(leaf)
         arrays.append(as_data(array))
 
-    names = jax.tree.map(lambda reduction: reduction.name, rules.ops)
-    for path, reduction, value in _match(rules.ops, out, rules.name, "outputs", names):
+    for path, reduction, value in _match(rules.ops, out, rules.name, "outputs"):
         _check_output(f"{rules.name}: output{path}", reduction, value)
         if isinstance(value, Monoid):
             merge = Merge(value, len(leaves), path, rules.name)
@@ -208,8 +207,8 @@ def _whole(value: Any) -> Any:
     return value.value if isinstance(value, Weighted) else value
 
 
-def _match(prefix: PyTree, out: PyTree, name: str, what: str, given: PyTree) -> list[tuple[str, Any, Any]]:
-    """List (path, entry of the prefix, leaf) for each leaf that was returned. Messages show the prefix as `given`."""
+def _match(prefix: PyTree, out: PyTree, name: str, option: str) -> list[tuple[str, Any, Any]]:
+    """List (path, entry of the prefix, leaf) for each leaf that was returned. The prefix is the value of `option`."""
     matches: list[tuple[str, Any, Any]] = []
 
     def match(start: Any, said: Any, subtree: Any) -> None:
@@ -222,9 +221,10 @@ def _match(prefix: PyTree, out: PyTree, name: str, what: str, given: PyTree) -> 
     try:
         tree_map_with_path(match, prefix, out, is_leaf=lambda said: said is None)
     except ValueError as error:
+        names = jax.tree.map(lambda said: getattr(said, "name", said), prefix)
         raise ValueError(
-            f"{name}: {what}={given!r} is no prefix of what it returned, whose tree is {jax.tree.structure(out)}. "
-            f"Name one {'op' if what == 'outputs' else what} for each output, or one for all."
+            f"{name}: {option}={names!r} is no prefix of what it returned, whose tree is {jax.tree.structure(out)}. "
+            f"Name one for each output, or one for all."
         ) from error
     return matches
 
@@ -268,27 +268,21 @@ def _as_array(value: Any, what: str) -> jax.Array:
 def _check_leaf(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_monoid: bool) -> None:
     """Refuse an output that does not go with its op in this kind of call."""
     where, op = f"{rules.name}: output{leaf.path}", leaf.reduction.name
-    cut_by = "over" if rules.is_over else "num_slices > 1"
-    by_name = "A broadcast argument reaches then by its name: then=lambda total, key: ..."
+    # `f.over` takes no function that has a `then`.
+    by_name = "" if rules.is_over else " A broadcast argument reaches then by its name: then=lambda total, key: ..."
     if leaf.key is not None and op not in ("concat", "scatter", "stack", "first", "first part"):
         raise TypeError(
-            f'{where} holds PRNG keys, which do not combine by {op!r}; without slices use "stack" or None, else use '
-            f'"concat". {by_name}'
+            f'{where} holds PRNG keys, which do not combine by {op!r}; use "concat", "stack" or None.{by_name}'
         )
-    if op == "scatter" and rules.is_over:
+    option, refused = "num_slices > 1", ("stack", "first") if rules.is_sliced else ()
+    if rules.is_over:
+        option, refused = "over", ("stack", "first", "scatter")
+    if rules.block is not None:
+        option, refused = f"blocks={rules.block}", ("stack", "first", "scatter", "callable")
+    if op in refused:
         raise ValueError(
-            f'{where}: "scatter" keeps rows where they were made, but over takes rows in another order than '
-            f'they lie in. Use "concat".'
-        )
-    if rules.block is not None and op in ("stack", "first", "callable", "scatter"):
-        raise ValueError(
-            f"{where}: {op!r} shows which replica has made what, so it does not go with blocks={rules.block}: "
-            f'that answer depends on none. Use an op that combines, or "concat".'
-        )
-    if op in ("stack", "first") and rules.is_sliced:
-        raise ValueError(
-            f"{where}: {op!r} takes one part a replica, so it does not go with {cut_by}. Use a callable, which gets "
-            f'all parts; for keys use "concat". {by_name}'
+            f"{where}: {op!r} shows which replica has made what, so it does not go with {option}. Use an op that "
+            f'combines, or else use "concat".{by_name}'
         )
     if not leaf.reduction.has_row_entries or (array.ndim and rules.rows in (None, array.shape[0])):
         return

@@ -29,14 +29,12 @@ class Wire(NamedTuple):
     Attributes:
       encode: returns the integers of blocks.
       decode: returns the blocks of integers.
-      error: bound of a sum's error, relative to the sum of the parts' sizes.
-      is_by_number: whether sizes are those of each number; else those of the largest number of a leaf.
+      error: bound of a sum's error, relative to the sum of the parts' largest numbers.
     """
 
     encode: Callable[[jax.Array], jax.Array]
     decode: Callable[[jax.Array], jax.Array]
     error: float
-    is_by_number: bool
 
 
 def _encode_bf16(blocks: jax.Array) -> jax.Array:
@@ -70,8 +68,8 @@ def _decode_int8(bits: jax.Array) -> jax.Array:
 
 # Each part is off by half a unit in the last place, and so is the sum.
 WIRES: dict[str, Wire] = {
-    "bf16": Wire(_encode_bf16, _decode_bf16, 2**-7, True),
-    "int8": Wire(_encode_int8, _decode_int8, 1 / _LARGEST, False),
+    "bf16": Wire(_encode_bf16, _decode_bf16, 2**-7),
+    "int8": Wire(_encode_int8, _decode_int8, 1 / _LARGEST),
 }
 
 
@@ -85,22 +83,11 @@ def check_wire(wire: PyTree, name: str) -> PyTree:
     return wire
 
 
-def largest_error(wire: str, op: str, parts: np.ndarray) -> np.ndarray:
+def largest_error(wire: str, op: str, parts: np.ndarray) -> float:
     """Return how far a combination of parts, stacked on axis 0, may be off because of its wire."""
-    sizes = np.nan_to_num(np.abs(parts.astype(np.float64)))
-    if not WIRES[wire].is_by_number:
-        sizes = sizes.max(tuple(range(1, sizes.ndim)), keepdims=True)
+    sizes = np.nan_to_num(np.abs(parts.astype(np.float64)), posinf=0).reshape(len(parts), -1).max(1)
     # The weights of a mean add up to 1.
-    return WIRES[wire].error * (sizes.sum(0) if op == "sum" else sizes.max(0))
-
-
-def may_be_nan(wire: str, parts: np.ndarray) -> np.ndarray:
-    """Return a mask of the numbers of a sum that may be NaN. Under int8 these are whole blocks."""
-    bad: np.ndarray = np.asarray(~np.isfinite(parts.astype(np.float64)).all(0))
-    if WIRES[wire].is_by_number:
-        return bad
-    blocks = np.pad(bad.ravel(), (0, -bad.size % BLOCK)).reshape(-1, BLOCK)
-    return np.repeat(blocks.any(1), BLOCK)[: bad.size].reshape(bad.shape)
+    return WIRES[wire].error * float(sizes.sum() if op == "sum" else sizes.max())
 
 
 def all_sum_narrowly(values: Sequence[jax.Array], wire: str, per_process: int = 1) -> list[jax.Array]:

@@ -135,7 +135,7 @@ def test_one_combination(monkeypatch):
 
 REFUSED = {
     "then": (lambda x: x.sum(), {"then": lambda s: s}, ValueError, "f.over: the function has a then"),
-    "stack": (lambda x: x.sum(), {"reduce": "stack"}, ValueError, "does not go with over. Use a callable"),
+    "stack": (lambda x: x.sum(), {"reduce": "stack"}, ValueError, "does not go with over. Use an op that combines"),
     "first": (lambda x: x.sum(), {"reduce": "first"}, ValueError, "does not go with over"),
     "shapes": (
         lambda x: jnp.zeros(len(x)),
