@@ -114,7 +114,7 @@ def test_refused():
             synk.function(lambda x: x.sum(), reduce="scatter", name="f")(x)
         with pytest.raises(ValueError, match=r'"scatter", so it stays in parts, but then takes whole outputs'):
             synk.function(lambda x: x, reduce="scatter", then=lambda x: x)(x)
-        with pytest.raises(ValueError, match=r"over takes rows in another order"):
+        with pytest.raises(ValueError, match=r"'scatter' shows which replica .* over"):
             doubled().over(x, batches=[2])
         with pytest.raises(ValueError, match="this call has no rows"):
             synk.function(lambda: jnp.ones(3), reduce="scatter")()
