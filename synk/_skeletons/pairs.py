@@ -107,7 +107,7 @@ class _Ring(NamedTuple):
         """Compute the results of a replica's rows."""
         x, y, size = list(values[: self.arguments]), list(values[self.arguments :]), len(self.lengths)
         if self.reduction.name == "concat":
-            # Results hold all pairs, so there is memory for all rows too.
+            # All pairs, which results hold, usually need more memory than all rows.
             return self._pairs(x, all_rows(y, self.lengths))
         rank, to_previous = lax.axis_index(AXIS), [(i, (i - 1) % size) for i in range(size)]
         lengths, max_rows = jnp.asarray(np.array(self.lengths, np.int32)), max(self.lengths)
@@ -115,6 +115,7 @@ class _Ring(NamedTuple):
         blocks = jnp.arange(-(-max_rows // count) * count, dtype=jnp.int32).reshape(-1, count)
 
         def turn(k: jax.Array, carry: tuple[list[jax.Array], ...]) -> tuple[list[jax.Array], ...]:
+            # Rows travel on while their pairs are computed. The last turn sends them home, where nothing reads them.
             before, visitors = carry
             rows = lengths[(rank + k) % size]
 
