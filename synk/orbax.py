@@ -146,14 +146,12 @@ def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:
     """Return shapes, dtypes and shardings of the leaves that orbax restores."""
     group = group_of(variable)
     shapes = [(tuple(leaf["shape"]), np.dtype(leaf["dtype"])) for leaf in kept["leaves"]]
-    if kept["is_equal"]:
-        return [jax.ShapeDtypeStruct(shape, dtype, sharding=group.replicated) for shape, dtype in shapes]
+    sharding = group.replicated if kept["is_equal"] or is_of_others(kept, variable) else group.stacked
     if kept["lengths"]:
         shapes = [((max(kept["lengths"]), *shape[1:]), dtype) for shape, dtype in shapes]
-    if is_of_others(kept, variable):
-        front = (kept["replicas"],)
-        return [jax.ShapeDtypeStruct((*front, *s), dtype, sharding=group.replicated) for s, dtype in shapes]
-    return [jax.ShapeDtypeStruct((group.size, *shape), dtype, sharding=group.stacked) for shape, dtype in shapes]
+    if not kept["is_equal"]:
+        shapes = [((kept["replicas"], *shape), dtype) for shape, dtype in shapes]
+    return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
 
 
 def _with_empty(wanted: list[jax.ShapeDtypeStruct], restored: list[jax.Array]) -> list[jax.Array]:

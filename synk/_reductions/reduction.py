@@ -190,7 +190,7 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
 
 
 class OutputLeaf(NamedTuple):
-    """One leaf that `fn` returned, and how it combines.
+    """Leaf of the outputs of `fn`, and how it combines.
 
     Attributes:
       reduction: its reduction, whose name is the op in messages.
@@ -293,6 +293,23 @@ def _communicate(
     return [combined[i] for i in range(len(states))]
 
 
+def _route(state: jax.Array, leaf: OutputLeaf, has_gradients: bool) -> str:
+    """Name the collective, or the wire format, by which a state travels."""
+    kind = leaf.reduction.collective
+    is_extreme = kind in ("max", "min")
+    # There is no all-reduce of products or of complex extremes, and lax.pmax has no derivative
+    # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states and fold them.
+    is_complex = jnp.issubdtype(state.dtype, jnp.complexfloating)
+    if kind == "prod" or (is_extreme and (has_gradients or is_complex)):
+        return "gather"
+    if is_extreme:
+        return "extreme"
+    # Rounded numbers have no derivative, and few numbers are not worth a scale.
+    if leaf.wire and not has_gradients and state.dtype == np.float32 and state.size >= wire.BLOCK:
+        return leaf.wire
+    return {"first": "sum", "merge": "gather", "unreduced": "stay"}.get(kind, kind)
+
+
 def constant_unless(counts: Any, value: jax.Array) -> jax.Array:
     """Return the value, with a gradient only where it counts.
 
@@ -309,20 +326,3 @@ def fold(kind: str, entries: jax.Array, axis: int = 0) -> jax.Array:
         return folded
     # XLA's CPU backend may lose NaN in extremes: https://github.com/openxla/xla/issues/21461
     return jnp.where(jnp.isnan(entries).any(axis), np.nan, folded).astype(entries.dtype)
-
-
-def _route(state: jax.Array, leaf: OutputLeaf, has_gradients: bool) -> str:
-    """Name the collective, or the wire format, by which a state travels."""
-    kind = leaf.reduction.collective
-    is_extreme = kind in ("max", "min")
-    # There is no all-reduce of products or of complex extremes, and lax.pmax has no derivative
-    # (https://github.com/jax-ml/jax/issues/7167). Replicas gather such states and fold them.
-    is_complex = jnp.issubdtype(state.dtype, jnp.complexfloating)
-    if kind == "prod" or (is_extreme and (has_gradients or is_complex)):
-        return "gather"
-    if is_extreme:
-        return "extreme"
-    # Rounded numbers have no derivative, and few numbers are not worth a scale.
-    if leaf.wire and not has_gradients and state.dtype == np.float32 and state.size >= wire.BLOCK:
-        return leaf.wire
-    return {"first": "sum", "merge": "gather", "unreduced": "stay"}.get(kind, kind)
