@@ -1,6 +1,6 @@
 """Auto slices: choose the fewest slices whose compiled programs fit into a device's memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,63 +16,57 @@ from .._runtime.group import Group
 from .._runtime.layout import put
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind
-from .binding import BoundArguments, CallOptions
 from .execute import ReadyCall, execute, translate_error
-from .kinds import CheckedCall, check_call, find_plan
 from .parts import split_into_launches
-from .plan import CallPlan, Site, SliceChoice, Traced, plan_key
+from .plan import CallPlan, Site, SliceChoice, Traced
 from .rows import RowInputs
 
 
-def choose_slices(site: Site, bound: BoundArguments, options: CallOptions) -> SliceChoice:
-    """Return the number of slices in which a call runs; the choice is remembered with the function's plans."""
-    site = replace(site, is_abstract=True)
+def choose_slices(site: Site, key: Hashable, rows: RowInputs, plan_of: Callable[..., CallPlan]) -> SliceChoice:
+    """Return the number of slices in which a call runs; the choice is remembered with the function's plans.
 
-    def ask(slices: int) -> CheckedCall:
-        return check_call(site, bound, options._replace(num_slices=slices))
-
-    whole = ask(1)
-    lengths = whole.rows.lengths
-    if lengths is None:
+    `key` is the key of its plan in one launch; `plan_of(slices, is_probe)` makes its plan for so many slices.
+    """
+    if rows.lengths is None:
         return SliceChoice(1, 1)
-    key = ("slices", plan_key(site.function, whole.kind), lengths)
+    max_rows = max(rows.lengths)
 
     def trace() -> Traced:
-        slices, plan = _fewest_that_compile(site, ask, max(lengths))
-        choose = partial(_choose, site, ask, max(lengths), slices, plan)
-        return Traced(plan.accepts, (ref(plan),), choose)
+        least, first = _fewest_that_compile(site.group, plan_of, max_rows)
+        choose = partial(_choose, site, plan_of, data_beside(rows, site.group), max_rows, least, first)
+        return Traced(first.accepts, (ref(first),), choose)
 
-    return site.find(key, trace)
+    return site.plans.find(site, ("slices", key, rows.lengths), trace)
 
 
-def _fewest_that_compile(site: Site, ask: Callable[[int], CheckedCall], max_rows: int) -> tuple[int, CallPlan]:
+def _fewest_that_compile(group: Group, plan_of: Callable[[int], CallPlan], max_rows: int) -> tuple[int, CallPlan]:
     """Return the fewest slices, 1 or doubled, for which memory is enough to compile; and their plan."""
     slices = 1
     while True:
         try:
-            return slices, find_plan(site, ask(slices), slices)[1]
+            return slices, plan_of(slices)
         except MemoryError:
             # The other processes would not know what this process has met.
-            if slices == max_rows or site.group._is_multi_process:
+            if slices == max_rows or group._is_multi_process:
                 raise
             slices = min(2 * slices, max_rows)
 
 
-def _choose(site: Site, ask: Callable[[int], CheckedCall], max_rows: int, least: int, first: CallPlan) -> SliceChoice:
-    """Choose slices for replicas that have up to `max_rows` rows. `first` is the plan for `least` slices; fewer slices
-    do not compile."""
+def _choose(
+    site: Site, plan_of: Callable[..., CallPlan], data_bytes: int, max_rows: int, least: int, first: CallPlan
+) -> SliceChoice:
+    """Choose slices for replicas that have up to `max_rows` rows, beside so many bytes of data.
+
+    `first` is the plan for `least` slices; fewer slices do not compile.
+    """
     group, name = site.group, site.function.name
-    limit = _limit(group, name)
-    limit = max(0, limit - data_beside(ask(1).rows, group))
+    limit = max(0, _limit(group, name) - data_bytes)
     needs: dict[int, int] = {}
 
     def need(rows: int) -> int:
         slices = -(-max_rows // rows)
-        if slices == least == 1:
-            plan = first
-        else:
-            plan = find_plan(site, ask(slices), slices, is_probe=True)[1]
-        needs[rows] = _bytes(plan, group, name)
+        plan = first if slices == least == 1 else plan_of(slices, is_probe=True)
+        needs[rows] = _memory_needed(plan, group, name)
         return needs[rows]
 
     # Not every number of rows is the longest of a cut: 10 rows in slices of at most 6 are two slices of 5.
@@ -84,7 +78,7 @@ def _choose(site: Site, ask: Callable[[int], CheckedCall], max_rows: int, least:
             f"included, but programs may use {size_text(limit)}. Make these or a row smaller, or raise memory=."
         )
     slices = -(-max_rows // rows)
-    while slices < max_rows and _bytes(find_plan(site, ask(slices), slices)[1], group, name) > limit:
+    while slices < max_rows and _memory_needed(plan_of(slices), group, name) > limit:
         # Parts have very different lengths, and the probe had compiled one of their programs.
         slices += 1
     return SliceChoice(slices, max_rows)
@@ -101,14 +95,16 @@ def _limit(group: Group, name: str) -> int:
     return limit
 
 
-def _bytes(plan: CallPlan, group: Group, name: str) -> int:
-    size = memory_needed(plan)
-    if size is None:
+def _memory_needed(plan: CallPlan, group: Group, name: str) -> int:
+    """Return the bytes that the largest program of a plan needs."""
+    programs = [*plan.programs.values(), *([] if plan.finish is None else [plan.finish])]
+    totals = [total for program in programs if (total := memory_of(program, plan).total) is not None]
+    if len(totals) < len(programs):
         raise ValueError(
             f'{name}: num_slices="auto" needs to know what programs need, which JAX does not tell for a '
             f"{group.platform}. Give a number of slices."
         )
-    return size
+    return max(totals)
 
 
 def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
@@ -202,12 +198,6 @@ def sizes_of(program: Executable) -> ProgramMemory:
     return ProgramMemory(*(getattr(analysis, f"{kind}_size_in_bytes", None) for kind in kinds), resident=0)
 
 
-def memory_needed(plan: CallPlan) -> int | None:
-    """Return the bytes that the largest program of a plan needs; None if the backend does not tell."""
-    totals = [memory_of(program, plan).total for program in _programs(plan)]
-    return None if None in totals else max(total or 0 for total in totals)
-
-
 def variable_bytes(plan: CallPlan, group: Group) -> int:
     """Return the bytes that all variables of a plan take on a device."""
     return sum(_device_bytes(variable, plan, group) for variable in plan.accepts)
@@ -221,12 +211,6 @@ def data_beside(rows: RowInputs, group: Group) -> int:
 def bytes_on_device(stacked: Any, group: Group) -> int:
     """Return the bytes that a device holds of a stacked array."""
     return stacked.size * stacked.dtype.itemsize // (1 if group.is_simulated else group.size)
-
-
-def _programs(plan: CallPlan) -> Iterator[Executable]:
-    yield from plan.programs.values()
-    if plan.finish is not None:
-        yield plan.finish
 
 
 def _device_bytes(variable: Shared, plan: CallPlan, group: Group) -> int:
@@ -249,30 +233,23 @@ def most_rows(
       fixed: bytes that even no rows would need.
       snap: rounds a number of rows down to one that slices can have.
     """
-    known = {full: need(full)}
-    if known[full] <= limit:
+    good, good_bytes = 0, fixed
+    bad, bad_bytes = full, need(full)
+    if bad_bytes <= limit:
         return full
-    good, bad = 0, full
     for left in range(_TRIES, 0, -1):
         if bad - 1 <= good or snap(bad - 1) <= good or (good and bad <= _CLOSE * good):
             break
-        guess = 1 if left == 1 and not good else _guess(known, good, limit, fixed)
+        # Aim lower as long as nothing fits: more than `fixed` may be independent of the rows.
+        aim = limit if good else 0.9 * limit
         below = bad - 1 if good else max(1, int(0.9 * bad))
+        guess = int(good + (aim - good_bytes) * (bad - good) / max(1, bad_bytes - good_bytes))
+        guess = 1 if left == 1 and not good else guess
         rows = snap(min(max(guess, good + 1), below))
         rows = rows if rows > good else snap(bad - 1)
-        known[rows] = need(rows)
-        good, bad = (rows, bad) if known[rows] <= limit else (good, rows)
+        size = need(rows)
+        if size <= limit:
+            good, good_bytes = rows, size
+        else:
+            bad, bad_bytes = rows, size
     return good
-
-
-def _guess(known: dict[int, int], good: int, limit: int, fixed: int) -> int:
-    """Guess how many rows fit, by the line through the two nearest known numbers of rows."""
-    if len(known) == 1:
-        # Aim lower: more than `fixed` may be independent of the rows.
-        low, low_bytes, aim = 0, fixed, 0.9 * limit
-    else:
-        low = good or sorted(known)[0]
-        low_bytes, aim = known[low], limit if good else 0.97 * limit
-    high = min(rows for rows in known if rows > low)
-    slope = (known[high] - low_bytes) / (high - low)
-    return int(low + (aim - low_bytes) / slope) if slope > 0 else 1

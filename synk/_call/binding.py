@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
 import jax
-import jax.core
 import numpy as np
 from jax.tree_util import keystr
 
@@ -91,22 +91,18 @@ class ArgumentSpec:
     statics: Mapping[str, Any]
     constants: Mapping[str, Any]
     positions: Sequence[str]
-    overlaps: tuple[Overlap | None, ...] = ()
+    overlaps: tuple[Overlap | None, ...]
 
     @cached_property
     def scattered_names(self) -> list[str]:
         """Names of the scattered leaves."""
         return [self.names[i] for i in self.scattered]
 
-    @cached_property
-    def _order(self) -> list[int]:
-        places = (*self.scattered, *self.broadcast)
-        return [places.index(i) for i in range(len(places))]
-
     def in_tree_order(self, scattered: Sequence[Any], broadcast: Sequence[Any]) -> tuple[Any, ...]:
         """Merge values of the scattered leaves and of the broadcast leaves into the order of the tree."""
-        both = (*scattered, *broadcast)
-        return tuple([both[i] for i in self._order])
+        places = (*self.scattered, *self.broadcast)
+        values = dict(zip(places, (*scattered, *broadcast), strict=True))
+        return tuple([values[i] for i in range(len(places))])
 
     def call(self, fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
         """Call `fn` with the static arguments put back in."""
@@ -128,11 +124,6 @@ class BoundArguments(NamedTuple):
     leaves: list[Any]
     numbers: Any = None
 
-    @property
-    def has_tracers(self) -> bool:
-        """Tell whether a leaf is a tracer. Nothing else of a leaf may be looked at before."""
-        return any([isinstance(leaf, jax.core.Tracer) for leaf in self.leaves])
-
 
 class ArgumentBinder:
     """Binder of one function's arguments: knows the mode of each parameter, and keeps the specs that it has made."""
@@ -152,21 +143,7 @@ class ArgumentBinder:
         self.positions = [
             p for p, q in self.parameters.items() if q.kind in (q.POSITIONAL_ONLY, q.POSITIONAL_OR_KEYWORD)
         ]
-        # A default that contains arrays is dealt out like a given argument. Two kinds of arrays stay constants: those
-        # that a functools.partial has bound, and defaults behind a wrapper such as jax.vmap, which may not accept
-        # them as arguments.
-        self._arrays = {
-            p: q.default
-            for p, q in self.parameters.items()
-            if _is_dealt_out(q.default)
-            and p not in self.static_names
-            and q.kind != q.POSITIONAL_ONLY
-            and not _is_behind_wrapper(fn)
-            and p not in _bound_by_partials(fn)
-        }
-        self._only_by_position = {
-            p for p in self.static_names if self.parameters[p].kind == inspect.Parameter.POSITIONAL_ONLY
-        }
+        self._array_defaults = {p: a for p, a in _array_defaults(fn).items() if p not in self.static_names}
         self._specs = BoundedCache()
 
     def mode(self, parameter: str) -> PyTree:
@@ -174,40 +151,39 @@ class ArgumentBinder:
         return self.modes.get(parameter, "scatter")
 
     def _modes(self, inputs: Any) -> dict[str, PyTree]:
+        """Return the modes of parameters, as `inputs` names them."""
         if inputs is None:
             return {}
-        if isinstance(inputs, str):
-            raise TypeError(f"{self.name}: inputs={inputs!r} is one string; give a sequence, e.g. [{inputs!r}].")
-        if isinstance(inputs, Mapping):
-            unknown = [p for p in inputs if p not in self.parameters]
-            if unknown:
-                raise ValueError(f"{self.name}: inputs names {unknown[0]!r}, but {self._has()}.")
-            return {p: self._checked(mode, p) for p, mode in inputs.items()}
-        if not isinstance(inputs, Sequence):
-            raise TypeError(f"{self.name}: inputs is {shown(inputs)}; give a sequence of modes or names, or a mapping.")
-        if not inputs and self.parameters:
-            raise ValueError(
-                f"{self.name}: inputs={inputs!r} names none of its parameters, and gives none a mode. To scatter none, "
-                f'say so of each: inputs={{"{next(iter(self.parameters))}": "broadcast"}}; leave it out to scatter all.'
+        is_mapping = isinstance(inputs, Mapping)
+        is_sequence = isinstance(inputs, Sequence) and not isinstance(inputs, str)
+        # An empty sequence of names would scatter nothing, one of modes everything.
+        if not is_mapping and (not is_sequence or (not inputs and self.parameters)):
+            raise TypeError(
+                f'{self.name}: inputs is {shown(inputs)}; give a sequence of modes or names, as ["x"], or a mapping of '
+                f'modes, as {{"x": "broadcast"}}.'
             )
-        if inputs and all(isinstance(i, str) and i in self.parameters and i not in MODES for i in inputs):
-            return {p: "scatter" if p in inputs else "broadcast" for p in self.parameters}
-        wrong = [i for i in inputs if isinstance(i, str) and i not in MODES]
-        if wrong:
-            raise ValueError(
-                f"{self.name}: inputs holds {wrong[0]!r}, which is neither a mode ({', '.join(MODES)}) nor the name of "
-                f"a parameter; {self._has()}."
-            )
+        names = [name for name in inputs if isinstance(name, str) and (is_mapping or name not in MODES)]
+        for name in names:
+            if name not in self.parameters:
+                raise ValueError(f"{self.name}: inputs names {name!r}, but {self._has()}. Modes: {', '.join(MODES)}.")
+        if is_mapping:
+            modes = dict(inputs)
+        elif names and len(names) == len(inputs):
+            modes = {p: "scatter" if p in names else "broadcast" for p in self.parameters}
+        else:
+            modes = self._modes_by_position(inputs)
+        return {p: self._checked(mode, p) for p, mode in modes.items()}
+
+    def _modes_by_position(self, inputs: Sequence[PyTree]) -> dict[str, PyTree]:
+        """Match a sequence of modes with the parameters; it may go on for the values of *args."""
         named = [p for p, q in self.parameters.items() if q.kind not in _VARIADIC]
-        if len(inputs) > len(named) and not any(q.kind == q.VAR_POSITIONAL for q in self.parameters.values()):
+        extra = [p for p, q in self.parameters.items() if q.kind == q.VAR_POSITIONAL] * (len(inputs) - len(named))
+        if len(inputs) > len(named) + len(extra):
             raise ValueError(f"{self.name}: inputs has {len(inputs)} modes, but {self._has()}.")
-        extra = [p for p, q in self.parameters.items() if q.kind == q.VAR_POSITIONAL]
-        modes = {p: self._checked(mode, p) for p, mode in zip(named, inputs, strict=False)}
-        if len(inputs) > len(named):
-            rest = inputs[len(named) :]
-            if any(mode != rest[0] for mode in rest):
-                raise ValueError(f"{self.name}: the values of *{extra[0]} share one mode, but inputs has {rest!r}.")
-            modes[extra[0]] = self._checked(rest[0], extra[0])
+        modes: dict[str, PyTree] = {}
+        for parameter, mode in zip([*named, *extra], inputs, strict=False):
+            if modes.setdefault(parameter, mode) != mode:
+                raise ValueError(f"{self.name}: the values of *{parameter} share one mode, but inputs is {inputs!r}.")
         return modes
 
     def _has(self) -> str:
@@ -227,57 +203,70 @@ class ArgumentBinder:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
         """Flatten a call's arguments, and find the spec of their tree."""
-        if self._arrays:
-            kwargs = {**{p: a for p, a in self._arrays.items() if p not in self.positions[: len(args)]}, **kwargs}
+        if self._array_defaults:
+            defaults = {p: a for p, a in self._array_defaults.items() if p not in self.positions[: len(args)]}
+            kwargs = {**defaults, **kwargs}
         statics: dict[str, Any] = {}
+        told: list[Any] = []
         if self.static_names or Shared in map(type, args) or Shared in map(type, kwargs.values()):
-            for name in self._only_by_position & kwargs.keys():
-                raise TypeError(f"{self.name}: {name!r} names a static parameter given by position, and a keyword.")
-            given = {**dict(zip(self.positions, args, strict=False)), **kwargs}
-            statics = {
-                name: self._hashable(name, given[name]) for name in sorted(given) if self._is_static(name, given)
-            }
-            named = zip(args, chain(self.positions, repeat("")), strict=False)
-            args = tuple([None if name in statics else argument for argument, name in named])
-            kwargs = {name: None if name in statics else argument for name, argument in kwargs.items()}
+            statics = self._statics(args, kwargs)
+            # Static values stand beside the treedef in the key, not in it: a treedef's hash ignores its nodes' data.
+            told = [(name, told_apart(value)) for name, value in statics.items()]
+            args, kwargs = self._map(lambda name, value: None if name in statics else value, args, kwargs)
         if list in map(type, args) or list in map(type, kwargs.values()):
-            named = zip(args, chain(self.positions, repeat("")), strict=False)
-            args = tuple([_array_of_numbers(argument, f"{self.name}: argument {name}") for argument, name in named])
-            kwargs = {name: _array_of_numbers(value, f"{self.name}: argument {name}") for name, value in kwargs.items()}
+            args, kwargs = self._map(self._with_arrays, args, kwargs)
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        # Static values stand beside the treedef in the key, not in it: a treedef's hash ignores the data of its nodes.
-        told = [(name, told_apart(value)) for name, value in statics.items()]
-        spec = self._specs.get((treedef, *told), lambda: self._spec_unless_listed(treedef, statics))
+        spec = self._specs.get(
+            (treedef, *told), lambda: _LISTED if _has_list(treedef) else self._spec(treedef, statics)
+        )
         # A list of numbers is one array, but its treedef is that of a list of arrays: such trees need a second look.
         if spec is _LISTED:
-            leaves, listed = jax.tree.flatten(_with_arrays((args, kwargs), f"{self.name}: an argument"))
+            leaves, listed = jax.tree.flatten(self._map(self._with_arrays, args, kwargs))
             key = (listed, *told, *[_LISTED] * _has_list(listed))
             spec = self._specs.get(key, lambda: self._spec(listed, statics))
         return BoundArguments(spec, leaves)
 
-    def _is_static(self, parameter: str, given: Mapping[str, Any]) -> bool:
-        """Tell whether an argument is a constant of programs: by its mode, or as a variable, bound by identity."""
-        # Under synk.Overlap a variable stands for the rows that it holds.
-        is_data = isinstance(self.mode(parameter), Overlap)
-        return parameter in self.static_names or (type(given[parameter]) is Shared and not is_data)
+    def _map(
+        self, change: Callable[[str, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Change each argument; `change` gets the name of its parameter too, empty for a value of *args."""
+        changed = tuple(map(change, chain(self.positions, repeat("")), args))
+        return changed, {name: change(name, value) for name, value in kwargs.items()}
 
-    def _hashable(self, parameter: str, argument: Any) -> Any:
-        if type(argument) is Shared:
-            return VariableReference(argument)
-        try:
-            hash(argument)
-        except TypeError:
-            is_tree = not jax.tree_util.all_leaves([argument])
-            cure = f'pass its arrays as "broadcast", and {KEEP_OUTSIDE}' if is_tree else 'pass arrays as "broadcast"'
-            raise TypeError(
-                f"{self.name}: the static argument {parameter} is a {type(argument).__name__}, which has no hash. "
-                f"Static ones are compile-time constants; {cure}."
-            ) from None
-        return argument
+    def _with_arrays(self, parameter: str, argument: Any) -> Any:
+        """Make an array of every list of numbers, nested or not, in an argument."""
 
-    def _spec_unless_listed(self, treedef: Any, statics: Mapping[str, Any]) -> Any:
-        """Make the spec of a tree without lists; return `_LISTED` for one with lists."""
-        return _LISTED if _has_list(treedef) else self._spec(treedef, statics)
+        def of_leaf(leaf: Any) -> Any:
+            if type(leaf) is not list:
+                return leaf
+            if leaf and _is_numbers(leaf):
+                return array_of_list(leaf, f"{self.name}: argument {parameter}")
+            return [self._with_arrays(parameter, item) for item in leaf]
+
+        return jax.tree.map(of_leaf, argument, is_leaf=lambda leaf: type(leaf) is list)
+
+    def _statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that are constants of programs: static ones, and variables, bound by identity."""
+        for name in self.static_names.intersection(self.positions[: len(args)], kwargs):
+            raise TypeError(f"{self.name}: {name!r} names a static parameter given by position, and a keyword.")
+        statics: dict[str, Any] = {}
+        for name, argument in sorted(
+            {**dict(zip(self.positions, args, strict=False)), **kwargs}.items(), key=itemgetter(0)
+        ):
+            if type(argument) is Shared:
+                # Under synk.Overlap a variable stands for the rows that it holds.
+                if not isinstance(self.mode(name), Overlap):
+                    statics[name] = VariableReference(argument)
+            elif name in self.static_names:
+                try:
+                    hash(argument)
+                except TypeError:
+                    raise TypeError(
+                        f"{self.name}: the static argument {name} is a {type(argument).__name__}, which has no hash. "
+                        f'Static ones are compile-time constants; pass arrays as "broadcast", and {KEEP_OUTSIDE}.'
+                    ) from None
+                statics[name] = argument
+        return statics
 
     def _spec(self, treedef: Any, statics: Mapping[str, Any]) -> ArgumentSpec:
         places = range(treedef.num_leaves)
@@ -292,8 +281,20 @@ class ArgumentBinder:
         for parameter, tree in given.items():
             for path, place in jax.tree_util.tree_leaves_with_path(tree):
                 names[place] = f"{parameter}{keystr(path)}"
-            if parameter not in statics:
-                self._assign(parameter, tree, modes)
+            if parameter in statics:
+                continue
+            mode, trees = self.mode(parameter), [tree]
+            # The mode of *args or **kwargs is the mode of each value.
+            if self.parameters[parameter].kind in _VARIADIC:
+                trees = list(tree.values() if isinstance(tree, dict) else tree)
+            for value in trees:
+                try:
+                    jax.tree.map(lambda m, sub: modes.update(dict.fromkeys(jax.tree.leaves(sub), m)), mode, value)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{self.name}: the modes {mode!r} of {parameter} are no prefix of the argument, whose tree is "
+                        f"{jax.tree.structure(value)}; a list of numbers is one array."
+                    ) from error
         parameters = {p: tree for p, tree in given.items() if p not in statics}
         defaults = {p: q.default for p, q in self.parameters.items() if q.default is not q.empty}
         scattered = tuple(i for i in places if modes[i] != "broadcast")
@@ -310,22 +311,6 @@ class ArgumentBinder:
             overlaps=tuple(overlap if halo_of(overlap) else None for overlap in overlaps),
         )
 
-    def _assign(self, parameter: str, tree: PyTree, modes: dict[int, Any]) -> None:
-        mode = self.mode(parameter)
-        kind = self.parameters[parameter].kind
-        trees = [tree]
-        # The mode of *args or **kwargs is the mode of each value.
-        if kind in _VARIADIC:
-            trees = list(tree.values() if isinstance(tree, dict) else tree)
-        for value in trees:
-            try:
-                jax.tree.map(lambda m, sub: modes.update(dict.fromkeys(jax.tree.leaves(sub), m)), mode, value)
-            except ValueError as error:
-                raise ValueError(
-                    f"{self.name}: the modes {mode!r} of {parameter} are no prefix of the argument, whose tree is "
-                    f"{jax.tree.structure(value)}; a list of numbers is one array."
-                ) from error
-
 
 def _signature(fn: Callable[..., PyTree]) -> inspect.Signature:
     """Return the signature of `fn`; of what it wraps, only if `fn` itself takes *args or **kwargs."""
@@ -337,24 +322,26 @@ def _signature(fn: Callable[..., PyTree]) -> inspect.Signature:
     return inspect.signature(fn)
 
 
-def _is_behind_wrapper(fn: Callable[..., PyTree]) -> bool:
-    """Tell whether the signature is that of a wrapped function. jax.jit does not count: it passes all arguments on."""
+def _array_defaults(fn: Callable[..., PyTree]) -> dict[str, Any]:
+    """Return the defaults that are dealt out like given arguments: trees with arrays, and lists of numbers.
+
+    Arrays that a functools.partial has bound stay constants.
+    """
+    # A default behind a wrapper such as jax.vmap is a constant too: the wrapper may not accept it as an argument.
+    # jax.jit passes all arguments on.
     outermost = next(link for link in links(fn) if not isinstance(link, jax.stages.Wrapped))
     with suppress(TypeError, ValueError):
-        return inspect.signature(outermost, follow_wrapped=False) != _signature(outermost)
-    return False
-
-
-def _bound_by_partials(fn: Callable[..., PyTree]) -> set[str]:
-    """Return the names of parameters that a functools.partial between `fn` and the innermost function has bound."""
-    return {name for link in links(fn) if isinstance(link, functools.partial) for name in link.keywords}
-
-
-def _is_dealt_out(default: Any) -> bool:
-    """Tell whether a default holds arrays or is a list of numbers, which are dealt out like arguments."""
-    if type(default) is list and default and _is_numbers(default):
-        return True
-    return any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(default))
+        if inspect.signature(outermost, follow_wrapped=False) != _signature(outermost):
+            return {}
+    bound = {name for link in links(fn) if isinstance(link, functools.partial) for name in link.keywords}
+    defaults: dict[str, Any] = {}
+    for name, parameter in _signature(fn).parameters.items():
+        default = parameter.default
+        has_array = any(isinstance(leaf, np.ndarray | jax.Array) for leaf in jax.tree.leaves(default))
+        is_list = type(default) is list and default and _is_numbers(default)
+        if (has_array or is_list) and name not in bound and parameter.kind != parameter.POSITIONAL_ONLY:
+            defaults[name] = default
+    return defaults
 
 
 def told_apart(value: Any) -> Any:
@@ -371,29 +358,9 @@ def told_apart(value: Any) -> Any:
         with suppress(TypeError):
             hash(parts)
             return type(value), value, parts
-    if isinstance(value, np.generic):
-        return type(value), value.tobytes()
-    if isinstance(value, float):
-        return type(value), value.hex()
-    if isinstance(value, complex):
-        return type(value), value.real.hex(), value.imag.hex()
+    if isinstance(value, np.generic | float | complex):
+        return type(value), np.asarray(value).tobytes()
     return type(value), value
-
-
-def _array_of_numbers(argument: Any, what: str) -> Any:
-    """Convert a list of numbers, nested or not, to an array; return anything else unchanged."""
-    is_array = type(argument) is list and argument and _is_numbers(argument)
-    return array_of_list(argument, what) if is_array else argument
-
-
-def _with_arrays(tree: PyTree, what: str) -> PyTree:
-    """Make an array of every list of numbers in a tree."""
-
-    def of_leaf(leaf: Any) -> Any:
-        value = _array_of_numbers(leaf, what)
-        return [_with_arrays(item, what) for item in value] if type(value) is list else value
-
-    return jax.tree.map(of_leaf, tree, is_leaf=lambda leaf: type(leaf) is list)
 
 
 def _has_list(treedef: Any) -> bool:
@@ -411,69 +378,56 @@ def _is_numbers(value: Any) -> bool:
 AUTO = "auto"
 
 
-class Arguments(NamedTuple):
-    """Checked leaves of a call: arrays, numbers, `Data` or rows of this process.
+def check_leaves(
+    bound: BoundArguments, name: str, group: Group | None = None, is_abstract: bool = False
+) -> tuple[list[Any], list[Any], tuple[Any, ...]]:
+    """Check the leaves that a user has passed; `group` is where shared variables live, None under a trace.
 
-    Attributes:
-      scattered: the scattered leaves, typed PRNG keys as raw data.
-      broadcast: the broadcast leaves, likewise.
-      keys: the PRNG implementation of each leaf, or None, in the order of the tree.
+    Returns:
+      The scattered leaves, the broadcast leaves, and the PRNG implementation of each leaf, or None, in the order of the
+      tree. A leaf is an array, a number, `Data` or rows of this process; of typed PRNG keys it is the raw data.
     """
-
-    scattered: list[Any]
-    broadcast: list[Any]
-    keys: tuple[Any, ...]
-
-
-def check_leaves(bound: BoundArguments, name: str, group: Group | None = None, is_abstract: bool = False) -> Arguments:
-    """Check the leaves that a user has passed; `group` is where shared variables live, None under a trace."""
-    spec, values = bound.spec, list(bound.leaves)
-    overlapping = [i for i, overlap in zip(spec.scattered, spec.overlaps, strict=True) if overlap is not None]
-    keys: list[Any] = [None] * len(values)
-    for i, leaf in enumerate(values):
+    spec = bound.spec
+    scattered: list[Any] = []
+    broadcast: list[Any] = []
+    keys: list[Any] = []
+    for i, leaf in enumerate(bound.leaves):
+        is_scattered, key = i in spec.scattered, None
         if isinstance(leaf, jax.Array):
             if not isinstance(leaf.dtype, np.dtype):
-                keys[i], values[i] = key_of(leaf), as_data(leaf)
-                if leaf.ndim == 0 and i in spec.scattered:
+                if leaf.ndim == 0 and is_scattered:
                     raise no_rows(name, spec.names[i])
+                key, leaf = key_of(leaf), as_data(leaf)
         elif (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and is_number(leaf.dtype):
             pass
         elif isinstance(leaf, Data):
-            keys[i] = leaf._key
-        elif isinstance(leaf, jax.ShapeDtypeStruct):
-            if not is_abstract:
-                raise TypeError(
-                    f"{name}: argument {spec.names[i]} is a shape alone, which compile and explain take; a call needs "
-                    f"an array."
-                )
-            keys[i], values[i] = key_of(leaf), as_data(leaf)
-        elif isinstance(leaf, Shared) and i in overlapping and group is not None:
-            values[i] = rows_held(leaf, group, f"{name}: argument {spec.names[i]}")
-            keys[i] = values[i]._key
+            key = leaf._key
+        elif isinstance(leaf, jax.ShapeDtypeStruct) and is_abstract:
+            key, leaf = key_of(leaf), as_data(leaf)
+        elif isinstance(leaf, Shared) and is_scattered and spec.overlaps[len(scattered)] and group is not None:
+            leaf = rows_held(leaf, group, f"{name}: argument {spec.names[i]}")
+            key = leaf._key
         elif isinstance(leaf, ProcessLocalRows):
-            if i in spec.broadcast:
+            if not is_scattered:
                 raise TypeError(f"{name}: argument {spec.names[i]} is synk.local rows, but it is broadcast.")
         elif not isinstance(leaf, SCALARS):
-            values[i] = _as_array(leaf, f"{name}: argument {spec.names[i]}", spec.names[i] not in spec.parameters)
+            leaf = _as_array(leaf, f"{name}: argument {spec.names[i]}")
         elif isinstance(leaf, int):
             check_fits(leaf, f"{name}: argument {spec.names[i]}")
-    return Arguments([values[i] for i in spec.scattered], [values[i] for i in spec.broadcast], tuple(keys))
+        # Both kinds of leaves are in the order of the tree.
+        (scattered if is_scattered else broadcast).append(leaf)
+        keys.append(key)
+    return scattered, broadcast, tuple(keys)
 
 
-def passes_variables(bound: BoundArguments) -> bool:
-    """Tell whether a shared variable is a scattered argument, so that the call reads its rows in place."""
-    return any([isinstance(leaf, Shared) for leaf in bound.leaves])
-
-
-def _as_array(leaf: Any, what: str, is_in_tree: bool) -> Source:
+def _as_array(leaf: Any, what: str) -> Source:
     if isinstance(leaf, Shared):
         raise TypeError(
             f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead."
         )
     if isinstance(leaf, Mapping):
         raise TypeError(f"{what} is a {type(leaf).__name__}, whose items JAX does not see: pass dict(...) of it.")
-    other = f"and {KEEP_OUTSIDE}" if is_in_tree else 'or pass it as "static"'
-    return as_source(leaf, what, f"give arrays, numbers, {other}")
+    return as_source(leaf, what, f'give arrays and numbers, or pass it as "static"; {KEEP_OUTSIDE}')
 
 
 def check_slices(num_slices: Any, name: str) -> None:
@@ -483,8 +437,9 @@ def check_slices(num_slices: Any, name: str) -> None:
 
 
 def no_rows(name: str, argument: str) -> ValueError:
-    said = f"{name}: argument {argument} is a scalar and has no rows to scatter."
+    """Return the error of a scalar that would be scattered."""
     parameter = re.split(r"[.\[]", argument)[0]
-    if parameter == argument:
-        return ValueError(f'{said} Pass it as "broadcast": inputs={{"{parameter}": "broadcast"}}.')
-    return ValueError(f'{said} Make it a parameter of its own, or give {parameter} a tree of modes, "broadcast" there.')
+    return ValueError(
+        f"{name}: argument {argument} is a scalar and has no rows to scatter. Pass {parameter} as "
+        f'"broadcast", inputs={{"{parameter}": "broadcast"}}; or give it a tree of modes, "broadcast" for its scalars.'
+    )

@@ -27,10 +27,9 @@ from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions, check_leaves
-from .kinds import check_row_numbers, checked_subset, with_parts
+from .kinds import check_row_count, checked_subset, with_parts
 from .parts import arrays_of, part_of, part_table, split_into_launches
 from .plan import Site, Traced, plan_key
-from .prepare import check_row_count
 from .program import Epilogue, ProgramBuilder
 from .rows import select_rows
 from .spec import CallSpec, FunctionSpec
@@ -40,30 +39,29 @@ from .traces import CallTraces
 @transfers_on_purpose()
 def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     """Trace a call into the transformation under way."""
-    with own_mesh(site.function.name, site.group):
+    name = site.function.name
+    refused = {
+        "batch_s": options.batch_s is not None,
+        "blocks=": site.function.blocks is not None,
+        'num_slices="auto"': options.num_slices == AUTO,
+        "synk.local rows": any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves),
+    }
+    for words, is_used in refused.items():
+        if is_used:
+            raise ValueError(f"{name}: {words} cannot enter jit, grad, vmap or the like. Call it outside, or without.")
+    with own_mesh(name, site.group):
         return _compose(replace(site, function=site.function.gathering()), bound, options)
 
 
 def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     function, group, subset = site.function, site.group, options.output_subset
     name, spec = function.name, bound.spec
-    if options.batch_s is not None:
-        raise ValueError(f"{name}: batch_s picks rows on the replicas, which a traced call cannot. Use batch.")
-    if function.blocks is not None:
-        raise ValueError(
-            f"{name}: blocks={function.blocks} fixes the bits of a call, which a traced one cannot promise."
-        )
-    if options.num_slices == AUTO:
-        raise ValueError(f'{name}: num_slices="auto" looks at compiled programs, which a traced call has not. Name it.')
-    if any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves):
-        raise ValueError(f"{name}: synk.local rows cannot enter jit, grad, vmap or the like. Call it outside.")
-    arguments = check_leaves(bound, name)
-    sources = _picked(site, spec, arguments.scattered, options.batch)
-    broadcast = [to_jax(leaf) for leaf in arguments.broadcast]
+    scattered, broadcast, keys = check_leaves(bound, name)
+    sources = _picked(site, spec, scattered, options.batch)
+    broadcast = [to_jax(leaf) for leaf in broadcast]
     rows = len(sources[0]) if sources else None
     if rows is None and options.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
-    check_row_numbers(name, rows or 0)
     lengths = None if rows is None else lengths_of(rows, group.size)
     # The rows of each replica are compiled in: their number is part of the outer trace anyway.
     slices = 1 if lengths is None else min(options.num_slices, max(lengths))
@@ -73,18 +71,18 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
         rows=tuple((s.shape[1:], s.dtype) for s in sources),
         feeds=(SENT,) * len(sources),
         broadcast=tuple((b.shape, b.dtype, b.weak_type) for b in broadcast),
-        keys=arguments.keys,
+        keys=keys,
         subset=None if subset is None else checked_subset(subset, name),
         is_composed=True,
     )
-    call = with_parts(kind, lengths, 1, gathers=False)._replace(lengths=lengths, num_slices=slices)
+    call = with_parts(function, kind, lengths, 1)._replace(lengths=lengths, num_slices=slices)
 
     def trace() -> Traced:
         # A program that touches a variable is refused, so none is touched here.
         mapped, result = _make(function, group, call)
         return Traced({}, (ref(mapped),), lambda: (mapped, result))
 
-    mapped, result = site.find(plan_key(function, call), trace, holds_function=True)
+    mapped, result = site.plans.find(site, plan_key(function, call), trace, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
     blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]
@@ -128,7 +126,7 @@ def _picked(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], batch: Any) -
     """Pick rows of the scattered arguments; a traced batch picks them when the program runs."""
     name = site.function.name
     # All rows come as from another group's host; `in_blocks` adds neighbours.
-    site, spec = replace(site, data_group=site.group), replace(spec, overlaps=())
+    site, spec = replace(site, data_group=site.group), replace(spec, overlaps=(None,) * len(leaves))
     if isinstance(batch, jax.core.Tracer):
         if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
             form = f"{batch.dtype}{batch.shape}"

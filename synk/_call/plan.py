@@ -289,10 +289,6 @@ class Site:
         """Return the shapes, layout and rows of a variable."""
         return self.state(variable).abstract
 
-    def find(self, key: Any, trace: Callable[[], Traced], **options: Any) -> Any:
-        """Return the plan for a key, as `PlanCache.find` does."""
-        return self.plans.find(self, key, trace, **options)
-
 
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Return the key of a plan: the kind of call, and how `f.check` or a later `then` has changed the function."""

@@ -1,34 +1,25 @@
 """Rows: select the rows of a call's scattered arguments, and bring each launch its rows."""
 
-import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .._base.partition import lengths_of
-from .._base.pytree import SCALARS, narrow
+from .._base.pytree import narrow
 from .._data.dataset import Data, abstract_rows, is_result, resident, source_of
 from .._data.exchange import exchange, exchange_program
 from .._data.feed import SENT, InputFeed
 from .._data.overlap import widened, with_neighbours
 from .._data.places import Picks
 from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
-from .._data.selection import (
-    IndexKind,
-    ReplicaSelection,
-    Selection,
-    merge_replicas,
-    select,
-    select_on_replicas,
-)
+from .._data.selection import IndexKind, ReplicaSelection, Selection, merge_replicas, select, select_on_replicas
 from .._data.transfer import PartRows, gather_rows, send_index, send_rows
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import constant
-from .binding import Arguments, ArgumentSpec, CallOptions, no_rows
+from .binding import ArgumentSpec, CallOptions, no_rows
 from .parts import split_into_launches
 from .plan import Site
 
@@ -45,7 +36,6 @@ class RowInput(NamedTuple):
       shape: the shape of one row.
       dtype: the dtype as JAX has it.
       scattered_rows: how many rows scattered data has, if replicas first exchange those that the call takes.
-      rows_before: rows of the call that other processes hold before the source's.
     """
 
     source: Any
@@ -54,7 +44,6 @@ class RowInput(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     scattered_rows: int | None = None
-    rows_before: int = 0
 
 
 class RowInputs(NamedTuple):
@@ -64,45 +53,56 @@ class RowInputs(NamedTuple):
       each: the arguments.
       lengths: the number of rows of each replica; None as long as nothing has brought rows.
       on_replicas: what `batch_s` picks of the rows on the replicas.
-      is_process_local: whether each process brings rows of its own.
+      rows_before: if each process brings rows of its own, how many rows of the call the processes before this one hold.
     """
 
     each: tuple[RowInput, ...]
     lengths: tuple[int, ...] | None
     on_replicas: ReplicaSelection | None = None
-    is_process_local: bool = False
+    rows_before: int | None = None
 
 
 def select_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: CallOptions) -> RowInputs:
     """Check the scattered arguments of a call, and select their rows by `batch` and `batch_s`."""
     name, names, block = site.function.name, spec.scattered_names, site.function.blocks
-    if any([isinstance(leaf, ProcessLocalRows) for leaf in leaves]):
-        return _select_process_rows(site, spec, leaves, options)
     batch, batch_s, group = options.batch, options.batch_s, site.group
     # Minibatch data brings the rows of the batch; batch_s picks from data on the replicas; batch picks from all else.
-    minibatch = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Data) and leaf.is_minibatch]
-    on_replicas = [i for i, leaf in enumerate(leaves) if batch_s is not None and i not in minibatch and _is_there(leaf)]
-    picked = [i for i in range(len(leaves)) if i not in minibatch and i not in on_replicas]
-    chosen = None
+    minibatch: list[int] = []
+    on_replicas: list[int] = []
+    picked: list[int] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, ProcessLocalRows):
+            return _select_process_rows(site, spec, leaves, options)
+        is_data = isinstance(leaf, Data)
+        if is_data and leaf.is_minibatch:
+            minibatch.append(i)
+        elif is_data and batch_s is not None and leaf._home.layout == "stacked":
+            on_replicas.append(i)
+        else:
+            picked.append(i)
+    selection, chosen, counts = _NO_ROWS, None, dict[str, int]()
     if on_replicas:
-        common_rows(name, names, leaves, on_replicas)
-        lengths = lengths_of(len(leaves[on_replicas[0]]), (site.data_group or group).size)
-        chosen = select_on_replicas(batch_s, lengths, name, names[on_replicas[0]])
-    rows = common_rows(name, names, leaves, picked, batch=batch)
-    if rows is None and batch is not None:
-        raise ValueError(
-            f"{name}: batch picks rows of scattered inputs, but {_nothing_to_pick(chosen, bool(minibatch))}"
+        rows = common_rows(name, names, leaves, on_replicas)
+        chosen = select_on_replicas(
+            batch_s, lengths_of(rows, (site.data_group or group).size), name, names[on_replicas[0]]
         )
-    selection = None if rows is None else select(batch, rows, name, names[picked[0]])
-    count = None if selection is None else selection.rows
-    if chosen is not None:
-        count = _check_count(name, count, chosen, names[picked[0]] if picked else "")
+        counts[names[on_replicas[0]]] = sum(chosen.lengths)
+    if picked:
+        selection = select(batch, common_rows(name, names, leaves, picked), name, names[picked[0]])
+        counts[names[picked[0]]] = selection.rows
+    elif batch is not None:
+        raise ValueError(
+            f"{name}: batch picks rows of scattered arguments, but this call has none to pick from. Minibatch data is "
+            f"taken whole, and batch_s picks from data on the replicas."
+        )
     if minibatch:
-        count = _check_minibatch(name, count, common_rows(name, names, leaves, minibatch), names[minibatch[0]])
+        counts[names[minibatch[0]]] = common_rows(name, names, leaves, minibatch)
+    check_equal_counts(name, counts)
+    count = next(iter(counts.values()), None)
     inputs: list[RowInput] = []
     for i, leaf in enumerate(leaves):
-        overlap = spec.overlaps[i] if spec.overlaps else None
-        picks = Picks(selection or _NO_ROWS, batch, False, batch_s is not None, options.num_slices > 1, overlap, block)
+        overlap = spec.overlaps[i]
+        picks = Picks(selection, batch, False, batch_s is not None, options.num_slices > 1, overlap, block)
         if i in minibatch:
             picks = picks._replace(selection=Selection(None, 0, count or 0), batch=None)
         elif chosen is not None and i in on_replicas:
@@ -115,35 +115,39 @@ def select_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: 
     return RowInputs(tuple(inputs), None if count is None else lengths_of(count, group.size, block))
 
 
-def _is_there(leaf: Any) -> bool:
-    """Tell whether a leaf is data of which each replica holds rows of its own."""
-    return isinstance(leaf, Data) and leaf._home.layout == "stacked"
-
-
 def _row_input(site: Site, leaf: Any, picks: Picks) -> RowInput:
     """Choose how the rows of one argument come: sent from the host, or taken from where resident data lies."""
-    taken, selection, overlap = None, picks.selection, picks.overlap
-    is_data = isinstance(leaf, Data)
-    if is_data and site.data_group is None:
-        taken = leaf._home.take(site.group, source_of(leaf), len(leaf), picks)
+    source, taken = leaf, None
+    selection, overlap, shape = picks.selection, picks.overlap, leaf.shape
+    if isinstance(leaf, Data):
+        source = source_of(leaf)
+        if site.data_group is None:
+            taken = leaf._home.take(site.group, source, shape[0], picks)
     # The program itself exchanges neighbours where replicas take their own rows.
     if overlap is not None and not (taken and taken[0].held_rows):
         among = with_neighbours(selection.rows, overlap)
         index = among + selection.start if selection.indexes is None else selection.indexes[among]
         selection = Selection(index, 0, len(index))
-    shape, dtype = leaf.shape[1:], narrow(leaf.dtype)
     if taken is None:
         feed = SENT if overlap is None else SENT._replace(overlap=overlap)
-        return RowInput(source_of(leaf) if is_data else leaf, selection, feed, shape, dtype)
+        return RowInput(source, selection, feed, shape[1:], narrow(leaf.dtype))
     array = abstract_rows(leaf, site.group) if site.is_abstract else resident(leaf, site.group)
     feed, is_exchanged = taken
-    return RowInput(array, selection, feed, shape, dtype, len(leaf) if is_exchanged else None)
+    return RowInput(array, selection, feed, shape[1:], array.dtype, shape[0] if is_exchanged else None)
 
 
 def _select_process_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: CallOptions) -> RowInputs:
     """Select rows that this process alone holds; the processes tell one another how many they have."""
     name, names, data_group = site.function.name, spec.scattered_names, site.data_group
-    _check_process_rows(site, spec, leaves, options)
+    if site.function.blocks is not None or options.batch_s is not None or any(spec.overlaps):
+        raise ValueError(
+            f"{name}: synk.local rows stay in their process, so they do not go with blocks=, batch_s or synk.Overlap."
+        )
+    if not all(isinstance(leaf, ProcessLocalRows) for leaf in leaves):
+        raise ValueError(
+            f"{name}: some scattered arguments are synk.local rows, and others are the same in all processes. Mark all "
+            f"of a call, or none."
+        )
     home = data_group or site.group
     is_multi_process = home._is_multi_process
     sources: list[Any] = [leaf.source for leaf in leaves]
@@ -156,45 +160,21 @@ def _select_process_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], 
         raise
     lengths: tuple[int, ...] | None = None
     if is_multi_process:
-        lengths = rows_of_replicas(home, selection.rows, name, _description(name, leaves, options))
+        # The other processes must describe their calls alike.
+        shapes = ", ".join(f"{narrow(leaf.dtype)}{list(leaf.shape[1:])}" for leaf in leaves)
+        turn = "" if options.turn is None else f", item {options.turn} of a loop"
+        call = f"{name}(synk.local rows of {shapes}), num_slices={options.num_slices}{turn}"
+        lengths = rows_of_replicas(home, selection.rows, name, call)
         if not any(lengths):
             raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
         # A call on one device takes all rows, so each process brings it those of the others.
         if data_group is not None:
             sources = [rows_of_processes(home, gather_rows(source, selection, source.dtype)) for source in sources]
             selection, lengths = Selection(None, 0, len(sources[0])), None
-    inputs = [_row_input(site, source, Picks(selection)) for source in sources]
+    inputs = tuple([_row_input(site, source, Picks(selection)) for source in sources])
     if lengths is None:
-        return RowInputs(tuple(inputs), lengths_of(selection.rows, site.group.size))
-    before = sum(lengths[: site.group._local_ranks.start])
-    return RowInputs(tuple(row._replace(rows_before=before) for row in inputs), lengths, None, True)
-
-
-def _check_process_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: CallOptions) -> None:
-    """Refuse what does not go with rows that this process alone holds."""
-    name, block = site.function.name, site.function.blocks
-    if block is not None:
-        raise ValueError(f"{name}: synk.local rows stay where they are, but blocks={block} deals them out.")
-    if options.batch_s is not None:
-        raise ValueError(f"{name}: batch_s picks rows that live on the replicas; batch picks from synk.local rows.")
-    if any(spec.overlaps):
-        raise ValueError(
-            f"{name}: synk.local rows have neighbours in other processes, so they do not go with synk.Overlap. Give "
-            f"every process all rows, or data that lies on the replicas."
-        )
-    for leaf, argument in zip(leaves, spec.scattered_names, strict=True):
-        if not isinstance(leaf, ProcessLocalRows):
-            raise ValueError(
-                f"{name}: argument {argument} is the same in all processes, but others hold synk.local rows. Mark all "
-                f"scattered arguments of a call, or none."
-            )
-
-
-def _description(name: str, leaves: Sequence[Any], options: CallOptions) -> str:
-    """Describe a call with synk.local rows; the other processes must describe theirs alike."""
-    shapes = ", ".join(f"{narrow(leaf.dtype)}{list(leaf.shape[1:])}" for leaf in leaves)
-    turn = "" if options.turn is None else f", item {options.turn} of a loop"
-    return f"{name}(synk.local rows of {shapes}), num_slices={options.num_slices}{turn}"
+        return RowInputs(inputs, lengths_of(selection.rows, site.group.size))
+    return RowInputs(inputs, lengths, rows_before=sum(lengths[: site.group._local_ranks.start]))
 
 
 def refuse_together(group: Group, name: str) -> None:
@@ -202,82 +182,48 @@ def refuse_together(group: Group, name: str) -> None:
     rows_of_replicas(group, None, name, "")
 
 
-def _nothing_to_pick(chosen: ReplicaSelection | None, has_minibatch: bool) -> str:
-    if chosen is not None:
-        return "batch_s has picked from all that this call has. Give one of the two."
-    return "all that this call has is minibatch data." if has_minibatch else "this call has none."
-
-
-def _check_count(name: str, rows: int | None, chosen: ReplicaSelection, argument: str) -> int:
-    """Check that `batch` picks as many rows of an argument as `batch_s` picks on the replicas; return how many."""
-    count = sum(chosen.lengths)
-    if rows is not None and rows != count:
+def check_equal_counts(name: str, counts: dict[str, int]) -> None:
+    """Check that all arguments bring as many rows to a call; `counts` has the number of rows by argument."""
+    if len(set(counts.values())) > 1:
+        text = ", ".join(f"{rows} of {argument}" for argument, rows in counts.items())
         raise ValueError(
-            f"{name}: batch_s picks {count} rows of the data on the replicas, but {argument} gives {rows} with them. "
-            f"Give as many; batch picks from it."
+            f"{name}: this call gets different numbers of rows: {text}. batch and batch_s must pick as many, and "
+            f"minibatch data has one row for each row that they pick."
         )
-    return count
-
-
-def _check_minibatch(name: str, rows: int | None, brought: int | None, argument: str) -> int | None:
-    """Check that minibatch data brings as many rows as the call picks; return how many."""
-    if rows is not None and brought != rows:
-        raise ValueError(
-            f"{name}: {argument} is minibatch data of {brought} rows, but the call picks {rows}. It has one row for "
-            f"each row picked."
-        )
-    return brought
 
 
 def common_rows(
-    name: str,
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    which: Sequence[int],
-    may_be_empty: bool = False,
-    batch: Any = None,
-) -> int | None:
-    """Return the number of rows that these arguments share; None for no argument. `batch` improves the message."""
-    rows: int | None = None
+    name: str, names: Sequence[str], leaves: Sequence[Any], which: Sequence[int], may_be_empty: bool = False
+) -> int:
+    """Return the number of rows that these arguments share; 0 for no argument."""
+    rows = 0
     for i in which:
         leaf = leaves[i]
-        if isinstance(leaf, Data):
-            source_of(leaf)
-        if isinstance(leaf, SCALARS) or leaf.ndim == 0:
+        shape = getattr(leaf, "shape", ())
+        if not shape:
             raise no_rows(name, names[i])
-        count = leaf.shape[0]
-        if rows is None:
-            rows = count
-        elif count != rows:
-            both = {names[i]: count, names[which[0]]: rows}
+        if not shape[0] and isinstance(leaf, Data):
+            # This raises if the data was freed.
+            source_of(leaf)
+        if i == which[0]:
+            rows = shape[0]
+        if shape[0] != rows:
             raise ValueError(
-                f"{name}: argument {names[i]} has {count} rows, but {names[which[0]]} has {rows}"
-                f"{_cure_of_unequal(both, batch)}"
+                f"{name}: argument {names[i]} has {shape[0]} rows, but {names[which[0]]} has {rows}. Scattered ones "
+                f'share their rows. Pass an argument without rows as "broadcast", and one with a row for each row that '
+                f"batch picks as synk.data(..., minibatch=True)."
             )
-    if rows == 0 and not may_be_empty:
+    if which and not rows and not may_be_empty:
         raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows; a call needs at least one.")
     return rows
 
 
-def _cure_of_unequal(rows: dict[str, int], batch: Any) -> str:
-    """Say what to do with two arguments of different numbers of rows, in view of what `batch` picks."""
-    for (name, count), (_, held) in itertools.permutations(rows.items()):
-        # A batch that does not fit this argument picks from the other one.
-        with suppress(IndexError, TypeError, ValueError):
-            if batch is not None and select(batch, held, "", "").rows == count:
-                return (
-                    f", of which batch picks {count}. If {name} has one for each of these, pass "
-                    f'synk.data({name}, minibatch=True); if it has no rows, pass it as "broadcast".'
-                )
-    return '. Scattered ones share their rows; pass this one as "broadcast" if it has none to share.'
-
-
-def values_on_host(arguments: Arguments, rows: RowInputs) -> list[Any]:
+def values_on_host(scattered: Sequence[Any], broadcast: Sequence[Any], rows: RowInputs) -> list[Any]:
     """Return the values that all processes must have alike: the rows picked, the picks of `batch_s`, and broadcast
     arguments. Rows of this process alone and arrays that lie on other processes too are left out."""
     sources: list[Any] = []
-    if not rows.is_process_local:
-        sources = [source_of(leaf) if isinstance(leaf, Data) else leaf for leaf in arguments.scattered]
+    if rows.rows_before is None:
+        sources = [source_of(leaf) if isinstance(leaf, Data) else leaf for leaf in scattered]
     values = [
         gather_rows(np.asarray(source) if isinstance(source, jax.Array) else source, row.selection, row.dtype)
         for source, row in zip(sources, rows.each, strict=False)
@@ -285,23 +231,20 @@ def values_on_host(arguments: Arguments, rows: RowInputs) -> list[Any]:
     ]
     if rows.on_replicas is not None:
         values += [selection.positions(0, selection.rows) for selection in rows.on_replicas.chosen]
-    broadcast = [leaf[:] if isinstance(leaf, Data) else leaf for leaf in arguments.broadcast]
-    return values + [leaf for leaf in broadcast if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable]
+    whole = [leaf[:] if isinstance(leaf, Data) else leaf for leaf in broadcast]
+    return values + [leaf for leaf in whole if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable]
 
 
 def exchanged(group: Group, rows: RowInputs) -> RowInputs:
     """Let replicas exchange rows where a batch picks from all rows of scattered data."""
-    if all([row.scattered_rows is None for row in rows.each]):
-        return rows
-
-    def bring(row: RowInput) -> RowInput:
-        if row.scattered_rows is None:
-            return row
-        parts = _parts_wanted(rows, row)
-        wanted = np.array([parts.positions(row.selection, rank) for rank in range(group.size)])
-        return row._replace(source=exchange(group, row.source, row.scattered_rows, wanted), scattered_rows=None)
-
-    return rows._replace(each=tuple(map(bring, rows.each)))
+    for i, row in enumerate(rows.each):
+        if row.scattered_rows is not None:
+            parts = _parts_wanted(rows, row)
+            wanted = np.array([parts.positions(row.selection, rank) for rank in range(group.size)])
+            array = exchange(group, row.source, row.scattered_rows, wanted)
+            row = row._replace(source=array, scattered_rows=None)
+            rows = rows._replace(each=(*rows.each[:i], row, *rows.each[i + 1 :]))
+    return rows
 
 
 def exchange_programs(group: Group, rows: RowInputs) -> Iterator[tuple[int, Executable]]:
@@ -325,8 +268,8 @@ def feed_rows(group: Group, rows: RowInputs, parts: PartRows) -> list[Any]:
         layout, index, overlap = row.feed.layout, row.feed.index, row.feed.overlap
         if layout == "rows":
             here = widened(parts, overlap)
-            if rows.is_process_local:
-                here = here._replace(starts=tuple([start - row.rows_before for start in parts.starts]))
+            if rows.rows_before is not None:
+                here = here._replace(starts=tuple([start - rows.rows_before for start in parts.starts]))
             values.append(send_rows(group, row.source, row.selection, here, row.dtype))
             continue
         values.append(row.source)

@@ -120,11 +120,6 @@ class FunctionSpec:
         """Return the function whose sums travel as they are."""
         return replace(self, wires=None, blocks=None)
 
-    @property
-    def donates(self) -> bool:
-        """Tell whether old values may be overwritten: not if new values may be refused."""
-        return self.donate and not self.refuses_nan
-
     @cached_property
     def gathers(self) -> bool:
         """Tell whether an output has an entry a row or a part, so that programs depend on their numbers."""

@@ -10,9 +10,9 @@ from jax import lax
 
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
+from .._call.kinds import prepare
 from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
-from .._call.prepare import prepare
 from .._data.process_rows import ProcessLocalRows
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import relayout, run_collective, translate_peer_errors

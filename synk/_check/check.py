@@ -10,9 +10,9 @@ import numpy as np
 
 from .._base.errors import LawError
 from .._call.execute import Outcome, evaluate
+from .._call.kinds import is_stale, prepare
 from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
-from .._call.prepare import is_stale, prepare
 from .._call.spec import FunctionSpec
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS

@@ -11,9 +11,9 @@ import numpy as np
 
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import ReadyCall, evaluate
+from .._call.kinds import prepare
 from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
-from .._call.prepare import prepare
 from .._call.rows import feed_rows
 from .._call.spec import FunctionSpec, Stats
 from .._call.traces import CallTraces, View

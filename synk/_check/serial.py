@@ -10,8 +10,8 @@ import numpy as np
 from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
+from .._call.kinds import prepare
 from .._call.plan import PlanCache, Site
-from .._call.prepare import prepare
 from .._call.rows import RowInputs
 from .._call.spec import FunctionSpec
 from .._call.traces import View, cannot_update_rows, shared_in

@@ -56,7 +56,7 @@ def _parts(compiled: Compiled) -> dict[Any, str]:
         **{name: _array(*leaf) for name, leaf in zip(broadcast, call.broadcast, strict=True)},
         **{f"PRNG key of {name}": str(key) for name, key in zip(spec.names, call.keys, strict=True)},
         # A parameter that is left out has its default.
-        **{name: repr(constant_of(value)) for name, value in {**spec.constants, **spec.statics}.items()},
+        **{name: repr(constant_of(value)) for name, value in spec.constants.items()},
         **{variable: _state(variable_states[0]) for variable, variable_states in list(states.items())},
         "arguments": str(spec.treedef),
     }

@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any, Literal
 
 import jax
+import jax.core
 
 from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced
@@ -20,8 +21,8 @@ from .._call.auto_slices import execute_fitting
 from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
 from .._call.compose import compose
 from .._call.execute import NotFinite
+from .._call.kinds import prepare, start
 from .._call.plan import PlanCache, Site
-from .._call.prepare import prepare, start
 from .._call.spec import FunctionSpec, with_then
 from .._check.blame import Blame, blame
 from .._check.check import check
@@ -168,7 +169,7 @@ class Function:
         """
         options = CallOptions(batch, batch_s, num_slices, output_subset)
         bound = self._bind(args, kwargs, options)
-        if is_traced() or bound.has_tracers:
+        if is_traced() or any([isinstance(leaf, jax.core.Tracer) for leaf in bound.leaves]):
             return compose(Site(self._spec, self._plans, current_group()), bound, options)
         return self._launch(bound, options)
 
@@ -178,7 +179,7 @@ class Function:
         with LOCK:
             ready = partial(prepare, site, bound, options)
             try:
-                result = start(self._spec, ready, lambda first: execute_fitting(first, ready))
+                result = start(self._spec, ready, partial(execute_fitting, prepare=ready))
             except NotFinite as error:
                 raise FloatingPointError(self._not_finite(bound, options)) from error.__cause__
             self.stats.calls += 1

@@ -102,8 +102,9 @@ class Batches:
     ) -> None:
         self.function, self.bound, self.options, self.group, self.name = function, bound, options, group, name
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
-        checked = check_leaves(_with_values(bound, dict.fromkeys(self._values, 0)), function.name, group)
-        self._sources, self._keys = checked.scattered, [checked.keys[i] for i in bound.spec.scattered]
+        with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
+        self._sources, _, keys = check_leaves(with_numbers, function.name, group)
+        self._keys = [keys[i] for i in bound.spec.scattered]
         self.picked = [i for i, s in enumerate(self._sources) if not (isinstance(s, Data) and s.is_minibatch)]
         self.on_devices = [i for i in self.picked if self._is_on_devices(self._sources[i])]
         is_process_local = any(isinstance(source, ProcessLocalRows) for source in self._sources)
@@ -193,7 +194,7 @@ class Batches:
     def _count_rows(self) -> int:
         """Return how many rows there are to pick from."""
         names = self.bound.spec.scattered_names
-        return common_rows(self.function.name, names, self._sources, self.picked, self.meets_others) or 0
+        return common_rows(self.function.name, names, self._sources, self.picked, self.meets_others)
 
     def _select(self, batch: Any, rows: int, i: int) -> Selection:
         if not rows:

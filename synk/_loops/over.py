@@ -14,10 +14,9 @@ from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
 from .._call.compiler import Compiler
 from .._call.execute import ReadyCall, check_variables, leaves_taken, place_table, rows_taken, run, values_of
-from .._call.kinds import MOST_ROWS
+from .._call.kinds import MOST_ROWS, check_row_count, prepare, start
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, Site
-from .._call.prepare import check_row_count, prepare, start
 from .._call.rows import RowInputs
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective

@@ -167,7 +167,7 @@ class TestCalls:
         with synk.simulate(2, memory="400kB"):
             with pytest.raises(MemoryError, match=r"^wide: in slices of one row it still needs .* may use 1 kB"), synk.simulate(1, memory=1000):  # fmt: skip
                 f(x, num_slices="auto")
-            with pytest.raises(ValueError, match="traced call"):
+            with pytest.raises(ValueError, match="cannot enter jit"):
                 jax.jit(lambda x: f(x, num_slices="auto"))(x)
             np.testing.assert_array_equal(f(x, num_slices="auto"), f.serial(x))
             assert float(synk.function(lambda a: a, inputs={"a": "broadcast"})(2.0, num_slices="auto")) == 4  # no rows

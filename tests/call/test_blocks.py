@@ -94,12 +94,12 @@ REFUSED = {
     "first": (lambda: synk.function(lambda x: x.sum(), reduce=None, blocks=4)(X), ValueError, "'first' shows which replica"),
     "callable": (lambda: synk.function(lambda x: x.sum(), reduce=jnp.median, blocks=4)(X), ValueError, "'callable' shows"),
     "scatter": (lambda: synk.function(lambda x: x, reduce="scatter", blocks=4)(X), ValueError, "'scatter' shows which"),
-    "batch_s": (lambda: synk.function(jnp.sum, blocks=4)(synk.data(X, place="scatter"), batch_s=2), ValueError, "batch_s picks rows"),
+    "batch_s": (lambda: synk.function(jnp.sum, blocks=4)(synk.data(X, place="scatter"), batch_s=2), ValueError, "not go with over, batch_s"),
     "over": (lambda: synk.function(jnp.sum, blocks=4).over(X, batches=[3, 4]), ValueError, "blocks=4 are blocks of one call"),
     "overlap": (
-        lambda: synk.function(lambda x: x[1:-1], inputs={"x": synk.Overlap(1)}, reduce="concat", blocks=4)(X), ValueError, "neighbours",
+        lambda: synk.function(lambda x: x[1:-1], inputs={"x": synk.Overlap(1)}, reduce="concat", blocks=4)(X), ValueError, "not go with .* synk.Overlap",
     ),
-    "jit": (lambda: jax.jit(synk.function(jnp.sum, blocks=4))(X), ValueError, "traced one cannot promise"),
+    "jit": (lambda: jax.jit(synk.function(jnp.sum, blocks=4))(X), ValueError, "blocks= cannot enter jit"),
     "communicating": (
         lambda: synk.function(lambda x: jax.lax.pmean(x.sum(), "replica"), blocks=4)(X), ValueError,
         "it communicates inside .* or leave out blocks",

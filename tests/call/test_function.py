@@ -315,7 +315,7 @@ def test_lists_of_numbers_in_trees_are_arrays():
     scaled = synk.function(lambda x, cfg: x.sum() * cfg["scale"][0] * cfg["scale"][1], ["x"])
     for scale in ([2.0, 3.0], [np.float32(2), jnp.float32(3)], [2.0, 3.0]):
         assert_close(scaled(X, {"scale": scale}), X.sum() * 6)
-    with pytest.raises(ValueError, match="f: an argument is a list that makes no array"):
+    with pytest.raises(ValueError, match="f: argument rows is a list that makes no array"):
         synk.function(lambda rows: rows, name="f")({"ids": [[1, 2], [3]]})
 
 

@@ -176,7 +176,11 @@ REFUSED = {
         ValueError,
         "fill is 0.5, which is no int32",
     ),
-    "mode": (lambda: synk.function(lambda x: x, inputs=["overlap"]), ValueError, "neither a mode"),
+    "mode": (
+        lambda: synk.function(lambda x: x, inputs=["overlap"]),
+        ValueError,
+        "inputs names 'overlap', but .* Modes: scatter, broadcast",
+    ),
 }
 
 
