@@ -497,7 +497,7 @@ ERRORS = {
     "a module": (lambda: sum_with_w()(X, {"f": jnp.tanh, "w": 1.0}), TypeError, r"w\['f'\] .* equinox\.partition\(model"),
     "a static module": (
         lambda: synk.function(act, {"w": "static"})(X, {"f": jnp.tanh, "w": X}), TypeError,
-        r'w is a dict, .* no hash.* its arrays as "broadcast", and keep the rest outside, e.g. with equinox\.partition',
+        r'w is a dict, .* no hash.* arrays as "broadcast", and keep the rest outside, e.g. with equinox\.partition',
     ),
     "a static array": (lambda: synk.function(act, {"w": "static"})(X, X), TypeError, 'no hash.*; pass arrays as "broadcast"'),
     # Collectives.
