@@ -80,7 +80,7 @@ def __getattr__(name: str) -> _typing.Any:
         return _importlib.import_module(f"synk.{name}")
     if name == "pytensor":  # whoever looks through all members must not switch JAX's 64-bit mode by that
         raise AttributeError("synk.pytensor is not loaded yet: import synk.pytensor, which sets JAX's 64-bit mode.")
-    raise _old_names.refuse_function(name)
+    raise AttributeError(f"module 'synk' has no attribute {name!r}{_old_names.instead_of(name)}")
 
 
 def __dir__() -> list[str]:

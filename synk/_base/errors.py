@@ -53,12 +53,7 @@ def checked_integer(value: Any, what: str, least: int = 0, wanted: str = "") -> 
 
 
 class SynkError(Exception):
-    """Base class of the errors that only synk raises.
-
-    Example:
-      >>> issubclass(LawError, SynkError)
-      True
-    """
+    """Base class of the errors that only synk raises."""
 
 
 class LawError(SynkError):
@@ -97,10 +92,6 @@ class SharedLostError(SynkError):
     """Raised on reading a shared variable if a program that was to write it died on a device.
 
     Setting the variable (`w.value = ...`, `w.set_value`, `synk.broadcast`, `synk.scatter`) or `synk.load` heals it.
-
-    Example:
-      >>> issubclass(SharedLostError, SynkError)
-      True
     """
 
 
@@ -109,30 +100,17 @@ class PeerError(SynkError):
 
     The group cannot go on: end this process, and start all again from the last checkpoint (`python -m synk launch
     --restarts` does).
-
-    Example:
-      >>> issubclass(PeerError, SynkError)
-      True
     """
 
 
 class DisagreementError(SynkError):
-    """Raised in every process of a group where they are about to run different programs.
-
-    Example:
-      >>> issubclass(DisagreementError, SynkError)
-      True
-    """
+    """Raised in every process of a group where they are about to run different programs."""
 
 
 class CheckpointError(SynkError):
     """Raised by `synk.load` where there are checkpoints, but none that was asked for is whole.
 
     The message names the file, the step and what is wrong with it.
-
-    Example:
-      >>> issubclass(CheckpointError, SynkError)
-      True
     """
 
 

@@ -23,17 +23,14 @@ def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
       say: returns the message for an object and an attempt ("used as a number").
     """
 
-    def refusal(how: str) -> Any:
-        def refuse(self: Any, *others: Any, **options: Any) -> NoReturn:
+    def refusal(how: str, allows_numpy: bool = False) -> Any:
+        def refuse(self: Any, *others: Any, **options: Any) -> Any:
+            if allows_numpy and isinstance(others[0], np.ndarray | np.generic):
+                # Then NumPy asks `__array_ufunc__`, or takes the object as an array.
+                return NotImplemented
             raise TypeError(say(self, how))
 
         return refuse
-
-    def operator(self: Any, other: Any) -> Any:
-        if isinstance(other, np.ndarray | np.generic):
-            # Then NumPy asks `__array_ufunc__`, or takes the object as an array.
-            return NotImplemented
-        raise TypeError(say(self, "used as a number"))
 
     def equal(self: Any, other: Any) -> Any:
         # np.float64 is a float too, but belongs to NumPy.
@@ -50,12 +47,13 @@ def refuse_use(cls: type, say: Callable[[Any, str], str]) -> None:
             raise SynkError(say(self, "used as an array of JAX's"))
         raise AttributeError(member if member.startswith("_") else say(self, f"without .{member}"))
 
-    methods: dict[str, Any] = dict.fromkeys([*_BINARY, *(f"r{name}" for name in _BINARY), *_ORDER], operator)
-    methods |= dict.fromkeys(_UNARY, refusal("used as a number"))
-    methods |= {"eq": equal, "hash": object.__hash__, "getattr": no_member}
+    operators = [*_BINARY, *(f"r{name}" for name in _BINARY), *_ORDER]
+    members: dict[str, Any] = {"eq": equal, "hash": object.__hash__, "getattr": no_member}
+    members |= dict.fromkeys(operators, refusal("used as a number", allows_numpy=True))
+    members |= dict.fromkeys(_UNARY, refusal("used as a number"))
     if not hasattr(cls, "__getitem__"):
-        methods |= dict.fromkeys(_INDEXED, refusal("used as a tree or an array"))
+        members |= dict.fromkeys(_INDEXED, refusal("used as a tree or an array"))
     if not hasattr(cls, "__array__"):
-        methods |= dict.fromkeys(("array", "array_ufunc"), refusal("used as an array"))
-    for name, refuse in methods.items():
+        members |= dict.fromkeys(("array", "array_ufunc"), refusal("used as an array"))
+    for name, refuse in members.items():
         setattr(cls, f"__{name}__", refuse)

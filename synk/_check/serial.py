@@ -58,7 +58,7 @@ class Runner:
         """Return the site of the replicas; two simulated ones for a group of one, which runs the serial program."""
         if self.home.size > 1:
             return self._site(self.home)
-        group = self.home._simulated(2)
+        group = self.home._derived(self.home.devices[:1] * 2, True)
         return self._site(group, view_from(self.home, group, self.options.batch_s))
 
     def _site(self, group: Group, view: View | None = None) -> Site:

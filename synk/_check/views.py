@@ -21,7 +21,9 @@ from .._variables.variable import Shared, bind, divergence, host_leaves, stacked
 
 def one_device(group: Group) -> Group:
     """Return the group of this process's first device."""
-    return group._subgroup(group._local_ranks.start, group._local_ranks.start + 1)
+    if group.size == 1:
+        return group
+    return group._derived((group.devices[group._local_ranks.start],), group.is_simulated)
 
 
 def view_from(home: Group, group: Group, batch_s: Any = None) -> View:

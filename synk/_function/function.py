@@ -15,7 +15,7 @@ import jax.core
 
 from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced
-from .._base.old_names import refuse_member
+from .._base.old_names import instead_of
 from .._base.pytree import PyTree
 from .._call.auto_slices import execute_fitting
 from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
@@ -91,7 +91,7 @@ class Function:
         )
 
     def __getattr__(self, member: str) -> Any:
-        raise refuse_member("function", member)
+        raise AttributeError(f"a synk function has no {member!r}{instead_of(member)}")
 
     @public_api
     def then(self, then: Callable[..., PyTree]) -> Function:

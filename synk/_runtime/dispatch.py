@@ -110,56 +110,45 @@ class uninterrupted:
     so other threads need no protection.
     """
 
-    __slots__ = ("before", "changed", "note", "noted")
+    __slots__ = ("before", "note", "noted")
 
     def __enter__(self) -> None:
+        # The handlers to restore, by signal, and the signals that came.
         self.before: dict[int, Any] = {}
-        self.changed: list[int] = []
         noted = self.noted = list[tuple[int, Any]]()
         self.note = lambda *came: noted.append(came)
-        if threading.get_ident() == _MAIN:
-            try:
-                for number in _HELD_BACK:
-                    handler = self.before[number] = _get_handler(number)
-                    is_python = callable(handler) and handler is not _replaced_by_runtime
-                    if is_python or (number == signal.SIGINT and handler == signal.SIG_DFL):
-                        self.changed.append(number)
-                        # A signal that came since `_get_handler` may have changed the handler.
-                        self.before[number] = _set_handler(number, self.note)
-            except BaseException:
-                # A signal that is not held back yet has raised.
-                self.__exit__()
-                raise
+        if threading.get_ident() != _MAIN:
+            return
+        try:
+            for number in _HELD_BACK:
+                handler = _get_handler(number)
+                is_python = callable(handler) and handler is not _replaced_by_runtime
+                if is_python or (number == signal.SIGINT and handler == signal.SIG_DFL):
+                    self.before[number] = handler
+                    # A signal that came since `_get_handler` may have changed the handler.
+                    self.before[number] = _set_handler(number, self.note)
+        except BaseException:
+            # A signal that is not held back yet has raised.
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
+        """Restore the handlers, then deliver the signals that came. A handler may raise; the rest follows then."""
         try:
-            self._give_back()
-        finally:
-            self._pass_on()
-
-    def _give_back(self) -> None:
-        """Restore the handlers. A restored handler may run at once and raise, so the others follow in `finally`."""
-        try:
-            while self.changed:
-                number = self.changed[-1]
+            while self.before:
+                number = next(reversed(self.before))
                 if _get_handler(number) is self.note:
                     _set_handler(number, self.before[number])
-                self.changed.pop()
-        finally:
-            if self.changed:
-                self._give_back()
-
-    def _pass_on(self) -> None:
-        """Deliver the signals that came. A handler may raise, so the others follow in `finally`."""
-        while self.noted:
-            number, frame = self.noted.pop(0)
-            # The handler of the signal before may have set another one.
-            handler = _get_handler(number)
-            try:
+                del self.before[number]
+            while self.noted:
+                number, frame = self.noted.pop(0)
+                # The handler of the signal before may have set another one.
+                handler = _get_handler(number)
                 if callable(handler):
                     handler(number, frame)
                 else:
                     # The default action ends the process.
                     signal.raise_signal(number)
-            finally:
-                self._pass_on()
+        finally:
+            if self.before or self.noted:
+                self.__exit__()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .group import AXIS, Group
-from .layout import Layout, Layouts, sharding_of
+from .layout import Layouts, sharding_of
 
 Body: TypeAlias = Callable[..., Sequence[jax.Array]]
 EngineName: TypeAlias = Literal["shard_map", "pmap"]
@@ -38,14 +38,9 @@ def run_rank_by_rank(
     """Run `run(rank, arrays)` for one simulated replica after another, and stack the results."""
     # Under jax.vmap every replica runs all branches (https://docs.jax.dev/en/latest/_autosummary/jax.lax.cond.html),
     # and callbacks inside loops are refused (https://github.com/jax-ml/jax/issues/20628).
-
-    def of_rank(array: jax.Array, layout: Layout, rank: int) -> jax.Array:
-        if layout == "replicated":
-            return array
-        return array[rank] if layout == "stacked" else array.reshape(group.size, -1, *array.shape[1:])[rank]
-
+    pairs = list(zip(_per_replica(group, values, ins), ins, strict=True))
     results = [
-        run(rank, [of_rank(value, layout, rank) for value, layout in zip(values, ins, strict=True)])
+        run(rank, [value if layout == "replicated" else value[rank] for value, layout in pairs])
         for rank in range(group.size)
     ]
     return [jnp.stack(leaves) for leaves in zip(*results, strict=True)]

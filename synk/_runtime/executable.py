@@ -1,7 +1,7 @@
 """Executable: a program of a group: lower, agree on, compile and launch it."""
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +27,23 @@ from .dispatch import (
 )
 from .engine import Body, spmd
 from .group import AXIS, Group
-from .layout import Layout, Layouts, constant, describe_shapes, layouts, local_replica_to_host, put, sharding_of
+from .layout import (
+    Layout,
+    Layouts,
+    constant,
+    describe_shapes,
+    layouts,
+    local_replica_to_host,
+    put,
+    sharding_of,
+    stack_parts,
+)
 from .watchdog import WATCHDOG
 
 # The bytes that XLA may pack into one all-reduce on GPUs. Under XLA's own limit (30 MB) most gradients wait for the
 # last ones. See bench/gpu_programs.py, and https://docs.jax.dev/en/latest/gpu_performance_tips.html
 COMBINE_BYTES = 8 * 2**20
-# The bytes that process 0 sends to the others at a time. Smaller chunks wait more often; larger ones may not fit.
-CHUNK_BYTES = 2**24
 _REFUSES_SUB_BYTES = JAXLIB < (0, 12)
-_COMBINE = "xla_gpu_{}_combine_threshold_bytes"
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def compiler_options(group: Group) -> dict[str, Any]:
     flags = os.environ.get("XLA_FLAGS", "")
     # XLA counts the bytes of one replica's result: of a reduce-scatter that is a fraction.
     limits = {"all_reduce": COMBINE_BYTES, "reduce_scatter": max(COMBINE_BYTES // group.size, 1)}
-    options: dict[str, Any] = {_COMBINE.format(kind): limit for kind, limit in limits.items()}
+    options = {f"xla_gpu_{kind}_combine_threshold_bytes": limit for kind, limit in limits.items()}
     options = {option: limit for option, limit in options.items() if option not in flags}
     if group.accelerator is not None:
         # Autotuning times kernels on the device, which a target does not have.
@@ -180,8 +187,11 @@ def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None)
 def run_collective(
     group: Group, body: Body, ins: Layouts, outs: Layouts, args: Sequence[Any], is_local: bool = False
 ) -> list[jax.Array]:
-    """Run a small program of synk's. It is cached by `body`, which must be a lasting object. Processes compare it
-    before it first runs, unless it is local."""
+    """Run a small program of synk's.
+
+    It is cached by `body`, which must be a lasting object. Processes compare the program before it first runs, unless
+    it is local.
+    """
     args, key = list(args), (body, tuple(ins), tuple(outs))
     module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
     name = f"synk.{module.strip('_')}.{function.strip('_')}"
@@ -190,14 +200,14 @@ def run_collective(
         jitted = group._cached(run_collective, key, partial(_jit, group, spec))
         if group._is_multi_process:
             name = f"{name}({describe_shapes(args)})"
-            if not is_local:
-                key = ("agreed", *key, tuple((a.shape, a.dtype) for a in args))
+        if group._is_multi_process and not is_local:
+            shapes = tuple((a.shape, a.dtype) for a in args)
 
-                def agree() -> str:
-                    group._peers.agree(name, jitted.lower(args).as_text())
-                    return "agreed"
+            def agree() -> bool:
+                group._peers.agree(name, jitted.lower(args).as_text())
+                return True
 
-                group._cached(run_collective, key, agree)
+            group._cached(group._peers, (*key, shapes), agree)
         return _launch(group, name, jitted, [args], ignore_failure, is_local)
 
 
@@ -236,50 +246,21 @@ def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
 def from_process_0(
     group: Group, arrays: Sequence[np.ndarray] | None, shapes: Sequence[jax.ShapeDtypeStruct]
 ) -> list[np.ndarray]:
-    """Send host arrays of process 0 to all processes, bit for bit. Other processes pass None.
-
-    The bytes travel in chunks, so that no device needs memory for more than a few of them.
-    """
+    """Send host arrays of process 0 to all processes, bit for bit. Other processes pass None."""
     if not group._is_multi_process:
         assert arrays is not None
         return list(arrays)
     root = next(rank for rank, device in enumerate(group.devices) if device.process_index == 0)
-    copies = [np.empty(s.shape, s.dtype) for s in shapes] if arrays is None else list(arrays)
-    flat = [np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in copies]
-    total = sum(map(len, flat))
-    # Powers of two: each size needs a program.
-    size = min(CHUNK_BYTES, max(1024, 1 << (total - 1).bit_length()))
-    for start in range(0, total, size):
-        chunk = np.zeros(size, np.uint8)
-        if arrays is not None:
-            for bytes_, there in _between(flat, start, start + size):
-                chunk[there] = bytes_
-        came = _words_of_root(group, root, chunk.view(np.uint32)).view(np.uint8)
-        if arrays is None:
-            for bytes_, there in _between(flat, start, start + size):
-                bytes_[:] = came[there]
+    copies: list[np.ndarray] = []
+    for i, shape in enumerate(shapes):
+        array = np.zeros(shape.shape, shape.dtype) if arrays is None else np.ascontiguousarray(arrays[i])
+        # Powers of two, since each length needs a program.
+        words = np.zeros(max(256, 1 << ((array.nbytes + 3) // 4 - 1).bit_length()), np.uint32)
+        words.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        stacked = stack_parts(group, [words] * group.size, None)
+        sent = replica_to_host(group, stacked, "stacked", root, None).view(np.uint8)
+        copies.append(sent[: array.nbytes].view(shape.dtype).reshape(shape.shape))
     return copies
-
-
-def _between(flat: Sequence[np.ndarray], start: int, stop: int) -> Iterator[tuple[np.ndarray, slice]]:
-    """Yield the views of consecutive flat arrays between two places, each with its slice of that range."""
-    place = 0
-    for array in flat:
-        low, high = max(start, place), min(stop, place + len(array))
-        if low < high:
-            yield array[low - place : high - place], slice(low - start, high - start)
-        place += len(array)
-
-
-def _words_of_root(group: Group, root: int, words: np.ndarray) -> np.ndarray:
-    """Return the words of the process that has replica `root`, in host memory of every process."""
-
-    def entry(index: Any) -> np.ndarray:
-        return (words if index[0].start == root else np.zeros_like(words))[None]
-
-    stacked = jax.make_array_from_callback((group.size, *words.shape), group.stacked, entry)
-    copy = broadcast_from(group, [stacked], root, "replicated")[0]
-    return local_replica_to_host(group, copy, "replicated", group._local_ranks.start, None)
 
 
 def replica_to_host(group: Group, array: jax.Array, layout: Layout, rank: int, rows: int | None) -> np.ndarray:

@@ -19,7 +19,8 @@ from .._base.bounded_cache import BoundedCache
 from .._base.errors import SynkError
 from .dispatch import CPU_CAN_WEDGE, LOCK
 
-Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]  # a class that JAX exports untyped
+# JAX exports the class without a type.
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
 AXIS = "replica"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -36,11 +37,6 @@ class Accelerator:
       flops: dense bfloat16 operations a second a device.
       bandwidth: bytes a second between a device and its memory.
       link: bytes a second, one way, between devices of one host.
-
-    Example:
-      >>> import synk
-      >>> synk.group().accelerator is None  # of devices that are here
-      True
     """
 
     name: str
@@ -171,17 +167,11 @@ class Group:
         """Check whether programs that nobody waits for can block the devices."""
         return CPU_CAN_WEDGE and self.platform == "cpu" and len(set(self.devices)) > 1
 
-    def _subgroup(self, start: int, stop: int) -> Group:
-        """Return ranks `start` to `stop`, of this process, as a group of their own."""
-        if (start, stop) == (0, self.size):
-            return self
+    def _derived(self, devices: tuple[Device, ...], is_simulated: bool) -> Group:
+        """Return the group of other devices with the same memory, made once."""
         return self._cached(
-            self, (start, stop), lambda: make_group(self.devices[start:stop], self.is_simulated, memory=self._memory)
+            self, (devices, is_simulated), lambda: make_group(devices, is_simulated, memory=self._memory)
         )
-
-    def _simulated(self, n: int) -> Group:
-        """Return a group of n replicas simulated on this group's first device."""
-        return self._cached(self, n, lambda: make_group(self.devices[:1] * n, True, memory=self._memory))
 
     def _cached(self, owner: Any, key: Hashable, make: Callable[[], Any]) -> Any:
         """Cache the results of `make`, a pure function of `key`, as long as group and owner live."""
@@ -276,8 +266,7 @@ def make_group(
     memory: int | float | None = None,
 ) -> Group:
     """Make a group of devices."""
-    on = devices[:1] if is_simulated else devices
     # Under Explicit axes jnp functions ask users for shardings:
-    # https://docs.jax.dev/en/latest/notebooks/explicit-sharding.html
-    mesh = Mesh(np.array(on), (AXIS,), axis_types=(AxisType.Auto,))
+    # https://docs.jax.dev/en/latest/parallel.html
+    mesh = Mesh(np.array(devices[:1] if is_simulated else devices), (AXIS,), axis_types=(AxisType.Auto,))
     return Group(devices, mesh, is_simulated, peers or Peers(), accelerator, memory)

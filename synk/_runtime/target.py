@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from .._base.errors import SynkError, checked_integer, public_api
+from .._base.errors import SynkError, checked_integer, in_a_line, public_api
 from .._base.units import parse_memory
 from .group import CURRENT, Accelerator, Device, Group, make_group
 
@@ -24,6 +24,8 @@ class _Gpu(NamedTuple):
       cache: bytes of the second level.
       memory: bytes.
       bandwidth: bytes a second.
+      flops: dense bfloat16 operations a second, from NVIDIA's data sheets of A100, H100, H200 and HGX B200.
+      link: bytes a second one way by NVLink, from the same data sheets.
     """
 
     description: str
@@ -34,7 +36,9 @@ class _Gpu(NamedTuple):
     shared_memory: int
     cache: int
     memory: int
-    bandwidth: int
+    bandwidth: float
+    flops: float
+    link: float
 
     @property
     def config(self) -> str:
@@ -47,7 +51,7 @@ class _Gpu(NamedTuple):
               core_count: {self.cores} fpus_per_core: {self.fpus} clock_rate_ghz: {self.clock}
               block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
               registers_per_core_limit: 65536 registers_per_block_limit: 65536
-              l2_cache_size: {self.cache} memory_bandwidth: {self.bandwidth} device_memory_size: {self.memory}
+              l2_cache_size: {self.cache} memory_bandwidth: {int(self.bandwidth)} device_memory_size: {self.memory}
               cuda_compute_capability {{ major: {self.capability} }}
             }}
             platform_name: "CUDA"
@@ -58,14 +62,11 @@ class _Gpu(NamedTuple):
 
 
 _GPUS = {
-    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 167936, 41943040, 85100068864, 2039040000000),
-    "h100": _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 233472, 52428800, 84942979072, 3352320000000),
-    "h200": _Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 1.98, 233472, 52428800, 151397597184, 4800000000000),
-    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 233472, 132644864, 191514411008, 7672320000000),
+    "a100": _Gpu("NVIDIA A100-SXM4-80GB", 8, 108, 64, 1.41, 167936, 41943040, 85100068864, 2.03904e12, 312e12, 300e9),
+    "h100": _Gpu("NVIDIA H100 80GB HBM3", 9, 132, 128, 1.98, 233472, 52428800, 84942979072, 3.35232e12, 989e12, 450e9),
+    "h200": _Gpu("NVIDIA H200 141GB HBM3e", 9, 132, 128, 1.98, 233472, 52428800, 151397597184, 4.8e12, 989e12, 450e9),
+    "b200": _Gpu("NVIDIA B200", 10, 148, 128, 1.965, 233472, 132644864, 191514411008, 7.67232e12, 2250e12, 900e9),
 }
-# Dense bfloat16 operations a second, and bytes a second one way by NVLink: NVIDIA's data sheets of A100, H100, H200 and
-# HGX B200.
-_GPU_SPEEDS = {"a100": (312e12, 300e9), "h100": (989e12, 450e9), "h200": (989e12, 450e9), "b200": (2250e12, 900e9)}
 # https://cloud.google.com/tpu/docs/v5e and https://cloud.google.com/tpu/docs/v6e, which count links in both directions.
 _TPUS = {
     "v5e": Accelerator("v5e", 16 * 2**30, 16 * 2**30, 197e12, 819e9, 200e9),
@@ -132,32 +133,26 @@ def target(device: str, replicas: int, hosts: int = 1, *, memory: int | float | 
 def _accelerator(device: str) -> Accelerator:
     if device in _TPUS:
         return _TPUS[device]
-    flops, link = _GPU_SPEEDS[device]
+    gpu = _GPUS[device]
     # JAX's default: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
     fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
-    memory = _GPUS[device].memory
-    return Accelerator(device, memory, int(memory * fraction), flops, _GPUS[device].bandwidth, link)
+    return Accelerator(device, gpu.memory, int(gpu.memory * fraction), gpu.flops, gpu.bandwidth, gpu.link)
 
 
 def known_accelerator(device: Device) -> Accelerator | None:
     """Look up the speed and memory of a device of this machine. Return None if its kind is not in the table."""
-    kind = device.device_kind
-    name = _TPU_KINDS.get(kind) or next((name for name, gpu in _GPUS.items() if _is_kind(kind, gpu.description)), None)
-    return None if name is None else _accelerator(name)
-
-
-def _is_kind(kind: str, description: str) -> bool:
-    """Compare names of GPUs word by word, as far as both go: a driver may say less than the table, or more.
-
-    "NVIDIA H200" is "NVIDIA H200 141GB HBM3e"; "NVIDIA H100 NVL", whose memory is faster, is no "NVIDIA H100 80GB
-    HBM3".
-    """
-    both = list(zip(kind.split(), description.split(), strict=False))
-    return len(both) > 1 and all(a == b for a, b in both)
+    # A driver may say less than the table, or more: "NVIDIA H200" is "NVIDIA H200 141GB HBM3e". But "NVIDIA H100 NVL",
+    # whose memory is faster, is no "NVIDIA H100 80GB HBM3".
+    for name, gpu in _GPUS.items():
+        words = list(zip(device.device_kind.split(), gpu.description.split(), strict=False))
+        if len(words) > 1 and all(word == other for word, other in words):
+            return _accelerator(name)
+    return _TPUS.get(_TPU_KINDS.get(device.device_kind, ""))
 
 
 def _devices(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
     if device in _GPUS:
+        # XLA compiles for GPUs that are not here since https://github.com/openxla/xla/pull/16913.
         needs, extra, setting = "JAX's CUDA plugin", "target", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1"
         shape = f"1x{hosts}x{replicas // hosts}"
         options = {"platform": "cuda", "target_config": _GPUS[device].config, "topology": shape}
@@ -174,11 +169,10 @@ def _devices(device: str, replicas: int, hosts: int) -> tuple[Device, ...]:
         try:
             topology: Any = topologies.get_topology_desc(**options)
         except (NotImplementedError, RuntimeError) as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise SynkError(
-                f"synk.target: {device!r} needs {needs}, which JAX {jax.__version__} has not found ({said}).\n"
-                f"Install it, pip install '.[{extra}]' in a clone of synk, and if JAX is used before synk.target, set "
-                f"{setting} before Python starts."
+                f"synk.target: {device!r} needs {needs}, which JAX {jax.__version__} has not found "
+                f"({in_a_line(error)}).\nInstall it, pip install '.[{extra}]' in a clone of synk, and if JAX is used "
+                f"before synk.target, set {setting} before Python starts."
             ) from error
     return tuple(topology.devices)
 

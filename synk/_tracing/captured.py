@@ -1,6 +1,6 @@
 """Captured: arrays that a function closes over. They enter its programs as NumPy arrays, wherever they lie."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,30 +50,19 @@ class _Rewriter:
 
     def closed(self, closed: Any) -> Any:
         """Rewrite a closed jaxpr and its constants."""
-
-        def make(closed: Any) -> Any:
-            consts = [self._once(const, self._constant) for const in closed.consts]
-            return closed.replace(jaxpr=self.jaxpr(closed.jaxpr), consts=consts)
-
-        return self._once(closed, make)
-
-    def jaxpr(self, jaxpr: Any) -> Any:
-        """Rewrite a jaxpr without its constants."""
-        return self._once(jaxpr, self._jaxpr)
+        return closed.replace(jaxpr=self._once(closed.jaxpr, self._jaxpr), consts=self._constants(closed.consts))
 
     def _jaxpr(self, jaxpr: Any) -> Any:
         new: dict[Any, Any] = {}
 
-        def read(atoms: Iterable[Any]) -> list[Any]:
+        def read(atoms: Sequence[Any]) -> list[Any]:
             return [atom if isinstance(atom, Literal) else new[atom] for atom in atoms]
 
-        def make(variables: Iterable[Any]) -> list[Any]:
-            made = []
+        def make(variables: Sequence[Any]) -> list[Any]:
             for variable in variables:
                 aval = _without_mesh(variable.aval)
                 new[variable] = variable if aval is variable.aval else type(variable)(aval)
-                made.append(new[variable])
-            return made
+            return [new[variable] for variable in variables]
 
         constvars, invars, eqns = make(jaxpr.constvars), make(jaxpr.invars), []
         for equation in jaxpr.eqns:
@@ -95,16 +84,19 @@ class _Rewriter:
         if isinstance(value, jax.sharding.NamedSharding):
             return None
         if hasattr(value, "jaxpr"):
-            return self.closed(value)
-        return self.jaxpr(value) if hasattr(value, "eqns") else value
+            return self._once(value, self.closed)
+        return self._once(value, self._jaxpr) if hasattr(value, "eqns") else value
 
     def _rule(self, rule: Any) -> Callable[..., Any]:
         def traced(*zeros: bool) -> Any:
             jaxpr, consts, *rest = rule.call_wrapped(*zeros)
             with jax.ensure_compile_time_eval():
-                return self.jaxpr(jaxpr), [self._once(const, self._constant) for const in consts], *rest
+                return self._once(jaxpr, self._jaxpr), self._constants(consts), *rest
 
         return traced
+
+    def _constants(self, consts: Sequence[Any]) -> list[Any]:
+        return [self._once(const, self._constant) for const in consts]
 
     def _constant(self, const: Any) -> Any:
         if isinstance(const, jax.core.Tracer):
@@ -112,6 +104,7 @@ class _Rewriter:
                 f"{self.name}: it uses values of a transformation around the call (jit, grad, vmap, ...) that are not "
                 f'among its arguments. Pass them as "broadcast" arguments.'
             )
+        # https://docs.jax.dev/en/latest/array_refs.html
         if isinstance(const, jax.Ref):
             raise TypeError(
                 f"{self.name}: it uses a jax.Ref from outside, which lies on one device and which every replica would "

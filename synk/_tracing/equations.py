@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._runtime.group import AXIS
 
@@ -64,7 +65,8 @@ def merge_equal(jaxpr: Any) -> Any:
         except TypeError:
             # Its parameters have no hash.
             continue
-        if first is not equation.outvars and not equation.effects and not any(map(_is_dropped, first)):
+        has_dropped = any(type(variable).__name__ == "DropVar" for variable in first)
+        if first is not equation.outvars and not equation.effects and not has_dropped:
             instead |= zip(equation.outvars, first, strict=True)
             kept.pop()
     outs = [v if isinstance(v, Literal) else instead.get(v, v) for v in jaxpr.outvars]
@@ -81,36 +83,12 @@ def _merge_inside(value: Any) -> Any:
     return merge_equal(value) if hasattr(value, "eqns") else value
 
 
-def _is_dropped(variable: Any) -> bool:
-    return type(variable).__name__ == "DropVar"
-
-
-def flops(jaxpr: Any, outs: Sequence[Any]) -> int:
-    """Count the multiplications and additions of matrix products and convolutions that some outputs need.
+def flops(jaxpr: Any, used: Sequence[bool]) -> int:
+    """Count the multiplications and additions of matrix products and convolutions that the used outputs need.
 
     Branches count as the cheapest one, loops of an unknown length as one round.
     """
-    return _work_for(jaxpr, outs)[0]
-
-
-def _work_for(jaxpr: Any, outs: Sequence[Any]) -> tuple[int, set[Any]]:
-    """Return the operations that some outputs need, and the variables that they depend on."""
-    needed, total = {v for v in outs if not isinstance(v, Literal)}, 0
-    for equation in reversed(jaxpr.eqns):
-        if needed.isdisjoint(equation.outvars):
-            continue
-        used, inner = equation.invars, called_by(equation)
-        if inner is None:
-            total += _flops_of(equation)
-        else:
-            inner = getattr(inner, "jaxpr", inner)
-            pairs = zip(inner.outvars, equation.outvars, strict=True)
-            work, inside = _work_for(inner, [out for out, outer in pairs if outer in needed])
-            total += work
-            pairs = zip(equation.invars, inner.invars, strict=True)
-            used = [outer for outer, variable in pairs if variable in inside]
-        needed.update(v for v in used if not isinstance(v, Literal))
-    return total, needed
+    return sum(map(_flops_of, dce_jaxpr(jaxpr, list(used))[0].eqns))
 
 
 def _flops_of(equation: Any) -> int:
@@ -123,7 +101,7 @@ def _flops_of(equation: Any) -> int:
         taps = kernel.size // max(kernel.shape[features], 1)
         # A dilated input, as in gradients of strided convolutions, is mostly zeros, which cost nothing.
         return 2 * equation.outvars[0].aval.size * taps // prod(params["lhs_dilation"] or (1,))
-    inside = [flops(inner, inner.outvars) for inner in _inner(equation)]
+    inside = [sum(map(_flops_of, inner.eqns)) for inner in _inner(equation)]
     if name == "cond":
         return min(inside, default=0)
     return sum(inside) * (params["length"] if name == "scan" else 1)

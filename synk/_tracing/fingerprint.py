@@ -1,7 +1,7 @@
 """Fingerprint: a value that is equal for two traces with the same equations, constants and callbacks."""
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from hashlib import sha256
@@ -9,12 +9,11 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
-from jax.extend import linear_util
 from jax.extend.core import Literal
 
 from .._base.pytree import key_of
+from .names import content
 
 # Callbacks hold functions in their cells, which hold functions in theirs: look so many levels deep.
 _DEEPEST = 4
@@ -45,12 +44,18 @@ class _Object:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Object) or type(self.value) is not type(other.value):
             return False
-        is_by_value = isinstance(self.value, CodeType | set) or _is_of_jax(self.value)
+        is_by_value = isinstance(self.value, CodeType) or _is_of_jax(self.value)
         return self.value is other.value or (is_by_value and bool(self.value == other.value))
 
 
 def _is_of_jax(value: Any) -> bool:
     return type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+def _field_names(value: Any) -> Sequence[str]:
+    if isinstance(value, type):
+        return ()
+    return [field.name for field in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
 
 
 class _Teller:
@@ -63,87 +68,62 @@ class _Teller:
 
     def closed(self, closed: Any) -> Any:
         """Return a closed jaxpr and its constants as tuples."""
-        # In JAX 0.12 a closed jaxpr and its jaxpr are one object, which must not count as told already.
-        return self._once(closed, lambda: (self._jaxpr(closed.jaxpr), list(map(self._constant, closed.consts))))
+        # In JAX 0.12 a closed jaxpr and its jaxpr are one object, so the jaxpr must not count as told already.
+        return self._jaxpr(closed.jaxpr), [self._once(const, self._array) for const in closed.consts]
 
-    def _once(self, value: Any, tell: Any) -> Any:
+    def _once(self, value: Any, tell: Callable[[Any], Any]) -> Any:
         if id(value) in self._told:
             return "again", self._told[id(value)][1]
         self._told[id(value)] = value, len(self._told)
-        return tell()
-
-    def _constant(self, const: Any) -> Any:
-        return self._once(const, lambda: self._array(const))
+        return tell(value)
 
     def _array(self, const: Any) -> Any:
         array = np.asarray(jax.random.key_data(const) if key_of(const) is not None else const)
         return array.dtype.name, array.shape, sha256(array.tobytes()).digest() if array.size > 64 else array.tobytes()
 
-    def jaxpr(self, jaxpr: Any) -> Any:
-        """Return a jaxpr without its constants as tuples."""
-        return self._once(jaxpr, lambda: self._jaxpr(jaxpr))
-
     def _jaxpr(self, jaxpr: Any) -> Any:
         numbers: dict[Any, int] = {}
 
-        def takes(atoms: Iterable[Any]) -> list[Any]:
+        def takes(atoms: Sequence[Any]) -> list[Any]:
             return [self._array(atom.val) if isinstance(atom, Literal) else numbers[atom] for atom in atoms]
 
-        def makes(variables: Iterable[Any]) -> list[Any]:
+        def makes(variables: Sequence[Any]) -> list[Any]:
             for variable in variables:
                 numbers[variable] = len(numbers)
             return [(getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", None))) for v in variables]
 
         told: list[Any] = [makes((*jaxpr.constvars, *jaxpr.invars))]
         for equation in jaxpr.eqns:
-            named = equation.params.items()
-            params = [(name, None if name in _RULES else self._value(value)) for name, value in named]
+            params = [(name, self._value(value)) for name, value in equation.params.items() if name not in _RULES]
             told.append((equation.primitive.name, takes(equation.invars), makes(equation.outvars), params))
         return told, takes(jaxpr.outvars)
 
     def _value(self, value: Any, depth: int = 0) -> Any:
         """Return a parameter of an equation as tuples. Values that a callback holds are deeper than 0."""
-        kind = type(value)
+        kind, name = type(value), type(value).__name__
         if kind in _EXACT or issubclass(kind, float | complex | Enum | np.dtype):
-            return kind.__name__, repr(value)
-        if isinstance(value, np.generic):
-            return kind.__name__, self._constant(value)
+            return name, repr(value)
         if depth <= _DEEPEST and (parts := _parts(value)) is not None:
-            return kind.__name__, [self._value(part, depth + 1) for part in parts]
-        if isinstance(value, tuple):
-            return kind.__name__, [self._value(entry, depth) for entry in value]
-        if issubclass(kind, set | frozenset) and (depth == 0 or kind is frozenset):
-            return kind.__name__, sorted([repr(self._value(entry)) for entry in value])
-        # JAX makes an empty dict in each trace.
-        if kind is dict and not value:
-            return "{}"
-        if hasattr(value, "jaxpr") and hasattr(value, "consts"):
-            return self.closed(value)
+            return name, [self._value(part, depth + 1) for part in parts]
+        if isinstance(value, set | frozenset):
+            return name, sorted([repr(self._value(entry)) for entry in value])
         if hasattr(value, "eqns"):
-            return self.jaxpr(value)
-        if _is_of_jax(value) and (about := getattr(value, "__dict__", None)) and not isinstance(value, type):
+            return self._once(value, self.closed if hasattr(value, "consts") else self._jaxpr)
+        # A callback reads what it holds when it runs, so the contents of a list or an array do not count now.
+        is_fixed = depth == 0
+        if isinstance(value, tuple) or (is_fixed and isinstance(value, list)):
+            return name, [self._value(entry, depth) for entry in value]
+        # JAX makes an empty dict in each trace.
+        if isinstance(value, dict) and (is_fixed or not value):
+            return name, [(self._value(key), self._value(entry)) for key, entry in value.items()]
+        if isinstance(value, np.generic) or (is_fixed and isinstance(value, np.ndarray | jax.Array)):
+            return name, self._once(value, self._array)
+        if _is_of_jax(value) and (names := _field_names(value)):
             # A record of JAX's, which is a new object in each trace.
-            return kind.__name__, self._once(value, lambda: [(name, self._value(about[name], depth)) for name in about])
-        # A callback reads what it holds when it runs, so the contents of a list do not count now.
-        return (kind.__name__, "object", self._object(value)) if depth else self._parameter(value)
-
-    def _parameter(self, value: Any) -> Any:
-        kind = type(value)
-        if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer):
-            return kind.__name__, self._constant(value)
-        if isinstance(value, list):
-            return kind.__name__, [self._value(entry) for entry in value]
-        if isinstance(value, Mapping):
-            return kind.__name__, [(self._value(key), self._value(value[key])) for key in value]
-        if isinstance(value, linear_util.WrappedFun):
-            return kind.__name__
-        if is_dataclass(value) and not isinstance(value, type):
-            return kind.__name__, [self._value(getattr(value, field.name, None)) for field in fields(value)]
-        return kind.__name__, "object", self._object(value)
-
-    def _object(self, value: Any) -> int:
+            entries = [(name, getattr(value, name, None)) for name in names]
+            return name, self._once(value, lambda _: [(key, self._value(entry, depth)) for key, entry in entries])
         self.objects.append(_Object(value))
-        return len(self.objects)
+        return name, "object", len(self.objects)
 
 
 def _parts(value: Any) -> list[Any] | None:
@@ -153,14 +133,6 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
+        cells = map(content, value.__closure__ or ())
         return [value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
     return None
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        # The cell is empty.
-        return None

@@ -7,15 +7,16 @@ from types import CodeType, FunctionType
 from typing import Any
 from weakref import ref
 
+_GONE = object()
+
 
 def named_objects(functions: Iterable[Any]) -> list[tuple[Callable[[], Any], Any]]:
     """List a look-up of each global name and cell of these functions, with the object that it finds now."""
-    plain = [link for fn in functions for link in links(fn) if isinstance(link, FunctionType)]
-    look_ups = [look_up for fn in plain for look_up in _look_ups(fn)]
+    look_ups: list[Callable[[], Any]] = []
+    for fn in [link for function in functions for link in links(function) if isinstance(link, FunctionType)]:
+        look_ups += [functools.partial(fn.__globals__.get, name) for name in dict.fromkeys(_global_names(fn.__code__))]
+        look_ups += [functools.partial(content, cell) for cell in fn.__closure__ or ()]
     return [(look_up, look_up()) for look_up in look_ups]
-
-
-_GONE = object()
 
 
 class Names:
@@ -31,10 +32,7 @@ class Names:
 
 def links(fn: Any) -> Iterator[Any]:
     """Yield a callable and the functions behind it: each partial, method or wrapper, and then what it calls."""
-    # A function that wraps itself would have no end.
-    for _ in range(64):
-        if fn is None:
-            return
+    while fn is not None:
         yield fn
         fn = next((inner for name in ("func", "__func__", "__wrapped__") if (inner := _attribute(fn, name))), None)
 
@@ -44,13 +42,6 @@ def _attribute(fn: Any, name: str) -> Any:
         return object.__getattribute__(fn, name)
     except AttributeError:
         return None
-
-
-def _look_ups(fn: FunctionType) -> Iterator[Callable[[], Any]]:
-    for name in dict.fromkeys(_global_names(fn.__code__)):
-        yield functools.partial(fn.__globals__.get, name)
-    for cell in fn.__closure__ or ():
-        yield functools.partial(_content, cell)
 
 
 def _global_names(code: CodeType) -> Iterator[str]:
@@ -63,11 +54,11 @@ def _global_names(code: CodeType) -> Iterator[str]:
             yield from _global_names(instruction.argval)
 
 
-def _content(cell: Any) -> Any:
+def content(cell: Any) -> Any:
+    """Return the object in a closure cell, None if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:
-        # The cell is empty.
         return None
 
 

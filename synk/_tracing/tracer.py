@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import jax
@@ -109,22 +110,23 @@ def trace(request: TraceRequest) -> TracedFunction:
     closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
     # A wrong guess leaves leaves of variables in the jaxpr that nothing uses.
     is_used = [variable in learned["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
+    invars = [*compress(closed.jaxpr.invars, is_used), *closed.jaxpr.invars[len(is_used) :]]
+    closed = closed.replace(jaxpr=closed.jaxpr.replace(invars=invars))
     all_equations = list(equations(closed.jaxpr))
     learned["uses_rank"] |= any(map(_tells_ranks_apart, all_equations))
-    has_callbacks = bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in all_equations)
     return TracedFunction(
-        run=_runner(closed, is_used),
+        run=functools.partial(_run, closed),
         consts=closed.consts,
-        blame_line=lambda *args: first_bad_line(closed.jaxpr, closed.consts, _all_of(closed.jaxpr, is_used, args)),
+        blame_line=lambda *args: first_bad_line(closed.jaxpr, closed.consts, args),
         variables=tuple(variable for variable in variables if variable in learned["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
-        has_callbacks=has_callbacks,
+        has_callbacks=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in all_equations),
         communicates=any(map(is_over_axis, all_equations)),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in all_equations),
         narrowest=narrowest_float(all_equations),
         fingerprint=fingerprint(closed),
-        flops=lambda results: flops(closed.jaxpr, [closed.jaxpr.outvars[i] for i in results]),
+        flops=lambda results: flops(closed.jaxpr, [i in results for i in range(len(closed.out_avals))]),
         **learned,
     )
 
@@ -143,8 +145,8 @@ def _run_traced(
             out, learned["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()
         # Keep no more of the context: tracers must not outlive their trace.
-        learned.update(reads=tuple(context.reads), uses_rank=context.uses_rank)
-        learned["writes"] = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
+        writes = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
+        learned.update(reads=tuple(context.reads), writes=writes, uses_rank=context.uses_rank)
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 
     # jax.jit makes JAX's errors name the user's function and its arguments. Inlined, it leaves no equation behind, but
@@ -162,23 +164,10 @@ def _tells_ranks_apart(equation: Any) -> bool:
     return is_over_axis(equation) and (by_rank or params.get("axis_index_groups") is not None)
 
 
-def _all_of(jaxpr: Any, is_used: Sequence[bool], args: Sequence[Any]) -> list[Any]:
-    """Return values of all inputs of a jaxpr: zeros for inputs that nothing uses."""
-    values = iter(args)
-    shapes = [variable.aval for variable in jaxpr.invars]
-    used = [*is_used, *(True for _ in shapes[len(is_used) :])]
-    return [next(values) if is_in else np.zeros(s.shape, s.dtype) for is_in, s in zip(used, shapes, strict=True)]
-
-
-def _runner(closed: Any, is_used: Sequence[bool]) -> Callable[..., list[jax.Array]]:
-    def run(*args: jax.Array, consts: Sequence[Any]) -> list[jax.Array]:
-        values = iter(args)
-        variables = [next(values) if used else None for used in is_used]
-        results = jax.core.eval_jaxpr(closed.jaxpr, consts, *variables, *values)
-        # A result that depends on no input is a number of Python or NumPy.
-        return [
-            result if isinstance(result, jax.Array) else jnp.asarray(result, aval.dtype)
-            for result, aval in zip(results, closed.out_avals, strict=True)
-        ]
-
-    return run
+def _run(closed: Any, *args: jax.Array, consts: Sequence[Any]) -> list[jax.Array]:
+    results = jax.core.eval_jaxpr(closed.jaxpr, consts, *args)
+    # A result that depends on no input is a number of Python or NumPy.
+    return [
+        result if isinstance(result, jax.Array) else jnp.asarray(result, aval.dtype)
+        for result, aval in zip(results, closed.out_avals, strict=True)
+    ]
