@@ -39,9 +39,9 @@ class LocalSteps:
       params: the shared variable that holds the parameters; their tree is `params.value`.
       opt_state: the shared variable that holds the optimizer's state.
       state: the shared variable that holds the model's state; None if there is none.
-      trained: a shared variable: the number of rows that each replica has trained on since the last average, and the
-        sum of their losses.
-      counts: a shared variable: the number of steps so far, and that number at the last average.
+      variables: all shared variables that steps update by name, as `synk.save` and `synk.load` take them: beside
+        these "trained", the number of rows that each replica has trained on since the last average and the sum of their
+        losses, and "counts", the number of steps so far and that number at the last average.
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -62,15 +62,16 @@ class LocalSteps:
         report: Callable[[int, jax.Array], Any] | None,
     ) -> None:
         self.params, self.opt_state, self.state = model.params, model.opt_state, model.state
-        self.trained, self.counts = shared(_NOTHING, "trained"), shared(_counts(0), "counts")
+        self._trained, self._counts = shared(_NOTHING, "trained"), shared(_counts(0), "counts")
+        self.variables = {**model.variables, "trained": self._trained, "counts": self._counts}
         self._every, self._report, self._name = every, report, model.name
-        averaged = [self.params, *[self.opt_state] * optimizer_state, *([] if self.state is None else [self.state])]
-        self.function = _local_function(model, self.trained, self.counts)
-        self._average = _average_function(model, averaged, self.trained, self.counts)
-        cures = {self.opt_state: "Each replica keeps an optimizer state of its own, unless optimizer_state=True"}
-        cures |= dict.fromkeys(averaged, "Call finish() of the local steps, which averages them by their rows")
-        for variable, cure in cures.items():
-            variable._cures[model.name] = cure
+        averaged = [v for name, v in model.variables.items() if name != "opt_state" or optimizer_state]
+        self.function = _local_function(model, self._trained, self._counts)
+        self._average = _average_function(model, averaged, self._trained, self._counts)
+        cure = "Each replica keeps an optimizer state of its own, unless optimizer_state=True"
+        self.opt_state._cures[model.name] = cure
+        for variable in averaged:
+            variable._cures[model.name] = "Call finish() of the local steps, which averages them by their rows"
         self._set_counts(0, 0)
 
     @property
@@ -78,13 +79,6 @@ class LocalSteps:
         """Return the number of steps so far, including the steps before a loaded checkpoint."""
         self._recount()
         return self._steps
-
-    @property
-    def variables(self) -> dict[str, Shared]:
-        """Return all shared variables that steps update, by name, as `synk.save` and `synk.load` take them."""
-        variables = {"params": self.params, "opt_state": self.opt_state, "state": self.state}
-        variables |= {"trained": self.trained, "counts": self.counts}
-        return {name: variable for name, variable in variables.items() if variable is not None}
 
     @public_api
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -141,8 +135,8 @@ class LocalSteps:
         self._recount()
         result = take()
         # A loader that was asked for the next item, and has read `steps`, has counted this step already.
-        if self.counts._state is not self._read:
-            self._steps, self._read = self._steps + 1, self.counts._state
+        if self._counts._state is not self._read:
+            self._steps, self._read = self._steps + 1, self._counts._state
         if self._steps >= self._next:
             self.finish()
         return result
@@ -150,13 +144,13 @@ class LocalSteps:
     def _recount(self) -> None:
         """Read the counts if anything but a counted step has set them: a load, or a step that Ctrl-C has cut short."""
         retire_finished()
-        if self.counts._state is self._read:
+        if self._counts._state is self._read:
             return
         # A program that has died makes the counts lost. Then nothing was trained since the last average.
         drain()
-        if self.counts._state.failure is not None or self.trained._state.failure is not None:
-            self.trained.value, self.counts.value = _NOTHING, _counts(self._steps)
-        self._set_counts(**{name: int(count) for name, count in self.counts.value.items()})
+        if self._counts._state.failure is not None or self._trained._state.failure is not None:
+            self._trained.value, self._counts.value = _NOTHING, _counts(self._steps)
+        self._set_counts(**{name: int(count) for name, count in self._counts.value.items()})
 
     def _set_counts(self, steps: int, averaged: int) -> None:
         """Set the steps so far and at the last average. The next average follows from them."""
@@ -166,7 +160,7 @@ class LocalSteps:
         wanted = "give an integer >= 1, or a function of the steps so far"
         self._next = averaged + checked_integer(every, f"{call}: every", 1, wanted)
         # Ctrl-C may come between any two lines. The counts are read again unless the last line has run.
-        self._steps, self._averaged, self._read = steps, averaged, self.counts._state
+        self._steps, self._averaged, self._read = steps, averaged, self._counts._state
 
 
 class _Iterating(Iterator[Any]):
@@ -237,8 +231,7 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
 
 
 def _average_function(model: TrainingModel, averaged: list[Shared], trained: Shared, counts: Shared) -> Function:
-    """Make the function that averages variables by the replicas' weights and returns the mean loss since the last
-    average."""
+    """Make the function that averages variables by the replicas' weights and returns the mean loss since then."""
     kinds = [kinds_of(variable) for variable in averaged]
 
     def on_replica() -> PyTree:

@@ -34,8 +34,7 @@ class TrainingModel:
 
     Attributes:
       params, opt_state, state: the shared variables; `state` is None for a model without one.
-      feedback: shared variables that a wire keeps between steps, by name.
-      sums_gradients: whether the step itself adds up the gradients of the replicas.
+      variables: all shared variables that a step updates, by name.
     """
 
     def __init__(
@@ -79,16 +78,19 @@ class TrainingModel:
         self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
         _check_params(self.params, call)
         self._optax, self._clip, self._update = optax, clip, update_of(optax, optimizer)
-        self._low_rank = low_rank = LowRankSum(wire, self.params) if isinstance(wire, PowerSGD) else None
-        self.feedback = {} if low_rank is None else {"feedback": low_rank.feedback, "basis": low_rank.basis}
         self._sharded: ShardedOptimizer | None = None
         if shard_optimizer:
             self._sharded = ShardedOptimizer(optimizer, self._update, self.params)
             self.opt_state = self._sharded.state
         else:
             self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state", flat=flat)
-        self.sums_gradients = low_rank is not None or (shard_optimizer and self.wire is None)
+        self.variables = {"params": self.params, "opt_state": self.opt_state}
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
+        if self.state is not None:
+            self.variables["state"] = self.state
+        self._low_rank = LowRankSum(wire, self.params) if isinstance(wire, PowerSGD) else None
+        if self._low_rank is not None:
+            self.variables |= {"feedback": self._low_rank.feedback, "basis": self._low_rank.basis}
         self.signature = self._signature_of_rows(call)
 
     def _signature_of_rows(self, call: str) -> inspect.Signature:
@@ -112,7 +114,7 @@ class TrainingModel:
     ) -> Function:
         """Make a function of rows that looks like the loss, in messages and to `inputs`.
 
-        If `sums_gradients`, `then_of_unreduced` takes the place of `then`.
+        If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`.
         """
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
@@ -128,7 +130,7 @@ class TrainingModel:
         }
         inside = f"Read {self.params.name}.value there."
         spec = replace(made._spec, advice=_ADVICE, output_names=names, inside=inside)
-        if self.sums_gradients:
+        if self._low_rank is not None or (self._sharded is not None and self.wire is None):
             unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
             spec = replace(spec, ops=unreduced, then=then_of_unreduced, plain=spec)
         made._spec = spec
@@ -170,16 +172,15 @@ class TrainingModel:
     def _unpack(self, out: Any) -> tuple[Any, ...]:
         """Return a tuple of all that the loss returns; raise TypeError if that is not as many values as announced."""
         names = ["the loss", *["the new state"] * (self.state is not None), *["aux outputs"] * self.has_aux]
-        if len(names) == 1 and not isinstance(out, tuple | list):
-            return (out,)
-        if isinstance(out, tuple) and len(out) == len(names) > 1:
-            return out
-        count = len(out) if isinstance(out, tuple | list) else 1
-        wanted = f"{' and '.join(names)}, as a tuple" if len(names) > 1 else "the loss alone"
-        raise TypeError(
-            f"{self.name}: it returned {'one value' if count == 1 else f'{count} values'}; return {wanted}. Announce a "
-            f'new state by state=, and aux outputs by aux="mean" (or another op).'
-        )
+        values = out if isinstance(out, tuple) else (out,)
+        if len(values) != len(names):
+            returned = "one value" if len(values) == 1 else f"{len(values)} values"
+            wanted = f"{' and '.join(names)}, as a tuple" if len(names) > 1 else "the loss alone"
+            raise TypeError(
+                f"{self.name}: it returned {returned}; return {wanted}. Announce a new state by state=, and aux "
+                f'outputs by aux="mean" (or another op).'
+            )
+        return values
 
     def step(self, params: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array, unreduced: bool) -> PyTree:
         """Take a step inside `then`, by a mean gradient or this replica's unreduced part; return the new parameters."""

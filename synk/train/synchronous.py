@@ -1,7 +1,7 @@
 """Synchronous: training steps by the mean gradient of all rows."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -34,8 +34,8 @@ class Step:
       opt_state: the shared variable that holds the optimizer's state.
       state: the shared variable that holds the model's state; None if there is none.
       ema: the shared variable that holds the exponential moving average of the parameters; None without `ema=`.
-      feedback: shared variables that `wire=synk.train.PowerSGD(...)` keeps between steps, by name; else empty.
-      variables: all shared variables of the step by name, as `synk.save` and `synk.load` take them.
+      variables: all shared variables that a step updates by name, as `synk.save` and `synk.load` take them; with
+        `wire=synk.train.PowerSGD(...)` also its "feedback" and "basis".
 
     Example:
       >>> import numpy as np, optax, synk.train
@@ -52,14 +52,8 @@ class Step:
     params: Shared
     opt_state: Shared
     state: Shared | None
-    ema: Shared | None = None
-    feedback: Mapping[str, Shared] = field(default_factory=dict)
-
-    @property
-    def variables(self) -> dict[str, Shared]:
-        """Return all shared variables that a step updates, by name."""
-        variables = {"params": self.params, "opt_state": self.opt_state, "state": self.state, "ema": self.ema}
-        return {name: variable for name, variable in {**variables, **self.feedback}.items() if variable is not None}
+    ema: Shared | None
+    variables: dict[str, Shared]
 
     @property
     def stats(self) -> Stats:
@@ -208,7 +202,7 @@ def step(
     if ema is not None:
         wanted = "give its decay, a number >= 0 and < 1, such as 0.999"
         decay = checked_number(ema, "synk.train.step: ema", wanted, lambda decay: 0 <= decay < 1)
-        average = shared(map_value(held, lambda params: params), "ema", flat=flat)
+        average = model.variables["ema"] = shared(map_value(held, lambda params: params), "ema", flat=flat)
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         value, weight, grads, state, aux = model.value_and_grad(held.value, running, args, kwargs)
@@ -237,7 +231,7 @@ def step(
     state_ops = () if running is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(running))
     ops = {"loss": "mean", "state": state_ops, "counted": "any"}
     function = model.function(on_part, ops, partial(then, False), partial(then, True))
-    return Step(function, held, opt_state, running, average, model.feedback)
+    return Step(function, held, opt_state, running, average, model.variables)
 
 
 # The reduction of each kind of leaf of a state over the parts. Keys advance alike everywhere, so the first part's

@@ -831,7 +831,7 @@ def pieces(group, noted):
     sharded.check(x)
     close(sharded.serial(x), plain.serial(x))
     train(thin, 4)
-    synk.check_replicas(sharded.params, sharded.opt_state, thin.params, thin.feedback["basis"])
+    synk.check_replicas(sharded.params, sharded.opt_state, thin.params, thin.variables["basis"])
     for step, options in ((sharded, {"shard_optimizer": True}), (thin, {"wire": synk.train.PowerSGD(1)})):
         folder = noted.folder / f"pieces {sorted(options)[0]}"
         synk.save(folder, step.variables, step=4)

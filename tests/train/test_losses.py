@@ -278,7 +278,7 @@ def test_what_is_owed_comes_on_one_replica_too(tmp_path):
             step(slopes)
         step.check(slopes)
         np.testing.assert_allclose(step.params.value, -7 * slopes.mean(0), atol=1e-4)
-        assert not np.any(step.feedback["feedback"].value[0])
+        assert not np.any(step.variables["feedback"].value[0])
 
 
 def test_shards_refuse_what_differed(tmp_path):

@@ -110,7 +110,7 @@ def test_the_algorithm(group, loss):
         params, left_out = expected(loss, n, 6)
         for name, leaf in step.params.value.items():
             np.testing.assert_allclose(leaf, params[name], rtol=1e-4, atol=1e-5)
-        kept = sum(step.feedback["feedback"].get_value(rank)[1] for rank in range(n)) / n
+        kept = sum(step.variables["feedback"].get_value(rank)[1] for rank in range(n)) / n
         np.testing.assert_allclose(kept, left_out, rtol=1e-3, atol=1e-5)
         synk.check_replicas(*step.variables.values())  # but for what is each replica's own
 
@@ -121,7 +121,7 @@ def test_alone_nothing_travels():
         step, plain = made(optimizer=optax.sgd(0.1)), synk.train.step(mean_loss, START, optax.sgd(0.1))
         for _ in range(3):
             assert float(step(X, Y)) == float(plain(X, Y))
-        assert not any(np.any(leaf) for leaf in step.feedback["feedback"].value)
+        assert not any(np.any(leaf) for leaf in step.variables["feedback"].value)
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_nothing_is_lost(devices):
     for i in range(7):
         step(coefficients, batch=slice(i, 30))
     total = sum(coefficients[i:30].mean(0) for i in range(7))
-    kept = sum(step.feedback["feedback"].get_value(rank)[0] for rank in range(4)) / 4
+    kept = sum(step.variables["feedback"].get_value(rank)[0] for rank in range(4)) / 4
     np.testing.assert_allclose(-step.params.value + kept, total, rtol=1e-4, atol=1e-5)
 
 
@@ -185,7 +185,7 @@ def test_check_and_serial(devices):
         step(X, Y)
         step.check(X, Y)
         step.check(X, Y, batch=15, num_slices=2)
-        before = jax.tree.map(np.asarray, (step.params.value, step.feedback["feedback"].get_value(2)))
+        before = jax.tree.map(np.asarray, (step.params.value, step.variables["feedback"].get_value(2)))
         np.testing.assert_allclose(step.serial(X, Y), step(X, Y), rtol=1e-5)
         assert np.any(step.params.value["w"] != before[0]["w"])
 
@@ -206,12 +206,12 @@ def test_checkpoints(tmp_path, module):
             step(X, Y)
         place = folder("a")
         module.save(place, step.variables, step=3)
-        own = [step.feedback["feedback"].get_value(rank) for rank in range(2)]
+        own = [step.variables["feedback"].get_value(rank) for rank in range(2)]
         want = [float(step(X, Y)) for _ in range(3)]
         again = made()
         module.load(place, again.variables)
         for rank in range(2):
-            jax.tree.map(np.testing.assert_array_equal, own[rank], again.feedback["feedback"].get_value(rank))
+            jax.tree.map(np.testing.assert_array_equal, own[rank], again.variables["feedback"].get_value(rank))
         assert [float(again(X, Y)) for _ in range(3)] == want
     for n in (1, 3):
         with synk.simulate(n):
@@ -219,7 +219,7 @@ def test_checkpoints(tmp_path, module):
             module.load(place, other.variables)
             mean = [(a + b) / 2 for a, b in zip(*own, strict=True)]
             for rank in range(n):
-                for got, each in zip(other.feedback["feedback"].get_value(rank), mean, strict=True):
+                for got, each in zip(other.variables["feedback"].get_value(rank), mean, strict=True):
                     np.testing.assert_allclose(got, each, rtol=1e-6)
             if n > 1:
                 np.testing.assert_allclose([float(other(X, Y)) for _ in range(3)], want, rtol=1e-4)
@@ -230,12 +230,12 @@ def test_what_is_not_finite_is_not_taken(devices):
     """nan="raise": what replicas keep is not spoiled either."""
     step = made(nan="raise")
     step(X, Y)
-    before = step.feedback["feedback"].get_value(3)
+    before = step.variables["feedback"].get_value(3)
     bad = X.copy()
     bad[2, 0] = np.nan
     with pytest.raises(FloatingPointError, match="row 2"):
         step(bad, Y)
-    jax.tree.map(np.testing.assert_array_equal, before, step.feedback["feedback"].get_value(3))
+    jax.tree.map(np.testing.assert_array_equal, before, step.variables["feedback"].get_value(3))
 
 
 def test_what_travels():
