@@ -14,7 +14,6 @@ import pytest
 
 from synk._distributed.launcher import main, reserve_port
 
-from ..helpers import slow_but
 from . import gang
 
 pytestmark = pytest.mark.gang
@@ -66,7 +65,6 @@ def test_launch_deals_out_the_gpus_of_a_machine(tmp_path, options, gpus):
     assert code == 0 and sorted(line.split("has ")[1] for line in output.splitlines()[1:]) == gpus, output
 
 
-@pytest.mark.slow
 def test_launch_fails_as_the_first_failure(tmp_path):
     """The exit code is that of the first process that failed, and the others are ended."""
     script = """
@@ -154,7 +152,6 @@ def test_launch_runs_a_module(tmp_path, monkeypatch):
     assert end.code == 0 and sorted(end.output.splitlines()[1:]) == [f"[{i}] package.program -m x" for i in (0, 1)]
 
 
-@pytest.mark.slow
 def test_several_machines(tmp_path):
     """Launchers on two machines start their own ranks, which meet at one address."""
     script = tmp_path / "script.py"
@@ -210,7 +207,6 @@ def test_lines_are_whole(tmp_path):
     assert len(lines) == 1 + 3 * 301
 
 
-@pytest.mark.slow
 def test_a_progress_bar_is_seen(tmp_path):
     """A progress bar shows some of its states while it goes on. The log has all."""
     script = """
@@ -310,7 +306,6 @@ def program(place, ending):
     return file
 
 
-@pytest.mark.slow
 def test_one_ends(tmp_path):
     """All processes and helpers are gone soon, with the code of the first failure and no temporary file."""
 
@@ -335,7 +330,7 @@ LAUNCHER_ENDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ending", slow_but(["SIGKILL", "SIGTERM"], LAUNCHER_ENDS))
+@pytest.mark.parametrize("ending", LAUNCHER_ENDS)
 def test_the_launcher_ends(place, ending):
     """Processes and helpers are gone with the launcher, though it had no time to end them."""
     numbers, code = LAUNCHER_ENDS[ending]
@@ -363,7 +358,6 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", OUTPUTS)
 def test_output_goes_nowhere(place, how):
     """The launcher goes on reading, and ends as its processes do."""
@@ -387,7 +381,6 @@ def test_output_goes_nowhere(place, how):
         assert (place / "out.txt").read_bytes().count("é".encode() * 100) == 50000
 
 
-@pytest.mark.slow
 def test_a_helper_that_left_holds_the_output(place):
     """A helper in a session of its own stays, and the launcher does not wait for it."""
     how = "helper(start_new_session=True); other = False"

@@ -22,7 +22,7 @@ from synk._distributed import preemption
 from synk._distributed.launcher import reserve_port
 from synk._distributed.liveness import EXIT_PEER_FAILED
 
-from ..helpers import group_of, slow, slow_but, smoke
+from ..helpers import group_of, smoke
 from . import gang
 from .gang_programs import CASES, DISAGREEMENTS, said
 
@@ -112,8 +112,6 @@ def test_a_short_gang():
         assert not any("error" in line for line in lines.values()), end.output
 
 
-@pytest.mark.slow
-@pytest.mark.smoke
 @pytest.mark.parametrize("name", CASES)
 def test_law(name):
     """In every process the parallel answer is the serial one."""
@@ -123,7 +121,6 @@ def test_law(name):
         assert "error" not in line[name], f"process {rank}:\n{line[name]['error']}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_gangs_end_well(split):
     """Every process comes to its end."""
@@ -138,14 +135,12 @@ def noted(split, name, rank=0):
         return dict(kept)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARED)
 def test_every_process_has_the_same(name):
     """Results are readable in every process, the same bits in all."""
     np.testing.assert_equal(noted("2x2", name, 1), noted("2x2", name))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARED)
 @pytest.mark.parametrize(("one", "other"), [("1x2", "2x1"), ("2x2", "4x1")])
 def test_bits(one, other, name):
@@ -154,7 +149,6 @@ def test_bits(one, other, name):
     np.testing.assert_equal(noted(one, name), noted(other, name))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPARED)
 def test_rounding(name):
     """Four replicas in one process: the processes add in another order, so to rounding."""
@@ -200,7 +194,7 @@ def disagreed(what):
     return gang.run("disagree", what, deadline=60, **environment)
 
 
-@pytest.mark.parametrize("what", [smoke(w) if w in BRIEF else slow(w) for w in DISAGREEMENTS])
+@pytest.mark.parametrize("what", [smoke(w) if w in BRIEF else w for w in DISAGREEMENTS])
 def test_disagreement(what):
     """Both processes raise DisagreementError with both sides, or print it in a program that cannot end, and leave."""
     for rank, end in enumerate(disagreed(what)):
@@ -212,7 +206,6 @@ def test_disagreement(what):
         assert all(side in message for side in SIDES.get(what, ["process 0", "process 1"])), end.output
 
 
-@pytest.mark.slow
 def test_checkpoints_of_gangs(n=4):
     """A checkpoint of several processes loads into as many replicas of one process, unequal values too."""
     with group_of("devices", n):
@@ -249,7 +242,7 @@ def failed(mode, who):
     return {rank: (end, began + end.seconds - at) for rank, end in zip(ranks, ends, strict=True)}
 
 
-@pytest.mark.parametrize(("mode", "who"), [smoke(*f) if f in QUICK else slow(*f) for f in FAILURES], ids=str)
+@pytest.mark.parametrize(("mode", "who"), [smoke(*f) if f in QUICK else f for f in FAILURES], ids=str)
 def test_failure(mode, who):
     """The end of one process ends all, in time and with a failure."""
     for rank, (end, seconds) in failed(mode, who).items():
@@ -261,7 +254,6 @@ def test_failure(mode, who):
             assert end.code == {"interrupt": 130, "kill": -9}.get(mode, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["local", "nan", "check", "replicas", "save"])
 def test_calls_that_wait_say_why(how, tmp_path):
     """PeerError names the dead process, whatever call waits for it. Some processes end where they wait."""
@@ -278,11 +270,11 @@ def test_calls_that_wait_say_why(how, tmp_path):
     ("mode", "who", "text"),
     [
         ("kill", 2, "another process of the group is gone"),
-        slow("raise", 2, "process 2: RuntimeError: a bug of the user's"),
+        ("raise", 2, "process 2: RuntimeError: a bug of the user's"),
         ("raise", 0, "process 0: RuntimeError: a bug of the user's"),
-        slow("exit", 1, "process 1: it has ended its program"),
-        slow("exit", 0, "process 0: it has ended its program"),
-        slow("leave", 1, "process 1: it has ended its program"),
+        ("exit", 1, "process 1: it has ended its program"),
+        ("exit", 0, "process 0: it has ended its program"),
+        ("leave", 1, "process 1: it has ended its program"),
     ],
 )
 def test_the_others_say_why(mode, who, text):
@@ -297,7 +289,7 @@ def test_the_others_say_why(mode, who, text):
             )
 
 
-@pytest.mark.parametrize("when", [smoke("known"), slow("new")])
+@pytest.mark.parametrize("when", [smoke("known"), "new"])
 def test_a_program_that_dies_in_one_process(when):
     """All processes raise, before the next program meets sums of the one that died."""
     for rank, end in enumerate(gang.run("callbacks", when, deadline=60)):
@@ -309,7 +301,7 @@ def test_a_program_that_dies_in_one_process(when):
         assert end.code == EXIT_PEER_FAILED
 
 
-@pytest.mark.parametrize("who", [slow("0"), slow("1"), slow("saves")])
+@pytest.mark.parametrize("who", ["0", "1", "saves"])
 def test_who_works_on_is_waited_for(who, tmp_path):
     """Processes that have ended wait for one that is alive, however long. A checkpoint on its way is whole."""
     for end in gang.run("works_on", who, tmp_path / "saved", deadline=60):
@@ -319,7 +311,6 @@ def test_who_works_on_is_waited_for(who, tmp_path):
         assert (tmp_path / "saved" / "step-00000001").is_dir()
 
 
-@pytest.mark.slow
 def test_forked_helpers_end():
     """Forked helpers end like those of any program."""
     for end in gang.run("forks", deadline=60):
@@ -333,7 +324,6 @@ def test_a_helper_does_not_join(monkeypatch):
         synk.init(distributed=True, coordinator="127.0.0.1:4", num_processes=2, process_id=1)
 
 
-@pytest.mark.slow
 def test_the_watchdog_shows_where():
     """A process that is alive but stuck is ended with the stacks of its threads."""
     shown = failed("hang", 1)[1][0].output
@@ -365,7 +355,6 @@ def test_preemption_asked_now_and_then(monkeypatch):
     assert asked == [1, 2, 3]
 
 
-@pytest.mark.slow
 def test_the_end_comes_after_its_own_thread():
     """Python waits for a thread that is inside the runtime, which would abort the process."""
     ends = gang.run("ends", processes=2)
@@ -396,7 +385,6 @@ def undisturbed(tmp_path_factory):
     return said(end.output)[-1]
 
 
-@pytest.mark.slow
 def test_restarts_end_with_the_same_bits(undisturbed):
     """A training that is killed, fails and freezes, and goes on from its checkpoints, ends like an undisturbed one."""
     assert restarted().code == 0, restarted().output
@@ -408,7 +396,6 @@ def test_restarts_end_with_the_same_bits(undisturbed):
     assert starts == [step for step in (0, 10, 20, 30, 40, 50) for _ in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["shared", "apart", "damaged", "background", "damaged in all"])
 def test_going_on(tmp_path, undisturbed, how):
     """After a kill all processes go on right, without shared files or from a damaged checkpoint, or all raise."""
@@ -431,7 +418,6 @@ def test_going_on(tmp_path, undisturbed, how):
         assert ("Step 5 is loaded in its place" in end.output) == (how == "damaged")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["now", "background"])
 def test_kills_while_a_gang_saves(tmp_path, how, kills=10):
     """Whenever a process dies, the newest checkpoint is whole, and no older than one that was saved for certain."""
@@ -450,7 +436,6 @@ def test_kills_while_a_gang_saves(tmp_path, how, kills=10):
             assert step >= certain >= begun[0] and extra == [step] and set(np.asarray(w.value).tolist()) == {step}
 
 
-@pytest.mark.slow
 def test_the_launcher_names_who_failed_first():
     """The launcher says at each attempt which process failed first, and how."""
     named = [line for line in restarted().output.splitlines() if line.startswith("synk: process ")]
@@ -459,7 +444,6 @@ def test_the_launcher_names_who_failed_first():
         assert line.startswith(f"synk: process {who} failed first: it {how} after "), line
 
 
-@pytest.mark.slow
 def test_nothing_outlives_a_failure():
     """Soon after a failure the others have left, and all have started again."""
     lines = said(restarted().output)
@@ -487,7 +471,6 @@ BEGINNINGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 def test_init_refuses():
     """Missing and wrong arguments are named before anything is waited for."""
     for environment, code, message in BEGINNINGS:
@@ -549,7 +532,7 @@ WRONG = {  # processes, who listens there, what the last one says, beside the va
 }
 
 
-@pytest.mark.parametrize("what", slow_but(["counts differ"], WRONG))
+@pytest.mark.parametrize("what", WRONG)
 def test_wrong_environments(what):
     """Within the start time a process names the address or variable, and what to do."""
     processes, serve, message = WRONG[what]
@@ -577,7 +560,6 @@ for name in ("tcp", "tcp6"):
 """
 
 
-@pytest.mark.slow
 def test_who_listens():
     """On one machine the coordinator listens on the loopback, and gloo at the address of the machine's name."""
     own = socket.inet_aton(socket.gethostbyname(socket.gethostname()))[::-1].hex().upper()
@@ -585,7 +567,6 @@ def test_who_listens():
     assert found <= {"0100007F", "0000000000000000FFFF00000100007F", own} and found
 
 
-@pytest.mark.slow
 def test_a_proxy_is_not_asked():
     """A proxy of the environment is not used for the coordinator."""
     proxy = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
