@@ -134,13 +134,16 @@ class ProgramBuilder:
             rows = {i: row for i, row in enumerate(self._read(1, state, arrays, part)) if i not in sent}
             arrays = arrays._replace(spares=spare_rows(rows, part.count > 0, 0 in sizes))
 
+        # XLA folds constants only outside branches and loops.
+        known = {size: traced.known(traced.consts) for size, traced in self.traced.items()}
+
         def run(size: int | None) -> list[jax.Array]:
             # A branch that is not selected must not give gradients: NaN times 0 is NaN.
             is_cut = runs_all and self.call.is_composed
             inputs = arrays.map(partial(constant_unless, part.count == size)) if is_cut else arrays
             if self.call.is_composed and self.call.is_sliced:
-                return self._run_slices(size, inputs, part)
-            return self.run_part(size, state=state, arrays=inputs, part=part, max_rows=max_rows)
+                return self._run_slices(size, inputs, part, known)
+            return self.run_part(size, state=state, arrays=inputs, part=part, max_rows=max_rows, known=known[size])
 
         branches = [partial(self._no_rows, state, max_rows) if size == 0 else partial(run, size) for size in sizes]
         if len(branches) == 1:
@@ -188,14 +191,13 @@ class ProgramBuilder:
         arrays: PartArrays,
         part: Part,
         max_rows: int | None,
-        consts: Sequence[Any] | None = None,
+        known: Sequence[Any],
     ) -> list[jax.Array]:
         """Run `fn` over a part of so many rows, and return its states.
 
-        `consts` replaces the arrays that `fn` captured by traced ones.
+        `known` holds what the arrays that `fn` captured determine.
         """
         traced = self.traced[size]
-        captured = traced.consts if consts is None else consts
         first_row = jnp.asarray(part.first_row, jnp.int32)
         seen = iter(self._read(size, state, arrays, part))
         rows = [fill_beyond(next(seen), overlap, first_row, part.total) for overlap in self.call.arguments.overlaps]
@@ -204,7 +206,7 @@ class ProgramBuilder:
         held = [*chain(*map(state_seen.__getitem__, traced.variables))]
 
         def run(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            return traced.run(*held, *leaves, part.rank, first_row, consts=captured)
+            return traced.run(*held, *leaves, part.rank, first_row, known=known)
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         if self.call.block is not None:
@@ -348,7 +350,9 @@ class ProgramBuilder:
                 states |= zip(places, merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
         return states
 
-    def _run_slices(self, size: int | None, arrays: PartArrays, part: Part) -> list[jax.Array]:
+    def _run_slices(
+        self, size: int | None, arrays: PartArrays, part: Part, known: Mapping[int | None, Sequence[Any]]
+    ) -> list[jax.Array]:
         """Run `fn` over the slices of a part of a traced call in a loop. A traced call has no variables."""
         total = sum(self.call.lengths or ())
         # Entries of a slice go where the longest part has them, so that all replicas agree.
@@ -365,7 +369,7 @@ class ProgramBuilder:
                 first_row = jnp.asarray(part.first_row, jnp.int32) + start
                 cut = Part(part.rank, rows, first_row, start, start, rows / total, 1.0, row_slot, number, total=total)
                 inputs = PartArrays([(array, None) for array in row_arrays], None, arrays.broadcast)
-                new = self.run_part(rows, state={}, arrays=inputs, part=cut, max_rows=rows)
+                new = self.run_part(rows, state={}, arrays=inputs, part=cut, max_rows=rows, known=known[rows])
                 return self.accumulate(before, new, cut), None
 
             states, _ = lax.scan(add, states, (chunks, numbers, starts, places[numbers]), unroll=self.selects_branches)
@@ -419,7 +423,8 @@ class ProgramBuilder:
             leaves, block_consts, broadcast = others
             inputs = PartArrays([(rows, None) for rows in seen], None, broadcast)
             block_state = dict(zip(state, leaves, strict=True))
-            return self.run_part(size, state=block_state, arrays=inputs, part=block, max_rows=size, consts=block_consts)
+            known = self.traced[size].known(block_consts)
+            return self.run_part(size, state=block_state, arrays=inputs, part=block, max_rows=size, known=known)
 
         others = (list(state.values()), consts, arrays.broadcast)
         if self.selects_branches:
@@ -573,16 +578,16 @@ class Epilogue:
         traced, extra = self.then
         chosen = [broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)
-        state_leaves = chain(*(state[v] for v in traced.variables))
+        state_leaves, known = chain(*(state[v] for v in traced.variables)), traced.known(traced.consts)
 
-        def run(args: Sequence[jax.Array]) -> list[jax.Array]:
-            return traced.run(*args, consts=traced.consts)
+        def run(known: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
+            return traced.run(*args, known=known)
 
         # Mapped together, simulated replicas would all run the callbacks inside a branch of one.
         if self.group.is_simulated and traced.has_callbacks and not (traced.communicates or self.call.is_composed):
             run = jax.custom_batching.sequential_vmap(run)
         # `then` runs as if each replica had one row, so the rank is also the number of the first row.
-        values = run([*state_leaves, *results, *chosen, rank, rank])
+        values = run(known, [*state_leaves, *results, *chosen, rank, rank])
         count = traced.outputs[0].num_leaves
         return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
 

@@ -8,10 +8,11 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import linear_util
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, Literal
 
 from .._base.errors import SynkError
 from .._base.pytree import key_of
+from .equations import equations_inside, is_over_axis
 
 # Equations that only change where an array lies.
 _PLACES = frozenset(("sharding_constraint", "reshard", "mesh_cast"))
@@ -138,3 +139,46 @@ def _without_mesh(aval: Any) -> Any:
         return aval if inner is aval.inner_aval else aval.update(inner_aval=inner)
     sharding = getattr(aval, "sharding", None)
     return aval if sharding is None or sharding.mesh.empty else aval.update(sharding=None)
+
+
+def split(closed: Any) -> tuple[Jaxpr, Jaxpr]:
+    """Split off the equations on captured arrays alone, unless their results are larger than the arrays.
+
+    The constants of the first part are the captured arrays. The constants of the second part are the results of the
+    first. XLA does not fold constants inside branches and loops, so without this a program of uneven rows would compute
+    `table / table.max()` in each call, and carry a copy of the table in each branch.
+    """
+    jaxpr = closed.jaxpr
+    known = dict.fromkeys(jaxpr.constvars)
+    early: list[Any] = []
+    late: list[Any] = []
+    for equation in jaxpr.eqns:
+        is_early = _is_known(equation, known) and _size(equation.outvars) <= _size(equation.invars)
+        (early if is_early else late).append(equation)
+        known |= dict.fromkeys(equation.outvars) if is_early else {}
+    used = {atom for equation in late for atom in equation.invars if not isinstance(atom, Literal)}
+    used |= {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    passed = [variable for variable in known if variable in used]
+    of_none = jaxpr.debug_info._replace(arg_names=(), result_paths=None)
+    return (
+        Jaxpr(jaxpr.constvars, [], passed, early, debug_info=of_none),
+        Jaxpr(passed, jaxpr.invars, jaxpr.outvars, late, jaxpr.effects, jaxpr.debug_info),
+    )
+
+
+def _is_known(equation: Any, known: dict[Any, None]) -> bool:
+    """Check whether an equation computes on captured arrays alone, without effects or communication."""
+    atoms = [atom for atom in equation.invars if not isinstance(atom, Literal)]
+    if equation.effects or not atoms or not all(atom in known for atom in atoms):
+        return False
+    inside = [equation, *equations_inside(equation)]
+    return not any(is_over_axis(inner) or inner.primitive.name == "pure_callback" for inner in inside)
+
+
+def _size(atoms: Sequence[Any]) -> int:
+    """Return the bytes of arrays. A PRNG key counts as four words, the most that its data has."""
+    return sum(
+        atom.aval.size * (atom.aval.dtype.itemsize if isinstance(atom.aval.dtype, np.dtype) else 16)
+        for atom in atoms
+        if hasattr(atom.aval, "size") and not jnp.issubdtype(atom.aval.dtype, jax.dtypes.float0)
+    )

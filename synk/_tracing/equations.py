@@ -26,8 +26,13 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """Yield all equations, also those of inner functions."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in _inner(equation):
-            yield from equations(inner)
+        yield from equations_inside(equation)
+
+
+def equations_inside(equation: Any) -> Iterator[Any]:
+    """Yield the equations of the functions inside one equation."""
+    for inner in _inner(equation):
+        yield from equations(inner)
 
 
 def is_over_axis(equation: Any) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 
 from .._base.pytree import PyTree, as_keys
 from .._runtime.group import AXIS
-from .captured import without_places
+from .captured import split, without_places
 from .context import TraceContext, tracing
 from .equations import equations, flops, is_over_axis, merge_equal, narrowest_float
 from .fingerprint import fingerprint
@@ -55,8 +55,9 @@ class TracedFunction:
     """A function of plain arrays: it maps leaves of variables and arguments, the rank and the first row to leaves.
 
     Attributes:
-      run: runs the function. It takes the values of `consts` by that name, and returns outputs, then new leaves.
+      run: runs the function. It takes the results of `known` by that name, and returns outputs, then new leaves.
       consts: the arrays that it closes over.
+      known: computes what depends on `consts` alone.
       blame_line: takes the arguments of `run`, and returns the line that makes the first number that is not finite.
       variables: the variables whose leaves come first, in this order.
       reads: the variables in the order in which they are read.
@@ -75,6 +76,7 @@ class TracedFunction:
 
     run: Callable[..., list[jax.Array]]
     consts: Sequence[Any]
+    known: Callable[[Sequence[Any]], Sequence[Any]]
     blame_line: Callable[..., str | None]
     variables: tuple[Any, ...]
     reads: tuple[Any, ...]
@@ -114,9 +116,11 @@ def trace(request: TraceRequest) -> TracedFunction:
     closed = closed.replace(jaxpr=closed.jaxpr.replace(invars=invars))
     all_equations = list(equations(closed.jaxpr))
     learned["uses_rank"] |= any(map(_tells_ranks_apart, all_equations))
+    early, late = split(closed)
     return TracedFunction(
-        run=functools.partial(_run, closed),
+        run=functools.partial(_run, closed, late),
         consts=closed.consts,
+        known=lambda consts: jax.core.eval_jaxpr(early, consts),
         blame_line=lambda *args: first_bad_line(closed.jaxpr, closed.consts, args),
         variables=tuple(variable for variable in variables if variable in learned["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
@@ -164,8 +168,8 @@ def _tells_ranks_apart(equation: Any) -> bool:
     return is_over_axis(equation) and (by_rank or params.get("axis_index_groups") is not None)
 
 
-def _run(closed: Any, *args: jax.Array, consts: Sequence[Any]) -> list[jax.Array]:
-    results = jax.core.eval_jaxpr(closed.jaxpr, consts, *args)
+def _run(closed: Any, late: Any, *args: jax.Array, known: Sequence[Any]) -> list[jax.Array]:
+    results = jax.core.eval_jaxpr(late, known, *args)
     # A result that depends on no input is a number of Python or NumPy.
     return [
         result if isinstance(result, jax.Array) else jnp.asarray(result, aval.dtype)

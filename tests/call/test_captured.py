@@ -169,3 +169,15 @@ def test_small_numbers_of_half_a_byte_may_be_captured():
         table = synk.shared(np.arange(-4, 4).astype(jnp.int4)).value
         f = synk.function(lambda i: jax.vmap(lambda i: table[i].astype(jnp.int32))(i), reduce="concat")
         assert f(np.arange(7)).tolist() == [-4, -3, -2, -1, 0, 1, 2]
+
+
+def test_what_captured_arrays_alone_determine_is_made_outside_branches():
+    """Where rows do not divide, a branch holds no computation on the table; larger things than it stay inside."""
+    with group_of("devices", 4):
+        table = np.ones((1000, 10), np.float32)
+        f = synk.function(lambda i: (jnp.asarray(table) / jnp.max(jnp.asarray(table)))[i].sum(1), reduce="concat")
+        text = f.compile(np.arange(7)).as_text() or ""
+        assert "conditional" in text
+        branches = [part for part in text.split("\n\n") if "branch" in part.split("\n")[0]]
+        assert not any("divide" in part for part in branches)
+        assert f(np.arange(7)).tolist() == [10.0] * 7
