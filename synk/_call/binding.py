@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import chain, repeat
-from operator import itemgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -250,9 +249,9 @@ class ArgumentBinder:
         for name in self.static_names.intersection(self.positions[: len(args)], kwargs):
             raise TypeError(f"{self.name}: {name!r} names a static parameter given by position, and a keyword.")
         statics: dict[str, Any] = {}
-        for name, argument in sorted(
-            {**dict(zip(self.positions, args, strict=False)), **kwargs}.items(), key=itemgetter(0)
-        ):
+        given = {**dict(zip(self.positions, args, strict=False)), **kwargs}
+        for name in sorted(given):
+            argument = given[name]
             if type(argument) is Shared:
                 # Under synk.Overlap a variable stands for the rows that it holds.
                 if not isinstance(self.mode(name), Overlap):

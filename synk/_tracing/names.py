@@ -7,8 +7,6 @@ from types import CodeType, FunctionType
 from typing import Any
 from weakref import ref
 
-_GONE = object()
-
 
 def named_objects(functions: Iterable[Any]) -> list[tuple[Callable[[], Any], Any]]:
     """List a look-up of each global name and cell of these functions, with the object that it finds now."""
@@ -19,6 +17,10 @@ def named_objects(functions: Iterable[Any]) -> list[tuple[Callable[[], Any], Any
     return [(look_up, look_up()) for look_up in look_ups]
 
 
+class _Reference(ref[Any]):
+    """A weak reference to an object under a name, which is told from a weak reference that a user has there."""
+
+
 class Names:
     """The objects under a function's global names and cells. They stay alive only if they take no weak reference."""
 
@@ -27,7 +29,12 @@ class Names:
 
     def are_same(self) -> bool:
         """Check whether all names and cells still have the same objects."""
-        return all([look_up() is reference() for look_up, reference in self._known])
+        for look_up, known in self._known:
+            value = known() if type(known) is _Reference else known
+            # A reference whose object is gone gives None, which may be under the name now.
+            if look_up() is not value or (value is None and known is not None):
+                return False
+        return True
 
 
 def links(fn: Any) -> Iterator[Any]:
@@ -62,10 +69,9 @@ def content(cell: Any) -> Any:
         return None
 
 
-def _reference(value: Any) -> Callable[[], Any]:
+def _reference(value: Any) -> Any:
+    """Return a weak reference to an object; a number, string, tuple, list or dictionary itself, which takes none."""
     try:
-        reference = ref(value)
+        return _Reference(value)
     except TypeError:
-        # Numbers, strings, tuples, lists and dictionaries take no weak reference.
-        return lambda: value
-    return lambda: _GONE if (target := reference()) is None else target
+        return value
