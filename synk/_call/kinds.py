@@ -57,9 +57,7 @@ def check_call(site: Site, bound: BoundArguments, options: CallOptions) -> tuple
     placed: list[Any] = []
     kinds: list[tuple[tuple[int, ...], np.dtype, bool]] = []
     for leaf in broadcast:
-        array = (
-            _abstract_broadcast(leaf) if site.is_abstract else _place_broadcast(site, leaf, is_used_once=slices == 1)
-        )
+        array = _place_broadcast(site, leaf, is_used_once=slices == 1)
         placed.append(array)
         kinds.append((array.shape, array.dtype, is_weak(leaf)))
     # jax_debug_nans runs a program again to find where NaN came from, so its arguments must be there still. So must
@@ -148,19 +146,17 @@ def _rows_of_variable(site: Site, call: CallSpec, rows: RowInputs, batch_s: Any)
     return rows._replace(lengths=chosen.lengths, on_replicas=chosen)
 
 
-def _abstract_broadcast(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape that a broadcast argument has on every replica, without looking at its values."""
-    if isinstance(leaf, SCALARS):
-        return jax.eval_shape(jnp.asarray, leaf)
-    return jax.ShapeDtypeStruct(leaf.shape, narrow(leaf.dtype), weak_type=getattr(leaf, "weak_type", False))
-
-
 def _place_broadcast(site: Site, leaf: Any, is_used_once: bool) -> Any:
-    """Bring a broadcast argument to every replica; data of the group is there already."""
+    """Bring a broadcast argument to every replica; of a call that does not run, return its shape there."""
+    if site.is_abstract:
+        if isinstance(leaf, SCALARS):
+            return jax.eval_shape(jnp.asarray, leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, narrow(leaf.dtype), weak_type=getattr(leaf, "weak_type", False))
     group = site.group
     if isinstance(leaf, Data):
         # This raises if the data was freed.
         source_of(leaf)
+        # Data of the group may be there already.
         is_there = leaf._home.layout == "replicated" and site.data_group is None
         return resident(leaf, group) if is_there else replicate(group, leaf[:])
     # The compiled call itself brings a host value to one device in a third of the time.
