@@ -143,7 +143,7 @@ def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def first_change(before: PyTree, after: PyTree, what: str) -> tuple[str, str, str] | None:
-    """Find the first difference of two trees of arrays, as (place, before, after): of trees, shapes or dtypes."""
+    """Return (place, before, after) of the first difference in structure, shape or dtype; `what` names the tree."""
     trees = jax.tree.structure(before), jax.tree.structure(after)
     if trees[0] != trees[1]:
         return f"the tree of {what}", str(trees[0]), str(trees[1])

@@ -85,7 +85,7 @@ def _choose(
 
 
 def _limit(group: Group, name: str) -> int:
-    """Return the bytes of a device; over processes those of process 0, so that all processes choose alike."""
+    """Return how many bytes programs may use on a device, as process 0 has it, so that all processes choose alike."""
     limit = int(group._peers.from_process_0(f"the memory of {group}", lambda: str(group.memory or 0)))
     if not limit:
         raise ValueError(

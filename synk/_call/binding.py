@@ -146,7 +146,7 @@ class ArgumentBinder:
         self._specs = BoundedCache()
 
     def mode(self, parameter: str) -> PyTree:
-        """Return the mode, or the tree of modes, of a parameter."""
+        """Return a parameter's mode ("scatter", "broadcast", "static", an Overlap) or its tree of modes."""
         return self.modes.get(parameter, "scatter")
 
     def _modes(self, inputs: Any) -> dict[str, PyTree]:
@@ -201,7 +201,7 @@ class ArgumentBinder:
         return mode
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
-        """Flatten a call's arguments, and find the spec of their tree."""
+        """Add defaults that hold arrays, set static arguments aside, flatten the rest, and find the spec of its tree."""
         if self._array_defaults:
             defaults = {p: a for p, a in self._array_defaults.items() if p not in self.positions[: len(args)]}
             kwargs = {**defaults, **kwargs}

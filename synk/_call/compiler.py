@@ -172,7 +172,7 @@ class Compiler:
         return self.builder.states(sizes, state, arrays_of(self.call, rest), part, launch.sizes[0])
 
     def _finish(self, launch: _Launch, taken: _Taken, states: Arrays) -> list[jax.Array]:
-        """Compute the results of a program from the states of a replica."""
+        """Return what a program returns: the results of the call in the last launch, else the states so far."""
         state, carry, rest, part = taken
         if launch.is_last:
             return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
@@ -199,7 +199,7 @@ class Compiler:
         return body
 
     def _with_halos(self, launch: _Launch, values: Arrays) -> list[jax.Array]:
-        """Put the neighbours on other replicas around the rows among a program's arguments on one replica."""
+        """Extend the rows of arguments with an overlap, on one replica, by neighbour rows from other replicas."""
         arguments = list(values)
         for at, feed in self._exchanging(launch, len(values)).items():
             assert feed.overlap is not None
@@ -288,7 +288,7 @@ class Compiler:
     def _all_states(
         self, carry: Arrays, kept: Arrays = (), entries: Mapping[bool, int] | None = None
     ) -> list[jax.Array]:
-        """Return all states of a replica from the carried and the kept ones; zeros stand for the others.
+        """Merge carried and kept states (partial results) into one list; zeros stand for states without elements.
 
         `entries` is how many entries of rows (True) and of parts (False) kept states have.
         """

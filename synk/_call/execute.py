@@ -203,7 +203,7 @@ def values_of(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list
 
 
 def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0, ended: int = 0) -> jax.Array:
-    """Place the table that tells a program about the parts of a launch."""
+    """Bring every replica `part_table`: the numbers by which a program finds each replica's part in a launch."""
     assert ready.rows.lengths is not None
     table = part_table(parts, ready.rows.lengths, row_slot, part_slot, ended)
     return constant(ready.group, "replicated", table, "int32")

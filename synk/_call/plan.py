@@ -131,7 +131,7 @@ class Kept:
         self.plan, self.accepts = plan, accepts
 
     def fits(self, abstract: Callable[[Shared], AbstractState]) -> bool:
-        """Tell whether the variables are in states for which the plan was made."""
+        """Tell whether the state of each variable is one of those for which the plan was made."""
         return all([abstract(variable) in states for variable, states in self.accepts.items()])
 
 

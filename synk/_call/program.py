@@ -121,7 +121,7 @@ class ProgramBuilder:
     def states(
         self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, max_rows: int | None
     ) -> list[jax.Array]:
-        """Run a replica's part, which has one of these sizes, and return its states.
+        """Run a replica's part, which has one of these sizes, and return its states (partial results).
 
         Outputs with an entry a row get `max_rows` entries.
         """

@@ -188,7 +188,7 @@ class CallSpec(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """Tell whether the call has rows."""
+        """Tell whether the call has scattered arguments, or a variable that holds rows."""
         return self.part_sizes != ((None,),)
 
 

@@ -154,7 +154,7 @@ def _unequal_results(runner: Runner, one: Outcome, many: Outcome, tolerance: Tol
 
 
 def _check_blocks(runner: Runner, mapping: FunctionSpec) -> None:
-    """Compare outputs of blocks with those on one device, bit for bit."""
+    """Raise LawError unless the outputs of a function with `blocks=` agree bit for bit with those on one device."""
     one, many = runner.run_both(mapping)
     for leaf, a, b in zip(many.plan.outputs.results, one.leaves, many.leaves, strict=True):
         if np.asarray(a).tobytes() != np.asarray(b).tobytes():

@@ -214,7 +214,7 @@ class Data:
             self._stale = range(min(old.start, written.start), max(old.stop, written.stop))
 
     def _become(self, **changes: Any) -> None:
-        """Change attributes, all or none, and drop copies on devices."""
+        """Set several attributes at once, and drop the copy of the rows on devices."""
         with LOCK, uninterrupted():
             self._copy = self._group = self._stale = None
             self._version += 1

@@ -16,10 +16,10 @@ from .sources import HostSource, Source, copied_on_device, copy_rows
 
 
 class PartRows(NamedTuple):
-    """The parts of replicas in one launch.
+    """Rows that each replica takes in one launch. Tuples have an entry for each replica.
 
     Attributes:
-      max_rows: the rows of the longest part. Other parts are filled up to as many.
+      max_rows: rows of the longest part. Shorter parts are filled up to it.
       counts: the rows of each part.
       starts: where each part begins among all rows of the call.
       offsets: where each part begins among its replica's rows.

@@ -221,10 +221,10 @@ def _end(members: Sequence[Member], guard: Popen[bytes]) -> None:
 
 
 def _watch(members: Sequence[Member], signals: Sequence[int]) -> None:
-    """Wait until all processes have ended, or until one has failed and the others have had a while to end.
+    """Wait for all processes. Return early some seconds after one has failed or Ctrl-C has come, or at a second signal.
 
-    The first of `signals` is passed on: `synk.preempted` reports SIGTERM, so programs may save and leave. After Ctrl-C
-    they have a while to clear up. A second signal ends the wait.
+    The first of `signals` is passed on to all. SIGTERM sets no limit, so that programs may save: `synk.preempted`
+    reports it. The caller ends the processes that are left.
     """
     start, until, is_passed_on = monotonic(), float("inf"), False
     while True:

@@ -194,7 +194,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _timed(step: Callable[[], Any], steps: int) -> float:
-    """Return the seconds of a step, from several in a row."""
+    """Return the mean seconds of a step, over several launched one after another and awaited at the end."""
     start, result = perf_counter(), None
     for _ in range(steps):
         result = step()

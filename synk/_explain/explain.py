@@ -30,7 +30,7 @@ _WAYS = {"replicated": "rows that every replica holds", "stacked": "rows that li
 
 
 def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanation:
-    """Describe a call that was made ready from shapes."""
+    """Make the report of a call that is planned and compiled, and not run."""
     plan, group = ready.plan, ready.group
     programs = (*_exchanges(ready), *_programs(ready))
     inputs, variables = tuple(_inputs(ready)), tuple(_variables(plan))
@@ -64,7 +64,7 @@ def _launches(ready: ReadyCall) -> list[PartRows]:
 
 
 def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
-    """Describe the programs that bring the rows of a batch from where they lie, in the order in which they run."""
+    """Yield a report of each program by which replicas exchange the rows of a batch, in the order in which they run."""
     names, group = ready.call.arguments.scattered_names, ready.group
     # Variables, data, and rows that an earlier exchange has brought are in memory meanwhile.
     resident = variable_bytes(ready.plan, group) + data_beside(ready.rows, group)

@@ -277,7 +277,7 @@ class Function:
         prefetch: int,
         call: Callable[[BoundArguments, CallOptions], PyTree],
     ) -> Prefetch[Prepared, PyTree]:
-        """Run `call` with the arguments of each item."""
+        """Return an iterator whose `next` runs `call` with the next item, and prepares up to `prefetch` more."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
         return Prefetch(source, prepared, partial(launch, call, count()), prefetch, name, refuse)
 

@@ -248,7 +248,7 @@ def prepare_batches(
 
 
 def launch(call: Callable[[BoundArguments, CallOptions], PyTree], numbers: Iterator[int], item: Prepared) -> PyTree:
-    """Call a function with the arguments of an item; `numbers` gives the number of the item in the loop."""
+    """Call a function with a prepared item. `numbers` gives the item's number in the loop, for messages."""
     rows = item.batches
     bound = rows.current(item)
     batch = item.batch if rows.on_devices else None

@@ -15,7 +15,7 @@ Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 def shard_shape(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
-    """Return shape and dtype of one replica's shard."""
+    """Return shape and dtype of one replica's shard of an array: flat, ceil(size / replicas) numbers."""
     return jax.ShapeDtypeStruct((-(-shape.size // replicas),), shape.dtype)
 
 

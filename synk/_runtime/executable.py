@@ -222,7 +222,7 @@ def _copy(*values: jax.Array) -> Sequence[jax.Array]:
 
 
 def copy_to_replicas(group: Group, leaves: Sequence[Any], layout: Layout) -> list[jax.Array]:
-    """Give every replica a copy of each leaf. NumPy leaves must belong to synk, since their memory may be shared."""
+    """Copy each leaf to all replicas, and return the copies in a layout. They may share memory with NumPy leaves."""
     return relayout(group, [put(group, leaf, "replicated") for leaf in leaves], "replicated", layout)
 
 

@@ -79,7 +79,7 @@ class ValueSpec:
         return [leaves[i] for i in range(len(self.shapes))]
 
     def tree(self, stored: Sequence[Any]) -> PyTree:
-        """Return stored leaves as the user's tree, raw key data as keys."""
+        """Rebuild the user's tree from stored leaves: split packed buffers, and make typed keys of raw key data."""
         return self.treedef.unflatten(map(as_keys, self.unpack(*stored), self.keys))
 
 

@@ -67,7 +67,7 @@ class ShardedOptimizer:
         return treedef.unflatten(self._apply(jax.tree.leaves(new), partial(gather_shards, shapes=cut_shapes)))
 
     def _map_state(self, fn: Any, state: PyTree) -> PyTree:
-        """Apply a function of a shard and its whole's shape to the leaves that lie in shards."""
+        """Replace each sharded leaf of the optimizer's state by `fn(leaf, shape)`, given the unsharded shape."""
         spec = self.state._spec
         pairs = zip(jax.tree.leaves(state), spec.shapes, spec.is_cut or (), strict=True)
         return spec.treedef.unflatten([fn(leaf, shape) if is_cut else leaf for leaf, shape, is_cut in pairs])

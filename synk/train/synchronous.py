@@ -108,7 +108,7 @@ class Step:
 
     @public_api
     def explain(self, *args: Any, **options: Any) -> Explanation:
-        """Say what a step of such rows would do, and take none; see `synk.Function.explain`."""
+        """Say what a step with these arguments would do, without taking it; see `synk.Function.explain`."""
         return self.function.explain(*args, **options)
 
     @public_api
