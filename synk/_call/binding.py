@@ -201,7 +201,7 @@ class ArgumentBinder:
         return mode
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundArguments:
-        """Add defaults that hold arrays, set static arguments aside, flatten the rest, and find the spec of its tree."""
+        """Add array defaults, set static arguments aside, flatten the rest, and find the spec of its tree."""
         if self._array_defaults:
             defaults = {p: a for p, a in self._array_defaults.items() if p not in self.positions[: len(args)]}
             kwargs = {**defaults, **kwargs}
