@@ -490,6 +490,9 @@ def test_before_the_average_replicas_differ(devices):
     assert_close(step.params.value, before)
 
 
+# Ctrl-C may fall before `next` begins, and then the loop warns that nobody asked for its results.
+@pytest.mark.filterwarnings("ignore:.*no loop asked for its results:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.smoke
 @pytest.mark.parametrize("every", [slow(1), 3])
 def test_ctrl_c_of_local_steps(devices, every):
