@@ -66,26 +66,14 @@ def select_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: 
     """Check the scattered arguments of a call, and select their rows by `batch` and `batch_s`."""
     name, names, block = site.function.name, spec.scattered_names, site.function.blocks
     batch, batch_s, group = options.batch, options.batch_s, site.group
-    # Minibatch data brings the rows of the batch; batch_s picks from data on the replicas; batch picks from all else.
-    minibatch: list[int] = []
-    on_replicas: list[int] = []
-    picked: list[int] = []
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, ProcessLocalRows):
-            return _select_process_rows(site, spec, leaves, options)
-        is_data = isinstance(leaf, Data)
-        if is_data and leaf.is_minibatch:
-            minibatch.append(i)
-        elif is_data and batch_s is not None and leaf._home.layout == "stacked":
-            on_replicas.append(i)
-        else:
-            picked.append(i)
+    if ProcessLocalRows in map(type, leaves):
+        return _select_process_rows(site, spec, leaves, options)
+    minibatch, on_replicas, picked = _sort_by_rows(leaves, batch_s is not None)
     selection, chosen, counts = _NO_ROWS, None, dict[str, int]()
     if on_replicas:
         rows = common_rows(name, names, leaves, on_replicas)
-        chosen = select_on_replicas(
-            batch_s, lengths_of(rows, (site.data_group or group).size), name, names[on_replicas[0]]
-        )
+        lengths = lengths_of(rows, (site.data_group or group).size)
+        chosen = select_on_replicas(batch_s, lengths, name, names[on_replicas[0]])
         counts[names[on_replicas[0]]] = sum(chosen.lengths)
     if picked:
         selection = select(batch, common_rows(name, names, leaves, picked), name, names[picked[0]])
@@ -113,6 +101,23 @@ def select_rows(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], options: 
     if chosen is not None and site.data_group is None:
         return RowInputs(tuple(inputs), chosen.lengths, chosen)
     return RowInputs(tuple(inputs), None if count is None else lengths_of(count, group.size, block))
+
+
+def _sort_by_rows(leaves: Sequence[Any], has_batch_s: bool) -> tuple[list[int], list[int], list[int]]:
+    """Return the numbers of the arguments that bring the rows of the batch, from which batch_s picks, and from which
+    batch picks."""
+    minibatch: list[int] = []
+    on_replicas: list[int] = []
+    picked: list[int] = []
+    for i, leaf in enumerate(leaves):
+        is_data = isinstance(leaf, Data)
+        if is_data and leaf.is_minibatch:
+            minibatch.append(i)
+        elif is_data and has_batch_s and leaf._home.layout == "stacked":
+            on_replicas.append(i)
+        else:
+            picked.append(i)
+    return minibatch, on_replicas, picked
 
 
 def _row_input(site: Site, leaf: Any, picks: Picks) -> RowInput:

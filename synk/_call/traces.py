@@ -88,18 +88,12 @@ class CallTraces:
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
         for leaf, argument in zip(leaves, call.arguments.names, strict=True):
             refuse_two_bits(leaf, f"{function.name}: argument {argument}")
-        overlaps = [overlap for overlap in call.arguments.overlaps if overlap]
-        widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
-        rules = OutputRules(
-            function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest, function.wires,
-            call.block,
-        )  # fmt: skip
         request = TraceRequest(
             fn=function.fn,
             call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),
             arguments=call.arguments.treedef.unflatten(leaves),
             keys=call.keys,
-            pack=partial(pack_outputs, rules),
+            pack=partial(pack_outputs, self._output_rules(rows)),
             sees=TraceContext(
                 name=function.name,
                 size=self.group.size,
@@ -123,6 +117,16 @@ class CallTraces:
             raise ValueError(request.sees.without_axis(f"it communicates inside (over the axis {AXIS!r})")) from error
         self._check_updates(traced)
         return traced
+
+    def _output_rules(self, rows: int | None) -> OutputRules:
+        """Return the rules for outputs of a part of so many rows."""
+        function, call = self.function, self.call
+        overlaps = [overlap for overlap in call.arguments.overlaps if overlap]
+        widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
+        return OutputRules(
+            function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest, function.wires,
+            call.block,
+        )  # fmt: skip
 
     def _trace(self, request: TraceRequest) -> TracedFunction:
         traced = trace(request)

@@ -152,10 +152,8 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         array = _as_array(value, f"{rules.name}: output{path}")
         dtype = as_data(array).dtype
-        if rules.is_over and reduction is REDUCTIONS["mean"]:
-            reduction = WEIGHTED
-        if rules.block is not None:
-            reduction = by_block(reduction, dtype)
+        reduction = WEIGHTED if rules.is_over and reduction is REDUCTIONS["mean"] else reduction
+        reduction = reduction if rules.block is None else by_block(reduction, dtype)
         leaf = OutputLeaf(reduction, dtype, path, key_of(array), weight)
         _check_leaf(leaf, array, rules, is_of_monoid)
         if reduction in SUMS:
