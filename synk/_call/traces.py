@@ -14,6 +14,7 @@ from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import AXIS, Group
 from .._tracing.context import TraceContext
+from .._tracing.fingerprint import fingerprint
 from .._tracing.names import named_objects
 from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.state import AbstractState, VariableState, refuse_narrow
@@ -132,7 +133,10 @@ class CallTraces:
         traced = trace(request)
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
         reads, writes = [v._number for v in traced.variables], [(v._number, slices) for v, slices in traced.writes]
-        self.record += (*reads, *writes, traced.fingerprint)
+        # Two traces may have the same equations and return different trees, or Monoids with other functions.
+        outputs = traced.outputs
+        returned = outputs.record(fingerprint) if isinstance(outputs, OutputSpec) else outputs
+        self.record += (*reads, *writes, traced.fingerprint, returned)
         return traced
 
     def _check_updates(self, traced: TracedFunction) -> None:

@@ -298,7 +298,8 @@ class Function:
         Args:
           source: gives the arguments of each call: a tuple or list by position, a mapping by name, anything else as the
             only one. Any iterable: a `torch.utils.data.DataLoader`, Grain, `tf.data`'s `as_numpy_iterator()`, a
-            generator. Items may have any numbers of rows, and their memory may be used again for the next one.
+            generator. Items may have any numbers of rows. The memory of their arrays may be used again for the next
+            item, but not the memory of a `synk.data`.
           prefetch: how many items to take early. With 0, an item is taken when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.

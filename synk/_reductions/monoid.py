@@ -114,6 +114,7 @@ class Merge:
         self.least_rows, self.has_order = monoid._least_rows, monoid._has_order
         self.is_gathered = monoid.merge is concatenate_rows
         state, where = jax.tree.map(jnp.asarray, monoid.state), f"{name}: output{path}"
+        self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
         answer = _shapes_of(lambda state: Monoid(state, *self._functions).value, (state,), f"{where}: finish")
         self.results = [
             OutputLeaf(REDUCTIONS["merge"], leaf.dtype, path + keystr(sub))
@@ -126,6 +127,11 @@ class Merge:
                     f"{where}: merge changes {change[0]} from {change[1]} to {change[2]}. It merges two states into "
                     f"one of the same kind."
                 )
+
+    def traced(self) -> list[Any]:
+        """Trace `merge` and `finish`. Monoids are made anew in each trace, so their functions tell nothing."""
+        finish = jax.make_jaxpr(self.finish)(self._shapes)
+        return [finish] if self.is_gathered else [finish, jax.make_jaxpr(self._merge)(self._shapes, self._shapes)]
 
     def _merge(self, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> list[jax.Array]:
         return jax.tree.leaves(self._functions[0](self._treedef.unflatten(a), self._treedef.unflatten(b)))

@@ -1,6 +1,6 @@
 """Outputs: the leaves that a function returned, with the reductions that its user named."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -44,6 +44,11 @@ class OutputSpec(NamedTuple):
     leaves: tuple[OutputLeaf, ...]
     items: tuple[int | Merge, ...]
     treedef: Any
+
+    def record(self, fingerprint: Callable[[Any], Hashable]) -> tuple[Any, ...]:
+        """Return what tells the outputs from those of another trace, by fingerprints of jaxprs."""
+        merges = [(merge.leaves, merge.has_order, *map(fingerprint, merge.traced())) for merge in self.merges]
+        return self.treedef, self.leaves, *merges
 
     @property
     def merges(self) -> list[Merge]:

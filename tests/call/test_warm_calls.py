@@ -204,3 +204,37 @@ def test_dtypes_differ(group):
                 assert (total.dtype, total) == (dtype, 120)
                 assert seen.dtype == jax.numpy.asarray(scale).dtype
                 np.testing.assert_array_equal(seen, scale)
+
+
+@pytest.mark.smoke
+def test_what_is_returned_follows_names(group):
+    """Other trees, Monoids and Weighted values under names of the function's own are noticed, though equations are equal."""
+    x = np.arange(6, dtype=np.float32)
+    scale, key, is_weighted = 1.0, "loss", False
+    merged = synk.function(lambda x: synk.Monoid(x.sum(), jax.numpy.add, lambda s: s * scale), outputs="merge")
+    named = synk.function(lambda x: {key: x.sum()})
+    pair = synk.function(
+        lambda x: synk.Weighted(x.mean(), len(x)) if is_weighted else (x.mean(), len(x)), outputs="mean"
+    )
+    assert float(merged(x)) == 15 and [*named(x)] == ["loss"] and len(pair(x)) == 2
+    scale, key, is_weighted = 3.0, "total", True
+    for _ in range(2):
+        assert float(merged(x)) == float(merged.serial(x)) == float(merged.over(x, batches=[4, [4, 5]])) == 45
+        assert [*named(x)] == [*named.serial(x)] == ["total"]
+        assert float(pair(x)) == 2.5
+    compilations = merged.stats.compilations
+    merged(x), merged.serial(x), merged.check(x)
+    assert float(merged(x)) == 45 and merged.stats.compilations <= compilations + 3
+
+
+@pytest.mark.smoke
+def test_check_tells_of_a_stale_merge(group):
+    """A Monoid whose functions read something that has changed is stale, and no op is to blame."""
+    scale = {"by": 1.0}
+    f = synk.function(lambda x: synk.Monoid(x.sum(), jax.numpy.add, lambda s: s * scale["by"]), outputs="merge")
+    x = np.arange(6, dtype=np.float32)
+    f(x)
+    scale["by"] = 3.0
+    assert float(f.serial(x)) == 45
+    with pytest.raises(synk.LawError, match="has changed since it was traced"):
+        f.check(x)

@@ -57,6 +57,16 @@ def test_results_in_order(place, size):
     assert_same(list(rows.iterate(at(place, X), batches=BATCHES, prefetch=size)), plain(X))
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("group", [("devices", 1), ("devices", 2), ("simulated", 2)])
+@pytest.mark.parametrize("make", [jnp.asarray, lambda x: synk.data(jnp.asarray(x))], ids=["array", "data"])
+def test_rows_of_jax(group, make):
+    """Batches of arrays of JAX, in groups of one device too."""
+    with group_of(*group):
+        assert_same(list(rows.iterate(make(X), batches=BATCHES)), plain(X))
+        assert_same(rows.over(make(X), batches=BATCHES), np.concatenate(plain(X)))
+
+
 @pytest.mark.parametrize(("size", "slices"), [(0, 1), (3, 1), (3, 2)])
 def test_several_inputs(size, slices):
     """Of every place together, minibatch rows and a broadcast number among them."""
