@@ -10,6 +10,13 @@ from .._call.plan import CallPlan, Compiled
 
 # Fields of the key of a plan that are told by argument, and so not by their names.
 _BY_ARGUMENT = ("arguments", "options", "rows", "feeds", "broadcast", "keys")
+# Fields of the key of a plan in the words of users.
+_WORDS = {
+    "held_index": "batch_s on rows of variables", "subset": "output_subset", "donate": "overwrites old values",
+    "part_sizes": "rows of parts, by launch", "lengths": "rows of each replica",
+    "is_even": "as many rows on all replicas", "is_composed": "under jit or grad",
+    "is_over": "a batch of over", "block": "rows of a block",
+}  # fmt: skip
 _ABSENT = "absent"
 
 
@@ -49,7 +56,7 @@ def _parts(compiled: Compiled) -> dict[Any, str]:
     # Names of arguments come last, so that they win over fields of the same name.
     return {
         "group": group,
-        **{name: str(value) for name, value in call._asdict().items() if name not in _BY_ARGUMENT},
+        **{_WORDS.get(name, name): str(value) for name, value in call._asdict().items() if name not in _BY_ARGUMENT},
         **dict(zip(TRACE_OPTIONS, map(repr, call.options), strict=False)),
         **{f"rows of {name}": _array(*row) for name, row in zip(spec.scattered_names, call.rows, strict=True)},
         **{f"feed of {name}": _record(feed) for name, feed in zip(spec.scattered_names, call.feeds, strict=True)},

@@ -193,9 +193,9 @@ def test_causes():
     with group_of("devices", 2):
         assert causes_of(f, *calls) == [
             "the first call", "rows of x: float32[3], was float32[4]", "rows of x: float16[4], was float32[3]",
-            "lr: float32[], was a Python number (float32)", "part_sizes: ((2,),), was ((4,),)",
-            "part_sizes: ((3, 2),), was ((2,),); is_even: False, was True",
-            "part_sizes: ((2,), (2,)), was ((2,),); num_slices: 2, was 1", "k: 2, was 1", "k: 3, was 2",
+            "lr: float32[], was a Python number (float32)", "rows of parts, by launch: ((2,),), was ((4,),)",
+            "rows of parts, by launch: ((3, 2),), was ((2,),); as many rows on all replicas: False, was True",
+            "rows of parts, by launch: ((2,), (2,)), was ((2,),); num_slices: 2, was 1", "k: 2, was 1", "k: 3, was 2",
             "feed of x: layout=stacked, size=4, was rows from the host",
             "feed of x: layout=replicated, index=gather, size=8, was layout=stacked, size=4",
             "the first call",
