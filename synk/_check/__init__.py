@@ -1,1 +1,1 @@
-"""The serial answer, the law, and which row is bad."""
+"""Check: the serial answer, whether calls equal it, and the row that makes a NaN."""

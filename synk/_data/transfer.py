@@ -133,14 +133,14 @@ def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: 
             max_rows = rows // size
             parts = PartRows(max_rows, (max_rows,) * size, tuple(range(0, rows, max_rows)), (0,) * size)
             sent = send_rows(group, source, selection, parts, dtype)
-            # The owner of an array of JAX may donate it before the call.
-            is_donatable = isinstance(source, jax.Array)
             if isinstance(sent, np.ndarray):
-                is_shared = is_donatable and host is not None and np.may_share_memory(sent, np.asarray(host))
-                return put(group, sent.copy() if is_shared else sent, "rows")
-            return copied_on_device(sent) if is_donatable and (sent is source or group._has_one_device) else sent
+                return put(group, sent, "rows")
+            # The owner of an array of JAX may donate it before the call.
+            is_shared = isinstance(source, jax.Array) and (sent is source or group._has_one_device)
+            return copied_on_device(sent) if is_shared else sent
         if host is not None:
             return gather_rows(host, selection, dtype)
+        # Here the source is an array of JAX.
         return source[selection.positions(0, rows)].astype(dtype)  # type: ignore[index]
 
 

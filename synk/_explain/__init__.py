@@ -1,1 +1,1 @@
-"""What a call compiles, sends and communicates."""
+"""Explain: reports of the programs, memory and communication of a call."""

@@ -1,1 +1,1 @@
-"""`synk.function` and its members."""
+"""Function: `synk.function`, and the members of what it makes."""

@@ -1,1 +1,1 @@
-"""Calls over many batches."""
+"""Loops: calls over many batches."""

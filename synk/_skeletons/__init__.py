@@ -1,1 +1,1 @@
-"""Operations on rows that communicate while they run: scan and pairs."""
+"""Skeletons: operations on rows that communicate while they run, scan and pairs."""
