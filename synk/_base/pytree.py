@@ -63,6 +63,8 @@ def is_number(dtype: np.dtype) -> bool:
 @lru_cache(maxsize=256)
 def bits_of(dtype: Any) -> int:
     """Return how many bits a number of a dtype has, which may be fewer than a byte."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return 8 * dtype.itemsize
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.finfo(dtype).bits
     return jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else 8 * np.dtype(dtype).itemsize

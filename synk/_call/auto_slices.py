@@ -19,10 +19,10 @@ from .._variables.variable import Shared, bind
 from .execute import ReadyCall, execute, translate_error
 from .parts import split_into_launches
 from .plan import CallPlan, Site, SliceChoice, Traced
-from .rows import RowInputs
+from .rows import Rows
 
 
-def choose_slices(site: Site, key: Hashable, rows: RowInputs, plan_of: Callable[..., CallPlan]) -> SliceChoice:
+def choose_slices(site: Site, key: Hashable, rows: Rows, plan_of: Callable[..., CallPlan]) -> SliceChoice:
     """Return the number of slices in which a call runs; the choice is remembered with the function's plans.
 
     `key` is the key of its plan in one launch; `plan_of(slices, is_probe)` makes its plan for so many slices.
@@ -203,9 +203,10 @@ def variable_bytes(plan: CallPlan, group: Group) -> int:
     return sum(_device_bytes(variable, plan, group) for variable in plan.accepts)
 
 
-def data_beside(rows: RowInputs, group: Group) -> int:
+def data_beside(rows: Rows, group: Group) -> int:
     """Return a device's bytes of data from which rows are exchanged. The call's programs do not take this data."""
-    return sum(bytes_on_device(one.source, group) for one in rows.each if one.scattered_rows is not None)
+    pairs = zip(rows.inputs, rows.sources, strict=True)
+    return sum(bytes_on_device(source, group) for spec, source in pairs if spec.scattered_rows is not None)
 
 
 def bytes_on_device(stacked: Any, group: Group) -> int:

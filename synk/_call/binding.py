@@ -17,14 +17,9 @@ from jax.tree_util import keystr
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import checked_integer, shown
-from .._base.pytree import SCALARS, PyTree, array_of_list, as_data, check_fits, is_number, key_of
-from .._data.dataset import Data
+from .._base.pytree import PyTree, array_of_list
 from .._data.overlap import Overlap, halo_of
-from .._data.process_rows import ProcessLocalRows
-from .._data.sources import Source, as_source
-from .._runtime.group import Group
 from .._tracing.names import links
-from .._variables.collectives import rows_held
 from .._variables.variable import Shared
 
 MODES = ("scatter", "broadcast", "static")
@@ -375,58 +370,6 @@ def _is_numbers(value: Any) -> bool:
 
 # The value of num_slices that asks for the fewest slices that fit into memory.
 AUTO = "auto"
-
-
-def check_leaves(
-    bound: BoundArguments, name: str, group: Group | None = None, is_abstract: bool = False
-) -> tuple[list[Any], list[Any], tuple[Any, ...]]:
-    """Check the leaves that a user has passed; `group` is where shared variables live, None under a trace.
-
-    Returns:
-      The scattered leaves, the broadcast leaves, and the PRNG implementation of each leaf, or None, in the order of the
-      tree. A leaf is an array, a number, `Data` or rows of this process; of typed PRNG keys it is the raw data.
-    """
-    spec = bound.spec
-    scattered: list[Any] = []
-    broadcast: list[Any] = []
-    keys: list[Any] = []
-    for i, leaf in enumerate(bound.leaves):
-        is_scattered, key = i in spec.scattered, None
-        if isinstance(leaf, jax.Array):
-            if not isinstance(leaf.dtype, np.dtype):
-                if leaf.ndim == 0 and is_scattered:
-                    raise no_rows(name, spec.names[i])
-                key, leaf = key_of(leaf), as_data(leaf)
-        elif (type(leaf) is np.ndarray or isinstance(leaf, np.generic)) and is_number(leaf.dtype):
-            pass
-        elif isinstance(leaf, Data):
-            key = leaf._key
-        elif isinstance(leaf, jax.ShapeDtypeStruct) and is_abstract:
-            key, leaf = key_of(leaf), as_data(leaf)
-        elif isinstance(leaf, Shared) and is_scattered and spec.overlaps[len(scattered)] and group is not None:
-            leaf = rows_held(leaf, group, f"{name}: argument {spec.names[i]}")
-            key = leaf._key
-        elif isinstance(leaf, ProcessLocalRows):
-            if not is_scattered:
-                raise TypeError(f"{name}: argument {spec.names[i]} is synk.local rows, but it is broadcast.")
-        elif not isinstance(leaf, SCALARS):
-            leaf = _as_array(leaf, f"{name}: argument {spec.names[i]}")
-        elif isinstance(leaf, int):
-            check_fits(leaf, f"{name}: argument {spec.names[i]}")
-        # Both kinds of leaves are in the order of the tree.
-        (scattered if is_scattered else broadcast).append(leaf)
-        keys.append(key)
-    return scattered, broadcast, tuple(keys)
-
-
-def _as_array(leaf: Any, what: str) -> Source:
-    if isinstance(leaf, Shared):
-        raise TypeError(
-            f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead."
-        )
-    if isinstance(leaf, Mapping):
-        raise TypeError(f"{what} is a {type(leaf).__name__}, whose items JAX does not see: pass dict(...) of it.")
-    return as_source(leaf, what, f'give arrays and numbers, or pass it as "static"; {KEEP_OUTSIDE}')
 
 
 def check_slices(num_slices: Any, name: str) -> None:

@@ -17,7 +17,6 @@ from .._base.errors import SynkError
 from .._base.jax_context import named_axes, trace_options, trace_surroundings, transfers_on_purpose
 from .._base.partition import lengths_of
 from .._base.pytree import PyTree, to_jax
-from .._data.dataset import Data
 from .._data.feed import SENT
 from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
@@ -26,12 +25,12 @@ from .._reductions.results import ResultSpec
 from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.group import AXIS, Group
 from .._runtime.layout import Layout, layouts, put
-from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions, check_leaves
-from .kinds import check_row_count, checked_subset, with_parts
+from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
+from .kinds import Kind, check_row_count, checked_subset, with_parts
+from .leaves import LeafSpec, broadcast_aval, keys_of_data, look, spec_of_part
 from .parts import arrays_of, part_of, part_table, split_into_launches
 from .plan import Site, Traced, plan_key
 from .program import Epilogue, ProgramBuilder
-from .rows import select_rows
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 
@@ -50,15 +49,16 @@ def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
         if is_used:
             raise ValueError(f"{name}: {words} cannot enter jit, grad, vmap or the like. Call it outside, or without.")
     with own_mesh(name, site.group):
-        return _compose(replace(site, function=site.function.gathering()), bound, options)
+        return _compose(site._replace(function=site.function.gathering()), bound, options)
 
 
 def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     function, group, subset = site.function, site.group, options.output_subset
     name, spec = function.name, bound.spec
-    scattered, broadcast, keys = check_leaves(bound, name)
-    sources = _picked(site, spec, scattered, options.batch)
-    broadcast = [to_jax(leaf) for leaf in broadcast]
+    leaves, parts = look(bound, name)
+    specs = [spec_of_part(part) for part in parts]
+    sources = _picked(site, spec, (leaves, specs), options.batch)
+    broadcast = [to_jax(leaves[i]) for i in spec.broadcast]
     rows = len(sources[0]) if sources else None
     if rows is None and options.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
@@ -70,8 +70,8 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
         options=(*trace_options(), *trace_surroundings()),
         rows=tuple((s.shape[1:], s.dtype) for s in sources),
         feeds=(SENT,) * len(sources),
-        broadcast=tuple((b.shape, b.dtype, b.weak_type) for b in broadcast),
-        keys=keys,
+        broadcast=tuple(broadcast_aval(specs[i]) for i in spec.broadcast),
+        keys=keys_of_data(spec, specs),
         subset=None if subset is None else checked_subset(subset, name),
         is_composed=True,
     )
@@ -122,33 +122,37 @@ def run_inlined(
         return mapped(*(jax.device_put(a, group.replicated) for a in placed))
 
 
-def _picked(site: Site, spec: ArgumentSpec, leaves: Sequence[Any], batch: Any) -> list[jax.Array]:
-    """Pick rows of the scattered arguments; a traced batch picks them when the program runs."""
-    name = site.function.name
+def _picked(
+    site: Site, spec: ArgumentSpec, looked: tuple[Sequence[Any], Sequence[LeafSpec]], batch: Any
+) -> list[jax.Array]:
+    """Pick rows of the scattered arguments; a traced batch picks them when the program runs. `looked` are the leaves of
+    the call, and what is known of each."""
+    name, (leaves, specs) = site.function.name, looked
     # All rows come as from another group's host; `in_blocks` adds neighbours.
-    site, spec = replace(site, data_group=site.group), replace(spec, overlaps=(None,) * len(leaves))
+    site, spec = site._replace(data_group=site.group), replace(spec, overlaps=(None,) * len(spec.scattered))
     if isinstance(batch, jax.core.Tracer):
         if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
             form = f"{batch.dtype}{batch.shape}"
             raise TypeError(f"{name}: a traced batch is a 1-d integer array; this one is {form}.")
         if not batch.shape[0]:
             raise ValueError(f"{name}: the batch selects no rows. A call needs at least one.")
-        if any(isinstance(leaf, Data) and leaf.is_minibatch for leaf in leaves):
+        if any(specs[i].is_minibatch for i in spec.scattered):
             raise ValueError(f"{name}: minibatch data cannot go with a traced batch. Pass its array.")
-        select_rows(site, spec, leaves, CallOptions())
+        _, rows = Kind(site, spec, specs, CallOptions()).select(site, leaves, CallOptions())
         # Traced indexes cannot be checked. A row that is not there is NaN (of integers the least or the largest
         # number), and never another row.
         wide = batch if batch.dtype.itemsize >= 4 else batch.astype(jnp.int32)
-        return [to_jax(leaf).at[wide].get(mode="fill") for leaf in leaves]
+        return [to_jax(leaf).at[wide].get(mode="fill") for leaf in rows.sources]
     picked: list[jax.Array] = []
-    for row in select_rows(site, spec, leaves, CallOptions(batch)).each:
-        array, selection = row.source, row.selection
+    options = CallOptions(batch)
+    _, rows = Kind(site, spec, specs, options).select(site, leaves, options)
+    for of_argument, array, selection in zip(rows.inputs, rows.sources, rows.selections, strict=True):
         # A constant of the trace holds only the rows that are picked.
         if not isinstance(array, jax.Array):
-            picked.append(jnp.asarray(gather_rows(array, selection, row.dtype)))
+            picked.append(jnp.asarray(gather_rows(array, selection, of_argument.dtype)))
             continue
         index = slice(selection.start, selection.start + selection.rows)
-        picked.append(array[index if selection.indexes is None else selection.indexes].astype(row.dtype))
+        picked.append(array[index if selection.indexes is None else selection.indexes].astype(of_argument.dtype))
     return picked
 
 

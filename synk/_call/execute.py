@@ -21,21 +21,29 @@ from .._variables.state import VariableState
 from .._variables.variable import Shared, bind, divergence, invalidate
 from .parts import part_table, split_into_launches
 from .plan import CallPlan, SliceChoice
-from .rows import RowInputs, exchanged, feed_rows, index_on_replicas
+from .rows import Rows, exchanged, feed_rows, index_on_replicas
 from .spec import CallSpec, FunctionSpec
 
 
 class ReadyCall(NamedTuple):
-    """A call that only has to run: its plan, and the rows and values that it runs on.
+    """A call that only has to run.
 
-    `choice` is there if synk has chosen the number of slices.
+    Attributes:
+      function: the function.
+      group: the replicas.
+      call: the key of the plan.
+      plan: the plan.
+      rows: the rows that it takes.
+      broadcast: the broadcast arguments on the replicas, or their shapes if the call does not run.
+      num_slices: in how many slices replicas run their rows.
+      choice: if synk has chosen the number of slices, the choice.
     """
 
     function: FunctionSpec
     group: Group
     call: CallSpec
     plan: CallPlan
-    rows: RowInputs
+    rows: Rows
     broadcast: list[Any]
     num_slices: int
     choice: SliceChoice | None = None
@@ -181,7 +189,7 @@ def leaves_taken(ready: ReadyCall, states: dict[Shared, VariableState]) -> dict[
     return leaves
 
 
-def rows_taken(ready: ReadyCall) -> RowInputs:
+def rows_taken(ready: ReadyCall) -> Rows:
     """Return the rows of a call, after replicas have exchanged those that they need."""
     start = perf_counter()
     rows = exchanged(ready.group, ready.rows)
@@ -189,7 +197,7 @@ def rows_taken(ready: ReadyCall) -> RowInputs:
     return rows
 
 
-def values_of(ready: ReadyCall, rows: RowInputs, parts: PartRows | None) -> list[Any]:
+def values_of(ready: ReadyCall, rows: Rows, parts: PartRows | None) -> list[Any]:
     """Return the arguments of a launch beside variables and states: rows, indexes of rows, and broadcast arguments."""
     group, stats = ready.group, ready.function.stats
     start = perf_counter()

@@ -1,86 +1,427 @@
-"""Kinds: check a call's arguments and rows, compute the key of its plan, and find or make the plan."""
+"""Kinds: recognise a call by what does not depend on values, and prepare it: select its rows and find its plan."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from .._base.bounded_cache import BoundedCache
 from .._base.errors import shown
 from .._base.jax_context import checks_floats, trace_options
 from .._base.partition import lengths_of
-from .._base.pytree import SCALARS, is_weak, narrow
-from .._data.dataset import Data, resident, source_of
-from .._data.selection import index_kind, select_on_replicas
+from .._base.pytree import narrow
+from .._data.dataset import abstract_rows, resident
+from .._data.feed import SENT
+from .._data.places import PLACES, Picks
+from .._data.process_rows import rows_of_processes, rows_of_replicas
+from .._data.selection import (
+    IndexKind,
+    ReplicaSelection,
+    Selection,
+    index_kind,
+    merge_replicas,
+    select,
+    select_on_replicas,
+)
+from .._data.transfer import gather_rows
 from .._runtime.dispatch import retire_finished
-from .._runtime.layout import host_copy, put, replicate
+from .._runtime.group import Group
 from .._variables.variable import Shared
 from .auto_slices import choose_slices
-from .binding import AUTO, BoundArguments, CallOptions, check_leaves
+from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
 from .execute import ReadyCall, translate_error
+from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, look, placer_of, spec_of_part
 from .parts import split_into_launches
-from .plan import CallPlan, Site, SliceChoice, Traced, plan_key, trace_plan
-from .rows import RowInputs, check_equal_counts, select_rows, values_on_host
+from .plan import CallPlan, Kept, Site, SliceChoice, Traced, plan_key, trace_plan
+from .rows import (
+    InputSpec,
+    Rows,
+    check_equal_counts,
+    common_rows,
+    read_array,
+    read_leaf,
+    read_source,
+    refuse_together,
+    values_on_host,
+    with_overlap,
+)
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, rows_not_in_blocks
 
 # Rows of a call have numbers in int32.
 MOST_ROWS = 2**31 - 1
+_NO_ROWS = Selection(None, 0, 0)
 
 
-def check_call(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[CallSpec, RowInputs, list[Any]]:
-    """Check a call's arguments and rows, and compute the key of its plan.
+class Form:
+    """Calls of one kind that pick as many rows in the same way.
 
-    Returns:
-      The key, the rows of the scattered arguments, and the broadcast arguments on the replicas; of a call that does not
-      run, the shapes of the broadcast arguments.
+    Attributes:
+      call: the key of their plan.
+      inputs: how the rows of each scattered argument reach the replicas.
+      lengths: the rows of each replica; None if nothing brings rows.
     """
-    function, group, slices, spec = site.function, site.group, options.num_slices, bound.spec
-    name, data_group = function.name, site.data_group
-    batch_s = None if data_group else options.batch_s
-    if function.blocks is not None and (options.batch_s is not None or any(spec.overlaps) or function.is_over):
-        raise ValueError(
-            f"{name}: blocks={function.blocks} are blocks of one call, and deal its rows out anew. So it does not go "
-            f"with over, batch_s or synk.Overlap."
+
+    __slots__ = ("_base", "_exact", "_holders", "_kept", "_slices", "call", "inputs", "lengths")
+
+    def __init__(
+        self, base: CallSpec, call: CallSpec, inputs: Sequence[InputSpec], lengths: tuple[int, ...] | None, slices: int
+    ) -> None:
+        self.call, self.inputs, self.lengths = call, inputs, lengths
+        # The key without parts, by which a variable that brings rows is found.
+        self._base, self._slices = base, slices
+        self._exact: Form | None = None
+        self._kept: list[Kept] = []
+        self._holders: list[Kept] = []
+
+    def with_call(self, call: CallSpec) -> "Form":
+        """Return the form with another key."""
+        return Form(self._base, call, self.inputs, self.lengths, self._slices)
+
+    def of_lengths(self) -> "Form":
+        """Return the same calls with the key of plans that depend on the rows of each replica."""
+        if self._exact is None:
+            count = len(split_into_launches(self.lengths or (), self._slices))
+            self._exact = self.with_call(self.call._replace(lengths=self.lengths, num_slices=count))
+        return self._exact
+
+    def with_plan(self, site: Site) -> tuple["Form", CallPlan]:
+        """Return the plan of these calls, and the form that has its key; make the plan if there is none."""
+        kept = None if site.retraces else site.plans.current(self._kept, site)
+        if kept is None:
+            plan = find_plan(site, self.call)
+            self._kept = site.plans.kept(site.group, plan_key(site.function, self.call), list, self.call.is_over)
+        else:
+            plan = kept.plan
+        return (self, plan) if plan is not None else self.of_lengths().with_plan(site)
+
+    def holder(self, site: Site) -> Shared | None:
+        """Return the variable that brings rows to these calls, if there is one."""
+        kept = None if site.retraces else site.plans.current(self._holders, site)
+        if kept is not None:
+            return kept.plan
+        base, function, taken = self._base, site.function, None if self.lengths is None else self.lengths[0]
+
+        def trace() -> Traced:
+            traces = CallTraces(function, site.group, base._replace(held_index=None), site.view)
+            traced = traces.of_rows(taken)
+            holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
+            record = (*traces.record, None if holder is None else holder._number)
+            return Traced(traces.accepts, record, lambda: holder)
+
+        key = ("holder", base, taken, function.per_part)
+        holder = site.plans.find(site, key, trace)
+        self._holders = site.plans.kept(site.group, key, list, False)
+        return holder
+
+
+class Kind:
+    """Calls that differ in values alone: the trees of their arguments, shapes, types, places of data and options are
+    the same.
+
+    It is made from the key by which a call is recognised, and never looks at a leaf. It refers neither to leaves nor to
+    the function.
+    """
+
+    def __init__(self, site: Site, spec: ArgumentSpec, specs: Sequence[LeafSpec], options: CallOptions) -> None:
+        function, slices = site.function, options.num_slices
+        self.name, self._spec, self._specs, self._slices = function.name, spec, specs, slices
+        self._has_batch, self._has_batch_s = options.batch is not None, options.batch_s is not None
+        self._block = function.blocks
+        if self._block is not None and (self._has_batch_s or any(spec.overlaps) or function.is_over):
+            raise ValueError(
+                f"{self.name}: blocks={self._block} are blocks of one call, and deal its rows out anew. So it does not "
+                f"go with over, batch_s or synk.Overlap."
+            )
+        check_leaves(spec, specs, self.name)
+        self._scattered = [specs[i] for i in spec.scattered]
+        self._is_local = any(leaf.kind == "local" for leaf in self._scattered)
+        self._sort_by_rows()
+        self._base = self._base_call(site, options)
+        at_home = site.data_group is None
+        self._placers = [
+            (i, placer_of(specs[i], site.group, slices == 1, site.is_abstract, at_home)) for i in spec.broadcast
+        ]
+        self._forms = BoundedCache()
+        # The rows of a call without a batch do not depend on values, unless variables bring them.
+        self._whole: tuple[Form, Sequence[Selection]] | None = None
+        if not (self._has_batch or self._has_batch_s or self._is_local) and spec.scattered:
+            self._whole = self._select(site, Selection(None, 0, self._rows), None, "slice")
+
+    def _sort_by_rows(self) -> None:
+        """Tell apart arguments that bring the rows of the batch, those from which `batch_s` picks, and those from which
+        `batch` picks; check how many rows they have."""
+        self._minibatch: list[int] = []
+        self._on_replicas: list[int] = []
+        self._picked: list[int] = []
+        for i, leaf in enumerate(self._scattered):
+            if leaf.is_minibatch:
+                self._minibatch.append(i)
+            elif leaf.kind == "data" and self._has_batch_s and PLACES[leaf.place].layout == "stacked":
+                self._on_replicas.append(i)
+            else:
+                self._picked.append(i)
+        self._rows = self._held_rows = self._minibatch_rows = 0
+        if self._is_local:
+            self._check_local()
+            return
+        self._held_rows = self._common_rows(self._on_replicas)
+        self._rows = self._common_rows(self._picked)
+        if self._has_batch and not self._picked:
+            raise ValueError(
+                f"{self.name}: batch picks rows of scattered arguments, but this call has none to pick from. Minibatch "
+                f"data is taken whole, and batch_s picks from data on the replicas."
+            )
+        self._minibatch_rows = self._common_rows(self._minibatch)
+
+    def _common_rows(self, which: Sequence[int]) -> int:
+        return common_rows(self.name, self._spec.scattered_names, self._scattered, which)
+
+    def _check_local(self) -> None:
+        """Check the options of a call with rows that this process alone holds."""
+        if self._block is not None or self._has_batch_s or any(self._spec.overlaps):
+            raise ValueError(
+                f"{self.name}: synk.local rows stay in their process, so they do not go with blocks=, batch_s or "
+                f"synk.Overlap."
+            )
+        if any(leaf.kind != "local" for leaf in self._scattered):
+            raise ValueError(
+                f"{self.name}: some scattered arguments are synk.local rows, and others are the same in all processes. "
+                f"Mark all of a call, or none."
+            )
+
+    def _base_call(self, site: Site, options: CallOptions) -> CallSpec:
+        """Return the key of the plans of all these calls, as far as it does not depend on the rows that are picked."""
+        function, spec, specs = site.function, self._spec, self._specs
+        # jax_debug_nans runs a program again to find where NaN came from, so its arguments must be there still. So must
+        # the rows of a variable that is an argument of its own update, as one with neighbours is.
+        may_donate = site.may_donate and function.donate and not function.refuses_nan and not checks_floats()
+        passes_variables = any(spec.overlaps) and any(leaf.is_variable for leaf in specs)
+        has_batch_s = self._has_batch_s and site.data_group is None
+        return CallSpec(
+            arguments=spec,
+            options=trace_options(),
+            rows=(),
+            feeds=(),
+            broadcast=tuple([broadcast_aval(specs[i]) for i in spec.broadcast]),
+            keys=keys_of_data(spec, specs),
+            held_index=index_kind(options.batch_s) if has_batch_s else None,
+            subset=options.output_subset,
+            donate=may_donate and not passes_variables,
+            is_over=function.is_over,
         )
-    scattered, broadcast, keys = check_leaves(bound, name, data_group or group, site.is_abstract)
-    rows = select_rows(site, spec, scattered, options)
-    if group._is_multi_process and not site.is_abstract:
-        remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
-        group._peers.compare_values(
-            f"the arguments of {name}", lambda: values_on_host(scattered, broadcast, rows), remedy
-        )
-    placed: list[Any] = []
-    kinds: list[tuple[tuple[int, ...], np.dtype, bool]] = []
-    for leaf in broadcast:
-        array = _place_broadcast(site, leaf, is_used_once=slices == 1)
-        placed.append(array)
-        kinds.append((array.shape, array.dtype, is_weak(leaf)))
-    # jax_debug_nans runs a program again to find where NaN came from, so its arguments must be there still. So must
-    # the rows of a variable that is an argument of its own update, as one with neighbours is.
-    may_donate = site.may_donate and function.donate and not function.refuses_nan and not checks_floats()
-    passes_variables = any(spec.overlaps) and any(isinstance(leaf, Shared) for leaf in bound.leaves)
-    call = CallSpec(
-        arguments=spec,
-        options=trace_options(),
-        rows=tuple([(row.shape, row.dtype) for row in rows.each]),
-        feeds=tuple([row.feed for row in rows.each]),
-        broadcast=tuple(kinds),
-        keys=keys,
-        held_index=None if batch_s is None else index_kind(batch_s),
-        subset=None if options.output_subset is None else checked_subset(options.output_subset, name),
-        donate=may_donate and not passes_variables,
-        is_over=function.is_over,
-    )
-    if rows.lengths is None or (batch_s is not None and rows.on_replicas is None):
-        rows = _rows_of_variable(site, call, rows, batch_s)
-    if rows.lengths is None and slices > 1:
-        raise ValueError(f"{name}: num_slices={slices} cuts rows, but this call has no scattered input, so no rows.")
-    return with_parts(function, call, rows.lengths, slices), rows, placed
+
+    def _form(self, site: Site, picks: tuple[bool, int, IndexKind], lengths: tuple[int, ...] | None) -> Form:
+        """Return the form of calls that pick so many rows by such an index; replicas get rows of these lengths."""
+
+        def make() -> Form:
+            inputs = tuple([self._input(site, i, picks, lengths) for i in range(len(self._scattered))])
+            rows = tuple([(spec.shape, spec.dtype) for spec in inputs])
+            base = self._base._replace(rows=rows, feeds=tuple([spec.feed for spec in inputs]))
+            call = with_parts(site.function, base, lengths, self._slices)
+            return Form(base, call, inputs, lengths, self._slices)
+
+        return self._forms.get((picks, lengths), make)
+
+    def _input(
+        self, site: Site, i: int, picks: tuple[bool, int, IndexKind], lengths: tuple[int, ...] | None
+    ) -> InputSpec:
+        """Choose how the rows of one argument come: sent from the host, or taken from where data lies."""
+        leaf, overlap, place = self._scattered[i], self._spec.overlaps[i], self._spec.scattered[i]
+        is_run, count, index = picks
+        if leaf.kind == "data" and site.data_group is None:
+            picks_of = Picks(count, is_run, index, False, self._has_batch_s, self._slices > 1, overlap, self._block)
+            if i in self._minibatch:
+                picks_of = picks_of._replace(is_run=True, index="slice")
+            elif i in self._on_replicas:
+                kind = self._base.held_index or "slice"
+                picks_of = picks_of._replace(
+                    rows=leaf.shape[0], is_run=True, index=kind, is_on_replicas=overlap is None
+                )
+            taken = PLACES[leaf.place].take(site.group, leaf.shape[0], leaf.is_in_memory, picks_of)
+            if taken is not None:
+                feed, is_exchanged = taken
+                read = read_abstract if site.is_abstract else read_resident
+                held = leaf.shape[0] if is_exchanged else None
+                return InputSpec(place, read, feed, leaf.shape[1:], narrow(leaf.dtype), held)
+        feed = SENT if overlap is None else SENT._replace(overlap=overlap)
+        raw = leaf.raw
+        dtype = narrow(raw.dtype)
+        reads = {"data": read_source, "local": read_source, "host": read_leaf}
+        read = reads.get(leaf.kind, read_leaf if leaf.key is None else read_array)
+        # Arrays of JAX may lie where the only launch takes them.
+        is_whole = (
+            (leaf.kind, leaf.key, raw.dtype, overlap) == ("array", None, dtype, None)
+            and lengths is not None and is_run and count == leaf.shape[0] and len(set(lengths)) == 1
+            and self._slices == 1 and self._block is None
+        )  # fmt: skip
+        return InputSpec(place, read, feed, raw.shape[1:], dtype, None, is_whole)
+
+    # What depends on values.
+
+    def select(self, site: Site, leaves: Sequence[Any], options: CallOptions) -> tuple[Form, Rows]:
+        """Select the rows of a call by `batch` and `batch_s`, and find its form."""
+        rows_before, on_replicas, sources = None, None, None
+        if self._whole is not None:
+            form, selections = self._whole
+            lengths = form.lengths
+        elif self._is_local:
+            form, selections, sources, lengths, rows_before = self._select_local(site, leaves, options)
+        else:
+            form, selections, lengths, on_replicas = self._select_picked(site, options)
+        if sources is None:
+            sources = [spec.read(leaves[spec.leaf], site.group) for spec in form.inputs]
+        return form, Rows(form.inputs, sources, selections, lengths, on_replicas, rows_before)
+
+    def _select_picked(
+        self, site: Site, options: CallOptions
+    ) -> tuple[Form, Sequence[Selection], tuple[int, ...] | None, ReplicaSelection | None]:
+        """Select rows by `batch`, and by `batch_s` from what data or a variable holds on the replicas."""
+        batch, batch_s, names = options.batch, options.batch_s, self._spec.scattered_names
+        selection, chosen = _NO_ROWS, None
+        if self._on_replicas:
+            held = lengths_of(self._held_rows, (site.data_group or site.group).size)
+            chosen = select_on_replicas(batch_s, held, self.name, names[self._on_replicas[0]])
+        if self._picked:
+            selection = select(batch, self._rows, self.name, names[self._picked[0]])
+        form, selections = self._select(site, selection, chosen, index_kind(batch))
+        stay = chosen if site.data_group is None else None
+        if form.lengths is not None and (self._base.held_index is None or stay is not None):
+            return form, selections, form.lengths, stay
+        # A variable may bring rows.
+        lengths, stay = self._rows_of_variable(site, form, batch_s)
+        form = self._form(site, (selection.indexes is None, selection.rows, index_kind(batch)), lengths)
+        return form, selections, lengths, stay
+
+    def _select(
+        self, site: Site, selection: Selection, chosen: ReplicaSelection | None, index: IndexKind
+    ) -> tuple[Form, Sequence[Selection]]:
+        """Return the form of calls that take these rows, and the rows that each argument brings."""
+        names = self._spec.scattered_names
+        counts = {names[which[0]]: rows for which, rows in (
+            (self._on_replicas, sum(chosen.lengths) if chosen else 0),
+            (self._picked, selection.rows),
+            (self._minibatch, self._minibatch_rows),
+        ) if which}  # fmt: skip
+        check_equal_counts(self.name, counts)
+        count = next(iter(counts.values()), None)
+        lengths = None if count is None else lengths_of(count, site.group.size, self._block)
+        if chosen is not None and site.data_group is None:
+            lengths = chosen.lengths
+        form = self._form(site, (selection.indexes is None, selection.rows, index), lengths)
+        selections: list[Selection] = []
+        for i, spec in enumerate(form.inputs):
+            of_argument = selection
+            if i in self._minibatch:
+                of_argument = Selection(None, 0, count or 0)
+            elif chosen is not None and i in self._on_replicas:
+                # Another group, and a program that exchanges neighbours, take all rows that batch_s picks, in rank
+                # order.
+                takes_all = site.data_group is not None or self._spec.overlaps[i] is not None
+                of_argument = merge_replicas(chosen) if takes_all else Selection(None, 0, self._held_rows)
+            selections.append(with_overlap(of_argument, spec.feed))
+        return form, selections
+
+    def _select_local(
+        self, site: Site, leaves: Sequence[Any], options: CallOptions
+    ) -> tuple[Form, Sequence[Selection], Sequence[Any], tuple[int, ...], int | None]:
+        """Select rows that this process alone holds; the processes tell one another how many they have."""
+        name, names = self.name, self._spec.scattered_names
+        home = site.data_group or site.group
+        is_multi_process = home._is_multi_process
+        sources = [leaves[i].source for i in self._spec.scattered]
+        try:
+            rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
+            selection = select(options.batch, rows, name, names[0], is_part=is_multi_process) if rows else _NO_ROWS
+        except Exception:
+            if is_multi_process:
+                refuse_together(home, name)
+            raise
+        lengths, rows_before = None, None
+        if is_multi_process:
+            # The other processes must describe their calls alike.
+            shapes = ", ".join(f"{narrow(leaf.dtype)}{list(leaf.shape[1:])}" for leaf in self._scattered)
+            turn = "" if options.turn is None else f", item {options.turn} of a loop"
+            call = f"{name}(synk.local rows of {shapes}), num_slices={options.num_slices}{turn}"
+            lengths = rows_of_replicas(home, selection.rows, name, call)
+            if not any(lengths):
+                raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
+            # A call on one device takes all rows, so each process brings it those of the others.
+            if site.data_group is not None:
+                sources = [rows_of_processes(home, gather_rows(source, selection, source.dtype)) for source in sources]
+                selection, lengths = Selection(None, 0, len(sources[0])), None
+        if lengths is None:
+            lengths = lengths_of(selection.rows, site.group.size)
+        else:
+            rows_before = sum(lengths[: site.group._local_ranks.start])
+        form = self._form(site, (True, 0, "slice"), lengths)
+        return form, [selection] * len(sources), sources, lengths, rows_before
+
+    def _rows_of_variable(
+        self, site: Site, form: Form, batch_s: Any
+    ) -> tuple[tuple[int, ...] | None, ReplicaSelection | None]:
+        """Return the rows of each replica that a variable brings, and those that `batch_s` picks from it."""
+        holder = form.holder(site)
+        lengths = None if holder is None else site.state(holder).rows_per_replica
+        if holder is not None and self._block is not None:
+            raise rows_not_in_blocks(self.name, holder.name, self._block)
+        if self._base.held_index is None:
+            if lengths is None and self._slices > 1:
+                raise ValueError(
+                    f"{self.name}: num_slices={self._slices} cuts rows, but this call has no scattered input, so no "
+                    f"rows."
+                )
+            return lengths, None
+        if holder is None or lengths is None:
+            raise ValueError(
+                f"{self.name}: batch_s picks rows that live on the replicas, but none of its inputs do. Use batch for "
+                f"rows in host memory."
+            )
+        chosen = select_on_replicas(batch_s, lengths, self.name, holder.name)
+        if form.lengths is not None:
+            counts = {holder.name: sum(chosen.lengths), "the scattered arguments": sum(form.lengths)}
+            check_equal_counts(self.name, counts)
+        return chosen.lengths, chosen
+
+    def place_broadcast(self, group: Group, leaves: Sequence[Any]) -> list[Any]:
+        """Bring the broadcast arguments to every replica; of a call that does not run, return their shapes."""
+        return [place(group, leaves[i]) for i, place in self._placers]
+
+    def values_on_host(self, rows: Rows, leaves: Sequence[Any]) -> list[Any]:
+        """Return the values that all processes must have alike."""
+        return values_on_host(rows, leaves, self._spec.broadcast)
+
+
+def read_resident(leaf: Any, group: Group) -> jax.Array:
+    """Return the rows of data on the devices."""
+    return resident(leaf, group)
+
+
+def read_abstract(leaf: Any, group: Group) -> jax.ShapeDtypeStruct:
+    """Return the shape of the rows of data on the devices."""
+    return abstract_rows(leaf, group)
+
+
+def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[Kind, Sequence[Any]]:
+    """Return the kind of a call, and its leaves. The kind is made if no such call was met before."""
+    function, group = site.function, site.group
+    leaves, parts = look(bound, function.name, site.data_group or group, site.is_abstract)
+    if options.output_subset is not None:
+        options = options._replace(output_subset=checked_subset(options.output_subset, function.name))
+    data_size = None if site.data_group is None else site.data_group.size
+    batch_s = None if options.batch_s is None else index_kind(options.batch_s)
+    key = (
+        bound.spec, function.flags, trace_options(), options.num_slices, options.output_subset, options.batch is None,
+        batch_s, data_size, site.may_donate, site.is_abstract, *parts,
+    )  # fmt: skip
+
+    def make() -> Kind:
+        return Kind(site, bound.spec, [spec_of_part(part) for part in parts], options)
+
+    return site.plans.kept(group, key, make, function.is_over), leaves
 
 
 def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
@@ -116,61 +457,6 @@ def _part_sizes(lengths: tuple[int, ...], slices: int) -> tuple[tuple[tuple[int,
     return (first, *dict.fromkeys(later)), len(set(lengths)) == 1, 1 + len(later)
 
 
-def _rows_of_variable(site: Site, call: CallSpec, rows: RowInputs, batch_s: Any) -> RowInputs:
-    """Take the rows that a variable brings, or those that `batch_s` picks from it."""
-    function = site.function
-    name, taken = function.name, None if rows.lengths is None else rows.lengths[0]
-
-    def trace() -> Traced:
-        traces = CallTraces(function, site.group, call._replace(held_index=None), site.view)
-        traced = traces.of_rows(taken)
-        holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
-        record = (*traces.record, None if holder is None else holder._number)
-        return Traced(traces.accepts, record, lambda: holder)
-
-    key = ("holder", call, taken, function.per_part)
-    holder = site.plans.find(site, key, trace)
-    lengths = None if holder is None else site.state(holder).rows_per_replica
-    if holder is not None and function.blocks is not None:
-        raise rows_not_in_blocks(name, holder.name, function.blocks)
-    if batch_s is None:
-        return rows._replace(lengths=lengths)
-    if holder is None or lengths is None:
-        raise ValueError(
-            f"{name}: batch_s picks rows that live on the replicas, but none of its inputs do. Use batch for rows in "
-            f"host memory."
-        )
-    chosen = select_on_replicas(batch_s, lengths, name, holder.name)
-    if rows.lengths is not None:
-        check_equal_counts(name, {holder.name: sum(chosen.lengths), "the scattered arguments": sum(rows.lengths)})
-    return rows._replace(lengths=chosen.lengths, on_replicas=chosen)
-
-
-def _place_broadcast(site: Site, leaf: Any, is_used_once: bool) -> Any:
-    """Bring a broadcast argument to every replica; of a call that does not run, return its shape there."""
-    if site.is_abstract:
-        if isinstance(leaf, SCALARS):
-            return jax.eval_shape(jnp.asarray, leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, narrow(leaf.dtype), weak_type=getattr(leaf, "weak_type", False))
-    group = site.group
-    if isinstance(leaf, Data):
-        # This raises if the data was freed.
-        source_of(leaf)
-        # Data of the group may be there already.
-        is_there = leaf._home.layout == "replicated" and site.data_group is None
-        return resident(leaf, group) if is_there else replicate(group, leaf[:])
-    # The compiled call itself brings a host value to one device in a third of the time.
-    if is_used_once and group._has_one_device and isinstance(leaf, np.generic | np.ndarray | int | float | complex):
-        return host_copy(leaf)
-    if not isinstance(leaf, SCALARS):
-        return replicate(group, leaf)
-    # A number that stays the same, such as a learning rate, is placed once. Its bits are the key: they tell -0.0 from
-    # 0.0, and NaN equals itself.
-    number = host_copy(leaf)
-    key = number.dtype, number.tobytes()
-    return group._cached(_place_broadcast, key, lambda: put(group, number, "replicated"))
-
-
 def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
     """Check that `output_subset` is a sequence of indexes or keys, and return it as a tuple."""
     is_list = isinstance(subset, Sequence) and not isinstance(subset, str)
@@ -179,17 +465,9 @@ def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
     return tuple(subset)
 
 
-def find_plan(
-    site: Site, call: CallSpec, lengths: tuple[int, ...] | None, slices: int, is_probe: bool = False
-) -> tuple[CallSpec, CallPlan]:
-    """Return the plan of a call in so many slices, and its key; make the plan if there is none.
-
-    A probe shows how much memory programs need. It compiles only one of the programs that run slices: one whose parts
-    differ, if there is one, since that program holds both sizes.
-    """
+def find_plan(site: Site, call: CallSpec) -> CallPlan | None:
+    """Return the plan for a key, made if there is none; None if plans depend on the rows of each replica."""
     function = site.function
-    if is_probe:
-        call = call._replace(part_sizes=(max(call.part_sizes, key=lambda sizes: (len(sizes), sizes)),))
 
     def trace() -> Traced:
         start = perf_counter()
@@ -197,11 +475,7 @@ def find_plan(
         function.stats.dispatching += perf_counter() - start
         return traced._replace(finish=partial(_compile, traced, function))
 
-    plan = site.plans.find(site, plan_key(function, call), trace, holds_function=call.is_over)
-    if plan is None:
-        call = call._replace(lengths=lengths, num_slices=len(split_into_launches(lengths or (), slices)))
-        return find_plan(site, call, lengths, slices)
-    return call, plan
+    return site.plans.find(site, plan_key(function, call), trace, holds_function=call.is_over)
 
 
 def _compile(traced: Traced, function: FunctionSpec) -> Any:
@@ -220,37 +494,59 @@ def _compile(traced: Traced, function: FunctionSpec) -> Any:
 
 
 def prepare(site: Site, bound: BoundArguments, options: CallOptions) -> ReadyCall:
-    """Check a call's arguments and rows, and find or make its plan."""
-    choice, function = None, site.function
-    # Blocks run one at a time anyway.
+    """Recognise a call, select its rows, and find or make its plan."""
+    choice, function, group = None, site.function, site.group
     if function.blocks is not None:
+        # Blocks run one at a time anyway.
         options = options._replace(num_slices=1)
-    if options.num_slices == AUTO:
+    elif options.num_slices == AUTO:
         choice = _choose(site, bound, options)
         options = options._replace(num_slices=choice.slices)
-    call, rows, broadcast = check_call(site, bound, options)
-    call, plan = find_plan(site, call, rows.lengths, options.num_slices)
+    kind, leaves = recognise(site, bound, options)
+    form, rows = kind.select(site, leaves, options)
+    if group._is_multi_process and not site.is_abstract:
+        remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
+        group._peers.compare_values(
+            f"the arguments of {function.name}", partial(kind.values_on_host, rows, leaves), remedy
+        )
+    broadcast = kind.place_broadcast(group, leaves)
+    form, plan = form.with_plan(site)
     if plan.least_rows > 1 and not function.is_over:
         check_row_count(function.name, plan.least_rows, rows.lengths)
-    lengths = rows.lengths or ()
-    if plan.staying and lengths != (dealt_out := lengths_of(sum(lengths), site.group.size)):
+    if plan.staying:
+        _check_dealt_out(function.name, rows.lengths or (), group.size)
+    return ReadyCall(function, group, form.call, plan, rows, broadcast, options.num_slices, choice)
+
+
+def _check_dealt_out(name: str, lengths: tuple[int, ...], size: int) -> None:
+    """Refuse to keep rows on the replicas that are not dealt out as those of scattered data."""
+    if lengths != (dealt_out := lengths_of(sum(lengths), size)):
         raise ValueError(
-            f'{function.name}: an output of it is "scatter", for rows dealt out as {list(dealt_out)}, but this call '
-            f'gives the replicas {list(lengths)}. Use "concat".'
+            f'{name}: an output of it is "scatter", for rows dealt out as {list(dealt_out)}, but this call gives the '
+            f'replicas {list(lengths)}. Use "concat".'
         )
-    return ReadyCall(function, site.group, call, plan, rows, broadcast, options.num_slices, choice)
 
 
 def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceChoice:
     """Return the number of slices for num_slices="auto"."""
-    site = replace(site, is_abstract=True)
+    site = site._replace(is_abstract=True)
+
+    def form_of(slices: int) -> tuple[Form, Rows]:
+        of_slices = options._replace(num_slices=slices)
+        kind, leaves = recognise(site, bound, of_slices)
+        return kind.select(site, leaves, of_slices)
 
     def plan_of(slices: int, is_probe: bool = False) -> CallPlan:
-        call, rows, _ = check_call(site, bound, options._replace(num_slices=slices))
-        return find_plan(site, call, rows.lengths, slices, is_probe)[1]
+        form = form_of(slices)[0]
+        if is_probe:
+            # A probe shows how much memory programs need. It compiles only one of the programs that run slices: one
+            # whose parts differ, if there is one, since that program holds both sizes.
+            sizes = max(form.call.part_sizes, key=lambda sizes: (len(sizes), sizes))
+            form = form.with_call(form.call._replace(part_sizes=(sizes,)))
+        return form.with_plan(site)[1]
 
-    call, rows, _ = check_call(site, bound, options._replace(num_slices=1))
-    return choose_slices(site, plan_key(site.function, call), rows, plan_of)
+    form, rows = form_of(1)
+    return choose_slices(site, plan_key(site.function, form.call), rows, plan_of)
 
 
 def start(function: FunctionSpec, prepare: Callable[[], ReadyCall], run: Callable[[ReadyCall], Any]) -> Any:
@@ -281,11 +577,9 @@ def is_stale(site: Site, bound: BoundArguments, options: CallOptions) -> bool:
     """Tell whether calls run another program than the function would make now, since what it captures has changed."""
     if options.num_slices == AUTO:
         options = options._replace(num_slices=_choose(site, bound, options).slices)
-    call, rows, _ = check_call(site, bound, options)
-    calls, lengths = [call], rows.lengths
-    if lengths is not None:
-        launches = split_into_launches(lengths, options.num_slices)
-        calls.append(call._replace(lengths=lengths, num_slices=len(launches)))
+    kind, leaves = recognise(site, bound, options)
+    form, rows = kind.select(site, leaves, options)
+    calls = [form.call] if rows.lengths is None else [form.call, form.of_lengths().call]
     return any(
         site.plans.is_stale(site, plan_key(site.function, call), partial(trace_plan, site, call)) for call in calls
     )

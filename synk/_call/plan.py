@@ -122,20 +122,7 @@ class Traced(NamedTuple):
     finish: Callable[[], Any]
 
 
-class Kept:
-    """A plan that is kept, and the states of variables for which it was made."""
-
-    __slots__ = ("__weakref__", "accepts", "plan")
-
-    def __init__(self, plan: Any, accepts: Mapping[Shared, tuple[AbstractState, ...]]) -> None:
-        self.plan, self.accepts = plan, accepts
-
-    def fits(self, abstract: Callable[[Shared], AbstractState]) -> bool:
-        """Tell whether the state of each variable is one of those for which the plan was made."""
-        return all([abstract(variable) in states for variable, states in self.accepts.items()])
-
-
-class Reached(NamedTuple):
+class Reached:
     """Surroundings of a plan's trace. They refer to no variable, since variables refer to groups.
 
     Attributes:
@@ -144,13 +131,38 @@ class Reached(NamedTuple):
       record: the record of the trace.
     """
 
-    made: int
-    names: Names
-    record: tuple[Any, ...]
+    __slots__ = ("__weakref__", "made", "names", "record")
+
+    def __init__(self, made: int, names: Names, record: tuple[Any, ...]) -> None:
+        self.made, self.names, self.record = made, names, record
 
     def is_current(self) -> bool:
         """Tell whether no variable was made since, and the function's own names have the same objects."""
         return self.made >= newest() and self.names.are_same()
+
+
+class Kept:
+    """A plan that is kept.
+
+    Attributes:
+      plan: the plan.
+      accepts: the states of variables for which it was made.
+      reached: returns the surroundings of its trace; None once the plan is dropped. They refer to the function, which
+        plans in a group must not.
+    """
+
+    __slots__ = ("__weakref__", "accepts", "plan", "reached")
+
+    def __init__(self, plan: Any, accepts: Mapping[Shared, tuple[AbstractState, ...]]) -> None:
+        self.plan, self.accepts = plan, accepts
+        self.reached: Callable[[], Reached | None] = lambda: None
+
+    def fits(self, site: "Site") -> bool:
+        """Tell whether the state of each variable is one of those for which the plan was made."""
+        for variable, states in self.accepts.items():
+            if site.state(variable).abstract not in states:
+                return False
+        return True
 
 
 class PlanCache:
@@ -189,7 +201,7 @@ class PlanCache:
         function, group, retraces = site.function, site.group, site.retraces
         self._groups.add(group)
         entries: list[Kept] = self.kept(group, key, list, holds_function)
-        if not retraces and (entry := self._current(entries, site)) is not None:
+        if not retraces and (entry := self.current(entries, site)) is not None:
             return entry.plan
         made, traced = newest(), trace()
         # Names are read after the trace, in which a function may count its traces.
@@ -201,19 +213,21 @@ class PlanCache:
         same = [entry for entry in (*entries, *now) if entry in known and known[entry].record == traced.record]
         entries = now if retraces else entries
         # An entry for another state of its variables is looked at again when they are in that state.
-        others = [entry for entry in entries if entry in known and entry not in same and not entry.fits(site.abstract)]
+        others = [entry for entry in entries if entry in known and entry not in same and not entry.fits(site)]
         stale = {
             entry for entry, reached in known.items() if entry.accepts.keys() - touched and not reached.is_current()
         }
         dropped = stale if retraces else {*entries, *stale}
         self._forget(dropped.difference(same, others), touched)
-        entry = next((entry for entry in same if entry.fits(site.abstract)), None)
+        entry = next((entry for entry in same if entry.fits(site)), None)
         is_new = entry is None
         if entry is None:
             entry = Kept(traced.finish(), traced.accepts)
             if isinstance(entry.plan, CallPlan):
                 self.compiled.append((ref(entry.plan), repr(group), key[0], WeakKeyDictionary(entry.accepts)))
-        self._reached.update(dict.fromkeys((entry, *same), Reached(made, names, traced.record)))
+        reached = Reached(made, names, traced.record)
+        for traced_entry in (entry, *same):
+            self._reached[traced_entry], traced_entry.reached = reached, ref(reached)
         self._touched.update(dict.fromkeys(entry.accepts))
         if is_new or not retraces:
             entries = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)
@@ -222,14 +236,14 @@ class PlanCache:
 
     def is_stale(self, site: "Site", key: Any, trace: Callable[[], Traced]) -> bool:
         """Tell whether the function would make another program now than the one that calls of this kind run."""
-        entry = self._current(self.kept(site.group, key, list, holds_function=False), site)
+        entry = self.current(self.kept(site.group, key, list, holds_function=False), site)
         return entry is not None and self._reached[entry].record != trace().record
 
-    def _current(self, entries: list[Kept], site: "Site") -> Kept | None:
+    def current(self, entries: Sequence[Kept], site: "Site") -> Kept | None:
+        """Return the first plan that is as the function would make it now, for variables as they are."""
         for entry in entries:
-            # Another thread may have dropped the entry.
-            reached = self._reached.get(entry)
-            if reached is not None and reached.is_current() and entry.fits(site.abstract):
+            reached = entry.reached()
+            if reached is not None and reached.is_current() and entry.fits(site):
                 return entry
         return None
 
@@ -257,8 +271,7 @@ class PlanCache:
         return self._holding.get(group, BoundedCache).get(key, make)
 
 
-@dataclass(frozen=True, eq=False)
-class Site:
+class Site(NamedTuple):
     """A function, the group that runs it, and how its calls see variables and data of another group.
 
     Attributes:

@@ -121,6 +121,14 @@ class FunctionSpec:
         return replace(self, wires=None, blocks=None)
 
     @cached_property
+    def flags(self) -> tuple[Any, ...]:
+        """Return what kinds of calls depend on, beside arguments and options."""
+        return (
+            self.then is None, self.per_part, self.gathers_all, self.refuses_nan, self.wires is None, self.blocks,
+            self.donate, self.is_over, self.gathers,
+        )  # fmt: skip
+
+    @cached_property
     def gathers(self) -> bool:
         """Tell whether an output has an entry a row or a part, so that programs depend on their numbers."""
         return bool(self.per_part) or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))

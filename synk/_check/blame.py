@@ -1,7 +1,7 @@
 """Blame: which row makes the first number that is not finite, where it ran, and by which line."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
     # With these flags JAX raises where a probe computes NaN: https://docs.jax.dev/en/latest/debugging/flags.html
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):
         drain()
-        ready = prepare(replace(site, may_donate=False), bound, options)
+        ready = prepare(site._replace(may_donate=False), bound, options)
         _refuse_rows(ready, bound)
         outcome, from_first = evaluate(ready, None), ready.plan.from_first
         after = list(_not_finite_after(ready, outcome))
@@ -75,7 +75,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
         is_fine = not outcome.is_refused if function.refuses_nan else not (after or from_first)
         if is_fine or (nans and (nans[0][0] is None or function.then is None)):
             return Blame(nans[0][1]) if nans else None
-        rows = CallRows(bound, ready.rows) if ready.rows.each else None
+        rows = CallRows(bound, ready.rows) if ready.rows.inputs else None
         prober = Prober(ready, probe_plans, bound, rows)
         shown = ALL_KINDS
         if after and len(nans) == len(before) and not from_first:

@@ -97,7 +97,7 @@ def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolera
     rows = CallRows(bound, runner.ready(runner.serial, mapping).rows)
 
     def run(index: np.ndarray) -> np.ndarray:
-        ready = prepare(replace(runner.serial, function=mapping), *rows.take(index))
+        ready = prepare(runner.serial._replace(function=mapping), *rows.take(index))
         return np.asarray(evaluate(ready, runner.serial.view).leaves[output])
 
     try:

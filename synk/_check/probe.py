@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._base.pytree import key_of
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import ReadyCall, evaluate
 from .._call.kinds import prepare
@@ -139,7 +140,7 @@ class Prober:
         arrays = feed_rows(one, ready.rows, split_into_launches((1,), 1)[0])
         arguments = ready.call.arguments.in_tree_order(arrays, ready.broadcast)
         with jax.ensure_compile_time_eval():
-            values = [np.asarray(leaf) for leaf in (*leaves, *arguments)]
+            values = [leaf if key_of(leaf) else np.asarray(leaf) for leaf in (*leaves, *arguments)]
             return True, traced.blame_line(*values, np.int32(0), np.int32(0))
 
 

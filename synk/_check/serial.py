@@ -1,7 +1,7 @@
 """Serial: run one call on one device, with its rows and variables as that device sees them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.kinds import prepare
 from .._call.plan import PlanCache, Site
-from .._call.rows import RowInputs
+from .._call.rows import Rows
 from .._call.spec import FunctionSpec
 from .._call.traces import View, cannot_update_rows, shared_in
 from .._data.dataset import Data
@@ -69,7 +69,7 @@ class Runner:
         """Prepare a call of the function, or of a function made of it."""
         # Slices divide the rows of a replica; the serial run takes all rows at once.
         options = self.options._replace(num_slices=1) if site is self.serial else self.options
-        return prepare(replace(site, function=function), self.bound, options)
+        return prepare(site._replace(function=function), self.bound, options)
 
     def run(self, site: Site, function: FunctionSpec) -> Outcome:
         """Run a call of the function, or of a function made of it."""
@@ -117,11 +117,11 @@ class CallRows:
       numbers: the numbers of the rows for users: a loop may have picked the arguments from its inputs.
     """
 
-    def __init__(self, bound: BoundArguments, rows: RowInputs) -> None:
+    def __init__(self, bound: BoundArguments, rows: Rows) -> None:
         self._bound = bound
         picked = [i for i, place in enumerate(bound.spec.scattered) if not _is_minibatch(bound.leaves[place])]
         self._has_batch = bool(picked)
-        selection = rows.each[picked[0] if picked else 0].selection
+        selection = rows.selections[picked[0] if picked else 0]
         self.positions = self.numbers = selection.positions(0, sum(rows.lengths or ()))
         if bound.numbers is not None:
             self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.positions]

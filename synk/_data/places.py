@@ -15,28 +15,30 @@ from .._runtime.layout import Layout, put, shards
 from .feed import InputFeed
 from .host_buffers import fresh
 from .overlap import Overlap, halo_of
-from .selection import IndexKind, Selection, index_kind
-from .sources import HostSource, Source, copy_rows, is_in_memory
+from .selection import IndexKind, Selection
+from .sources import HostSource, copy_rows
 from .transfer import fill_parts
 
 PlaceName: TypeAlias = Literal["host", "scatter", "broadcast"]
 
 
 class Picks(NamedTuple):
-    """The rows that a call takes of one argument.
+    """The rows that a call takes of one argument, as far as programs depend on them.
 
     Attributes:
-      selection: the rows, without their neighbours.
-      batch: what the user gave to pick them.
-      is_on_replicas: whether `batch_s` picks among each replica's rows; then `selection` holds all rows.
+      rows: how many rows, without their neighbours.
+      is_run: whether they are consecutive.
+      index: the form of the index by which programs pick them.
+      is_on_replicas: whether `batch_s` picks among each replica's rows; then `rows` counts all rows.
       has_batch_s: whether the call has a `batch_s`, for this argument or another one.
       is_sliced: whether a replica runs its rows in slices.
       overlap: the neighbours that come with the rows.
       block: rows of a block, where replicas get whole blocks.
     """
 
-    selection: Selection
-    batch: Any = None
+    rows: int
+    is_run: bool = True
+    index: IndexKind = "slice"  # type: ignore[assignment]  # a tuple has a method of that name
     is_on_replicas: bool = False
     has_batch_s: bool = False
     is_sliced: bool = False
@@ -52,13 +54,13 @@ class Place:
       layout: the layout of the rows on the devices; None where they stay on the host.
       bring: put the first rows of a source on the devices: `bring(group, source, rows, dtype, copy, stale)`. Where
         there is a copy already, only rows in the range `stale` differ from it.
-      take: choose how a call takes the rows: `take(group, source, rows, picks)` returns a feed, and whether replicas
-        first send one another the rows that the call picks. None: send the rows from the host.
+      take: choose how a call takes the rows: `take(group, rows, is_in_memory, picks)` returns a feed, and whether
+        replicas first send one another the rows that the call picks. None: send the rows from the host.
     """
 
     layout: Layout | None
     bring: Callable[[Group, HostSource, int, np.dtype, jax.Array | None, range], jax.Array]
-    take: Callable[[Group, Source, int, Picks], tuple[InputFeed, bool] | None]
+    take: Callable[[Group, int, bool, Picks], tuple[InputFeed, bool] | None]
 
     def abstract(self, group: Group, shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of what `bring` returns for rows of this shape."""
@@ -144,35 +146,35 @@ def _stay(group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: ja
     raise AssertionError("rows on the host lie on no device")
 
 
-def _send(group: Group, source: Source, rows: int, picks: Picks) -> None:
+def _send(group: Group, rows: int, is_in_memory: bool, picks: Picks) -> None:
     """Send the rows from the host."""
 
 
-def _take_replicated(group: Group, source: Source, rows: int, picks: Picks) -> tuple[InputFeed, bool]:
+def _take_replicated(group: Group, rows: int, is_in_memory: bool, picks: Picks) -> tuple[InputFeed, bool]:
     """Let each replica pick its rows from all rows, which it has."""
-    kind: IndexKind = index_kind(picks.batch) if picks.overlap is None else "gather"
+    kind: IndexKind = picks.index if picks.overlap is None else "gather"
     return InputFeed("replicated", kind, rows, picks.overlap), False
 
 
-def _take_scattered(group: Group, source: Source, rows: int, picks: Picks) -> tuple[InputFeed, bool] | None:
+def _take_scattered(group: Group, rows: int, is_in_memory: bool, picks: Picks) -> tuple[InputFeed, bool] | None:
     """Let each replica take its own rows, or pick from them; exchange rows where others have those that it wants."""
     overlap, held = picks.overlap, -(-rows // group.size)
     if picks.is_on_replicas:
-        return InputFeed("stacked", index_kind(picks.batch), held), False
+        return InputFeed("stacked", picks.index, held), False
     # `batch_s` gives replicas unequal rows, but minibatch data is split evenly.
     if picks.has_batch_s:
         return None
     of_slice: IndexKind | None = "slice" if picks.is_sliced else None
     # A part of whole data begins where its replica's rows do, unless it is a slice of them. Blocks are dealt out in
     # another way than data.
-    if picks.selection.indexes is None and picks.selection.rows == rows and picks.block is None:
+    if picks.is_run and picks.rows == rows and picks.block is None:
         return InputFeed("stacked", of_slice, held, overlap, 0 if overlap is None else rows), False
     if group.size == 1 and overlap is None:
-        return InputFeed("stacked", index_kind(picks.batch), held), False
+        return InputFeed("stacked", picks.index, held), False
     # CPU devices share the host's memory, so there is nothing to gain by an exchange.
-    if group.platform == "cpu" and is_in_memory(source):
+    if group.platform == "cpu" and is_in_memory:
         return None
-    longest = max(lengths_of(picks.selection.rows, group.size, picks.block)) + halo_of(overlap)
+    longest = max(lengths_of(picks.rows, group.size, picks.block)) + halo_of(overlap)
     return InputFeed("stacked", of_slice, longest, overlap), True
 
 

@@ -14,7 +14,7 @@ from .._call.blocks import Blocks
 from .._call.execute import ReadyCall, evaluate
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, PlanCache
-from .._call.rows import RowInput, exchange_programs
+from .._call.rows import InputSpec, exchange_programs
 from .._data.overlap import widened
 from .._data.transfer import PartRows
 from .._runtime.executable import Executable, relayout
@@ -69,7 +69,7 @@ def _exchanges(ready: ReadyCall) -> Iterator[ProgramReport]:
     # Variables, data, and rows that an earlier exchange has brought are in memory meanwhile.
     resident = variable_bytes(ready.plan, group) + data_beside(ready.rows, group)
     for i, program in exchange_programs(group, ready.rows):
-        source = ready.rows.each[i].source
+        source = ready.rows.sources[i]
         memory = sizes_of(program)._replace(resident=resident - bytes_on_device(source, group))
         yield _program(f"exchange of {names[i]}", program, 1, memory)
         resident += memory.results or 0
@@ -111,7 +111,7 @@ def _program(role: str, program: Executable, count: int, memory: ProgramMemory) 
 def _inputs(ready: ReadyCall) -> Iterator[InputReport]:
     """Describe the arguments: scattered ones first."""
     spec, rows = ready.call.arguments, ready.rows
-    for name, row_input in zip(spec.scattered_names, rows.each, strict=True):
+    for name, row_input in zip(spec.scattered_names, rows.inputs, strict=True):
         how, sent = _way(ready, row_input)
         yield InputReport(name, how, sum(rows.lengths or ()), sent)
     for place, leaf in zip(spec.broadcast, ready.broadcast, strict=True):
@@ -119,7 +119,7 @@ def _inputs(ready: ReadyCall) -> Iterator[InputReport]:
         yield InputReport(spec.names[place], "broadcast", None, sent)
 
 
-def _way(ready: ReadyCall, rows: RowInput) -> tuple[str, int]:
+def _way(ready: ReadyCall, rows: InputSpec) -> tuple[str, int]:
     """Return in words how rows reach the replicas, and the bytes that the host sends for it."""
     lengths, size, feed = ready.rows.lengths or (), ready.group.size, rows.feed
     if feed.layout == "rows":
@@ -134,7 +134,7 @@ def _way(ready: ReadyCall, rows: RowInput) -> tuple[str, int]:
     return _WAYS[feed.layout], 4 * indexes
 
 
-def _row_bytes(rows: RowInput) -> int:
+def _row_bytes(rows: InputSpec) -> int:
     return prod(rows.shape) * rows.dtype.itemsize
 
 
@@ -159,7 +159,7 @@ def _lower_bound(ready: ReadyCall, flops: int, variables: Sequence[VariableRepor
     device = ready.group.accelerator or known_accelerator(ready.group.devices[0])
     if device is None:
         return None
-    moved = max(ready.rows.lengths or (0,)) * sum(map(_row_bytes, ready.rows.each))
+    moved = max(ready.rows.lengths or (0,)) * sum(map(_row_bytes, ready.rows.inputs))
     moved += sum(leaf.size * leaf.dtype.itemsize for leaf in ready.broadcast)
     # Calls with `batch_s` read only some of the rows that variables hold.
     held = {variable.name for variable in ready.plan.held}

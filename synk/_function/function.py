@@ -587,7 +587,7 @@ class Function:
         return self._blame(self._bind(args, kwargs, options, "blame"), options)
 
     def _blame(self, bound: BoundArguments, options: CallOptions) -> Blame | None:
-        site = replace(self._site("blame"), function=self._spec.gathering())
+        site = self._site("blame")._replace(function=self._spec.gathering())
         return blame(site, self._probe_plans, bound, options)
 
     def _absent_site(self) -> Site:

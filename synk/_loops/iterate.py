@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from .._base.errors import SynkError, public_api, shown, warn
-from .._base.pytree import PyTree, as_keys, is_prng_key, narrow
-from .._call.binding import BoundArguments, CallOptions, check_leaves
+from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, narrow
+from .._call.binding import BoundArguments, CallOptions
+from .._call.leaves import check_leaves, look, spec_of_part
 from .._call.rows import common_rows, refuse_together
 from .._call.spec import FunctionSpec
 from .._data.dataset import Data, source_of
@@ -103,8 +104,11 @@ class Batches:
         self.function, self.bound, self.options, self.group, self.name = function, bound, options, group, name
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
-        self._sources, _, keys = check_leaves(with_numbers, function.name, group)
-        self._keys = [keys[i] for i in bound.spec.scattered]
+        leaves, parts = look(with_numbers, function.name, group)
+        specs = [spec_of_part(part) for part in parts]
+        check_leaves(bound.spec, specs, function.name)
+        self._keys = [specs[i].key for i in bound.spec.scattered]
+        self._sources = [as_data(leaves[i]) for i in bound.spec.scattered]
         self.picked = [i for i, s in enumerate(self._sources) if not (isinstance(s, Data) and s.is_minibatch)]
         self.on_devices = [i for i in self.picked if self._is_on_devices(self._sources[i])]
         is_process_local = any(isinstance(source, ProcessLocalRows) for source in self._sources)

@@ -17,7 +17,7 @@ from .._call.execute import ReadyCall, check_variables, leaves_taken, place_tabl
 from .._call.kinds import MOST_ROWS, check_row_count, prepare, start
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, Site
-from .._call.rows import RowInputs
+from .._call.rows import Rows
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective
 from .._runtime.layout import constant, layouts, put
@@ -56,7 +56,7 @@ class Accumulation:
                 f"one, and do the rest with its answer."
             )
         self._function = replace(function, is_over=True)
-        self._site = replace(site, function=self._function)
+        self._site = site._replace(function=self._function)
         # The first call gives the outputs of all, and the states of variables that all batches must find.
         self._first: ReadyCall | None = None
         self._states: dict[Shared, VariableState] = {}
@@ -86,7 +86,7 @@ class Accumulation:
         if self._first is None:
             self._sums = run(self._function.name, plan.start, [])
             # The rows of the first batch need not stay in memory.
-            self._first, self._states = ready._replace(rows=RowInputs((), None), broadcast=[]), states
+            self._first, self._states = ready._replace(rows=Rows((), (), (), None), broadcast=[]), states
         leaves, rows = leaves_taken(ready, states), rows_taken(ready)
         read_leaves = [leaves[variable] for variable in plan.reads[0]]
         compiler = _compiler(plan)

@@ -67,6 +67,12 @@ def is_placed(group: Group, array: jax.Array, layout: Layout) -> bool:
     return array.sharding == where or array.sharding.is_equivalent_to(where, array.ndim)
 
 
+def takes(group: Group, array: jax.Array, layout: Layout) -> bool:
+    """Check whether programs take an array from where it lies: from its place, or from a device that nobody has named,
+    from which they spread it themselves."""
+    return is_placed(group, array, layout) or not (array.committed or group._is_multi_process)
+
+
 def replicate(group: Group, leaf: Any) -> jax.Array:
     """Put a value on every replica. The result shares no memory with the user's NumPy arrays."""
     if isinstance(leaf, jax.Array):
