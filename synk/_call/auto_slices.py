@@ -16,7 +16,8 @@ from .._runtime.group import Group
 from .._runtime.layout import put
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind
-from .execute import ReadyCall, execute, translate_error
+from .execute import ReadyCall, execute
+from .failures import translate_error
 from .parts import split_into_launches
 from .plan import CallPlan, Site, SliceChoice, Traced
 from .rows import Rows
@@ -108,12 +109,13 @@ def _memory_needed(plan: CallPlan, group: Group, name: str) -> int:
 
 
 def execute_fitting(ready: ReadyCall, prepare: Callable[[], ReadyCall]) -> Any:
-    """Run a call. If synk has chosen its slices and memory runs out, run it in twice as many, with nothing lost."""
+    """Run a call whose slices synk has chosen. If memory runs out, run it in twice as many, with nothing lost."""
     while True:
         choice, lengths = ready.choice, ready.rows.lengths
+        assert choice is not None
         ready.function.stats.slices = len(split_into_launches(lengths, ready.num_slices)) if lengths else 1
         # The other processes would not know that this process has run out of memory.
-        if choice is None or ready.group._is_multi_process:
+        if ready.group._is_multi_process:
             return execute(ready)
         try:
             return execute(ready) if choice.has_run else _execute_first(ready, choice)

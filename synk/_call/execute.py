@@ -8,8 +8,7 @@ from weakref import ref
 import jax
 import numpy as np
 
-from .._base.errors import DivergedError, SynkError
-from .._base.jax_context import checks_floats
+from .._base.errors import DivergedError
 from .._base.pytree import PyTree
 from .._data.dataset import data_of_replicas
 from .._data.transfer import PartRows
@@ -19,8 +18,9 @@ from .._runtime.group import Group
 from .._runtime.layout import constant, shard_of_rank
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind, divergence, invalidate
+from .failures import FEWER_ROWS, NotFinite, translate_error
 from .parts import part_table, split_into_launches
-from .plan import CallPlan, SliceChoice
+from .plan import CallPlan, Form, SliceChoice
 from .rows import Rows, exchanged, feed_rows, index_on_replicas
 from .spec import CallSpec, FunctionSpec
 
@@ -31,7 +31,7 @@ class ReadyCall(NamedTuple):
     Attributes:
       function: the function.
       group: the replicas.
-      call: the key of the plan.
+      form: what it has in common with other calls.
       plan: the plan.
       rows: the rows that it takes.
       broadcast: the broadcast arguments on the replicas, or their shapes if the call does not run.
@@ -41,12 +41,17 @@ class ReadyCall(NamedTuple):
 
     function: FunctionSpec
     group: Group
-    call: CallSpec
+    form: Form
     plan: CallPlan
     rows: Rows
     broadcast: list[Any]
     num_slices: int
     choice: SliceChoice | None = None
+
+    @property
+    def call(self) -> CallSpec:
+        """Return the key of the plan."""
+        return self.form.call
 
 
 class Outcome(NamedTuple):
@@ -65,19 +70,18 @@ class Outcome(NamedTuple):
     is_refused: bool
 
 
-class NotFinite(FloatingPointError):
-    """Error of a call whose numbers are not finite, which its function or the user's options refuse."""
-
-
 def execute(ready: ReadyCall) -> Any:
     """Run a call and commit its updates: all or none, Ctrl-C included. Return its result."""
-    plan = ready.plan
-    states = {variable: bind(variable, ready.group) for variable in plan.accepts}
-    check_variables(ready, states)
-    last = _before_last(ready, states)
+    plan, group = ready.plan, ready.group
+    states: dict[Shared, VariableState] = {}
+    for variable in plan.accepts:
+        state = variable._state
+        is_there = variable._group is group and state.failure is None
+        states[variable] = state if is_there else bind(variable, group)
+    arguments = _arguments(ready, states)
     if not plan.updates:
-        values = _launch(ready, last, ignore_failure)
-        if _is_refused(ready, values):
+        values = _launch(ready, arguments, ignore_failure)
+        if plan.has_flag and _is_refused(ready, values):
             raise NotFinite
         return _tree(ready, values)
     # `lose` lives as long as the program is in flight. It must keep no argument and no value alive, so it refers to
@@ -93,8 +97,8 @@ def execute(ready: ReadyCall) -> Any:
 
     with uninterrupted():
         try:
-            values = _launch(ready, last, lose)
-            if _is_refused(ready, values):
+            values = _launch(ready, arguments, lose)
+            if plan.has_flag and _is_refused(ready, values):
                 raise NotFinite
         except Exception as error:
             for update in plan.updates:
@@ -110,29 +114,25 @@ def execute(ready: ReadyCall) -> Any:
 
 def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
     """Wait for the flag of a function with nan="raise", and tell whether a number is not finite."""
-    if not ready.plan.has_flag:
-        return False
     with translate_peer_errors(ready.group):
         return bool(np.asarray(values.pop()))
 
 
 def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
     """Return the result as the user sees it."""
-    plan, rows = ready.plan, sum(ready.rows.lengths or ())
-    leaves: list[Any] = values[: len(plan.result.picked)]
+    plan, result = ready.plan, ready.plan.result
+    leaves: list[Any] = values[: len(result.picked)]
     for i in plan.staying:
-        leaves[i] = data_of_replicas(
-            ready.group, leaves[i], rows, plan.result.keys[i], f"a result of {ready.function.name}"
-        )
-    return plan.result.tree(leaves)
+        rows, name = sum(ready.rows.lengths or ()), f"a result of {ready.function.name}"
+        leaves[i] = data_of_replicas(ready.group, leaves[i], rows, result.keys[i], name)
+    return result.tree(leaves)
 
 
 def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -> Outcome:
     """Run a call without committing its updates."""
     states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
-    check_variables(ready, states)
-    values = _launch(ready, _before_last(ready, states), ignore_failure)
-    is_refused = _is_refused(ready, values)
+    values = _launch(ready, _arguments(ready, states), ignore_failure)
+    is_refused = ready.plan.has_flag and _is_refused(ready, values)
     if ready.group._is_multi_process:
         with translate_peer_errors(ready.group):
             jax.block_until_ready(values)
@@ -157,40 +157,48 @@ def check_variables(ready: ReadyCall, states: dict[Shared, VariableState]) -> No
             )
 
 
-def _before_last(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Sequence[Any]]:
-    """Run the slices of a sliced call, and return the arguments of the program that ends the call."""
+def _arguments(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Sequence[Any]]:
+    """Run all launches of a call but the last, and return the arguments of the program that ends the call."""
     plan, lengths = ready.plan, ready.rows.lengths
-    leaves, rows = leaves_taken(ready, states), rows_taken(ready)
+    if plan.must_be_equal or plan.held:
+        check_variables(ready, states)
     if plan.finish is None:
         parts = split_into_launches(lengths, 1)[0] if lengths else None
-        values = values_of(ready, rows, parts)
-        if parts is not None and not ready.call.is_plain:
+        leaves = leaves_taken(ready, states, plan.reads[1])
+        values = values_of(ready, rows_taken(ready), parts)
+        if parts is not None and not ready.form.is_plain:
             values.append(place_table(ready, parts))
-        return [*[leaves[v] for v in plan.reads[1]], [], values]
+        return [*leaves, [], values]
     assert lengths is not None
     assert plan.start is not None
+    first, last = leaves_taken(ready, states, plan.reads[0]), leaves_taken(ready, states, plan.reads[1])
+    rows = rows_taken(ready)
     carry = run(ready.function.name, plan.start, [])
     slot = 0
     for j, parts in enumerate(split_into_launches(lengths, ready.num_slices)):
         values = [*values_of(ready, rows, parts), place_table(ready, parts, slot, j)]
-        carry = run(ready.function.name, plan.program_of(parts), [*(leaves[v] for v in plan.reads[0]), carry, values])
+        carry = run(ready.function.name, plan.program_of(parts), [*first, carry, values])
         slot += parts.max_rows
     whole = split_into_launches(lengths, 1)[0]
-    return [*(leaves[v] for v in plan.reads[1]), carry, [*ready.broadcast, place_table(ready, whole)]]
+    return [*last, carry, [*ready.broadcast, place_table(ready, whole)]]
 
 
-def leaves_taken(ready: ReadyCall, states: dict[Shared, VariableState]) -> dict[Shared, list[jax.Array]]:
+def leaves_taken(
+    ready: ReadyCall, states: dict[Shared, VariableState], variables: Sequence[Shared]
+) -> list[list[jax.Array]]:
     """Return the leaves of variables in the layouts that programs take."""
-    leaves: dict[Shared, list[jax.Array]] = {}
-    for variable, layout in ready.plan.layouts.items():
-        state = states[variable]
-        is_there = state.layout == layout
-        leaves[variable] = state.leaves if is_there else relayout(ready.group, state.leaves, state.layout, layout)
-    return leaves
+    taken: list[list[jax.Array]] = []
+    for variable in variables:
+        state, layout = states[variable], ready.plan.layouts[variable]
+        here = state.abstract.layout
+        taken.append(state.leaves if here == layout else relayout(ready.group, state.leaves, here, layout))
+    return taken
 
 
 def rows_taken(ready: ReadyCall) -> Rows:
     """Return the rows of a call, after replicas have exchanged those that they need."""
+    if not ready.form.exchanges:
+        return ready.rows
     start = perf_counter()
     rows = exchanged(ready.group, ready.rows)
     ready.function.stats.sending += perf_counter() - start
@@ -199,15 +207,16 @@ def rows_taken(ready: ReadyCall) -> Rows:
 
 def values_of(ready: ReadyCall, rows: Rows, parts: PartRows | None) -> list[Any]:
     """Return the arguments of a launch beside variables and states: rows, indexes of rows, and broadcast arguments."""
-    group, stats = ready.group, ready.function.stats
-    start = perf_counter()
-    values: list[Any] = []
-    if parts is not None:
-        values = feed_rows(group, rows, parts)
-        if ready.call.held_index is not None:
-            values.append(index_on_replicas(group, ready.call.held_index, rows.on_replicas, parts))
+    if parts is None:
+        return [*ready.broadcast]
+    stats, start = ready.function.stats, perf_counter()
+    values = feed_rows(ready.group, rows, parts)
+    held_index = ready.form.call.held_index
+    if held_index is not None:
+        values.append(index_on_replicas(ready.group, held_index, rows.on_replicas, parts))
     stats.sending += perf_counter() - start
-    return [*values, *ready.broadcast]
+    values += ready.broadcast
+    return values
 
 
 def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0, ended: int = 0) -> jax.Array:
@@ -231,15 +240,12 @@ def _launch(
     return values
 
 
-_FEWER = "Run it with num_slices=2 or more, which needs the memory of one slice."
-
-
 def run(
     name: str,
     program: Executable,
     arguments: list[Sequence[Any]],
     on_failure: Callable[[Exception], None] = ignore_failure,
-    advice: str = _FEWER,
+    advice: str = FEWER_ROWS,
 ) -> list[jax.Array]:
     """Start a program; raise its failure in words that name the function."""
     try:
@@ -251,26 +257,15 @@ def run(
         raise translated from error
 
 
-def translate_error(error: Exception, name: str, advice: str = _FEWER) -> Exception:
-    """Return JAX's error about a launch in words that name the function; other errors unchanged."""
-    if isinstance(error, SynkError):
-        return error
-    if checks_floats() and type(error).__name__ == "InternalFloatingPointError":
-        return NotFinite(f"{name}: a result holds NaN or infinity, which jax_debug_nans or _infs forbids.")
-    # XLA says "Out of memory" where the host has no more.
-    if "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error):
-        first = str(error).splitlines()[0]
-        return MemoryError(f"{name}: {first} {advice}")
-    return error
-
-
 def _updates(
     ready: ReadyCall, values: list[jax.Array], states: dict[Shared, VariableState]
 ) -> dict[Shared, VariableState]:
     """Return the new states of the variables that the call writes."""
     updates: dict[Shared, VariableState] = {}
     for variable, start, stop, abstract, depends_on in ready.plan.updates:
-        is_equal = depends_on is not None and all([states[v].is_equal for v in depends_on])
+        is_equal = depends_on is not None
+        for needed in depends_on or ():
+            is_equal = is_equal and states[needed].is_equal
         by = "" if is_equal else ready.function.name
         updates[variable] = VariableState(values[start:stop], abstract, is_equal, by)
     return updates

@@ -29,13 +29,12 @@ from .._data.selection import (
 from .._data.transfer import gather_rows
 from .._runtime.dispatch import retire_finished
 from .._runtime.group import Group
-from .._variables.variable import Shared
 from .auto_slices import choose_slices
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
-from .execute import ReadyCall, translate_error
+from .execute import ReadyCall
 from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, look, placer_of, spec_of_part
 from .parts import split_into_launches
-from .plan import CallPlan, Kept, Site, SliceChoice, Traced, plan_key, trace_plan
+from .plan import CallPlan, Form, Site, SliceChoice, plan_key, trace_plan
 from .rows import (
     InputSpec,
     Rows,
@@ -49,73 +48,11 @@ from .rows import (
     with_overlap,
 )
 from .spec import CallSpec, FunctionSpec
-from .traces import CallTraces, rows_not_in_blocks
+from .traces import rows_not_in_blocks
 
 # Rows of a call have numbers in int32.
 MOST_ROWS = 2**31 - 1
 _NO_ROWS = Selection(None, 0, 0)
-
-
-class Form:
-    """Calls of one kind that pick as many rows in the same way.
-
-    Attributes:
-      call: the key of their plan.
-      inputs: how the rows of each scattered argument reach the replicas.
-      lengths: the rows of each replica; None if nothing brings rows.
-    """
-
-    __slots__ = ("_base", "_exact", "_holders", "_kept", "_slices", "call", "inputs", "lengths")
-
-    def __init__(
-        self, base: CallSpec, call: CallSpec, inputs: Sequence[InputSpec], lengths: tuple[int, ...] | None, slices: int
-    ) -> None:
-        self.call, self.inputs, self.lengths = call, inputs, lengths
-        # The key without parts, by which a variable that brings rows is found.
-        self._base, self._slices = base, slices
-        self._exact: Form | None = None
-        self._kept: list[Kept] = []
-        self._holders: list[Kept] = []
-
-    def with_call(self, call: CallSpec) -> "Form":
-        """Return the form with another key."""
-        return Form(self._base, call, self.inputs, self.lengths, self._slices)
-
-    def of_lengths(self) -> "Form":
-        """Return the same calls with the key of plans that depend on the rows of each replica."""
-        if self._exact is None:
-            count = len(split_into_launches(self.lengths or (), self._slices))
-            self._exact = self.with_call(self.call._replace(lengths=self.lengths, num_slices=count))
-        return self._exact
-
-    def with_plan(self, site: Site) -> tuple["Form", CallPlan]:
-        """Return the plan of these calls, and the form that has its key; make the plan if there is none."""
-        kept = None if site.retraces else site.plans.current(self._kept, site)
-        if kept is None:
-            plan = find_plan(site, self.call)
-            self._kept = site.plans.kept(site.group, plan_key(site.function, self.call), list, self.call.is_over)
-        else:
-            plan = kept.plan
-        return (self, plan) if plan is not None else self.of_lengths().with_plan(site)
-
-    def holder(self, site: Site) -> Shared | None:
-        """Return the variable that brings rows to these calls, if there is one."""
-        kept = None if site.retraces else site.plans.current(self._holders, site)
-        if kept is not None:
-            return kept.plan
-        base, function, taken = self._base, site.function, None if self.lengths is None else self.lengths[0]
-
-        def trace() -> Traced:
-            traces = CallTraces(function, site.group, base._replace(held_index=None), site.view)
-            traced = traces.of_rows(taken)
-            holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
-            record = (*traces.record, None if holder is None else holder._number)
-            return Traced(traces.accepts, record, lambda: holder)
-
-        key = ("holder", base, taken, function.per_part)
-        holder = site.plans.find(site, key, trace)
-        self._holders = site.plans.kept(site.group, key, list, False)
-        return holder
 
 
 class Kind:
@@ -465,34 +402,6 @@ def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
     return tuple(subset)
 
 
-def find_plan(site: Site, call: CallSpec) -> CallPlan | None:
-    """Return the plan for a key, made if there is none; None if plans depend on the rows of each replica."""
-    function = site.function
-
-    def trace() -> Traced:
-        start = perf_counter()
-        traced = trace_plan(site, call)
-        function.stats.dispatching += perf_counter() - start
-        return traced._replace(finish=partial(_compile, traced, function))
-
-    return site.plans.find(site, plan_key(function, call), trace, holds_function=call.is_over)
-
-
-def _compile(traced: Traced, function: FunctionSpec) -> Any:
-    """Make the plan of a trace, and count the seconds."""
-    start = perf_counter()
-    try:
-        return traced.finish()
-    except jax.errors.JaxRuntimeError as error:
-        # XLA tries kernels on a GPU while it compiles, for which memory may not do.
-        translated = translate_error(error, function.name)
-        if translated is error:
-            raise
-        raise translated from error
-    finally:
-        function.stats.dispatching += perf_counter() - start
-
-
 def prepare(site: Site, bound: BoundArguments, options: CallOptions) -> ReadyCall:
     """Recognise a call, select its rows, and find or make its plan."""
     choice, function, group = None, site.function, site.group
@@ -515,7 +424,7 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions) -> ReadyCal
         check_row_count(function.name, plan.least_rows, rows.lengths)
     if plan.staying:
         _check_dealt_out(function.name, rows.lengths or (), group.size)
-    return ReadyCall(function, group, form.call, plan, rows, broadcast, options.num_slices, choice)
+    return ReadyCall(function, group, form, plan, rows, broadcast, options.num_slices, choice)
 
 
 def _check_dealt_out(name: str, lengths: tuple[int, ...], size: int) -> None:
@@ -549,17 +458,20 @@ def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceCho
     return choose_slices(site, plan_key(site.function, form.call), rows, plan_of)
 
 
-def start(function: FunctionSpec, prepare: Callable[[], ReadyCall], run: Callable[[ReadyCall], Any]) -> Any:
+def start(site: Site, bound: BoundArguments, options: CallOptions, run: Callable[[ReadyCall], Any]) -> Any:
     """Prepare and run a call, and count rows and seconds in the function's stats."""
-    stats = function.stats
+    stats = site.function.stats
     # A variable that a dead program was to write raises now, before anything is checked.
     retire_finished()
     begun, sending, compiling = perf_counter(), stats.sending, stats.dispatching
-    ready = prepare()
+    ready = prepare(site, bound, options)
     prepared = perf_counter()
     stats.selecting += prepared - begun - (stats.dispatching - compiling)
+    lengths, slices = ready.rows.lengths, ready.num_slices
+    stats.slices = len(split_into_launches(lengths, slices)) if lengths and slices > 1 else 1
     result = run(ready)
-    stats.rows += sum(ready.rows.lengths or ())
+    if lengths is not None:
+        stats.rows += sum(lengths)
     stats.dispatching += perf_counter() - prepared - (stats.sending - sending)
     return result
 

@@ -3,9 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
+import jax
 import numpy as np
 
 from .._base.bounded_cache import BoundedCache
@@ -19,7 +22,10 @@ from .._tracing.names import Names
 from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest, state_in
 from .compiler import Compiler
+from .failures import translate_error
+from .parts import split_into_launches
 from .program import Epilogue, ProgramBuilder
+from .rows import InputSpec
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, View, rows_not_in_blocks
 
@@ -322,6 +328,102 @@ class SliceChoice:
     slices: int
     most: int
     has_run: bool = False
+
+
+class Form:
+    """Calls of one kind that pick as many rows in the same way.
+
+    Attributes:
+      call: the key of their plan.
+      inputs: how the rows of each scattered argument reach the replicas.
+      lengths: the rows of each replica; None if nothing brings rows.
+      is_plain: whether every replica has one part of equally many rows.
+      exchanges: whether replicas exchange rows before the call.
+    """
+
+    __slots__ = (
+        "_base", "_exact", "_holders", "_kept", "_slices", "call", "exchanges", "inputs", "is_plain", "lengths",
+    )  # fmt: skip
+
+    def __init__(
+        self, base: CallSpec, call: CallSpec, inputs: Sequence[InputSpec], lengths: tuple[int, ...] | None, slices: int
+    ) -> None:
+        self.call, self.inputs, self.lengths = call, inputs, lengths
+        self.is_plain = call.is_plain
+        self.exchanges = any(spec.scattered_rows is not None for spec in inputs)
+        # The key without parts, by which a variable that brings rows is found.
+        self._base, self._slices = base, slices
+        self._exact: Form | None = None
+        self._kept: list[Kept] = []
+        self._holders: list[Kept] = []
+
+    def with_call(self, call: CallSpec) -> "Form":
+        """Return the form with another key."""
+        return Form(self._base, call, self.inputs, self.lengths, self._slices)
+
+    def of_lengths(self) -> "Form":
+        """Return the same calls with the key of plans that depend on the rows of each replica."""
+        if self._exact is None:
+            count = len(split_into_launches(self.lengths or (), self._slices))
+            self._exact = self.with_call(self.call._replace(lengths=self.lengths, num_slices=count))
+        return self._exact
+
+    def with_plan(self, site: Site) -> tuple["Form", CallPlan]:
+        """Return the plan of these calls, and the form that has its key; make the plan if there is none."""
+        kept = None if site.retraces else site.plans.current(self._kept, site)
+        if kept is None:
+            plan = find_plan(site, self.call)
+            self._kept = site.plans.kept(site.group, plan_key(site.function, self.call), list, self.call.is_over)
+        else:
+            plan = kept.plan
+        return (self, plan) if plan is not None else self.of_lengths().with_plan(site)
+
+    def holder(self, site: Site) -> Shared | None:
+        """Return the variable that brings rows to these calls, if there is one."""
+        kept = None if site.retraces else site.plans.current(self._holders, site)
+        if kept is not None:
+            return kept.plan
+        base, function, taken = self._base, site.function, None if self.lengths is None else self.lengths[0]
+
+        def trace() -> Traced:
+            traces = CallTraces(function, site.group, base._replace(held_index=None), site.view)
+            traced = traces.of_rows(taken)
+            holder = next((v for v in traced.variables if traces.holds_rows(v)), None)
+            record = (*traces.record, None if holder is None else holder._number)
+            return Traced(traces.accepts, record, lambda: holder)
+
+        key = ("holder", base, taken, function.per_part)
+        holder = site.plans.find(site, key, trace)
+        self._holders = site.plans.kept(site.group, key, list, False)
+        return holder
+
+
+def find_plan(site: Site, call: CallSpec) -> CallPlan | None:
+    """Return the plan for a key, made if there is none; None if plans depend on the rows of each replica."""
+    function = site.function
+
+    def trace() -> Traced:
+        start = perf_counter()
+        traced = trace_plan(site, call)
+        function.stats.dispatching += perf_counter() - start
+        return traced._replace(finish=partial(_compile, traced, function))
+
+    return site.plans.find(site, plan_key(function, call), trace, holds_function=call.is_over)
+
+
+def _compile(traced: Traced, function: FunctionSpec) -> Any:
+    """Make the plan of a trace, and count the seconds."""
+    start = perf_counter()
+    try:
+        return traced.finish()
+    except jax.errors.JaxRuntimeError as error:
+        # XLA tries kernels on a GPU while it compiles, for which memory may not do.
+        translated = translate_error(error, function.name)
+        if translated is error:
+            raise
+        raise translated from error
+    finally:
+        function.stats.dispatching += perf_counter() - start
 
 
 def trace_plan(site: Site, call: CallSpec) -> Traced:

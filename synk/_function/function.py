@@ -18,9 +18,10 @@ from .._base.jax_context import is_traced
 from .._base.old_names import instead_of
 from .._base.pytree import PyTree
 from .._call.auto_slices import execute_fitting
-from .._call.binding import OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
+from .._call.binding import AUTO, OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
 from .._call.compose import compose
-from .._call.execute import NotFinite
+from .._call.execute import ReadyCall, execute
+from .._call.failures import NotFinite
 from .._call.kinds import prepare, start
 from .._call.plan import PlanCache, Site
 from .._call.spec import FunctionSpec, with_then
@@ -177,9 +178,11 @@ class Function:
         """Start one call."""
         site = self._site()
         with LOCK:
-            ready = partial(prepare, site, bound, options)
+            run: Callable[[ReadyCall], PyTree] = execute
+            if options.num_slices == AUTO and self._spec.blocks is None:
+                run = partial(execute_fitting, prepare=partial(prepare, site, bound, options))
             try:
-                result = start(self._spec, ready, partial(execute_fitting, prepare=ready))
+                result = start(site, bound, options, run)
             except NotFinite as error:
                 raise FloatingPointError(self._not_finite(bound, options)) from error.__cause__
             self.stats.calls += 1
@@ -389,8 +392,9 @@ class Function:
     ) -> BoundArguments:
         """Bind the arguments of a call without looking at a leaf; `call` names a member that runs in no trace."""
         self._refuse(call)
-        check_slices(options.num_slices, self.name)
-        for option in OPTIONS.intersection(kwargs):
+        if type(options.num_slices) is not int or options.num_slices < 1:
+            check_slices(options.num_slices, self.name)
+        for option in OPTIONS.intersection(kwargs) if kwargs else ():
             raise TypeError(f"{self.name}: {option} is an option of other ways to call it; this one takes none.")
         return self._binder.bind(args, kwargs)
 
@@ -475,7 +479,8 @@ class Function:
     def _site(self, call: str = "") -> Site:
         """Return where calls run now; SynkError where the group's devices are absent. `call` names a member."""
         group = current_group()
-        group._refuse_if_absent(f"{self.name}.{call}" if call else self.name)
+        if group.accelerator is not None:
+            group._refuse_if_absent(f"{self.name}.{call}" if call else self.name)
         return Site(self._spec, self._plans, group)
 
     @public_api

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
 from .._call.compiler import Compiler
 from .._call.execute import ReadyCall, check_variables, leaves_taken, place_table, rows_taken, run, values_of
-from .._call.kinds import MOST_ROWS, check_row_count, prepare, start
+from .._call.kinds import MOST_ROWS, check_row_count, start
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, Site
 from .._call.rows import Rows
@@ -72,9 +72,8 @@ class Accumulation:
                 f"{self._function.name}.over: rows at the ends of batches have neighbours in others (synk.Overlap), "
                 f"which over runs apart. Call the function on all rows."
             )
-        ready = partial(prepare, self._site, bound, options)
         with LOCK:
-            start(self._function, ready, self._run)
+            start(self._site, bound, options, self._run)
 
     def _run(self, ready: ReadyCall) -> None:
         """Launch the programs of a batch, which add to the sums."""
@@ -87,12 +86,10 @@ class Accumulation:
             self._sums = run(self._function.name, plan.start, [])
             # The rows of the first batch need not stay in memory.
             self._first, self._states = ready._replace(rows=Rows((), (), (), None), broadcast=[]), states
-        leaves, rows = leaves_taken(ready, states), rows_taken(ready)
-        read_leaves = [leaves[variable] for variable in plan.reads[0]]
+        read_leaves, rows = leaves_taken(ready, states, plan.reads[0]), rows_taken(ready)
         compiler = _compiler(plan)
         num_sums = len(compiler.carry)
         launches = split_into_launches(lengths, ready.num_slices)
-        ready.function.stats.slices = len(launches)
         for number, parts in enumerate(launches, 1):
             table = place_table(ready, parts, ended=sum(lengths) if number == len(launches) else 0)
             values = [*values_of(ready, rows, parts), table]
