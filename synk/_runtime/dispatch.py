@@ -3,10 +3,9 @@
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 OnFailure: TypeAlias = Callable[[Exception], None]
 
@@ -16,7 +15,10 @@ _get_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsig
 # Ctrl-C, the end of a job, and time limits.
 _HELD_BACK = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
 
+_SIGINT = int(signal.SIGINT)
+
 LOCK = threading.RLock()
+_get_ident = threading.get_ident
 _MAIN = threading.main_thread().ident
 
 # A CPU device admits 32 computations. Below jaxlib 0.12 one more program over several devices blocks its thread pool
@@ -26,8 +28,8 @@ JAXLIB = tuple(int(part) for part in version("jaxlib").split(".")[:2])
 CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
 
-class InFlight(NamedTuple):
-    """A program that was launched.
+class InFlight:
+    """A program that was launched. It equals only itself.
 
     Attributes:
       token: one output of the program, a `jax.Array`, to wait on.
@@ -36,28 +38,32 @@ class InFlight(NamedTuple):
       name: the program's name in messages.
     """
 
-    token: Any
-    on_failure: OnFailure
-    peers: Any
-    name: str
+    __slots__ = ("name", "on_failure", "peers", "token")
+
+    def __init__(self, token: Any, on_failure: OnFailure, peers: Any, name: str) -> None:
+        self.token, self.on_failure, self.peers, self.name = token, on_failure, peers, name
 
 
-IN_FLIGHT: deque[InFlight] = deque()
+# In the order of their launches.
+IN_FLIGHT: dict[InFlight, None] = {}
 # The Python handler of SIGTERM that JAX's runtime replaced by one of its own, which Python does not see.
 _replaced_by_runtime: Any = None
 
 
 def wait_for_capacity(is_limited: bool) -> None:
     """Wait until one more program may be in flight, if the number is limited. Forget old programs that have ended."""
-    while len(IN_FLIGHT) >= MAX_IN_FLIGHT and (is_limited or IN_FLIGHT[0].token.is_ready()):
-        _retire()
+    while len(programs := tuple(IN_FLIGHT)) >= MAX_IN_FLIGHT and (is_limited or programs[0].token.is_ready()):
+        _retire(programs[0])
 
 
 def retire_finished() -> None:
     """Forget the programs that have ended. Mark variables of programs that died as lost."""
     with LOCK:
-        while IN_FLIGHT and IN_FLIGHT[0].token.is_ready():
-            _retire()
+        # A copy, since a signal handler that runs meanwhile may launch and retire programs too.
+        for program in tuple(IN_FLIGHT):
+            if not program.token.is_ready():
+                return
+            _retire(program)
 
 
 def ignore_failure(error: Exception) -> None:
@@ -67,33 +73,46 @@ def ignore_failure(error: Exception) -> None:
 def drain() -> None:
     """Wait for every program that synk has launched."""
     with LOCK:
-        while IN_FLIGHT:
-            _retire()
+        while programs := tuple(IN_FLIGHT):
+            for program in programs:
+                _retire(program)
 
 
-def _retire() -> None:
-    # An error that a signal handler raises must not count as a failure of the program.
-    with uninterrupted():
-        try:
-            program = IN_FLIGHT.popleft()
-        except IndexError:
-            # A signal handler that ran just before has retired it.
-            return
-        try:
+def _retire(program: InFlight) -> None:
+    """Wait for a program, then forget it. If it died, tell its variables."""
+    try:
+        program.token.block_until_ready()
+    except Exception as error:
+        with uninterrupted():
+            # Asked again where no signal handler can raise, the program tells whether it died.
+            death = _death_of(program)
+            if death is not None:
+                IN_FLIGHT.pop(program, None)
+                # Whoever reads the results sees the error too. Here the program's variables learn of it.
+                program.on_failure(program.peers.after_failure(program.name, death))
+        # A handler raised, while the program ran or just as it died.
+        if type(error) is not type(death):
+            raise
+    else:
+        # A signal handler that ran just before may have retired it.
+        IN_FLIGHT.pop(program, None)
+
+
+def _death_of(program: InFlight) -> Exception | None:
+    """Return the error of which a program died; None if it ended well or still runs."""
+    try:
+        if program.token.is_ready():
             program.token.block_until_ready()
-        except Exception as error:
-            # Whoever reads the results sees the error too. Here the program's variables learn of it.
-            program.on_failure(program.peers.after_failure(program.name, error))
+    except Exception as error:
+        return error
+    return None
 
 
 def look_for_dead() -> None:
     """Tell peers of programs that have died. Wait for no program, and not for the lock."""
     for program in tuple(IN_FLIGHT):
-        try:
-            if program.token.is_ready():
-                program.token.block_until_ready()
-        except Exception as error:
-            program.peers.after_failure(program.name, error)
+        if (death := _death_of(program)) is not None:
+            program.peers.after_failure(program.name, death)
 
 
 def leave_to_runtime() -> None:
@@ -110,36 +129,42 @@ class uninterrupted:
     so other threads need no protection.
     """
 
-    __slots__ = ("before", "note", "noted")
+    __slots__ = ("before", "noted")
 
     def __enter__(self) -> None:
         # The handlers to restore, by signal, and the signals that came.
         self.before: dict[int, Any] = {}
-        noted = self.noted = list[tuple[int, Any]]()
-        self.note = lambda *came: noted.append(came)
-        if threading.get_ident() != _MAIN:
+        self.noted: list[tuple[int, Any]] = []
+        if _get_ident() != _MAIN:
             return
         try:
             for number in _HELD_BACK:
                 handler = _get_handler(number)
-                is_python = callable(handler) and handler is not _replaced_by_runtime
-                if is_python or (number == signal.SIGINT and handler == signal.SIG_DFL):
-                    self.before[number] = handler
-                    # A signal that came since `_get_handler` may have changed the handler.
-                    self.before[number] = _set_handler(number, self.note)
+                if callable(handler):
+                    # An enclosing block holds the signal back already.
+                    if handler is _replaced_by_runtime or type(handler) is uninterrupted:
+                        continue
+                elif number != _SIGINT or handler != signal.SIG_DFL:
+                    continue
+                self.before[number] = handler
+                # A signal that came since `_get_handler` may have changed the handler.
+                self.before[number] = _set_handler(number, self)
         except BaseException:
             # A signal that is not held back yet has raised.
             self.__exit__()
             raise
 
+    def __call__(self, number: int, frame: Any) -> None:
+        """Handle a signal: note that it came."""
+        self.noted.append((number, frame))
+
     def __exit__(self, *error: object) -> None:
         """Restore the handlers, then deliver the signals that came. A handler may raise; the rest follows then."""
         try:
-            while self.before:
-                number = next(reversed(self.before))
-                if _get_handler(number) is self.note:
-                    _set_handler(number, self.before[number])
-                del self.before[number]
+            for number, handler in self.before.items():
+                # What a block inside has set stays.
+                if _get_handler(number) is self:
+                    _set_handler(number, handler)
             while self.noted:
                 number, frame = self.noted.pop(0)
                 # The handler of the signal before may have set another one.
@@ -149,6 +174,6 @@ class uninterrupted:
                 else:
                     # The default action ends the process.
                     signal.raise_signal(number)
-        finally:
-            if self.before or self.noted:
-                self.__exit__()
+        except BaseException:
+            self.__exit__()
+            raise

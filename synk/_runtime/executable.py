@@ -148,7 +148,7 @@ def _launch(
         if gone is None or gone is error:
             raise
         raise gone from error
-    IN_FLIGHT.append(InFlight(results.pop(), on_failure, group._peers, name))
+    IN_FLIGHT[InFlight(results.pop(), on_failure, group._peers, name)] = None
     return results
 
 
