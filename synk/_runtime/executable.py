@@ -1,7 +1,7 @@
-"""Executable: a program of a group: lower, agree on, compile and launch it."""
+"""Executable: the programs of a group: lower, agree on, compile and launch them."""
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.profiler import TraceAnnotation
 
 from .._base.pytree import bits_of
 from .dispatch import (
     IN_FLIGHT,
     JAXLIB,
     LOCK,
+    MAX_IN_FLIGHT,
     InFlight,
     OnFailure,
     drain,
@@ -75,8 +77,69 @@ class ProgramSpec:
     takes_all_replicas: bool = False
 
 
-class Executable:
-    """A compiled program of a group. `launch` starts it and returns at once."""
+class Program:
+    """A program of a group. `launch` starts it and returns at once.
+
+    Attributes:
+      group: the group that runs it.
+      name: its name in messages, logs and profiles.
+      may_fail_alone: whether it may die in one process while the others go on.
+    """
+
+    may_fail_alone = False
+
+    def __init__(self, group: Group, name: str, run: Callable[..., list[jax.Array]], is_local: bool = False) -> None:
+        """Make a program of a function of its lists of arguments, whose last output is a token.
+
+        A local one communicates nothing: one process may run it.
+        """
+        self.group, self.name, self._run = group, name, run
+        self._peers, self._is_local, self._limits_in_flight = group._peers, is_local, group._limits_in_flight
+        # In one process, on devices that are here, nothing has to be asked before a launch.
+        self._is_checked = group.accelerator is not None or group._is_multi_process
+
+    def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
+        """Start the program on its lists of arguments. If it dies later, `on_failure` is called."""
+        if len(IN_FLIGHT) >= MAX_IN_FLIGHT:
+            wait_for_capacity(self._limits_in_flight)
+        if WATCHDOG.seconds is not None:
+            WATCHDOG.rearm()
+        if self._is_checked:
+            self._check()
+        try:
+            with TraceAnnotation(self.name):
+                results = self._run(*args)
+        except Exception as error:
+            translated = self._translate(error)
+            if translated is error:
+                raise
+            raise translated from error
+        IN_FLIGHT[InFlight(results.pop(), on_failure, self._peers, self.name)] = None
+        # If this program dies here alone, the next program's collectives would meet those of this one elsewhere.
+        if self.may_fail_alone:
+            drain()
+        return results
+
+    def _check(self) -> None:
+        """Check that the devices are here, and that the other processes are about to launch the same program."""
+        self.group._refuse_if_absent(self.name)
+        # If an earlier program died, this raises here, and not inside a collective that others wait in.
+        retire_finished()
+        if not self._is_local:
+            self._peers.before_launch(self.name)
+
+    def _translate(self, error: Exception) -> Exception:
+        """Return the error to raise in place of one of a launch, and tell the other processes if they need to know."""
+        # On CPUs a launch may find that another process is gone.
+        gone = self._peers.translate_error(error)
+        # Any other runtime error, but one of bad arguments, comes from a program that has begun, and goes on elsewhere.
+        if gone is None and isinstance(error, jax.errors.JaxRuntimeError) and "INVALID_ARGUMENT" not in str(error):
+            self._peers.after_failure(self.name, error)
+        return gone or error
+
+
+class Executable(Program):
+    """A program that is compiled for the shapes of its arguments."""
 
     def __init__(self, group: Group, spec: ProgramSpec) -> None:
         structs = [
@@ -85,11 +148,11 @@ class Executable:
         ]
         options = compiler_options(group) | dict(spec.options)
         lowered = _jit(group, spec).lower(*structs)
-        self.group, self.name, self.may_fail_alone = group, spec.name, False
+        name = spec.name
         if group._is_multi_process:
-            self.name += f"({describe_shapes([*chain(*structs)])})"
+            name += f"({describe_shapes([*chain(*structs)])})"
             text = lowered.as_text()
-            group._peers.agree(self.name, "\n".join([*spec.variables, text]))
+            group._peers.agree(name, "\n".join([*spec.variables, text]))
             # A callback may raise in one process, while the others go on.
             self.may_fail_alone = "callback" in text
         start = perf_counter()
@@ -98,15 +161,7 @@ class Executable:
         # Compiled programs refuse arrays of numbers below a byte ("input layouts that disagree"). jax.jit takes them,
         # but compiles once more. Drop this when we require jaxlib>=0.12.
         is_refused = _REFUSES_SUB_BYTES and any([bits_of(s.dtype) < 8 for s in chain(*structs)])
-        self._run = _jit(group, spec, options) if is_refused else self.compiled
-
-    def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
-        """Start the program on its lists of arguments. If it dies later, `on_failure` is called."""
-        results = _launch(self.group, self.name, self._run, args, on_failure)
-        # If this program dies here alone, the next program's collectives would meet those of this one elsewhere.
-        if self.may_fail_alone:
-            drain()
-        return results
+        super().__init__(group, name, _jit(group, spec, options) if is_refused else self.compiled)
 
 
 def compiler_options(group: Group) -> dict[str, Any]:
@@ -122,34 +177,6 @@ def compiler_options(group: Group) -> dict[str, Any]:
         # Autotuning times kernels on the device, which a target does not have.
         options["xla_gpu_autotune_level"] = 0
     return options
-
-
-def _launch(
-    group: Group, name: str, run: Any, args: Sequence[Any], on_failure: OnFailure, is_local: bool = False
-) -> list[jax.Array]:
-    """Start a compiled program, and note it as in flight. A local one communicates nothing: one process may run it."""
-    wait_for_capacity(group._limits_in_flight)
-    group._refuse_if_absent(name)
-    WATCHDOG.rearm()
-    if group._is_multi_process:
-        # If an earlier program died, this raises here, and not inside a collective that others wait in.
-        retire_finished()
-    if not is_local:
-        group._peers.before_launch(name)
-    try:
-        with jax.profiler.TraceAnnotation(name):
-            results = run(*args)
-    except Exception as error:
-        # On CPUs a launch may find that another process is gone.
-        gone = group._peers.translate_error(error)
-        # Any other runtime error, but one of bad arguments, comes from a program that has begun, and goes on elsewhere.
-        if gone is None and isinstance(error, jax.errors.JaxRuntimeError) and "INVALID_ARGUMENT" not in str(error):
-            group._peers.after_failure(name, error)
-        if gone is None or gone is error:
-            raise
-        raise gone from error
-    IN_FLIGHT[InFlight(results.pop(), on_failure, group._peers, name)] = None
-    return results
 
 
 @contextmanager
@@ -208,7 +235,7 @@ def run_collective(
                 return True
 
             group._cached(group._peers, (*key, shapes), agree)
-        return _launch(group, name, jitted, [args], ignore_failure, is_local)
+        return Program(group, name, jitted, is_local).launch([args])
 
 
 def relayout(group: Group, leaves: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:

@@ -6,24 +6,28 @@ from time import monotonic
 
 
 class Watchdog:
-    """A timer that prints the stacks of all threads and ends this process, once no program ran for some seconds."""
+    """A timer that prints the stacks of all threads and ends this process, once no program ran for some seconds.
 
-    _seconds: float | None = None
+    Attributes:
+      seconds: for how long; None while there is no watchdog.
+    """
+
+    seconds: float | None = None
     _armed = 0.0
 
     def start(self, seconds: float) -> None:
         """Start to count seconds."""
-        self._seconds, self._armed = seconds, 0.0
+        self.seconds, self._armed = seconds, 0.0
         self.rearm()
 
     def rearm(self) -> None:
         """Count from 0 again: a program is about to run."""
-        if self._seconds is not None:
+        if self.seconds is not None:
             now = monotonic()
             # Starting faulthandler's timer costs more than looking at a clock.
-            if now - self._armed > min(1.0, self._seconds / 10):
+            if now - self._armed > min(1.0, self.seconds / 10):
                 self._armed = now
-                faulthandler.dump_traceback_later(self._seconds, exit=True, file=sys.__stderr__ or 2)
+                faulthandler.dump_traceback_later(self.seconds, exit=True, file=sys.__stderr__ or 2)
 
 
 WATCHDOG = Watchdog()
