@@ -13,7 +13,7 @@ from weakref import ref
 
 import jax
 import numpy as np
-from jax.tree_util import keystr
+from jax.tree_util import keystr, tree_flatten
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import checked_integer, shown
@@ -200,22 +200,22 @@ class ArgumentBinder:
         if self._array_defaults:
             defaults = {p: a for p, a in self._array_defaults.items() if p not in self.positions[: len(args)]}
             kwargs = {**defaults, **kwargs}
-        statics: dict[str, Any] = {}
         told: list[Any] = []
-        if self.static_names or Shared in map(type, args) or Shared in map(type, kwargs.values()):
+        statics: dict[str, Any] = {}
+        # Static arguments may be no trees.
+        leaves, treedef = tree_flatten(() if self.static_names else (args, kwargs))
+        if self.static_names or Shared in map(type, leaves):
             statics = self._statics(args, kwargs)
             # Static values stand beside the treedef in the key, not in it: a treedef's hash ignores its nodes' data.
             told = [(name, told_apart(value)) for name, value in statics.items()]
             args, kwargs = self._map(lambda name, value: None if name in statics else value, args, kwargs)
-        if list in map(type, args) or list in map(type, kwargs.values()):
-            args, kwargs = self._map(self._with_arrays, args, kwargs)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
+            leaves, treedef = tree_flatten((args, kwargs))
         spec = self._specs.get(
             (treedef, *told), lambda: _LISTED if _has_list(treedef) else self._spec(treedef, statics)
         )
         # A list of numbers is one array, but its treedef is that of a list of arrays: such trees need a second look.
         if spec is _LISTED:
-            leaves, listed = jax.tree.flatten(self._map(self._with_arrays, args, kwargs))
+            leaves, listed = tree_flatten(self._map(self._with_arrays, args, kwargs))
             key = (listed, *told, *[_LISTED] * _has_list(listed))
             spec = self._specs.get(key, lambda: self._spec(listed, statics))
         return BoundArguments(spec, leaves)

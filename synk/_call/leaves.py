@@ -69,6 +69,12 @@ class LeafSpec(NamedTuple):
 
 
 @lru_cache(maxsize=256)
+def is_tracer_type(cls: type) -> bool:
+    """Check for a type of JAX's tracers."""
+    return issubclass(cls, jax.core.Tracer)
+
+
+@lru_cache(maxsize=256)
 def _is_array_type(cls: type) -> bool:
     """Check for a type of JAX's arrays, of which tracers are none."""
     return issubclass(cls, jax.Array) and not issubclass(cls, jax.core.Tracer)

@@ -23,6 +23,7 @@ from .._call.compose import compose
 from .._call.execute import ReadyCall, execute
 from .._call.failures import NotFinite
 from .._call.kinds import prepare, start
+from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Site
 from .._call.spec import FunctionSpec, with_then
 from .._check.blame import Blame, blame
@@ -170,7 +171,7 @@ class Function:
         """
         options = CallOptions(batch, batch_s, num_slices, output_subset)
         bound = self._bind(args, kwargs, options)
-        if is_traced() or any([isinstance(leaf, jax.core.Tracer) for leaf in bound.leaves]):
+        if is_traced() or any(map(is_tracer_type, map(type, bound.leaves))):
             return compose(Site(self._spec, self._plans, current_group()), bound, options)
         return self._launch(bound, options)
 
@@ -391,7 +392,8 @@ class Function:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, call: str = ""
     ) -> BoundArguments:
         """Bind the arguments of a call without looking at a leaf; `call` names a member that runs in no trace."""
-        self._refuse(call)
+        if call or current_trace() is not None:
+            self._refuse(call)
         if type(options.num_slices) is not int or options.num_slices < 1:
             check_slices(options.num_slices, self.name)
         for option in OPTIONS.intersection(kwargs) if kwargs else ():
