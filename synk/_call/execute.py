@@ -164,11 +164,10 @@ def _arguments(ready: ReadyCall, states: dict[Shared, VariableState]) -> list[Se
         check_variables(ready, states)
     if plan.finish is None:
         parts = split_into_launches(lengths, 1)[0] if lengths else None
-        leaves = leaves_taken(ready, states, plan.reads[1])
-        values = values_of(ready, rows_taken(ready), parts)
+        values = values_of(ready, rows_taken(ready) if ready.form.exchanges else ready.rows, parts)
         if parts is not None and not ready.form.is_plain:
             values.append(place_table(ready, parts))
-        return [*leaves, [], values]
+        return [*leaves_taken(ready, states, plan.reads[1]), [], values]
     assert lengths is not None
     assert plan.start is not None
     first, last = leaves_taken(ready, states, plan.reads[0]), leaves_taken(ready, states, plan.reads[1])
@@ -197,8 +196,6 @@ def leaves_taken(
 
 def rows_taken(ready: ReadyCall) -> Rows:
     """Return the rows of a call, after replicas have exchanged those that they need."""
-    if not ready.form.exchanges:
-        return ready.rows
     start = perf_counter()
     rows = exchanged(ready.group, ready.rows)
     ready.function.stats.sending += perf_counter() - start

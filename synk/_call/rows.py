@@ -174,7 +174,8 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
     indexes: dict[Any, Any] = {}
     for spec, source, selection in zip(rows.inputs, rows.sources, rows.selections, strict=True):
         if spec.is_whole:
-            values.append(source if takes(group, source, "rows") else put(group, source, "rows"))
+            is_there = source.sharding == group.stacked or takes(group, source, "rows")
+            values.append(source if is_there else put(group, source, "rows"))
             continue
         layout, index, overlap = spec.feed.layout, spec.feed.index, spec.feed.overlap
         if layout == "rows":

@@ -238,3 +238,94 @@ def test_check_tells_of_a_stale_merge(group):
     assert float(f.serial(x)) == 45
     with pytest.raises(synk.LawError, match="has changed since it was traced"):
         f.check(x)
+
+
+KEYS = {
+    "by default": lambda key: key,
+    "in place": lambda key: jax.device_put(key, synk.group().replicated),
+    "on one device": lambda key: jax.device_put(key, jax.devices()[-1]),
+    "raw": jax.random.key_data,
+    "data": lambda key: key,
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("then", [False, True])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_keys_lie_anywhere(group, slices, then):
+    """Typed PRNG keys of two kinds and raw ones, in turn: each call draws as the serial function does."""
+    x = numbers(8)
+
+    def noisy(x, key):
+        return (x * jax.random.normal(key, ())).sum()
+
+    f = synk.function(noisy, inputs=["x"], then=(lambda s, key: s + jax.random.uniform(key)) if then else None)
+    for seed in range(3):
+        for impl in ("threefry2x32", "rbg"):
+            key = jax.random.key(seed, impl=impl)
+            for how, place in KEYS.items():
+                given = place(key)
+                if how == "raw" and impl == "rbg":
+                    continue  # raw keys are of JAX's default kind
+                want = noisy(x, key) + (jax.random.uniform(key) if then else 0.0)
+                np.testing.assert_allclose(f(x, given, num_slices=slices), want, rtol=1e-5)
+                np.testing.assert_allclose(f.serial(x, given), want, rtol=1e-5)
+    f.check(x, jax.random.key(7), num_slices=slices)
+
+
+@pytest.mark.smoke
+def test_keys_are_traced_and_mapped(group):
+    """Under jit, vmap and grad, a key is a key; and so is one that a loop gives each batch."""
+    x = numbers(8)
+    f = synk.function(lambda x, key: (x * jax.random.normal(key, ())).sum(), inputs=["x"])
+    keys = jax.random.split(jax.random.key(0), 3)
+    want = [x.sum() * jax.random.normal(key, ()) for key in keys]
+    for _ in range(2):
+        np.testing.assert_allclose([jax.jit(f)(x, key) for key in keys], want, rtol=1e-5)
+        np.testing.assert_allclose(jax.vmap(lambda key: f(x, key))(keys), want, rtol=1e-5)
+        np.testing.assert_allclose([*f.iterate(x, synk.each(keys), batches=[None] * 3)], want, rtol=1e-5)
+        np.testing.assert_allclose([*f.stream((x, key) for key in keys)], want, rtol=1e-5)
+
+
+@pytest.mark.smoke
+def test_arrays_lie_anywhere(four):
+    """Arrays on a device by default, by name, on all or in their places; they stay as they are, whatever is donated."""
+    w = synk.shared(np.zeros(2, np.float32))
+    f = synk.function(lambda x, c: (x * c[None]).sum(0), ["x"], then=lambda s: setattr(w, "value", w.value + s))
+    x, c, total = numbers(8), np.array([1.0, 3.0], np.float32), np.zeros(2, np.float32)
+    places = [
+        jax.numpy.asarray,
+        lambda a: jax.device_put(a, jax.devices()[1]),
+        lambda a: jax.device_put(a, synk.group().replicated),
+        lambda a: jax.device_put(a, synk.group().stacked) if len(a) % 4 == 0 else a,
+    ]
+    given = [(place(x), other(c)) for place in places for other in places]
+    for rows, scale in [*given, *given]:
+        f(rows, scale)
+        total += (x * c).sum(0)
+        np.testing.assert_array_equal(w.value, total)
+        np.testing.assert_array_equal(rows, x)
+        np.testing.assert_array_equal(scale, c)
+
+
+@pytest.mark.parametrize("gone", ["freed", "deleted", "donated"])
+def test_known_kinds_look_at_values(group, gone):
+    """Data that was freed, and arrays that were deleted or donated, raise in a call whose kind is known; others go on."""
+    w = synk.shared(np.float32(0))
+    f = synk.function(lambda x: x.sum(), then=lambda s: setattr(w, "value", w.value + s))
+    make = synk.data if gone == "freed" else jax.numpy.asarray
+    here, away = make(numbers(8)), make(numbers(8))
+    f(away), f(away)
+    if gone == "freed":
+        away.free()
+    elif gone == "deleted":
+        away.delete()
+    else:
+        jax.jit(lambda x: x + 1, donate_argnums=0)(away)
+    before = float(w.value)
+    for _ in range(2):
+        with pytest.raises((synk.SynkError, RuntimeError, ValueError), match=r"freed|deleted"):
+            f(away)
+    assert float(w.value) == before
+    f(here)
+    np.testing.assert_allclose(w.value, before * 1.5)
