@@ -1,39 +1,56 @@
 """Names: the objects under a function's global names and in its closure cells, to notice other objects there."""
 
 import dis
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import ref
 
 
-def named_objects(functions: Iterable[Any]) -> list[tuple[Callable[[], Any], Any]]:
-    """List a look-up of each global name and cell of these functions, with the object that it finds now."""
-    look_ups: list[Callable[[], Any]] = []
+def named_objects(functions: Iterable[Any]) -> list[tuple[tuple[Any, str | None], Any]]:
+    """List the places of these functions' names, and the object that is now in each.
+
+    The place of a global name is its dictionary and the name; that of a closure cell is the cell and None.
+    """
+    places: dict[Any, tuple[Any, str | None]] = {}
     for fn in [link for function in functions for link in links(function) if isinstance(link, FunctionType)]:
-        look_ups += [functools.partial(fn.__globals__.get, name) for name in dict.fromkeys(_global_names(fn.__code__))]
-        look_ups += [functools.partial(content, cell) for cell in fn.__closure__ or ()]
-    return [(look_up, look_up()) for look_up in look_ups]
-
-
-class _Reference(ref[Any]):
-    """A weak reference to an object under a name, which is told from a weak reference that a user has there."""
+        places.update({(id(fn.__globals__), name): (fn.__globals__, name) for name in _global_names(fn.__code__)})
+        places.update({id(cell): (cell, None) for cell in fn.__closure__ or ()})
+    return [((at, name), content(at) if name is None else at.get(name)) for at, name in places.values()]
 
 
 class Names:
     """The objects under a function's global names and cells. They stay alive only if they take no weak reference."""
 
+    __slots__ = ("_cells", "_globals")
+
     def __init__(self, functions: Iterable[Any]) -> None:
-        self._known = [(look_up, _reference(value)) for look_up, value in named_objects(functions)]
+        # An object is known by a weak reference, or by itself.
+        self._globals: list[tuple[Callable[[str], Any], str, ref[Any] | None, Any]] = []
+        self._cells: list[tuple[Any, ref[Any] | None, Any]] = []
+        for (at, name), value in named_objects(functions):
+            known = _known(value)
+            if name is None:
+                self._cells.append((at, *known))
+            else:
+                self._globals.append((at.get, name, *known))
 
     def are_same(self) -> bool:
         """Check whether all names and cells still have the same objects."""
-        for look_up, known in self._known:
-            value = known() if type(known) is _Reference else known
-            # A reference whose object is gone gives None, which may be under the name now.
-            if look_up() is not value or (value is None and known is not None):
+        for look_up, name, reference, value in self._globals:
+            if reference is not None and (value := reference()) is None:
                 return False
+            if look_up(name) is not value:
+                return False
+        for cell, reference, value in self._cells:
+            if reference is not None and (value := reference()) is None:
+                return False
+            try:
+                if cell.cell_contents is not value:
+                    return False
+            except ValueError:
+                if value is not None:
+                    return False
         return True
 
 
@@ -69,9 +86,9 @@ def content(cell: Any) -> Any:
         return None
 
 
-def _reference(value: Any) -> Any:
+def _known(value: Any) -> tuple[ref[Any] | None, Any]:
     """Return a weak reference to an object; a number, string, tuple, list or dictionary itself, which takes none."""
     try:
-        return _Reference(value)
+        return ref(value), None
     except TypeError:
-        return value
+        return None, value

@@ -1,0 +1,100 @@
+"""Names: whether a function's own names still have the objects that they had."""
+
+import gc
+from weakref import ref
+
+import pytest
+
+from synk._tracing.names import Names
+
+found = None
+
+
+class Thing:
+    pass
+
+
+def reads_globals():
+    return [found for _ in range(1)], len
+
+
+def over(value):
+    """Make a function with one cell, and one that sets it or, without a value, empties it."""
+
+    def put(*new):
+        nonlocal value
+        if new:
+            (value,) = new
+        else:
+            del value
+
+    return lambda: value, put
+
+
+@pytest.mark.parametrize("old", [Thing(), 3.5, None, [1], ref(Thing), "text"], ids=lambda old: type(old).__name__)
+@pytest.mark.parametrize("new", [Thing(), 7.5, None, [1]], ids=lambda new: type(new).__name__)
+def test_another_object(monkeypatch, old, new):
+    """It counts whether it is the same object, not whether it is equal; what comes back is the same again."""
+    cell, put = over(old)
+    monkeypatch.setitem(globals(), "found", old)
+    for change in (put, lambda value: monkeypatch.setitem(globals(), "found", value)):
+        names = Names([reads_globals, cell])
+        assert names.are_same()
+        change(new)
+        assert names.are_same() == (old is new)
+        change(old)
+        assert names.are_same()
+
+
+def test_names_that_are_gone(monkeypatch):
+    """An empty cell and a global that is not there are places without an object; so is a built-in, until it is shadowed."""
+    thing = Thing()
+    cell, put = over(thing)
+    names = Names([reads_globals, cell])
+    put()
+    assert not names.are_same()
+    names = Names([reads_globals, cell])
+    assert names.are_same()
+    put(Thing())
+    assert not names.are_same()
+    put()
+    monkeypatch.setitem(globals(), "len", lambda value: 0)
+    assert not names.are_same()
+    monkeypatch.undo()
+    assert names.are_same()
+    monkeypatch.delitem(globals(), "found")
+    assert names.are_same()
+
+
+def test_nothing_is_kept_alive():
+    """An object that is gone is no longer there, although its place has None now; numbers are kept, and few bytes."""
+    thing = Thing()
+    weak = ref(thing)
+    cell, put = over(thing)
+    names = Names([cell])
+    put(None)
+    del thing
+    gc.collect()
+    assert weak() is None and not names.are_same()
+
+
+def test_functions_inside_and_behind():
+    """Names of functions inside of one, and of what a wrapper calls, are looked at too."""
+    inner, put = over(Thing())
+
+    def outer():
+        return (lambda: found)(), inner
+
+    def wrapper():
+        return None
+
+    wrapper.__wrapped__ = inner
+    names, wrapped = Names([outer]), Names([wrapper])
+    put(Thing())
+    assert names.are_same() and not wrapped.are_same()
+    globals()["found"] = names
+    try:
+        assert not names.are_same()
+    finally:
+        globals()["found"] = None
+    assert Names([len, None]).are_same()
