@@ -9,28 +9,31 @@ MAX_KEPT = 1024
 
 
 class BoundedCache:
-    """A cache of at most `most` values, none of them None. It drops the value that was not used for the longest.
+    """A cache of at most `most` values, none of them None.
 
-    Failures are not kept. Threads may share the cache.
+    When it is full, it drops a value that was not asked for while it was more than half full, the oldest first; if
+    there is none, the value that was not asked for for the longest. Failures are not kept. Threads may share the cache.
     """
 
     def __init__(self, most: int = MAX_KEPT) -> None:
-        self._most = most
+        self._most, self._half = most, most // 2
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         self._lock = threading.RLock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """Return the value of a key, or make it. Threads that ask at once get the same value."""
-        # Comparing keys runs users' code (`__eq__`), which may switch threads: hold the lock. `make` may take minutes,
-        # and runs without it.
-        with self._lock:
-            value = self._kept.get(key)
-            if value is not None:
-                self._kept.move_to_end(key)
-                return value
-        made = make()
-        with self._lock:
-            value = self._kept.setdefault(key, made)
-            if len(self._kept) > self._most:
-                self._kept.popitem(last=False)
-            return value
+        # A look-up needs no lock, though comparing keys may run users' code (`__eq__`), which may switch threads.
+        value = self._kept.get(key)
+        if value is None:
+            # This may take minutes.
+            made = make()
+            with self._lock:
+                value = self._kept.setdefault(key, made)
+                if len(self._kept) > self._most:
+                    self._kept.popitem(last=False)
+        elif len(self._kept) > self._half:
+            with self._lock:
+                # Another thread may have dropped the value.
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+        return value
