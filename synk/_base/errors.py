@@ -121,7 +121,8 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
     def synk_call(*args: P.args, **kwargs: P.kwargs) -> R:
         is_inside = is_traced()
         try:
-            if has_user_jax_context():
+            # Inside a transformation its own settings hold.
+            if not is_inside and has_user_jax_context():
                 with default_jax_context():
                     return fn(*args, **kwargs)
             return fn(*args, **kwargs)

@@ -14,14 +14,15 @@ from jax.sharding import Mesh, get_abstract_mesh
 
 # Public since JAX 0.10 in jax.extend.core, and before that in jax.core.
 trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
+_innermost_trace: Callable[[Any], Any] = getattr(jax.extend.core, "find_top_trace", None) or jax.core.find_top_trace
 _NAMED_AXES = "unsafe_get_axis_names_DO_NOT_USE"
 named_axes: Callable[[], list[Any]] = getattr(jax.extend.core, _NAMED_AXES, None) or getattr(jax.core, _NAMED_AXES)
-EAGER = trace_state()
 # JAX 0.8.2 has these in jax.core alone, and warns. Drop this when we require jax>=0.10.
 with warnings.catch_warnings(action="ignore"):
     _traces: Any = jax.extend.core if hasattr(jax.extend.core, "set_current_trace") else jax.core
     _enter_trace, _take_trace = _traces.set_current_trace, _traces.take_current_trace
-with _take_trace() as _EVALUATION:
+# The trace in which operations run at once, also where synk is imported under another one.
+with jax.core.eval_context(), _take_trace() as _EVALUATION:
     pass
 _NO_MESH = Mesh(np.empty((), object), ())
 # Without the types, since JAX's options have none.
@@ -62,13 +63,12 @@ def checks_floats() -> bool:
 
 def is_traced() -> bool:
     """Check whether a transformation of JAX is under way around this line."""
-    try:
-        # The class has no `!=` of its own, so that would take another call.
-        return not trace_state() == EAGER
-    except (AttributeError, AssertionError):
+    trace = _innermost_trace(None)
+    if trace is None:
         # JAX 0.12 has no trace at all where Ctrl-C came inside an operation.
         leave_traces()
         return False
+    return trace is not _EVALUATION
 
 
 def leave_traces() -> None:
@@ -77,19 +77,23 @@ def leave_traces() -> None:
 
 
 # Guards against implicit transfers: https://docs.jax.dev/en/latest/transfer_guard.html
-_GUARDS = ("transfer_guard_host_to_device", "transfer_guard_device_to_device", "transfer_guard_device_to_host")
-_guards = attrgetter(*(f"jax_{name}" for name in _GUARDS))
-_NO_GUARDS = (None,) * len(_GUARDS)
+_GUARDS: tuple[Any, ...] = (
+    jax.transfer_guard_host_to_device,
+    jax.transfer_guard_device_to_device,
+    jax.transfer_guard_device_to_host,
+)
+_TO_DEVICE, _BETWEEN_DEVICES, _TO_HOST = _GUARDS
 
 
 def has_user_jax_context() -> bool:
-    """Check whether synk's programs must reset a mesh, disable_jit or a guard against transfers that the user has set.
-
-    Under a trace the answer is False.
-    """
+    """Check whether the user has set a mesh, disable_jit or a guard against transfers."""
     return (
-        config.jax_disable_jit or _guards(config) != _NO_GUARDS or not get_abstract_mesh().empty
-    ) and not is_traced()
+        config.jax_disable_jit
+        or _TO_DEVICE.value is not None
+        or _BETWEEN_DEVICES.value is not None
+        or _TO_HOST.value is not None
+        or not get_abstract_mesh().empty
+    )
 
 
 @contextmanager
@@ -104,7 +108,7 @@ def default_jax_context() -> Generator[None]:
 def transfers_on_purpose() -> Generator[None]:
     """Allow implicit transfers: users who pass rows want them on devices. Guards of explicit transfers still hold."""
     with ExitStack() as stack:
-        for name, level in zip(_GUARDS, _guards(config), strict=True):
-            if level in ("log", "disallow"):
-                stack.enter_context(getattr(jax, name)("allow"))
+        for guard in _GUARDS:
+            if guard.value in ("log", "disallow"):
+                stack.enter_context(guard("allow"))
         yield

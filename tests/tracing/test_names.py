@@ -1,6 +1,7 @@
 """Names: whether a function's own names still have the objects that they had."""
 
 import gc
+from functools import wraps
 from weakref import ref
 
 import pytest
@@ -85,10 +86,10 @@ def test_functions_inside_and_behind():
     def outer():
         return (lambda: found)(), inner
 
+    @wraps(inner)
     def wrapper():
         return None
 
-    wrapper.__wrapped__ = inner
     names, wrapped = Names([outer]), Names([wrapper])
     put(Thing())
     assert names.are_same() and not wrapped.are_same()
