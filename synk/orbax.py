@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._base.errors import public_api
-from ._runtime.executable import relayout, run_collective
-from ._runtime.layout import layouts, put
+from ._runtime.executable import relayout
 from ._tracing.context import eager
 from ._variables.checkpoint import (
     check_variables,
@@ -23,7 +22,15 @@ from ._variables.checkpoint import (
 )
 from ._variables.shards import whole_leaves
 from ._variables.state import VariableState
-from ._variables.variable import Shared, commit_all, computed_leaves, group_of, state_of_copies, state_of_leaves
+from ._variables.variable import (
+    Shared,
+    commit_all,
+    computed_leaves,
+    group_of,
+    state_of_copies,
+    state_of_leaves,
+    unpacked,
+)
 
 __all__ = ["load", "save"]
 
@@ -44,8 +51,7 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
       Whether the checkpoint was saved: the manager may skip steps.
 
     Raises:
-      ValueError: the step is no integer >= 0, or comes before the manager's latest step, so that orbax would skip it;
-        or a flat variable differs on the replicas.
+      ValueError: the step is no integer >= 0, or comes before the manager's latest step, so that orbax would skip it.
       TypeError: `extra` is no JSON, or `variables` holds something else than shared variables.
 
     Example:
@@ -61,9 +67,6 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
     ocp = _orbax()
     check_variables(variables, "orbax.save")
     number, extra = checked_step(step, "orbax.save"), checked_extra(extra, "orbax.save")
-    for name, variable in variables.items():
-        if variable._spec.buffers is not None and not variable._state.is_equal:
-            raise ValueError(f"synk.orbax.save: {name} is flat and differs on the replicas. Use synk.save.")
     with eager():
         call = f"synk.orbax.save(step={number})"
         common_group(variables, "orbax.save")._peers.from_process_0(call, lambda: _refuse_skipped(manager, number))
@@ -135,11 +138,7 @@ def _copy(variable: Shared) -> list[jax.Array]:
     leaves, state = computed_leaves(variable), variable._state
     if spec.is_cut is not None:
         return whole_leaves(spec, group, leaves)
-    copies = relayout(group, leaves, state.layout, "replicated" if state.is_equal else "stacked")
-    if spec.buffers is None:
-        return copies
-    ins, outs = layouts("replicated", len(copies)), layouts("replicated", len(spec.shapes))
-    return run_collective(group, spec.unpack, ins, outs, copies, is_local=True)
+    return unpacked(variable, group, leaves, state.layout, "replicated" if state.is_equal else "stacked")
 
 
 def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:
@@ -169,8 +168,6 @@ def _restored_state(variable: Shared, kept: Any, leaves: list[jax.Array]) -> Var
     if not kept["is_equal"]:
         stacked = relayout(group, leaves, "stacked", "stacked")
         return state_of_leaves(stacked, "stacked", kept["lengths"], diverged_by="what was saved")
-    if variable._spec.buffers is not None:
-        leaves = [put(group, leaf, "replicated") for leaf in variable._spec.pack(leaves)]
     return state_of_copies(variable, leaves)
 
 

@@ -236,7 +236,7 @@ def _entries(variable: Shared, is_writer: bool) -> Iterator[tuple[int | None, It
         yield None, whole_on_host(spec, group, leaves)
     elif not variable._state.is_equal:
         for rank in range(group.size):
-            yield rank, spec.unpack(*host_leaves(variable, rank))
+            yield rank, host_leaves(variable, rank)
     elif is_writer:
         layout, rank = variable._state.layout, group._local_ranks.start
         yield None, spec.unpack(*[local_replica_to_host(group, leaf, layout, rank, None) for leaf in leaves])
@@ -296,8 +296,6 @@ def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
     for was, has in zip_longest(*paths):
         if was != has:
             yield "'s tree", f"one with {was or 'nothing'}", f"{has or 'nothing'} there"
-    if kept["lengths"] is not None and variable._spec.buffers is not None:
-        yield "", "rows", "one buffer a dtype (flat=True), which cannot hold rows"
     skip = kept["lengths"] is not None or own["lengths"] is not None  # axis 0
     for there, here in zip(kept["leaves"], own["leaves"], strict=True):
         was, has = there["shape"], here["shape"]
@@ -318,7 +316,7 @@ def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str,
             shape = leaf["shape"] if lengths is None or rank is None else [lengths[rank], *leaf["shape"][1:]]
             shapes.append(jax.ShapeDtypeStruct(tuple(shape), np.dtype(leaf["dtype"])))
         own = None if arrays is None else [arrays[_member(member, i, rank)].view(s.dtype) for i, s in enumerate(shapes)]
-        return spec.pack(from_process_0(group, own, shapes))
+        return from_process_0(group, own, shapes)
 
     if kept["is_equal"]:
         return state_of_copies(variable, stored(None))
@@ -327,5 +325,5 @@ def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str,
         return state_of_copies(variable, [mean_of(leaves) for leaves in zip(*parts, strict=True)])
     if lengths is not None:
         return state_of_rows(variable, parts)
-    stacked = [stack_parts(group, leaves, None) for leaves in zip(*parts, strict=True)]
+    stacked = [stack_parts(group, leaves, None) for leaves in zip(*map(spec.pack, parts), strict=True)]
     return state_of_leaves(stacked, "stacked", diverged_by="what was saved")

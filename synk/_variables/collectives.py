@@ -42,6 +42,7 @@ from .variable import (
     state_of_rows,
     state_of_value,
     state_with_rank,
+    unpacked,
 )
 
 Variables: TypeAlias = Shared | Sequence[Shared]
@@ -101,7 +102,7 @@ def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
       ...     synk.get_lengths(w), w.get_value(1).tolist()
       ([3, 2, 2], [3, 4])
     """
-    pairs = _with_values(variables, value, "scatter", with_rows=True)
+    pairs = _with_values(variables, value, "scatter")
     with eager():
         parts = ((v, _split_value(v, new, batch, group_of(v).size, "scatter")) for v, new in pairs)
         commit_all([(v, state_of_rows(v, rows)) for v, rows in parts])
@@ -126,7 +127,7 @@ def gather(variables: Variables, nd_up: int = 1) -> Any:
       ...     synk.gather(w, nd_up=0).tolist()
       [0, 1, 2]
     """
-    checked = variables_of(variables, "gather", with_rows=not nd_up)
+    checked = variables_of(variables, "gather")
     if nd_up not in (0, 1):
         raise ValueError(f"synk.gather: nd_up={nd_up!r}; give 1 for a replica axis or 0 to concatenate rows.")
     with eager():
@@ -156,7 +157,7 @@ def all_gather(variables: Any) -> Any:
     context = current_trace()
     if context is not None and not _holds_variables(variables):
         return _gather_traced(context, variables)
-    checked = variables_of(variables, "all_gather", with_rows=True)
+    checked = variables_of(variables, "all_gather")
     with eager():
         gathered = [(v, _gather(v, "all_gather", 0, v._state.layout)) for v in checked]
         commit_all([(v, state_of_leaves(leaves, v._state.layout)) for v, leaves in gathered])
@@ -185,7 +186,7 @@ def reduce(variables: Variables, op: ElementwiseOp = "mean", in_place: bool = Tr
     checked = variables_of(variables, "reduce")
     with eager():
         if not in_place:
-            return _like(variables, [v._spec.tree(_reduce(v, "reduce", op, None, "none")) for v in checked])
+            return _like(variables, [_reduced_value(v, op) for v in checked])
         commit_all([(v, _state_of_reduced(v, op)) for v in checked])
 
 
@@ -254,7 +255,7 @@ def set_value(rank: int, variables: Variables, value: PyTree, batch: Any = None)
       ...     synk.get_lengths(w), w.get_value(1).tolist()
       ([2, 3], [4, 0, 3])
     """
-    pairs = _with_values(variables, value, "set_value", with_rows=batch is not None)
+    pairs = _with_values(variables, value, "set_value")
     with eager():
         if batch is not None:
             pairs = [(v, v._spec.tree(_split_value(v, new, batch, 1, "set_value")[0])) for v, new in pairs]
@@ -308,8 +309,8 @@ def _shapes(variable: Shared) -> list[Any]:
 # Arguments.
 
 
-def variables_of(variables: Any, call: str, with_rows: bool = False) -> list[Shared]:
-    """Check the variables of a call and return them as a list; with `with_rows` each must be able to hold rows."""
+def variables_of(variables: Any, call: str) -> list[Shared]:
+    """Check the variables of a call and return them as a list."""
     checked = [variables] if isinstance(variables, Shared) else variables
     if not isinstance(checked, list | tuple) or not all(isinstance(v, Shared) for v in checked):
         raise TypeError(
@@ -323,17 +324,12 @@ def variables_of(variables: Any, call: str, with_rows: bool = False) -> list[Sha
             refuse_narrow(variable._state.abstract, f"synk.{call}: {variable.name}")
         if call in ("scatter", "gather", "all_gather", "reduce", "all_reduce", "set_value"):
             refuse_shards(variable, f"synk.{call}")
-        if with_rows and variable._spec.buffers is not None:
-            raise ValueError(
-                f"synk.{call}: {variable.name} is flat, one buffer a dtype, so it cannot hold rows. Make it without "
-                f"flat=True."
-            )
     return list(checked)
 
 
-def _with_values(variables: Any, value: Any, call: str, with_rows: bool = False) -> list[tuple[Shared, Any]]:
+def _with_values(variables: Any, value: Any, call: str) -> list[tuple[Shared, Any]]:
     """Check the variables of a call, and pair each with its value."""
-    checked = variables_of(variables, call, with_rows)
+    checked = variables_of(variables, call)
     values = [value] if isinstance(variables, Shared) else value
     if not isinstance(values, list | tuple) or len(values) != len(checked):
         raise ValueError(f"synk.{call}: {len(checked)} variables need a list of as many values.")
@@ -366,7 +362,7 @@ def rows_held(variable: Shared, group: Group, what: str) -> Data:
     """Return the rows that a variable of one array holds as data that lies on the replicas."""
     state, spec = bind(variable, group), variable._spec
     lengths = state.rows_per_replica
-    if len(spec.shapes) != 1 or spec.buffers is not None:
+    if len(spec.shapes) != 1:
         raise TypeError(f"{what} is the shared variable {variable.name}, a tree; only one array can be passed.")
     if lengths is None or lengths != lengths_of(sum(lengths), group.size):
         held = "no rows" if lengths is None else f"{list(lengths)} rows"
@@ -398,21 +394,22 @@ def _state_of_first(variable: Shared) -> VariableState:
 
 
 def _gather(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax.Array]:
-    """Gather the stored leaves of all replicas: stacked on a new axis, or their rows one after another."""
+    """Gather the leaves of all replicas: stacked on a new axis, or their rows one after another."""
     group = group_of(variable)
     state = bind(variable, group)
     if nd_up:
         _refuse_unequal_rows(variable, state, call)
-    elif any(not s.shape for s in state.abstract.shapes):
+    elif any(not s.shape for s in logical_shapes(variable)):
         raise ValueError(f"synk.{call}: {variable.name} has leaves without rows to concatenate; use gather(nd_up=1).")
-    body, count = _gather_body(nd_up, state.rows_per_replica), len(state.leaves)
-    return run_collective(group, body, layouts(state.layout, count), layouts(layout, count), state.leaves)
+    body, spec = _gather_body(nd_up, state.rows_per_replica, variable._spec.unpack), variable._spec
+    ins, outs = layouts(state.layout, len(state.leaves)), layouts(layout, len(spec.shapes))
+    return run_collective(group, body, ins, outs, state.leaves)
 
 
 @lru_cache(maxsize=256)
-def _gather_body(nd_up: int, rows: tuple[int, ...] | None) -> Body:
-    def body(*leaves: jax.Array) -> list[jax.Array]:
-        gathered = gather_arrays(leaves)
+def _gather_body(nd_up: int, rows: tuple[int, ...] | None, unpack: Body) -> Body:
+    def body(*stored: jax.Array) -> list[jax.Array]:
+        gathered = unpack(*gather_arrays(stored))
         if nd_up:
             return gathered
         if rows is None or len(set(rows)) == 1:
@@ -453,6 +450,12 @@ def _reduce(
     out: Layout = state.layout if takers == "all" else "stacked" if takers == "first" else "replicated"
     body = _reduce_body(name, takers == "first")
     return run_collective(group, body, ins, layouts(out, count), [shares, *state.leaves])
+
+
+def _reduced_value(variable: Shared, op: ElementwiseOp) -> PyTree:
+    """Return the combination of all replicas' values."""
+    leaves = _reduce(variable, "reduce", op, None, "none")
+    return variable._spec.tree(unpacked(variable, group_of(variable), leaves, "replicated"))
 
 
 def _state_of_reduced(variable: Shared, op: ElementwiseOp) -> VariableState:

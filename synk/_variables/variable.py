@@ -20,9 +20,9 @@ from .._base.pytree import PyTree, abstract_array, as_keys
 from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
 from .._runtime.dispatch import drain, uninterrupted
-from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host
+from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group, current_group
-from .._runtime.layout import Layout, set_replica, stack_parts
+from .._runtime.layout import Layout, layouts, set_replica, stack_parts
 from .._tracing.context import current_trace, eager
 from .shards import abstract_shards, refuse_shards, stored_shards, whole_leaves, whole_on_host
 from .state import AbstractState, VariableState, refuse_narrow
@@ -61,7 +61,7 @@ class Shared:
     # All variables that live, by their numbers, which grow.
     _living: ClassVar[OrderedDict[int, ref[Shared]]] = OrderedDict()
 
-    def __init__(self, value: PyTree, name: str | None, borrow: bool, flat: bool) -> None:
+    def __init__(self, value: PyTree, name: str | None, borrow: bool = False, packs: bool = True) -> None:
         with _lock:
             self._number = number = next(_made)
             # Bound here: a variable may outlive this module's globals, which Python clears as it exits.
@@ -70,7 +70,7 @@ class Shared:
         self.name = name or f"shared_{next(_numbers)}"
         # Processes compare this name: a made-up one has a number that may differ between them.
         self._given_name = name or "a shared variable without a name"
-        self._spec, leaves = spec_of_value(value, self.name, borrow, flat)
+        self._spec, leaves = spec_of_value(value, self.name, borrow, packs)
         # None until the first use places the leaves.
         self._group: Group | None = None
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
@@ -95,7 +95,7 @@ class Shared:
         shapes = logical_shapes(self, None if held is None else sum(held))
         shown = ", ".join([f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4]] + ["..."] * (len(shapes) > 4))
         rows = "" if held is None else f"; {sum(held)} rows on {len(held)} replicas"
-        return f"Shared({self.name}: {shown}{'; flat' if self._spec.buffers else ''}{rows})"
+        return f"Shared({self.name}: {shown}{rows})"
 
     @property
     @public_api
@@ -223,15 +223,17 @@ class Shared:
         return self._spec.tree(leaves)
 
     def _conform(self, new: PyTree, shapes: Sequence[jax.ShapeDtypeStruct], call: str) -> list[Any]:
-        logical = shapes if self._spec.buffers is None else self._spec.shapes
-        return self._spec.pack(conform(self._spec, new, logical, self.name, call))
+        spec = self._spec
+        if not spec.is_packed(shapes):
+            return conform(spec, new, shapes, self.name, call)
+        return spec.pack(conform(spec, new, spec.shapes, self.name, call))
 
 
 refuse_use(Shared, lambda self, how: f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
 
 
 @public_api
-def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, flat: bool = False) -> Shared:
+def shared(value: PyTree, name: str | None = None, *, borrow: bool = False) -> Shared:
     """Make a shared variable: every replica starts with a copy of `value` and keeps its own between calls.
 
     It is placed on the group of its first use; making one starts no device.
@@ -240,9 +242,6 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, flat
       value: a pytree of arrays and numbers, per replica; float64 narrows as JAX does.
       name: what messages call it.
       borrow: whether memory may be shared with `value` where that saves a copy.
-      flat: whether to keep one buffer a dtype behind the tree: a call then takes and returns as many arrays, where it
-        took one a leaf (a few microseconds each). Reading and assigning `value` cuts and joins them inside the
-        program, which then takes longer to compile. It cannot hold rows.
 
     Raises:
       TypeError: a leaf is no array.
@@ -260,7 +259,7 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, flat
       >>> round(float(w.value), 3)
       0.8
     """
-    return Shared(value, name, borrow, flat)
+    return Shared(value, name, borrow)
 
 
 def newest() -> int:
@@ -379,8 +378,9 @@ def _compare_processes(variable: Shared, group: Group, leaves: list[Any]) -> Non
 
 def logical_shapes(variable: Shared, rows: int | None = None) -> Sequence[jax.ShapeDtypeStruct]:
     """Return shapes of the leaves that the user sees, on a replica with `rows` rows, or with the most for None."""
-    spec = variable._spec
-    return spec.shapes if spec.is_rearranged else variable._state.abstract.part_shapes(rows)
+    spec, abstract = variable._spec, variable._state.abstract
+    is_rearranged = spec.is_cut is not None or spec.is_packed(abstract.shapes)
+    return spec.shapes if is_rearranged else abstract.part_shapes(rows)
 
 
 def rows_of_rank(variable: Shared, rank: int) -> int | None:
@@ -388,7 +388,7 @@ def rows_of_rank(variable: Shared, rank: int) -> int | None:
     held = variable._state.rows_per_replica
     if held is not None:
         return held[rank]
-    return shared_rows(logical_shapes(variable)) if variable._spec.buffers is None else None
+    return shared_rows(logical_shapes(variable))
 
 
 # Reading.
@@ -433,6 +433,18 @@ def common_value(variable: Shared) -> PyTree:
     return variable._spec.tree(_common_leaves(variable, group))
 
 
+def unpacked(
+    variable: Shared, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout | None = None
+) -> list[jax.Array]:
+    """Return copies of stored leaves as users see them, in a layout; from stacked to replicated they must be equal."""
+    spec, to = variable._spec, to or layout
+    if not spec.is_packed(stored):
+        return relayout(group, stored, layout, to)
+    # One program for all leaves: each slice outside of one would be a program to compile.
+    ins, outs = layouts(layout, len(stored)), layouts(to, len(spec.shapes))
+    return run_collective(group, spec.unpacked_copies, ins, outs, stored, is_local=True)
+
+
 def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     """Return a copy of one replica's value; NumPy arrays that may share memory with it if `borrow`."""
     group, state = _bind_rank(variable, rank)
@@ -445,7 +457,7 @@ def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     if state.layout == "replicated" or variable._spec.is_cut is not None:
         return variable._spec.tree(_common_leaves(variable, group))
     leaves = broadcast_from(group, computed_leaves(variable), rank, "replicated")
-    rows = state.rows_per_replica
+    leaves, rows = unpacked(variable, group, leaves, "replicated"), state.rows_per_replica
     return variable._spec.tree(leaves if rows is None else [leaf[: rows[rank]] for leaf in leaves])
 
 
@@ -458,16 +470,18 @@ def _common_leaves(variable: Shared, group: Group) -> list[jax.Array]:
     leaves = computed_leaves(variable)
     if variable._spec.is_cut is not None:
         return whole_leaves(variable._spec, group, leaves)
-    return relayout(group, leaves, variable._state.layout, "replicated")
+    return unpacked(variable, group, leaves, variable._state.layout, "replicated")
 
 
 def host_leaves(variable: Shared, rank: int) -> list[Any]:
-    """Return one replica's leaves in host memory, views where that saves a copy. All processes must ask together."""
+    """Return one replica's leaves, as users see them, in host memory, views where that saves a copy. All processes must
+    ask together."""
     group, leaves = group_of(variable), computed_leaves(variable)
     if variable._spec.is_cut is not None:
         return list(whole_on_host(variable._spec, group, leaves))
-    layout, rows = variable._state.layout, rows_of_rank(variable, rank)
-    return [replica_to_host(group, leaf, layout, rank, rows) for leaf in leaves]
+    layout, held = variable._state.layout, variable._state.rows_per_replica
+    rows = None if held is None else held[rank]
+    return variable._spec.unpack(*[replica_to_host(group, leaf, layout, rank, rows) for leaf in leaves])
 
 
 def stacked_leaves(variable: Shared) -> list[jax.Array]:
@@ -533,7 +547,7 @@ def state_of_leaves(
 
 def state_of_copies(variable: Shared, leaves: list[Any]) -> VariableState:
     """Make the state in which every replica has a copy of the leaves, or its shards of them."""
-    group = group_of(variable)
+    group, leaves = group_of(variable), variable._spec.pack(leaves)
     layout: Layout = variable._state.layout if variable._spec.is_cut is None else "stacked"
     return state_of_leaves(_copies(variable, group, leaves), layout)
 
@@ -558,6 +572,8 @@ def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
     group, state = _bind_rank(variable, rank)
     refuse_shards(variable, "set_value(rank=...)")
     leaves = new_leaves(variable, new, "set_value", borrow=False)
+    if variable._spec.is_packed(state.leaves):
+        leaves = variable._spec.pack(leaves)
     has_same_shapes = [leaf.shape for leaf in leaves] == [s.shape for s in state.abstract.shapes]
     if state.rows_per_replica is None and has_same_shapes:
         pairs = zip(stacked_leaves(variable), leaves, strict=True)
@@ -571,9 +587,9 @@ def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
 
 
 def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
-    """Check a new value and return its stored leaves, copies unless `borrow`. Axis 0 may change if `any_rows`."""
+    """Check a new value and return its leaves, copies unless `borrow`. Axis 0 may change if `any_rows`."""
     spec = variable._spec
-    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and not spec.is_rearranged)
-    stored = spec.pack([as_owned_array(leaf, variable.name, borrow) for leaf in leaves])
-    _compare_processes(variable, group_of(variable), stored)
-    return stored
+    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and spec.is_cut is None)
+    owned = [as_owned_array(leaf, variable.name, borrow) for leaf in leaves]
+    _compare_processes(variable, group_of(variable), owned)
+    return owned

@@ -270,7 +270,6 @@ def local_steps(
     inputs: Inputs = None,
     aux: PyTree = None,
     clip: float | None = None,
-    flat: bool = False,
     donate: bool = True,
     name: str | None = None,
 ) -> LocalSteps:
@@ -282,7 +281,7 @@ def local_steps(
     it is the synchronous step, to rounding.
 
     Args:
-      loss, params, inputs, aux, flat, donate, name: as for `synk.train.step`.
+      loss, params, inputs, aux, donate, name: as for `synk.train.step`.
       optimizer: an optimizer of optax's; it sees each replica's own gradients.
       every: the number of steps between averages, >= 1; or a schedule: a function of the number of steps so far that
         returns the number of steps before the next average.
@@ -314,6 +313,6 @@ def local_steps(
     """
     model = TrainingModel(
         "synk.train.local_steps", loss, params, optimizer,
-        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name,
+        state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name,
     )  # fmt: skip
     return LocalSteps(model, every, optimizer_state, report)

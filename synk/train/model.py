@@ -48,7 +48,6 @@ class TrainingModel:
         inputs: Inputs,
         aux: PyTree,
         clip: float | None,
-        flat: bool,
         donate: bool,
         name: str | None,
         nan: Literal["raise"] | None = None,
@@ -75,7 +74,7 @@ class TrainingModel:
         self.nan: Literal["raise"] | None = nan
         self.wire, self.blocks = None if isinstance(wire, PowerSGD) else check_wire(wire, call), blocks
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
-        self.params = params if isinstance(params, Shared) else shared(params, "params", flat=flat)
+        self.params = params if isinstance(params, Shared) else shared(params, "params")
         _check_params(self.params, call)
         self._optax, self._clip, self._update = optax, clip, update_of(optax, optimizer)
         self._sharded: ShardedOptimizer | None = None
@@ -83,7 +82,7 @@ class TrainingModel:
             self._sharded = ShardedOptimizer(optimizer, self._update, self.params)
             self.opt_state = self._sharded.state
         else:
-            self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state", flat=flat)
+            self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state")
         self.variables = {"params": self.params, "opt_state": self.opt_state}
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
         if self.state is not None:

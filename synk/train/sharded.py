@@ -19,7 +19,7 @@ from .._reductions.reduction import accumulation_dtype
 from .._reductions.shard_ops import gather_shards, sum_to_shards, take_shards
 from .._runtime.group import AXIS
 from .._tracing.context import current_trace
-from .._variables.variable import Shared, abstract_value, map_value, shared
+from .._variables.variable import Shared, abstract_value, map_value
 from .elementwise import is_sharded, sharded_state
 from .optimizer import Update
 
@@ -40,7 +40,7 @@ class ShardedOptimizer:
         self._update = update
         # Which leaves of the state are cut, for so many replicas; raises if the optimizer mixes numbers.
         self._cut_state = partial(sharded_state, optimizer.init, update, abstract_value(params))
-        self.state = shared(map_value(params, optimizer.init), "opt_state")
+        self.state = Shared(map_value(params, optimizer.init), "opt_state", packs=False)
         self.state._spec = replace(self.state._spec, is_cut=self._cut_state(2))
 
     def update(self, params: PyTree, grads: PyTree, loss: jax.Array, clip: float | None, unreduced: bool) -> PyTree:

@@ -127,7 +127,6 @@ def step(
     inputs: Inputs = None,
     aux: PyTree = None,
     clip: float | None = None,
-    flat: bool = False,
     donate: bool = True,
     nan: Literal["raise"] | None = None,
     wire: WireName | PowerSGD | None = None,
@@ -158,7 +157,6 @@ def step(
       inputs: how the other parameters of `loss` are dealt out, as for `synk.function`; by default scattered.
       aux: the op, or tree of ops, that combines aux outputs; None if the loss has none.
       clip: the largest global norm of the mean gradient; a larger gradient is scaled down to it before the update.
-      flat: whether parameters and optimizer state keep one buffer a dtype, as `synk.shared(..., flat=True)`.
       donate: as for `synk.function`.
       nan: as for `synk.function`: "raise" raises FloatingPointError if the loss, aux outputs or updates are not finite.
         The error names the row to blame, and no step is taken.
@@ -193,7 +191,7 @@ def step(
     """
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
-        state=state, inputs=inputs, aux=aux, clip=clip, flat=flat, donate=donate, name=name, nan=nan, wire=wire,
+        state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name, nan=nan, wire=wire,
         blocks=blocks, shard_optimizer=shard_optimizer,
     )  # fmt: skip
 
@@ -202,7 +200,7 @@ def step(
     if ema is not None:
         wanted = "give its decay, a number >= 0 and < 1, such as 0.999"
         decay = checked_number(ema, "synk.train.step: ema", wanted, lambda decay: 0 <= decay < 1)
-        average = model.variables["ema"] = shared(map_value(held, lambda params: params), "ema", flat=flat)
+        average = model.variables["ema"] = shared(map_value(held, lambda params: params), "ema")
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         value, weight, grads, state, aux = model.value_and_grad(held.value, running, args, kwargs)

@@ -143,11 +143,9 @@ class TestShapes:
             np.testing.assert_array_equal(step(rows, rows[:, :2]), other(rows, rows[:, :2]))
             assert step.stats.compilations == count
 
-    def test_a_flat_variable_of_shapes(self):
+    def test_a_tree_of_shapes(self):
         """Its buffers have the sizes of its leaves."""
-        w = synk.shared(
-            {"a": SHAPE((3, 2), np.float32), "b": SHAPE((4,), np.float64), "n": SHAPE((), np.int32)}, flat=True
-        )
+        w = synk.shared({"a": SHAPE((3, 2), np.float32), "b": SHAPE((4,), np.float64), "n": SHAPE((), np.int32)})
         f = synk.function(lambda x: x.sum() + w.value["a"].sum() + w.value["b"].sum() + w.value["n"].astype(np.float32))
         with synk.simulate(2):
             f.compile(np.ones(4, np.float32))

@@ -114,12 +114,12 @@ def test_a_part_without_weight(four):
 
 
 def test_model_state_and_aux(four):
-    """They combine as ever; flat parameters too."""
+    """They combine as ever."""
 
     def loss(params, state, x, y):
         return mean_loss(params, x, y), state + x.mean(0), x.max()
 
-    options = {"state": np.zeros(6, np.float32), "aux": "max", "flat": True}
+    options = {"state": np.zeros(6, np.float32), "aux": "max"}
     plain, sharded = [
         synk.train.step(loss, START, optax.adam(0.01), shard_optimizer=s, **options) for s in (False, True)
     ]

@@ -137,11 +137,10 @@ def test_clipping_is_of_the_combined_gradient(devices, rows):
     assert_close(trained(loose, batches), serial(mean_loss, tx, batches))
 
 
-@pytest.mark.parametrize("flat", [slow(False), True])
-def test_a_moving_average(four, flat, tmp_path):
+def test_a_moving_average(four, tmp_path):
     """Of the parameters after each step; saved and loaded with the step, and left alone by a step that is refused."""
     batches, tx = [rows_of(n, seed=1) for n in (8, 7, 3, 8)], optax.sgd(0.1)
-    step = synk.train.step(mean_loss, START, tx, ema=0.75, flat=flat)
+    step = synk.train.step(mean_loss, START, tx, ema=0.75)
     assert_close(step.ema.value, START)
     want = START
     for i, batch in enumerate(batches):
@@ -152,7 +151,7 @@ def test_a_moving_average(four, flat, tmp_path):
             step(batch[0], batch[1][:1])
     assert list(step.variables) == ["params", "opt_state", "ema"]
     synk.save(tmp_path, step.variables, step=4)
-    other = synk.train.step(mean_loss, START, tx, ema=0.75, flat=flat)
+    other = synk.train.step(mean_loss, START, tx, ema=0.75)
     assert synk.load(tmp_path, other.variables)[0] == 4
     assert_close(trained(other, batches[:1]), trained(step, batches[:1]))
     assert_close(other.ema.value, step.ema.value)
@@ -214,21 +213,6 @@ def test_variables_are_taken_and_shared(devices):
     step(*rows_of(7))
     assert step.params is params and step.opt_state.value[0].count == 1 and step.state is None
     assert {*step.function.shared} == {params, step.opt_state}
-
-
-@pytest.mark.slow
-def test_flat_variables(devices, slices=2):
-    """One buffer a dtype behind parameters and optimizer state: the same steps, synchronous and local."""
-    batches, tx = [rows_of(n, seed) for seed, n in enumerate((8, 7))], optax.adam(0.1)
-    step = synk.train.step(mean_loss, START, tx, flat=True)
-    assert_close(trained(step, batches, num_slices=slices), serial(mean_loss, tx, batches))
-    assert "flat" in repr(step.params) and "flat" in repr(step.opt_state)
-    local = synk.train.local_steps(mean_loss, START, tx, every=2, flat=True)
-    for batch in batches:
-        local(*batch)
-    local.finish()
-    want = local_oracle(mean_loss, tx, batches, 2)[0]
-    assert_close([local.params.value, local.opt_state.value], want, rtol=1e-4)
 
 
 def test_the_optimizer_sees_the_combined_loss(devices):

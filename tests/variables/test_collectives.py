@@ -227,10 +227,10 @@ def test_a_mistake_in_the_second_leaves_the_first(four, call):
 
 
 def test_keys_do_not_reduce(four):
-    """Flat or not."""
-    for flat in (False, True):
-        w = synk.shared({"k": jax.random.key(0)}, name="w", flat=flat)
-        with pytest.raises(TypeError, match=r'w\[\'k\'\] holds PRNG keys, which "max" does not keep'):
+    """Nor do keys that share an array."""
+    for value in ({"k": jax.random.key(0)}, {"j": jax.random.key(1), "k": jax.random.key(0)}):
+        w = synk.shared(value, name="w")
+        with pytest.raises(TypeError, match=r'w\[\'[jk]\'\] holds PRNG keys, which "max" does not keep'):
             synk.all_reduce(w, "max")
 
 

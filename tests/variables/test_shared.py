@@ -800,10 +800,9 @@ def test_a_variable_is_compared_and_hashed_as_an_object():
     assert w == w and w != other and w in [other, w] and {w: 1}[w] == 1
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_members_of_a_variable(group, flat):
+def test_members_of_a_variable(group):
     """Tab completion shows what users may use, before and after its first use."""
-    w = synk.shared(W, flat=flat)
+    w = synk.shared(W)
     for _ in range(2):
         assert members(w) == {"name", "value", "update", "get_value", "set_value"}
         w.value = 2 * W
