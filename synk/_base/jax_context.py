@@ -10,11 +10,13 @@ import jax
 import jax.core
 import jax.extend
 import numpy as np
+from jax.extend import linear_util
 from jax.sharding import Mesh, get_abstract_mesh
 
 # Public since JAX 0.10 in jax.extend.core, and before that in jax.core.
 trace_state = getattr(jax.extend.core, "get_opaque_trace_state", None) or jax.core.get_opaque_trace_state
 _innermost_trace: Callable[[Any], Any] = getattr(jax.extend.core, "find_top_trace", None) or jax.core.find_top_trace
+_DebugInfo: Any = getattr(jax.extend.core, "DebugInfo", None) or jax.core.DebugInfo
 _NAMED_AXES = "unsafe_get_axis_names_DO_NOT_USE"
 named_axes: Callable[[], list[Any]] = getattr(jax.extend.core, _NAMED_AXES, None) or getattr(jax.core, _NAMED_AXES)
 # JAX 0.8.2 has these in jax.core alone, and warns. Drop this when we require jax>=0.10.
@@ -46,9 +48,21 @@ TRACE_OPTIONS = tuple(f"jax_{name}" for name in _NAMES if hasattr(config, f"jax_
 _values_of = attrgetter(*TRACE_OPTIONS)
 
 
+def _read_options(*_: Any) -> tuple[Any, ...]:
+    return _values_of(config)
+
+
+# Reading the options one by one takes 3 us. JAX remembers traces by one key of all that changes a trace, in 1 us:
+# https://docs.jax.dev/en/latest/jax.extend.linear_util.html
+_remembered_options: Callable[..., tuple[Any, ...]] = linear_util.cache(_read_options)
+_READING = linear_util.wrap_init(_read_options, debug_info=_DebugInfo("synk", "trace_options", (), None))
+# The three that change a program alone are not in that key.
+_PRNG, _NANS, _INFS = jax.default_prng_impl, jax.debug_nans, jax.debug_infs
+
+
 def trace_options() -> tuple[Any, ...]:
     """Return the values of JAX's options that change a trace or a program. Programs are cached by them."""
-    return _values_of(config)
+    return _remembered_options(_READING, _PRNG.value, _NANS.value, _INFS.value)
 
 
 def trace_surroundings() -> tuple[Any, ...]:

@@ -1,5 +1,6 @@
 """JAX context: whether a transformation is under way, and what the user has set around a call."""
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src import core  # noqa: TID251  # to break what Ctrl-C breaks
 
-from synk._base.jax_context import has_user_jax_context, is_traced
+from synk._base.jax_context import TRACE_OPTIONS, config, has_user_jax_context, is_traced, trace_options
 
 pytestmark = pytest.mark.smoke
 
@@ -82,6 +83,62 @@ def test_what_users_set(setting):
     with setting():
         assert has_user_jax_context()
     assert not has_user_jax_context()
+
+
+OTHERS = [
+    "strict",
+    "standard",
+    "allow",
+    "warn",
+    "raise",
+    "float32",
+    "highest",
+    "rbg",
+    "throw",
+    "x",
+    True,
+    False,
+    1,
+    7,
+    jax.devices()[-1],
+]
+
+
+def change(name):
+    """Give an option the first other value that it takes."""
+    before = getattr(config, name)
+    for value in OTHERS:
+        with contextlib.suppress(Exception):
+            config.update(name, value)
+        if getattr(config, name) != before:
+            return
+    pytest.fail(f"{name} takes none of these")
+
+
+@pytest.mark.parametrize("name", TRACE_OPTIONS)
+def test_every_option_is_noticed(name):
+    """Also when it comes back, and after JAX has forgotten what it remembers."""
+    value, before = getattr(config, name), trace_options()
+    assert dict(zip(TRACE_OPTIONS, before, strict=True))[name] == value and trace_options() is before
+    try:
+        change(name)
+        changed = trace_options()
+        assert dict(zip(TRACE_OPTIONS, changed, strict=True))[name] == getattr(config, name) and changed != before
+    finally:
+        config.update(name, value)
+    assert trace_options() == before
+
+
+def test_options_of_a_thread():
+    """A setting in a `with` block is that thread's alone; a cleared cache changes no option."""
+    seen, before = [], trace_options()
+    with jax.debug_nans(True), jax.numpy_rank_promotion("warn"):
+        thread = threading.Thread(target=lambda: seen.append(trace_options()))
+        thread.start()
+        thread.join()
+        assert seen == [before] and sum(a != b for a, b in zip(trace_options(), before, strict=True)) == 2
+    jax.clear_caches()
+    assert trace_options() == before
 
 
 def test_imported_under_a_transformation():
