@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 def execute(ready: ReadyCall) -> Any:
     """Run a call and commit its updates: all or none, Ctrl-C included. Return its result."""
-    plan, group = ready.plan, ready.group
+    plan, group, name = ready.plan, ready.group, ready.function.name
     states: dict[Shared, VariableState] = {}
     for variable in plan.accepts:
         state = variable._state
@@ -80,13 +80,14 @@ def execute(ready: ReadyCall) -> Any:
         states[variable] = state if is_there else bind(variable, group)
     arguments = _arguments(ready, states)
     if not plan.updates:
-        values = _launch(ready, arguments, ignore_failure)
+        values = run(name, plan.last, arguments)
+        if plan.from_first:
+            _take_first(ready, values)
         if plan.has_flag and _is_refused(ready, values):
             raise NotFinite
         return _tree(ready, values)
     # `lose` lives as long as the program is in flight. It must keep no argument and no value alive, so it refers to
     # the new states weakly.
-    name = ready.function.name
     written: list[tuple[Shared, ref[VariableState]]] = []
 
     def lose(error: Exception) -> None:
@@ -97,7 +98,9 @@ def execute(ready: ReadyCall) -> Any:
 
     with uninterrupted():
         try:
-            values = _launch(ready, arguments, lose)
+            values = run(name, plan.last, arguments, lose)
+            if plan.from_first:
+                _take_first(ready, values)
             if plan.has_flag and _is_refused(ready, values):
                 raise NotFinite
         except Exception as error:
@@ -131,7 +134,8 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
 def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -> Outcome:
     """Run a call without committing its updates."""
     states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
-    values = _launch(ready, _arguments(ready, states), ignore_failure)
+    values = run(ready.function.name, ready.plan.last, _arguments(ready, states))
+    _take_first(ready, values)
     is_refused = ready.plan.has_flag and _is_refused(ready, values)
     if ready.group._is_multi_process:
         with translate_peer_errors(ready.group):
@@ -223,18 +227,12 @@ def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot:
     return constant(ready.group, "replicated", table, "int32")
 
 
-def _launch(
-    ready: ReadyCall, arguments: list[Sequence[Any]], on_failure: Callable[[Exception], None]
-) -> list[jax.Array]:
-    """Start the program that ends the call; take outputs of "first" from the first replica that has rows."""
-    plan = ready.plan
-    values = run(ready.function.name, plan.last, arguments, on_failure)
-    if plan.from_first:
-        lengths = ready.rows.lengths
-        rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
-        for i in plan.from_first:
-            values[i] = shard_of_rank(ready.group, values[i], rank)
-    return values
+def _take_first(ready: ReadyCall, values: list[jax.Array]) -> None:
+    """Take outputs of "first" from the first replica that has rows."""
+    lengths = ready.rows.lengths
+    rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
+    for i in ready.plan.from_first:
+        values[i] = shard_of_rank(ready.group, values[i], rank)
 
 
 def run(

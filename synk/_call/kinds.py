@@ -41,7 +41,6 @@ from .rows import (
     check_equal_counts,
     common_rows,
     read_array,
-    read_leaf,
     read_source,
     refuse_together,
     values_on_host,
@@ -187,8 +186,7 @@ class Kind:
         feed = SENT if overlap is None else SENT._replace(overlap=overlap)
         raw = leaf.raw
         dtype = narrow(raw.dtype)
-        reads = {"data": read_source, "local": read_source, "host": read_leaf}
-        read = reads.get(leaf.kind, read_leaf if leaf.key is None else read_array)
+        read = read_source if leaf.kind in ("data", "local") else None if leaf.key is None else read_array
         # Arrays of JAX may lie where the only launch takes them.
         is_whole = (
             (leaf.kind, leaf.key, raw.dtype, overlap) == ("array", None, dtype, None)
@@ -210,7 +208,9 @@ class Kind:
         else:
             form, selections, lengths, on_replicas = self._select_picked(site, options)
         if sources is None:
-            sources = [spec.read(leaves[spec.leaf], site.group) for spec in form.inputs]
+            sources = []
+            for leaf, read, *_ in form.inputs:
+                sources.append(leaves[leaf] if read is None else read(leaves[leaf], site.group))
         return form, Rows(form.inputs, sources, selections, lengths, on_replicas, rows_before)
 
     def _select_picked(
@@ -325,7 +325,7 @@ class Kind:
 
     def place_broadcast(self, group: Group, leaves: Sequence[Any]) -> list[Any]:
         """Bring the broadcast arguments to every replica; of a call that does not run, return their shapes."""
-        return [place(group, leaves[i]) for i, place in self._placers]
+        return [place(group, leaves[i]) for i, place in self._placers] if self._placers else []
 
     def values_on_host(self, rows: Rows, leaves: Sequence[Any]) -> list[Any]:
         """Return the values that all processes must have alike."""

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -104,7 +104,7 @@ class CallPlan:
         """Return the program of one launch of several."""
         return self.programs.get(parts.counts) or self.programs[parts.sizes]
 
-    @property
+    @cached_property
     def last(self) -> Executable:
         """Return the program that ends a call."""
         return self.finish or next(iter(self.programs.values()))
@@ -166,7 +166,9 @@ class Kept:
     def fits(self, site: "Site") -> bool:
         """Tell whether the state of each variable is one of those for which the plan was made."""
         for variable, states in self.accepts.items():
-            if site.state(variable).abstract not in states:
+            is_seen_as_is = site.view is None and variable._spec.is_cut is None
+            state = variable._state if is_seen_as_is else site.state(variable)
+            if state.abstract not in states:
                 return False
         return True
 
@@ -249,7 +251,8 @@ class PlanCache:
         """Return the first plan that is as the function would make it now, for variables as they are."""
         for entry in entries:
             reached = entry.reached()
-            if reached is not None and reached.is_current() and entry.fits(site):
+            # Of the newest variable first, since that takes the least time.
+            if reached is not None and reached.made >= newest() and reached.names.are_same() and entry.fits(site):
                 return entry
         return None
 

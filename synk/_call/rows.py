@@ -26,7 +26,8 @@ class InputSpec(NamedTuple):
 
     Attributes:
       leaf: the number of the argument among the leaves of the call.
-      read: takes the leaf and the group, and returns the rows on the host or the array on the devices.
+      read: takes the leaf and the group, and returns the rows on the host or the array on the devices; None if the leaf
+        is that itself.
       feed: how the rows reach a replica's program.
       shape: the shape of one row.
       dtype: the dtype as JAX has it.
@@ -35,7 +36,7 @@ class InputSpec(NamedTuple):
     """
 
     leaf: int
-    read: Callable[[Any, Group], Any]
+    read: Callable[[Any, Group], Any] | None
     feed: InputFeed
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -66,11 +67,6 @@ class Rows(NamedTuple):
 def read_array(leaf: Any, group: Group) -> Any:
     """Return the rows of an array, of typed PRNG keys their raw data."""
     return as_data(leaf)
-
-
-def read_leaf(leaf: Any, group: Group) -> Any:
-    """Return a leaf that is its own source of rows."""
-    return leaf
 
 
 def read_source(leaf: Any, group: Group) -> Any:
