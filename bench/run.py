@@ -21,6 +21,7 @@ from record import results_path
 HERE = Path(__file__).parent
 SHORT = {
     "resnet50": "--replicas 1,2 --against 2 --steps 6",
+    "calls": "--replicas 1,2 --rounds 9",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 3",
     "uneven": "--rounds 9",
     "over": "--rounds 9",
@@ -31,6 +32,7 @@ SHORT = {
 TRIAL = {
     "resnet50": "--replicas 1 --against 2 --steps 3 --blocks 1 --image 32 --batch-per-replica 4 "
     "--ways synk,jit(shard_map)",
+    "calls": "--replicas 1,2 --rounds 1",
     "overhead": "--replicas 1,2 --leaves 10 --rounds 1",
     "uneven": "--rounds 1",
     "over": "--rounds 1 --replicas 2",
@@ -76,6 +78,13 @@ def rows_of_resnet50(result):
         if name in named:
             figure, wanted = named[name]
             yield figure, f"{value:.4g}", wanted
+
+
+def rows_of_calls(result):
+    for replicas, case in result["results"].items():
+        one, many = case["ratios"]["synk, arrays in place"]
+        yield f"step of 6 leaves, {replicas}: time / by hand, awaited, in a row", f"{one:.2f}, {many:.2f}", ""
+        yield f"synk's own Python in it, {replicas}, us", f"{case['python']:.0f}", ""
 
 
 def rows_of_overhead(result):

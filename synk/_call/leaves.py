@@ -102,8 +102,10 @@ def look(
             parts.append((leaf.shape, leaf.dtype))
         elif cls is float or (cls is int and _LEAST <= leaf <= _MOST):
             parts.append(cls)
-        elif _is_array_type(cls) and isinstance(leaf.dtype, np.dtype):
-            parts.append(leaf.aval)
+        elif _is_array_type(cls):
+            dtype = leaf.dtype
+            # JAX makes the aval of typed keys anew whenever it is asked for.
+            parts.append(leaf.aval if isinstance(dtype, np.dtype) else (leaf.shape, dtype))
         else:
             looked, part = _look_closely(leaf, i, bound, name, (group, is_abstract))
             parts.append(part)
@@ -119,7 +121,10 @@ def spec_of_part(part: Any) -> LeafSpec:
     if isinstance(part, type):
         return LeafSpec("number", (), number_dtype(part()), part is not bool)
     if isinstance(part, tuple):
-        return LeafSpec("host", *part)
+        shape, dtype = part
+        if isinstance(dtype, np.dtype):
+            return LeafSpec("host", shape, dtype)
+        return LeafSpec("array", shape, dtype, key=key_of(jax.ShapeDtypeStruct(shape, dtype)))
     # An aval of JAX.
     return LeafSpec("array", part.shape, part.dtype, part.weak_type)
 

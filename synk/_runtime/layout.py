@@ -70,7 +70,8 @@ def is_placed(group: Group, array: jax.Array, layout: Layout) -> bool:
 def takes(group: Group, array: jax.Array, layout: Layout) -> bool:
     """Check whether programs take an array from where it lies: from its place, or from a device that nobody has named,
     from which they spread it themselves."""
-    return is_placed(group, array, layout) or not (array.committed or group._is_multi_process)
+    # Asking typed keys for their sharding takes some microseconds.
+    return not (array.committed or group._is_multi_process) or is_placed(group, array, layout)
 
 
 def replicate(group: Group, leaf: Any) -> jax.Array:
