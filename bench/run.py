@@ -138,6 +138,7 @@ def rows_of_collectives(result):
 
 ROWS = {
     "resnet50": rows_of_resnet50,
+    "calls": rows_of_calls,
     "overhead": rows_of_overhead,
     "uneven": rows_of_uneven,
     "over": rows_of_over,
