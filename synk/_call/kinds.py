@@ -171,7 +171,7 @@ class Kind:
         if leaf.kind == "data" and site.data_group is None:
             picks_of = Picks(count, is_run, index, False, self._has_batch_s, self._slices > 1, overlap, self._block)
             if i in self._minibatch:
-                picks_of = picks_of._replace(is_run=True, index="slice")
+                picks_of = picks_of._replace(rows=leaf.shape[0], is_run=True, index="slice")
             elif i in self._on_replicas:
                 kind = self._base.held_index or "slice"
                 picks_of = picks_of._replace(

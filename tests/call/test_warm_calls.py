@@ -329,3 +329,14 @@ def test_known_kinds_look_at_values(group, gone):
     assert float(w.value) == before
     f(here)
     np.testing.assert_allclose(w.value, before * 1.5)
+
+
+@pytest.mark.parametrize("batch", [None, [1, 0, 3, 2, 5, 4, 7, 6]])
+def test_minibatch_data_stays_on_the_replicas(group, batch):
+    """Alone, and beside rows that a batch picks."""
+    x, scattered = numbers(8), synk.data(numbers(8), place="scatter", minibatch=True)
+    f = synk.function(lambda x, y: (x * y).sum(0)) if batch else synk.function(lambda y: y.sum(0))
+    args = (x, scattered) if batch else (scattered,)
+    for _ in range(2):
+        np.testing.assert_allclose(f(*args, batch=batch), (x[batch] * x).sum(0) if batch else x.sum(0), rtol=1e-6)
+        assert f.explain(*args, batch=batch).inputs[-1].how == "rows that lie on the replicas"
