@@ -1,28 +1,35 @@
 """Calls: what a call of a small program costs by synk, beside the best that can be written by hand.
 
-    python bench/calls.py [--replicas 1,2] [--rounds 15] [--json OUT]
+    python bench/calls.py [--replicas 1,2] [--parts steps,leaves,arguments,rows] [--json OUT]
 
-A step of a multilayer perceptron of 6 leaves (three of 64 x 64) with 256 rows, the gradients' mean and plain SGD. By
-hand: `jit(shard_map)` with all gradients in one buffer. A runtime's threads sleep between two programs, so whoever does
-anything in between pays for waking them: the step by hand is also timed with 20 us of other work before it. "In a row"
-starts eight steps before it waits for the first. Then what kinds of arguments cost more than rows in place, and what
-synk's own Python takes if the program takes nothing. The ways take turns in random order; first quartiles.
+- steps: a step of a perceptron of 6 leaves (three of 64 x 64) with 256 rows, the gradients' mean and plain SGD. By
+  hand: `jit(shard_map)` of a tree of parameters, donated, with all gradients in one buffer; on one replica the better
+  of that and of each gradient by itself. Then synk's own part of the call: the program is replaced by its results.
+- leaves: the same of 60, 160 and 480 leaves of 1 KB.
+- arguments: how much more a call costs with a key, a number or NumPy rows than with rows in place.
+- rows: a batch of rows of 12 KB, picked by index on the host; by hand in several ways.
+
+Each call is awaited, or the last of eight in a row is. Ways take turns in random order, in one process; first
+quartiles, and the least of synk's own part.
 """
 
 import argparse
+import gc
 import os
 import random
 import sys
-from collections import deque
+from functools import partial
 from time import perf_counter, thread_time
 
 import jax
-from record import about, cpu_devices, heading, save
+from record import Table, about, cpu_devices, heading, save
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--replicas", default="1,2")
+    parser.add_argument("--replicas", default="1,2", help="those for which there are devices")
+    parser.add_argument("--parts", default="steps,leaves,arguments,rows")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--small", action="store_true", help="a trial of all parts")
     parser.add_argument("--json")
     options = parser.parse_args()
     counts = [int(n) for n in options.replicas.split(",")]
@@ -30,13 +37,14 @@ if __name__ == "__main__":
 
 import jax.numpy as jnp
 import numpy as np
+from batches import KINDS, host_ways, measure, picks
 from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import synk
 
-ROWS, WIDTH, TURN = 256, 64, 60
+ROWS, WIDTH, TURN = 256, 64, 56
 SYNK = os.path.dirname(synk.__file__) + os.sep
 
 
@@ -46,22 +54,32 @@ def loss(params, x, y):
     return jnp.mean((x - y) ** 2)
 
 
+def loss_of_leaves(params, x, y):
+    """Touch every leaf; the gradient is as many leaves."""
+    return sum(jnp.mean(x @ p) ** 2 for p in params.values()) + jnp.mean(y)
+
+
 def sgd(params, grads):
     return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
 
 
-def mapped(body, ins, outs, **options):
-    return jax.jit(
-        jax.shard_map(body, mesh=synk.group().mesh, in_specs=ins, out_specs=outs, check_vma=False), **options
-    )
+def in_place(*arrays):
+    return jax.device_put(arrays, NamedSharding(synk.group().mesh, P("replica")))
 
 
-def by_hand(params, x, y):
-    """A step of `jit(shard_map)` with one all-reduce of all gradients and the loss."""
+def mapped(body, ins, outs, **of_jit):
+    mesh = synk.group().mesh
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False), **of_jit)
+
+
+def by_hand(loss, params, x, y, packs=True):
+    """Make a step of `jit(shard_map)`; all gradients and the loss in one buffer, or each by itself."""
 
     def body(params, x, y):
-        together, apart = ravel_pytree(jax.value_and_grad(loss)(params, x, y))
-        value, grads = apart(jax.lax.pmean(together, "replica"))
+        both, apart = jax.value_and_grad(loss)(params, x, y), lambda both: both
+        if packs:
+            both, apart = ravel_pytree(both)
+        value, grads = apart(jax.lax.pmean(both, "replica"))
         return sgd(params, grads), value
 
     step = mapped(body, (P(), P("replica"), P("replica")), (P(), P()), donate_argnums=0)
@@ -74,150 +92,109 @@ def by_hand(params, x, y):
     return run
 
 
-def after(microseconds, run):
-    """The same with other work before it."""
-
-    def busy():
-        end = perf_counter() + 1e-6 * microseconds
-        while perf_counter() < end:
-            pass
-        return run()
-
-    return busy
-
-
-def by_synk(params):
-    shared = synk.shared(params, name="params")
+def by_synk(loss, params):
+    variable = synk.shared(params, name="params")
 
     @synk.function(reduce="mean")
     def step(x, y):
-        return jax.value_and_grad(loss)(shared.value, x, y)
+        return jax.value_and_grad(loss)(variable.value, x, y)
 
     @step.then
     def step(value, grads):
-        shared.value = sgd(shared.value, grads)
+        variable.value = sgd(variable.value, grads)
         return value
 
     return step
 
 
-def steps():
-    """Each way to run a step, by name."""
-    rng = np.random.default_rng(0)
-    params = {f"w{i}": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 10 for i in range(3)}
-    params |= {f"b{i}": np.zeros(WIDTH, np.float32) for i in range(3)}
-    x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
-    xs, ys = jax.device_put((x, x / 2), NamedSharding(synk.group().mesh, P("replica")))
-    dx, dy = synk.data(x, place="scatter"), synk.data(x / 2, place="scatter")
-    ways = [by_synk(params) for _ in range(4)]
-    return {
-        "by hand": by_hand(params, xs, ys),
-        "by hand, 20 us later": after(20, by_hand(params, xs, ys)),
-        "synk, arrays in place": lambda: ways[0](xs, ys),
-        "synk, data taken whole": lambda: ways[1](dx, dy),
-        "synk, an int batch": lambda: ways[2](xs, ys, batch=ROWS),
-    }, (lambda step: lambda: step(xs, ys))(ways[3])
+def hands(loss, params, x, y):
+    """Make the ways by hand; on one replica gradients need no buffer."""
+    ways = {"by hand, one buffer": by_hand(loss, params, x, y)}
+    return ways | ({"by hand": by_hand(loss, params, x, y, packs=False)} if synk.size() == 1 else {})
 
 
-def arguments():
-    """Calls that differ in one argument, by name: by synk and by hand."""
-    x = np.ones((ROWS, 8), np.float32)
-    xs = jax.device_put(x, NamedSharding(synk.group().mesh, P("replica")))
-    keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(64)]
-    turn = iter(range(10**9))
-    plain = synk.function(lambda x: jnp.mean(x), reduce="mean")
-    scaled = synk.function(lambda x, rate: jnp.mean(x) * rate, inputs=["x"], reduce="mean")
-    keyed = synk.function(lambda x, key: jnp.mean(x) + jax.random.uniform(key), inputs=["x"], reduce="mean")
-    two = synk.function(lambda x, y: jnp.mean(x) + jnp.mean(y), reduce="mean")
-    rows, whole = P("replica"), P()
-    hand = mapped(lambda x: jax.lax.pmean(jnp.mean(x), "replica"), (rows,), whole)
-    hand_keyed = mapped(
-        lambda x, key: jax.lax.pmean(jnp.mean(x), "replica") + jax.random.uniform(key), (rows, whole), whole
-    )
-    return {
-        "plain": lambda: plain(xs),
-        "float": lambda: scaled(xs, 0.1),
-        "np.float32": lambda: scaled(xs, np.float32(0.1)),
-        "typed key": lambda: keyed(xs, keys[next(turn) % 64]),
-        "two in place": lambda: two(xs, xs),
-        "two of NumPy": lambda: two(x, x),
-        "by hand": lambda: hand(xs),
-        "by hand, typed key": lambda: hand_keyed(xs, keys[next(turn) % 64]),
-    }
+# Times.
 
 
-def awaited(run):
-    """Seconds of a step that is waited for."""
+def awaited(run, turn):
+    """Return the seconds of each of so many calls that are waited for."""
     times = []
-    for _ in range(TURN):
+    for _ in range(turn):
         start = perf_counter()
         jax.block_until_ready(run())
         times.append(perf_counter() - start)
     return times
 
 
-def in_a_row(run):
-    """Seconds of a step, where eight are under way."""
-    pending, start = deque(), perf_counter()
-    for _ in range(TURN):
-        pending.append(run())
-        if len(pending) > 8:
-            jax.block_until_ready(pending.popleft())
-    jax.block_until_ready(list(pending))
-    return [(perf_counter() - start) / TURN]
+def in_a_row(run, turn):
+    """Return the seconds of a call where the last of eight is waited for, for each eight."""
+    times = []
+    for _ in range(max(1, turn // 8)):
+        start = perf_counter()
+        results = [run() for _ in range(8)]
+        jax.block_until_ready(results[-1])
+        times.append((perf_counter() - start) / 8)
+    return times
 
 
-def quartiles(ways, rounds, *measures):
-    """Microseconds of each way by each measure: first quartiles of all turns."""
+def quartiles(ways, measures=(awaited,), turn=TURN, rounds=None):
+    """Return the microseconds of each way by each measure: first quartiles of all turns."""
     times = {name: [[] for _ in measures] for name in ways}
     for run in (*ways.values(), *ways.values()):
         jax.block_until_ready(run())
     order, shuffle = list(ways), random.Random(0).shuffle
-    for _ in range(rounds):
+    for _ in range(rounds or options.rounds):
         shuffle(order)
         for name in order:
             jax.block_until_ready(ways[name]())  # caches are full of another way's
-            for seconds, measure in zip(times[name], measures, strict=True):
-                seconds += measure(ways[name])
+            for seconds, measure_turn in zip(times[name], measures, strict=True):
+                seconds += measure_turn(ways[name], turn)
     return {name: [1e6 * sorted(each)[len(each) // 4] for each in all_of] for name, all_of in times.items()}
 
 
-def own_python(step):
-    """Microseconds of the thread in a step whose program is replaced by its results, and what of synk it enters."""
-    from synk._call import execute
+def check(ways):
+    """Check that all ways give the same losses."""
+    losses = [[float(run()) for _ in range(3)] for run in ways.values()]
+    np.testing.assert_allclose(losses, [losses[0]] * len(losses), rtol=1e-4)
+    return ways
+
+
+def stub_programs():
+    """Replace every program of synk by its results of the next run. It reaches into synk's own names, here alone."""
     from synk._runtime.executable import Program
 
-    jax.block_until_ready([step() for _ in range(4)])
-    launch, known = Program.launch, {}
+    for program in [thing for thing in gc.get_objects() if isinstance(thing, Program)]:
 
-    def stub(self, args, on_failure=None):
-        if self not in known:
-            known[self] = launch(self, args, on_failure or execute.ignore_failure)
-        return [*known[self]]
+        def remember(*args, program=program, run=program._run):
+            results = run(*args)
+            program._run = lambda *args: [*results]
+            return [*results]
 
-    Program.launch = stub
-    try:
-        step()
-        least = 1.0
-        for _ in range(15):
-            start = thread_time()
-            for _ in range(200):
-                step()
-            least = min(least, (thread_time() - start) / 200)
-    finally:
-        Program.launch = launch
-    return 1e6 * least
+        program._run = remember
+
+
+def own_python(step):
+    """Return the microseconds of the thread in a step whose program takes nothing: the least of 15 times 200."""
+    stub_programs()
+    jax.block_until_ready(step())
+    times = []
+    for _ in range(min(15, options.rounds)):
+        start = thread_time()
+        for _ in range(200):
+            step()
+        times.append((thread_time() - start) / 200)
+    return 1e6 * min(times)
 
 
 def entered(step):
-    """How many functions of synk, in how many files, a step enters."""
-    jax.block_until_ready([step() for _ in range(4)])
+    """Return how many functions of synk a step enters, in how many files."""
     files = []
 
     def note(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(SYNK):
             files.append(frame.f_code.co_filename)
 
+    jax.block_until_ready([step() for _ in range(4)])
     sys.setprofile(note)
     try:
         result = step()
@@ -227,35 +204,115 @@ def entered(step):
     return len(files), len(set(files))
 
 
+# Parts.
+
+
+def steps(table, n):
+    """Time a step of 6 leaves."""
+    rng = np.random.default_rng(0)
+    params = {f"w{i}": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 10 for i in range(3)}
+    params |= {f"b{i}": np.zeros(WIDTH, np.float32) for i in range(3)}
+    x = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    xs, ys = in_place(x, x / 2)
+    dx, dy = synk.data(x, place="scatter"), synk.data(x / 2, place="scatter")
+    in_order, whole, some, own = [by_synk(loss, params) for _ in range(4)]
+    by_hands = hands(loss, params, xs, ys)
+    by_synks = {
+        "": lambda: in_order(xs, ys),
+        ", data taken whole": lambda: whole(dx, dy),
+        ", an int batch": lambda: some(xs, ys, batch=ROWS),
+    }
+    us = quartiles(check(by_hands | by_synks), (awaited, in_a_row))
+    for column, measured in enumerate(("awaited", "eight in a row")):
+        best = min(us[name][column] for name in by_hands)
+        for name in by_synks:
+            table.add(n, f"step of 6 leaves{name}, {measured}", us[name][column], best)
+    functions, files = entered(lambda: own(xs, ys))
+    table.add(n, "functions of synk entered in it", functions, unit="", wanted="<= 60")
+    table.add(n, "files of synk entered in it", files, unit="", wanted="<= 12")
+    table.add(n, "synk's own part of it (CPU, program stubbed)", own_python(lambda: own(xs, ys)))
+
+
+def leaves(table, n):
+    """Time steps of many leaves."""
+    x = np.full((4 * n, 256), 0.01, np.float32)
+    xs, ys = in_place(x, x)
+    for count in (60,) if options.small else (60, 160, 480):
+        params = {f"p{i}": np.full(256, 0.01, np.float32) for i in range(count)}
+        step = by_synk(loss_of_leaves, params)
+        by_hands = hands(loss_of_leaves, params, xs, ys)
+        ways = check(by_hands | {"synk": partial(step, xs, ys)})
+        us = quartiles(ways, (awaited, in_a_row), TURN // 3)
+        for column, measured in enumerate(("awaited", "eight in a row")):
+            best = min(us[name][column] for name in by_hands)
+            table.add(n, f"step of {count} leaves, {measured}", us["synk"][column], best)
+
+
+def arguments(table, n):
+    """Time what a key, a number and NumPy rows add to a call."""
+    x = np.ones((ROWS, 8), np.float32)
+    (xs,) = in_place(x)
+    keys = [jax.random.fold_in(jax.random.key(0), i) for i in range(64)]  # as each step makes one
+    turn = iter(range(10**9))
+    rows, whole = P("replica"), P()
+
+    def mean(x):
+        return jax.lax.pmean(jnp.mean(x), "replica")
+
+    def function(fn, *inputs):
+        return synk.function(fn, inputs=inputs, reduce="mean")
+
+    plain = function(lambda x: jnp.mean(x), "x")
+    scaled = function(lambda x, rate: jnp.mean(x) * rate, "x")
+    keyed = function(lambda x, key: jnp.mean(x) + jax.random.uniform(key), "x")
+    two = function(lambda x, y: jnp.mean(x) + jnp.mean(y), "x", "y")
+    hand = mapped(mean, (rows,), whole)
+    hand_scaled = mapped(lambda x, rate: mean(x) * rate, (rows, whole), whole)
+    hand_keyed = mapped(lambda x, key: mean(x) + jax.random.uniform(key), (rows, whole), whole)
+    hand_two = mapped(lambda x, y: mean(x) + mean(y), (rows, rows), whole)
+    ways = {
+        "plain": (lambda: plain(xs), lambda: hand(xs)),
+        "key": (lambda: keyed(xs, keys[next(turn) % 64]), lambda: hand_keyed(xs, keys[next(turn) % 64])),
+        "np.float32": (lambda: scaled(xs, np.float32(0.1)), lambda: hand_scaled(xs, np.float32(0.1))),
+        "float": (lambda: scaled(xs, 0.1), lambda: hand_scaled(xs, 0.1)),
+        "in place": (lambda: two(xs, xs), lambda: hand_two(xs, xs)),
+        "NumPy": (lambda: two(x, x), lambda: hand_two(x, x)),
+    }
+    us = quartiles({(name, who): run for name, both in ways.items() for who, run in enumerate(both)})
+
+    def more(name, base, arguments=1):
+        return [(us[name, who][0] - us[base, who][0]) / arguments for who in (0, 1)]
+
+    table.add(n, "a call of rows in place, awaited", us["plain", 0][0], us["plain", 1][0])
+    table.add(n, "more for a typed key", *more("key", "plain"))
+    table.add(n, "more for an np.float32", *more("np.float32", "plain"))
+    table.add(n, "more for a float", *more("float", "plain"))
+    table.add(n, "more for rows of NumPy, an argument", *more("NumPy", "in place", arguments=2))
+
+
+def rows(table, n):
+    """Time batches that are picked on the host."""
+    shape, dtype = KINDS["uint8"]
+    x = np.random.default_rng(0).integers(0, 255, (400 if options.small else 20_000, *shape), dtype)
+    for batch in (64,) if options.small else (512, 4096):
+        times = measure(host_ways(x, n, batch), picks(len(x), batch), options.rounds)
+        best = min(times, key=lambda name: times[name] if name != "synk" else np.inf)
+        table.add(n, f"{batch} rows of {x[0].nbytes} bytes by index", 1e6 * times["synk"], 1e6 * times[best], best=best)
+
+
 def main():
-    found = about("calls") | {"rounds": options.rounds, "results": {}}
-    print(f"{heading(found)}; first quartiles of {options.rounds} turns of {TURN}, us")
+    if options.small:
+        options.rounds = 1
+    found = about("calls") | {"rounds": options.rounds}
+    print(heading(found))
+    table, parts = Table(), options.parts.split(",")
     for n in counts:
-        synk.init(n)
-        ways, own = steps()
-        us = quartiles(ways, options.rounds, awaited, in_a_row)
-        print(f"\n{n} replicas{'':24} {'awaited':>14} {'in a row':>16}")
-        ratios = {
-            name: [one / hand for one, hand in zip(both, us["by hand"], strict=True)] for name, both in us.items()
-        }
-        for name, (one, many) in us.items():
-            print(f"  {name:32} {one:8.0f} {ratios[name][0]:5.2f} {many:10.0f} {ratios[name][1]:5.2f}", flush=True)
-        more = {name: each[0] for name, each in quartiles(arguments(), options.rounds, awaited).items()}
-        beside = {
-            "a float": more["float"] - more["plain"],
-            "an np.float32": more["np.float32"] - more["plain"],
-            "a typed key": more["typed key"] - more["plain"],
-            "a typed key, by hand": more["by hand, typed key"] - more["by hand"],
-            "an argument of NumPy": (more["two of NumPy"] - more["two in place"]) / 2,
-        }
-        print("  more for " + ", ".join(f"{name} {us_more:+.0f}" for name, us_more in beside.items()))
-        functions, files = entered(own)
-        python = own_python(own)
-        print(f"  synk's own Python {python:.1f} us, {functions} functions in {files} files", flush=True)
-        found["results"][f"{n} replicas"] = {
-            "us": us, "ratios": ratios, "beside": beside, "python": python, "functions": functions, "files": files,
-        }  # fmt: skip
-    save(options.json, found)
+        if n <= jax.device_count():
+            synk.init(n)
+            for part in (steps, leaves, arguments, rows):
+                if part.__name__ in parts:
+                    part(table, n)
+    save(options.json, found | {"results": table.rows})
 
 
 if __name__ == "__main__":

@@ -73,3 +73,26 @@ def save(path, found):
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(found, indent=1) + "\n")
+
+
+class Table:
+    """Print and keep a row for each figure: what synk takes, what it takes by hand."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add(self, replicas, figure, synk, hand=None, *, unit="us", wanted="", **more):
+        row = {
+            "replicas": replicas,
+            "figure": figure,
+            "unit": unit,
+            "synk": synk,
+            "hand": hand,
+            "wanted": wanted,
+            **more,
+        }
+        if not self.rows:
+            print(f"{'':>3} {'figure':56} {'by hand':>9} {'synk':>9} {'':4} {'ratio':>6} {'more':>8}")
+        shown = [f"{hand:.4g}", f"{synk / hand:.2f}", f"{synk - hand:+.4g}"] if hand is not None else [""] * 3
+        print(f"{replicas:3} {figure:56} {shown[0]:>9} {synk:9.4g} {unit:4} {shown[1]:>6} {shown[2]:>8}", flush=True)
+        self.rows.append(row)

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SHORT = {
     "resnet50": "--replicas 1,2 --against 2 --steps 6",
     "calls": "--replicas 1,2 --rounds 9",
+    "start": "--times 3",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 3",
     "uneven": "--rounds 9",
     "over": "--rounds 9",
@@ -32,7 +33,8 @@ SHORT = {
 TRIAL = {
     "resnet50": "--replicas 1 --against 2 --steps 3 --blocks 1 --image 32 --batch-per-replica 4 "
     "--ways synk,jit(shard_map)",
-    "calls": "--replicas 1,2 --rounds 1",
+    "calls": "--replicas 1,2 --small",
+    "start": "--replicas 2 --times 1 --layers 1",
     "overhead": "--replicas 1,2 --leaves 10 --rounds 1",
     "uneven": "--rounds 1",
     "over": "--rounds 1 --replicas 2",
@@ -80,11 +82,19 @@ def rows_of_resnet50(result):
             yield figure, f"{value:.4g}", wanted
 
 
-def rows_of_calls(result):
-    for replicas, case in result["results"].items():
-        one, many = case["ratios"]["synk, arrays in place"]
-        yield f"step of 6 leaves, {replicas}: time / by hand, awaited, in a row", f"{one:.2f}, {many:.2f}", ""
-        yield f"synk's own Python in it, {replicas}, us", f"{case['python']:.0f}", ""
+def rows_of_table(result):
+    for row in result["results"]:
+        if row["figure"].startswith(
+            ("step of 6 leaves, a", "step of 480", "synk's own", "more for", "import", "first")
+        ):
+            value, unit, by_hand = row["synk"], row["unit"], row["hand"]
+            shown = f"{value:.3g} {unit}".strip()
+            if by_hand is not None:
+                less = value - by_hand
+                shown = (
+                    f"{less:+.0f} us" if "more for" in row["figure"] else f"{value / by_hand:.2f} ({less:+.3g} {unit})"
+                )
+            yield f"{row['figure']}, replicas {row['replicas']}: / by hand", shown, row["wanted"]
 
 
 def rows_of_overhead(result):
@@ -138,7 +148,8 @@ def rows_of_collectives(result):
 
 ROWS = {
     "resnet50": rows_of_resnet50,
-    "calls": rows_of_calls,
+    "calls": rows_of_table,
+    "start": rows_of_table,
     "overhead": rows_of_overhead,
     "uneven": rows_of_uneven,
     "over": rows_of_over,

@@ -90,6 +90,15 @@ def test_gradients_are_reduced_once(trial):
 
 
 @pytest.mark.slow
+def test_calls_enter_few_functions(trial):
+    """What a step enters of synk is counted, and so are the programs that a first step compiles."""
+    entered = {row["figure"]: row["synk"] for row in trial[1]["calls"]["results"] if row["unit"] == ""}
+    assert 1 <= entered["files of synk entered in it"] <= entered["functions of synk entered in it"] <= 100
+    (compiled,) = [row for row in trial[1]["start"]["results"] if "compiled" in row["figure"]]
+    assert compiled["synk"] >= 1 and compiled["hand"] >= 1
+
+
+@pytest.mark.slow
 def test_gpu_runs(tmp_path):
     """The command for GPUs runs on CPUs too, in small."""
     run("gpu.py", "--small", "--json", tmp_path / "gpu.json")
