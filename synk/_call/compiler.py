@@ -18,7 +18,7 @@ from .._runtime.group import AXIS
 from .._runtime.layout import Layout, Layouts, layouts
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
-from .parts import POSITION, TABLE_ROWS, Part, any_not_finite, arrays_of, part_of, part_of_many, split_into_launches
+from .parts import TABLE_ROWS, Part, any_not_finite, arrays_of, part_of, split_into_launches
 from .program import Epilogue
 from .traces import State
 
@@ -72,7 +72,7 @@ class Compiler:
         # expected at least one operand ... produced by a GlobalToLocalShape").
         self.carried = [i for i, state in enumerate(self.states) if state.size and i not in builder.kept]
         self.kept = [i for i in builder.kept if self.states[i].size]
-        self.carry = (*(self.states[i] for i in self.carried), *([POSITION] if self.call.is_over else ()))
+        self.carry = tuple([self.states[i] for i in self.carried])
         reads = dict.fromkeys(chain(*(traced.variables for traced in builder.traced.values())))
         written = [variable for variable, _ in builder.updates]
         has_gaps = any(0 in sizes for sizes in self.call.part_sizes)
@@ -161,14 +161,18 @@ class Compiler:
         carry, rest = list(islice(arguments, len(launch.carry))), list(arguments)
         table, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
         max_rows = launch.sizes[0] if launch.sizes else None
-        return state, carry, rest, part_of(table, rank, max_rows, self.group.size)
+        # Replicas with blocks all have the size of the longest part.
+        count = max_rows if len(launch.sizes) == 1 and self.call.block is None else None
+        part = part_of(table, rank, max_rows, self.group.size, count)
+        if self.call.is_over:
+            part = part._replace(weight=jnp.asarray(part.count, jnp.result_type(float)))
+        return state, carry, rest, part
 
     def _run(self, launch: _Launch, taken: _Taken, sizes: Sequence[int | None]) -> list[jax.Array]:
         """Run the part of a replica, which has one of these sizes, and return its states."""
         state, carry, rest, part = taken
         if not launch.sizes:
-            return self._all_states(carry)
-        part = part_of_many(part, carry[-1])[0] if self.call.is_over else part
+            return self._all_states([leaf[0] for leaf in carry])
         return self.builder.states(sizes, state, arrays_of(self.call, rest), part, launch.sizes[0])
 
     def _finish(self, launch: _Launch, taken: _Taken, states: Arrays) -> list[jax.Array]:
@@ -176,10 +180,8 @@ class Compiler:
         state, carry, rest, part = taken
         if launch.is_last:
             return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
-        part, position = part_of_many(part, carry[-1]) if self.call.is_over else (part, None)
         states = self.builder.accumulate(self._all_states(carry), states, part)
-        carried, kept = [states[i] for i in self.carried], [states[i] for i in self.kept]
-        return [*carried, *([] if position is None else [position]), *kept]
+        return [*(states[i] for i in self.carried), *(states[i] for i in self.kept)]
 
     def _each_rank(self, launch: _Launch, given: Sequence[Layout]) -> Body:
         """Make a body of all replicas' arrays that runs simulated replicas one by one, and maps the rest."""
@@ -236,7 +238,9 @@ class Compiler:
             [(self.layouts[variable], shape) for shape in self._abstract(variable).global_shapes(size)]
             for variable in self.reads[launch.is_last]
         ]
-        carry: Placed = [("stacked", jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.carry]
+        # A program sees states so far with the axis of replicas, of size 1. Without it, XLA copies each of them: a
+        # reshape between a donated argument and the result that takes its place keeps the two apart.
+        carry: Placed = [("rows", jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.carry]
         rest: Placed = []
         if launch.sizes:
             max_rows = launch.sizes[0] or 0
@@ -251,7 +255,7 @@ class Compiler:
 
     def _outs(self, launch: _Launch) -> list[Layout]:
         if not launch.is_last:
-            return layouts("stacked", len(self.carry) + len(self.kept))
+            return [*layouts("rows", len(self.carry)), *layouts("stacked", len(self.kept))]
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
         staying = self.epilogue.staying
         flag: list[Layout] = ["replicated"] * self.refuses_nan
@@ -333,6 +337,11 @@ class Compiler:
             name=function.name,
         )
         return Executable(self.group, spec)
+
+    @property
+    def uses_rank(self) -> bool:
+        """Tell whether results of `fn` depend on the numbers of its rows, or on the rank."""
+        return any(traced.uses_rank for traced in self.builder.traced.values())
 
     @property
     def kept_kinds(self) -> list[bool]:

@@ -220,10 +220,10 @@ def values_of(ready: ReadyCall, rows: Rows, parts: PartRows | None) -> list[Any]
     return values
 
 
-def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0, ended: int = 0) -> jax.Array:
+def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot: int = 0) -> jax.Array:
     """Bring every replica `part_table`: the numbers by which a program finds each replica's part in a launch."""
     assert ready.rows.lengths is not None
-    table = part_table(parts, ready.rows.lengths, row_slot, part_slot, ended)
+    table = part_table(parts, ready.rows.lengths, row_slot, part_slot)
     return constant(ready.group, "replicated", table, "int32")
 
 

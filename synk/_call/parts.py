@@ -44,13 +44,12 @@ class Part(NamedTuple):
       count: rows of the part.
       first_row: number of its first row in the selection.
       offset: number of its first row among the replica's rows.
-      seen: rows of the replica's earlier parts.
+      seen: more than 0 if the replica had rows in earlier parts.
       weight: its share of the rows of all replicas; under `f.over`, its rows.
       share: its share of the replica's rows.
       row_slot: place of its first row among the gathered rows of all slices.
       part_slot: place of its entry in outputs with an entry a part.
       present: which replicas have rows; None for all.
-      ended: under `f.over`, the rows of a batch that ends with this part.
       total: rows of the call.
     """
 
@@ -64,7 +63,6 @@ class Part(NamedTuple):
     row_slot: Any
     part_slot: Any
     present: Any = None
-    ended: Any = 0
     total: Any = None
 
 
@@ -99,37 +97,51 @@ class PartArrays(NamedTuple):
 
 
 # Rows of the table of parts, and the row that holds the lengths of replicas.
-TABLE_ROWS, LENGTHS = 8, 3
-# State of `f.over`: the number of rows of earlier batches, and whether this replica had any.
-POSITION = jax.ShapeDtypeStruct((2,), np.int32)
+TABLE_ROWS, LENGTHS = 7, 3
 
 
-def part_table(
-    parts: PartRows, lengths: tuple[int, ...], row_slot: int = 0, part_slot: int = 0, ended: int = 0
-) -> tuple[Any, ...]:
+def part_table(parts: PartRows, lengths: tuple[int, ...], row_slot: int = 0, part_slot: int = 0) -> tuple[Any, ...]:
     """Return the table that tells a program about the parts of one launch, with a column for each replica.
 
-    Its rows are: counts, first rows, offsets, rows of the call, rows of earlier parts, row slots, part slots, and the
-    rows of a batch of `f.over` that ends.
+    Its rows are: counts, first rows, offsets, rows of the call, rows of earlier parts, row slots and part slots.
     """
-    numbers = [(number,) * len(lengths) for number in (row_slot, part_slot, ended)]
-    return (parts.counts, parts.starts, parts.offsets, lengths, parts.offsets, *numbers)
+    slots = [(slot,) * len(lengths) for slot in (row_slot, part_slot)]
+    return (parts.counts, parts.starts, parts.offsets, lengths, parts.offsets, *slots)
 
 
-def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | None, replicas: int) -> Part:
-    """Read the part of a replica from the table; without a table all replicas have `rows` rows."""
+def table_of_batch(
+    parts: PartRows, lengths: tuple[int, ...], first_row: int, has_seen: tuple[bool, ...]
+) -> tuple[Any, ...]:
+    """Return the table for one launch of a batch of `f.over`, as a part of one call over the rows of all batches.
+
+    `first_row` is the number of the batch's first row among these; `has_seen` tells which replicas had rows of earlier
+    batches. Instead of a number of rows seen, the table holds 1: few tables differ, so most of them are placed already.
+    """
+    counts, starts, offsets, lengths, _, *slots = part_table(parts, lengths)
+    first_rows = starts if not first_row else tuple([first_row + start for start in starts])
+    seen = tuple([int(had or offset > 0) for had, offset in zip(has_seen, offsets, strict=True)])
+    return (counts, first_rows, offsets, lengths, seen, *slots)
+
+
+def part_of(
+    table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | None, replicas: int, count: int | None = None
+) -> Part:
+    """Read the part of a replica from the table; without a table all replicas have `rows` rows.
+
+    `count` is the number of rows of each part, if all have as many.
+    """
     if table is None:
         first_row, total = (rank, None) if rows is None else (rank * rows, rows * replicas)
         return Part(rank, rows, first_row, 0, 0, 1.0 / replicas, 1.0, 0, 0, total=total)
     table, real = jnp.asarray(table), jnp.result_type(float)
     # One look-up for all rows of the table: JAX takes a millisecond to trace each `numbers[rank]`.
     column = lax.split(lax.dynamic_index_in_dim(table, rank, 1, keepdims=False), (1,) * TABLE_ROWS)
-    count, first_row, offset, length, seen, row_slot, part_slot, ended = (number.reshape(()) for number in column)
-    float_count, lengths = count.astype(real), table[LENGTHS]
+    own_count, first_row, offset, length, seen, row_slot, part_slot = (number.reshape(()) for number in column)
+    float_count, lengths = own_count.astype(real), table[LENGTHS]
     total = lengths.sum(dtype=jnp.int32)
     return Part(
         rank=rank,
-        count=count,
+        count=own_count if count is None else count,
         first_row=first_row,
         offset=offset,
         seen=seen,
@@ -138,16 +150,8 @@ def part_of(table: jax.Array | np.ndarray | None, rank: jax.Array, rows: int | N
         row_slot=row_slot,
         part_slot=part_slot,
         present=lengths > 0,
-        ended=ended,
         total=total,
     )
-
-
-def part_of_many(part: Part, position: jax.Array) -> tuple[Part, jax.Array]:
-    """Return the part as one of all batches of `f.over`, which are one selection; and the position after it."""
-    count = part.count.astype(jnp.result_type(float))
-    part = part._replace(first_row=part.first_row + position[0], seen=position[1], weight=count)
-    return part, jnp.stack([position[0] + part.ended, jnp.maximum(position[1], part.count)])
 
 
 def arrays_of(call: CallSpec, values: Sequence[jax.Array]) -> PartArrays:

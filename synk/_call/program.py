@@ -319,17 +319,22 @@ class ProgramBuilder:
         ]
 
     def accumulate(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-        """Add the states of one more part to those so far; a part without rows changes nothing."""
+        """Add the states of one more part to those so far; a part without rows changes nothing.
+
+        States so far may have an axis of size 1 in front, and keep it.
+        """
         states: list[jax.Array] = []
         merged = self._merge(before, new, part)
         for i, (leaf, reduction) in enumerate(zip(new, self.reductions, strict=True)):
+            front = before[i].ndim - leaf.ndim
+            leaf = lax.expand_dims(leaf, range(front))
             if i in merged:
                 states.append(merged[i])
             elif i in self.kept:
                 states.append(leaf)
             elif reduction.collective in ("gather", "stay"):
                 slot = part.row_slot if reduction.has_row_entries else part.part_slot
-                states.append(lax.dynamic_update_slice_in_dim(before[i], leaf, slot, 0))
+                states.append(lax.dynamic_update_slice_in_dim(before[i], leaf, slot, front))
             else:
                 both = reduction.accumulate(before[i], leaf)
                 # States begin with zeros, which is the identity of sums alone.
@@ -346,8 +351,9 @@ class ProgramBuilder:
                 continue
             places = [len(self.from_first) + self.combined.index(i) for i in merge.leaves]
             if all(self.reductions[i].collective == "merge" for i in places):
-                pair = [before[i] for i in places], [new[i] for i in places]
-                states |= zip(places, merge.merge_present(*pair, part.seen > 0, part.count > 0), strict=True)
+                pair = [before[i].reshape(new[i].shape) for i in places], [new[i] for i in places]
+                both = merge.merge_present(*pair, part.seen > 0, part.count > 0)
+                states |= {i: state.reshape(before[i].shape) for i, state in zip(places, both, strict=True)}
         return states
 
     def _run_slices(

@@ -13,11 +13,12 @@ from .._base.errors import SynkError
 from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
 from .._call.compiler import Compiler
-from .._call.execute import ReadyCall, check_variables, leaves_taken, place_table, rows_taken, run, values_of
+from .._call.execute import ReadyCall, check_variables, leaves_taken, rows_taken, run, values_of
 from .._call.kinds import MOST_ROWS, check_row_count, start
-from .._call.parts import split_into_launches
+from .._call.parts import split_into_launches, table_of_batch
 from .._call.plan import CallPlan, Site
 from .._call.rows import Rows
+from .._data.transfer import PartRows
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import run_collective
 from .._runtime.layout import constant, layouts, put
@@ -89,10 +90,8 @@ class Accumulation:
         read_leaves, rows = leaves_taken(ready, states, plan.reads[0]), rows_taken(ready)
         compiler = _compiler(plan)
         num_sums = len(compiler.carry)
-        launches = split_into_launches(lengths, ready.num_slices)
-        for number, parts in enumerate(launches, 1):
-            table = place_table(ready, parts, ended=sum(lengths) if number == len(launches) else 0)
-            values = [*values_of(ready, rows, parts), table]
+        for parts in split_into_launches(lengths, ready.num_slices):
+            values = [*values_of(ready, rows, parts), self._place_table(ready, parts)]
             results = run(self._function.name, plan.program_of(parts), [*read_leaves, self._sums, values])
             self._sums = results[:num_sums]
             self._has_rows |= np.array(parts.counts) > 0
@@ -101,10 +100,21 @@ class Accumulation:
         self._rows += sum(lengths)
         self._batches += 1
 
+    def _place_table(self, ready: ReadyCall, parts: PartRows) -> jax.Array:
+        """Bring every replica the table of one launch."""
+        group, lengths = ready.group, ready.rows.lengths
+        assert lengths is not None
+        first_row = self._rows if _compiler(ready.plan).uses_rank else 0
+        table = table_of_batch(parts, lengths, first_row, tuple(self._has_rows.tolist()))
+        # Numbers of rows are others in each batch.
+        if first_row:
+            return put(group, np.array(table, np.int32), "replicated")
+        return constant(group, "replicated", table, "int32")
+
     def _check(self, ready: ReadyCall, states: dict[Shared, VariableState], rows: int) -> None:
         """Check that a batch finds the values, and gives the shapes, that the first batch had."""
         name, new = ready.function.name, _compiler(ready.plan)
-        if self._rows + rows > MOST_ROWS and (new.builder.first.uses_rank or True in new.kept_kinds):
+        if self._rows + rows > MOST_ROWS and (new.uses_rank or True in new.kept_kinds):
             raise ValueError(
                 f"{name}.over: rows beyond {MOST_ROWS} have no number in int32. Do without row numbers, and without "
                 f"what keeps all rows."
@@ -150,8 +160,7 @@ class Accumulation:
             placed = [put(ready.group, positions, "replicated") for positions in order.values()]
             placed.append(constant(ready.group, "replicated", rows, jnp.result_type(float).name))
             placed.append(constant(ready.group, "replicated", tuple(self._has_rows.tolist()), "bool"))
-            # The last sum is a position among the rows, which only a next batch needs.
-            values = run(name, program, [[*self._sums[:-1], *kept], placed])
+            values = run(name, program, [[*self._sums, *kept], placed])
             self._function.stats.calls += 1
         if self._function.refuses_nan and not all(map(is_finite, values)):
             raise FloatingPointError(f"{name}.over: its outputs are not finite.")

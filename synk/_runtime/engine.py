@@ -21,7 +21,7 @@ def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "s
       group: the replicas.
       body: takes and returns the arrays of one replica.
       ins: the layouts of the global arguments.
-      outs: the layouts of the global results, stacked or replicated.
+      outs: the layouts of the global results.
       engine: an entry of `ENGINES`.
     """
     if group.is_simulated and group.size > 1:
@@ -67,7 +67,11 @@ def _by_pmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
         out_axes=_axes(outs),
     )
     ranks = np.arange(group.size, dtype=np.int32)
-    return lambda *args: mapped(ranks, *_per_replica(group, args, ins))
+
+    def call(*args: jax.Array) -> tuple[jax.Array, ...]:
+        return _of_replicas(mapped(ranks, *_per_replica(group, args, ins)), outs)
+
+    return call
 
 
 def _by_vmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
@@ -75,7 +79,8 @@ def _by_vmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
 
     def call(*args: jax.Array) -> tuple[jax.Array, ...]:
         results = mapped(*_per_replica(group, args, ins))
-        return tuple(r if layout == "stacked" else r[0] for r, layout in zip(results, outs, strict=True))
+        results = [r[0] if layout == "replicated" else r for r, layout in zip(results, outs, strict=True)]
+        return _of_replicas(results, outs)
 
     return call
 
@@ -91,6 +96,12 @@ def _per_replica(group: Group, args: Sequence[jax.Array], layouts: Layouts) -> l
         a.reshape(n, len(a) // n, *a.shape[1:]) if layout == "rows" else a
         for a, layout in zip(args, layouts, strict=True)
     ]
+
+
+def _of_replicas(results: Sequence[jax.Array], layouts: Layouts) -> tuple[jax.Array, ...]:
+    """Reshape results with an entry a replica on axis 0 to arrays of layout "rows" where they are to be some."""
+    pairs = zip(results, layouts, strict=True)
+    return tuple(r.reshape(r.shape[0] * r.shape[1], *r.shape[2:]) if layout == "rows" else r for r, layout in pairs)
 
 
 ENGINES: dict[str, Callable[[Group, Body, Layouts, Layouts], Body]] = {

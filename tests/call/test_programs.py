@@ -83,6 +83,27 @@ def test_then_adds_none():
     assert collectives(f, numbers(8)) == ["all-reduce"]
 
 
+@pytest.mark.parametrize(
+    "call", [lambda f, x: f.over(x, batches=[8, slice(8, 16)]), lambda f, x: f(x, num_slices=2)], ids=["over", "slices"]
+)
+def test_sums_grow_in_place(monkeypatch, call):
+    """The programs that add batches or slices up copy no sum: they write it where it was."""
+    texts, compile = [], jax.stages.Lowered.compile
+
+    def noted(lowered, *args, **kwargs):
+        compiled = compile(lowered, *args, **kwargs)
+        texts.append(compiled.as_text())
+        return compiled
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", noted)
+    f = synk.function(lambda x: (x.sum(0), x.mean(), x.max(0), x.any()), outputs=("sum", "mean", "max", "any"))
+    call(f, numbers(16, 3))
+    adding = [text for text in texts if text.count("may-alias") == 4]
+    assert len(adding) == 1
+    # What a program copies is its token, a number that depends on nothing.
+    assert re.findall(r"= (\S+) copy\(", adding[0].partition("ENTRY")[2]) == ["s32[1]{0}"]
+
+
 def test_one_replica_does_not_communicate():
     """There is nobody to talk to."""
     with group_of("devices", 1):
