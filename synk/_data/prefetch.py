@@ -27,9 +27,9 @@ class Prefetch(Iterator[R], Generic[T, R]):
     """An iterator of results that takes items of its source early; made by `synk.prefetch` and `f.iterate`.
 
     `next` launches the call of one item. While the call runs, `next` takes the following items from the source and
-    sends their rows. The source is asked on the thread of the loop. An error of the source is raised when the loop
-    comes to its item. Leaving the loop, `close()` or the end of a `with` block drops the items taken early. `len` gives
-    the number of items, if the source has a `len`.
+    sends their rows. An item that is due as soon as it is taken is launched as it is. The source is asked on the thread
+    of the loop. An error of the source is raised when the loop comes to its item. Leaving the loop, `close()` or the
+    end of a `with` block drops the items taken early. `len` gives the number of items, if the source has a `len`.
 
     Example:
       >>> import numpy as np, synk
@@ -41,19 +41,22 @@ class Prefetch(Iterator[R], Generic[T, R]):
     def __init__(
         self,
         source: Iterable[Any],
-        prepared: Iterable[T],
+        items: Iterable[T],
         launch: Callable[[T], R],
         size: int,
         name: str,
         refuse: Callable[[], None],
+        *,
+        take_early: Callable[[T], T] | None = None,
     ) -> None:
-        """Give what `launch` returns for each prepared item of `source`, and take up to `size` of them early.
+        """Give what `launch` returns for each item, and take up to `size` of them early.
 
-        `name` is what messages call the option `size`. `refuse` raises where no item may be asked for.
+        `source` is what they are made of. `name` is what messages call the option `size`. `refuse` raises where no item
+        may be asked for. `take_early` makes an item ready to wait until it is due.
         """
         self._size = checked_integer(size, name, wanted="give an integer >= 0, where 0 takes nothing early")
-        self._launch, self._refuse = launch, refuse
-        self._items: Iterator[T] | None = iter(prepared)
+        self._launch, self._refuse, self._early = launch, refuse, take_early
+        self._items: Iterator[T] | None = iter(items)
         self._ready: deque[tuple[T | None, BaseException | None]] = deque()
         self._length = None
         if isinstance(source, Sized):
@@ -91,32 +94,39 @@ class Prefetch(Iterator[R], Generic[T, R]):
                     del error
             result = self._launch(item)  # type: ignore[arg-type]  # without an error there is an item
             for _ in range(self._size - len(self._ready)):
-                self._take_item()
+                self._take_item(early=True)
             return result
         except BaseException:
             # Ctrl-C too: a loop that went on would miss the item that was under way.
             self.close()
             raise
 
-    def _take_item(self) -> None:
-        """Take one more prepared item; keep an error until the loop comes to its item."""
+    def _take_item(self, early: bool = False) -> None:
+        """Take one more item; keep an error until the loop comes to its item."""
         if self._items is None:
             return
         try:
-            self._ready.append((next(self._items), None))
+            item = next(self._items)
+            if early and self._early is not None:
+                item = self._early(item)
+            self._ready.append((item, None))
         except KeyboardInterrupt:
             raise
         except StopIteration:
-            self._items = None
+            self._let_go()
         except BaseException as error:
-            self._items = None
+            self._let_go()
             self._ready.append((None, error))
 
     def close(self) -> None:
         """Drop the items that were taken early, and let go of the source; nothing more comes."""
         self._unused_call = ""
-        self._items = None
+        self._let_go()
         self._ready.clear()
+
+    def _let_go(self) -> None:
+        """Let go of the source, and of what makes its items."""
+        self._items = self._early = None
 
     def __enter__(self) -> Prefetch[T, R]:
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
@@ -34,9 +34,9 @@ from .._check.views import view_of_absent
 from .._data.prefetch import Prefetch
 from .._explain.explain import explain, measure
 from .._explain.report import Explanation
-from .._loops.iterate import Prepared, launch, prepare_batches, warn_of_keys
+from .._loops.iterate import Batches, LoopCall, check_batches, launch, warn_of_keys
 from .._loops.over import Accumulation
-from .._loops.stream import prepare_items
+from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
@@ -239,17 +239,17 @@ class Function:
           [6, 9]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        prepared = self._batches("iterate", (args, kwargs), batches, options)
-        return self._loop("iterate", batches, prepared, prefetch, self._launch)
+        rows = self._batches("iterate", (args, kwargs), batches, options)
+        return self._loop("iterate", batches, rows, prefetch, options)
 
     def _batches(
         self,
         member: Literal["iterate", "over"],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        batches: Iterable[Any],
+        batches: Any,
         options: CallOptions,
-    ) -> Iterator[Prepared]:
-        """Check positional and keyword arguments of a loop, and make a call ready for each batch."""
+    ) -> Batches:
+        """Check positional and keyword arguments of a loop over batches, and return what makes its calls."""
         name, group = f"{self.name}.{member}", current_group()
         if not any(arguments) and any(p.default is p.empty for p in self._binder.parameters.values()):
             instead = "stream(loader)" if member == "iterate" else "over(source=loader)"
@@ -261,29 +261,23 @@ class Function:
         group._refuse_if_absent(name)
         if member == "iterate":
             warn_of_keys(name, bound, "synk.each(jax.random.split(key, number_of_batches))")
-        return prepare_batches(self._spec, bound, options, group, name, batches)
+        return check_batches(self._spec, bound, options, group, name, batches)
 
-    def _items(
-        self, member: Literal["stream", "over"], source: Iterable[Any], options: CallOptions
-    ) -> Iterator[Prepared]:
-        """Make a call ready for each item of a loader."""
+    def _items(self, member: Literal["stream", "over"], options: CallOptions) -> Items:
+        """Return what makes the calls of a loop over a loader."""
         name, group = f"{self.name}.{member}", current_group()
         check_slices(options.num_slices, self.name)
         self._refuse(member)
         group._refuse_if_absent(name)
-        return prepare_items(self._spec, self._binder, options, group, name, source)
+        return Items(self._spec, self._binder, options, group, name)
 
     def _loop(
-        self,
-        member: str,
-        source: Iterable[Any],
-        prepared: Iterator[Prepared],
-        prefetch: int,
-        call: Callable[[BoundArguments, CallOptions], PyTree],
-    ) -> Prefetch[Prepared, PyTree]:
-        """Return an iterator whose `next` runs `call` with the next item, and prepares up to `prefetch` more."""
+        self, member: str, source: Iterable[Any], items: Batches | Items, prefetch: int, options: CallOptions
+    ) -> Prefetch[LoopCall, PyTree]:
+        """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
-        return Prefetch(source, prepared, partial(launch, call, count()), prefetch, name, refuse)
+        run = partial(launch, self._launch, options, count())
+        return Prefetch(source, items.calls(source), run, prefetch, name, refuse, take_early=items.take_early)
 
     @public_api
     def stream(
@@ -325,7 +319,7 @@ class Function:
           [6.0, 6.0, 3.0]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        return self._loop("stream", source, self._items("stream", source, options), prefetch, self._launch)
+        return self._loop("stream", source, self._items("stream", options), prefetch, options)
 
     @public_api
     def over(
@@ -350,7 +344,8 @@ class Function:
           batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
           source: instead of arguments and batches, an iterable of the arguments of each batch, as `stream` takes them:
             a `torch.utils.data.DataLoader`, a generator.
-          prefetch: how many batches to take early.
+          prefetch: as for `iterate`, without effect: each batch is launched as soon as it is taken, and the next one is
+            taken while it runs.
 
         Returns:
           As a call.
@@ -378,14 +373,18 @@ class Function:
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
         total = Accumulation(Site(self._spec, self._plans, current_group()))
         if batches is not None:
-            items, prepared = batches, self._batches("over", (args, kwargs), batches, options)
+            calls = self._batches("over", (args, kwargs), batches, options).calls(batches)
         elif args or kwargs:
             raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
         else:
             assert source is not None
-            items, prepared = source, self._items("over", source, options)
-        for _ in self._loop("over", items, prepared, prefetch, total.add):
-            pass
+            calls = self._items("over", options).calls(source)
+        checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
+        turns = count()
+        for call in calls:
+            total.add(call.arguments, options._replace(batch=call.batch, turn=next(turns)))
+            # While the source makes the next batch, memory need not hold this one.
+            del call
         return total.result()
 
     def _bind(

@@ -67,20 +67,30 @@ def each(values: Iterable[Any]) -> Any:
     return PerBatch(values)
 
 
-class Prepared(NamedTuple):
-    """The arguments of one call of a loop, made ready early.
+class LoopCall(NamedTuple):
+    """One call of a loop.
+
+    Attributes:
+      arguments: its arguments.
+      batch: the rows that it picks from them, as in a call.
+      early: what was done for it before it is due, if it was taken early.
+    """
+
+    arguments: BoundArguments
+    batch: Any = None
+    early: "TakenEarly | None" = None
+
+
+class TakenEarly(NamedTuple):
+    """Rows of a call that were picked before it is due.
 
     Attributes:
       batches: the arguments of the loop.
-      batch: a copy of the user's batch, if its rows may have to be picked again.
-      arguments: the arguments before rows were picked.
-      picked: the arguments with the rows of this batch; None if picking failed, which the call tries again.
+      picked: the arguments with the rows of the batch; None if picking failed, which the call tries again.
       writes: how often the source and the loop had written to the data of the loop.
     """
 
     batches: "Batches"
-    batch: Any
-    arguments: BoundArguments
     picked: BoundArguments | None
     writes: tuple[int, int]
 
@@ -88,8 +98,9 @@ class Prepared(NamedTuple):
 class Batches:
     """The arguments of a loop, from which each batch picks rows.
 
-    Rows of arrays and of data in host memory are picked as soon as the batch is there. Rows of data on the devices are
-    picked by the call. An item of a stream is a loop of one batch, whose arguments came from the source.
+    A call that is due picks its rows itself. For one that is taken early, rows of arrays and of data in host memory are
+    picked at once, and rows of data on the devices by the call. An item of a stream is a loop of one batch, whose
+    arguments came from the source.
     """
 
     def __init__(
@@ -121,19 +132,25 @@ class Batches:
         self._writes = (0, 0)
         self._count_rows()
 
-    def prepare_all(self, batches: Iterable[Any]) -> Generator[Prepared]:
-        """Make a call ready for each batch, when it is asked for."""
+    def calls(self, batches: Iterable[Any]) -> Generator[LoopCall]:
+        """Yield the call of each batch, when it is asked for."""
         try:
             for batch in batches:
-                values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
+                arguments = self.bound
+                if self._values:
+                    values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
+                    arguments = _with_values(arguments, values)
                 self._note_writes(by_source=True)
-                yield self.prepare(batch, values)
+                yield LoopCall(arguments, batch)
         finally:
             self._note_writes(by_source=True)
 
-    def prepare(self, batch: Any, values: dict[int, Any]) -> Prepared:
-        """Pick the rows of a batch that lie on the host; `values` are those of `synk.each`, by leaf."""
-        arguments, picked = _with_values(self.bound, values), None
+    def take_early(self, call: LoopCall) -> LoopCall:
+        """Pick the rows of a batch that lie on the host, for a call that is not due yet."""
+        batch, arguments, picked = call.batch, call.arguments, None
+        if self._values:
+            # The owner of a value of `synk.each` may write the following one there.
+            arguments = _with_values(arguments, {i: copied(arguments.leaves[i]) for i in self._values})
         is_picked_again = bool(self._data or self.on_devices or self.meets_others)
         # The source may write its next batch where this one lies.
         kept = deepcopy(batch) if is_picked_again else None
@@ -143,22 +160,22 @@ class Batches:
             # The loop may write to the data before the call, and other processes wait for an answer in the call.
             if not is_picked_again:
                 raise
-        return Prepared(self, kept, arguments, picked, self._writes)
+        return LoopCall(arguments, kept, TakenEarly(self, picked, self._writes))
 
-    def current(self, item: Prepared) -> BoundArguments:
+    def current(self, call: LoopCall, early: TakenEarly) -> BoundArguments:
         """Return the arguments of a call that is due; pick rows again if the loop has written to their data."""
         # An item of a stream has the rows that were there when it was taken, whoever writes to its data afterwards.
         self._note_writes(by_source=self._is_item)
-        is_written_by_source, is_written_by_loop = [a != b for a, b in zip(item.writes, self._writes, strict=True)]
+        is_written_by_source, is_written_by_loop = [a != b for a, b in zip(early.writes, self._writes, strict=True)]
         if is_written_by_source and (is_written_by_loop or self._is_read_by_call):
             raise SynkError(
                 f"{self.name}: data that a call reads was written after its item was taken early. Give prefetch=0, "
                 f"which takes an item when the loop comes to it."
             )
-        if item.picked is not None and not is_written_by_loop:
-            return item.picked
+        if early.picked is not None and not is_written_by_loop:
+            return early.picked
         try:
-            return self._pick(item.batch, item.arguments)
+            return self._pick(call.batch, call.arguments)
         except Exception:
             if self.meets_others:
                 refuse_together(self.group, self.function.name)
@@ -173,7 +190,7 @@ class Batches:
             self._writes = (source + by_source, loop + (not by_source))
 
     def _next_value(self, i: int, iterator: Iterator[Any]) -> Any:
-        """Take the next value of `synk.each`, and copy it: its owner may write the following one there."""
+        """Take the next value of `synk.each`."""
         argument = self.bound.spec.names[i]
         value = next(iterator, _END)
         if value is _END:
@@ -187,7 +204,7 @@ class Batches:
                 f"{self.name}: synk.each gives argument {argument} a {type(value).__name__}. Give it a tree of "
                 f"synk.each instead, one for each array."
             )
-        return copied(as_keys(value[:], value._key) if isinstance(value, Data) else value)
+        return as_keys(value[:], value._key) if isinstance(value, Data) else value
 
     def _is_on_devices(self, source: Any) -> bool:
         """Check whether the call itself picks the rows of a source."""
@@ -233,10 +250,10 @@ class Batches:
         return as_keys(rows, self._keys[i])
 
 
-def prepare_batches(
-    function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str, batches: Iterable[Any]
-) -> Iterator[Prepared]:
-    """Check the arguments of a loop, and make a call ready for each batch when it is asked for."""
+def check_batches(
+    function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str, batches: Any
+) -> Batches:
+    """Check the arguments of a loop over batches, and return what makes its calls."""
     if not isinstance(batches, Iterable):
         raise TypeError(f"{name}: batches is {shown(batches)}; give an iterable of batches, e.g. synk.minibatches.")
     for i in bound.spec.scattered:
@@ -248,15 +265,18 @@ def prepare_batches(
     rows = Batches(function, bound, options, group, name)
     if not rows.picked:
         raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
-    return rows.prepare_all(batches)
+    return rows
 
 
-def launch(call: Callable[[BoundArguments, CallOptions], PyTree], numbers: Iterator[int], item: Prepared) -> PyTree:
-    """Call a function with a prepared item. `numbers` gives the item's number in the loop, for messages."""
-    rows = item.batches
-    bound = rows.current(item)
-    batch = item.batch if rows.on_devices else None
-    return call(bound, rows.options._replace(batch=batch, turn=next(numbers)))
+def launch(
+    run: Callable[[BoundArguments, CallOptions], PyTree], options: CallOptions, numbers: Iterator[int], call: LoopCall
+) -> PyTree:
+    """Run a call of a loop that is due. `numbers` gives its number in the loop, for messages."""
+    bound, batch, early = call
+    if early is not None:
+        bound = early.batches.current(call, early)
+        batch = batch if early.batches.on_devices else None
+    return run(bound, options._replace(batch=batch, turn=next(numbers)))
 
 
 def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:

@@ -10,37 +10,50 @@ from .._call.binding import ArgumentBinder, BoundArguments, CallOptions
 from .._call.spec import FunctionSpec
 from .._data.sources import copied
 from .._runtime.group import Group
-from .iterate import Batches, PerBatch, Prepared, warn_of_keys
+from .iterate import Batches, LoopCall, PerBatch, warn_of_keys
 
 
-def prepare_items(
-    function: FunctionSpec, binder: ArgumentBinder, options: CallOptions, group: Group, name: str, source: Iterable[Any]
-) -> Iterator[Prepared]:
-    """Make a call ready for each item of a source, when it is asked for; `name` is for messages."""
-    if not isinstance(source, Iterable):
-        raise TypeError(f"{name}: its source is {shown(source)}; give an iterable of arguments, e.g. a data loader.")
-    last_keys: list[Any] = []
+class Items:
+    """Maker of the calls of a loop over a source, whose items bring the arguments; `name` is for messages."""
 
-    def prepare(item: Any) -> Prepared:
-        bound = _bind(binder, item)
+    def __init__(
+        self, function: FunctionSpec, binder: ArgumentBinder, options: CallOptions, group: Group, name: str
+    ) -> None:
+        self._function, self._binder, self._options, self._group, self._name = function, binder, options, group, name
+        self._last_keys: list[Any] = []
+
+    def calls(self, source: Iterable[Any]) -> Iterator[LoopCall]:
+        """Return an iterator of the call of each item, which comes when it is asked for."""
+        if not isinstance(source, Iterable):
+            raise TypeError(
+                f"{self._name}: its source is {shown(source)}; give an iterable of arguments, e.g. a data loader."
+            )
+        return map(self._call, source)
+
+    def _call(self, item: Any) -> LoopCall:
+        bound, name = _bind(self._binder, item), self._name
         keys = [leaf for leaf in bound.leaves if is_prng_key(leaf)]
-        if keys and len(keys) == len(last_keys) and all(map(is_, keys, last_keys)):
+        if keys and len(keys) == len(self._last_keys) and all(map(is_, keys, self._last_keys)):
             warn_of_keys(name, bound, "split the key as the loader goes on, as synk.each does for iterate")
-        last_keys[:] = keys
+        self._last_keys = keys
         for leaf, argument in zip(bound.leaves, bound.spec.names, strict=True):
             if isinstance(leaf, PerBatch):
                 raise ValueError(
                     f"{name}: argument {argument} is synk.each, which gives a value for each batch of iterate or over. "
                     f"Put the value itself into each item."
                 )
-        # The loader may write its next item where this one lies. Rows are copied when they are picked.
+        return LoopCall(bound)
+
+    def take_early(self, call: LoopCall) -> LoopCall:
+        """Copy the arguments of a call that is not due yet: the loader may write its next item where this one lies."""
+        bound = call.arguments
+        # Rows are copied when they are picked.
         leaves = list(bound.leaves)
         for i in bound.spec.broadcast:
             leaves[i] = copied(leaves[i])
-        rows = Batches(function, bound._replace(leaves=leaves), options, group, name, is_item=True)
-        return rows.prepare(None, {})
-
-    return map(prepare, source)
+        bound = bound._replace(leaves=leaves)
+        rows = Batches(self._function, bound, self._options, self._group, self._name, is_item=True)
+        return rows.take_early(LoopCall(bound))
 
 
 def _bind(binder: ArgumentBinder, item: Any) -> BoundArguments:

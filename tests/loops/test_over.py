@@ -1,6 +1,7 @@
 """Over: many batches of any sizes give the answer of one call over all their rows, and combine once."""
 
 import re
+import weakref
 from functools import partial
 from typing import Any
 
@@ -171,6 +172,19 @@ def test_rows_without_numbers(monkeypatch):
         assert_same(synk.function(lambda x: x.max(0), reduce="max").over(X, batches=batches), X.max(0))
 
 
+@pytest.mark.parametrize(("fn", "op", "count"), [(jnp.sum, "sum", 0), (stats.argmax, "merge", 2)])
+def test_only_who_asks_is_told_row_numbers(monkeypatch, fn, op, count):
+    """They differ from batch to batch, so they travel; all else that a launch is told has been told before."""
+    told = []
+    put = over.put
+    monkeypatch.setattr(over, "put", lambda group, value, layout: told.append(value.shape) or put(group, value, layout))
+    with group_of("devices", 2):
+        f = synk.function(fn, reduce=op)
+        x = np.append(X[:29, 0], 9).astype(np.float32)
+        assert_same(f.over(x, batches=[slice(0, 10), slice(10, 20), slice(20, 30)]), f.serial(x))
+    assert len(told) == count
+
+
 def test_refused_batches():
     """No batch, no row, rows that are not there; what is no iterable of batches."""
     with group_of("devices", 2):
@@ -282,6 +296,40 @@ class TestSources:
         assert float(f.over(source=loader())) == 0 * 4 + 1 * 4 + 2
         assert float(f.over(source=loader())) == 6
 
+    def test_each_item_is_run_before_the_next_is_asked_for(self, group):
+        """So nothing of it is copied, and it may have its memory again."""
+        f = synk.function(lambda x: x.sum())
+        add, seen = jax.jit(lambda x: x + 1, donate_argnums=0), []
+
+        def loader(x):
+            for _ in range(4):
+                yield x
+                seen.append(f.stats.rows)
+                x = add(x)
+
+        def placed(rows):
+            return jax.device_put(jnp.zeros(rows), group.stacked if rows % group.size == 0 else None)
+
+        for rows in (2 * group.size, 2 * group.size + 1):
+            before = f.stats.rows
+            assert float(f.over(source=loader(placed(rows)))) == 6 * rows
+            assert [number - before for number in seen[-4:]] == [rows, 2 * rows, 3 * rows, 4 * rows]
+
+    def test_one_batch_in_memory(self, group):
+        """A batch is let go of before the next one is asked for."""
+        made, alive = [], []
+
+        def load(rows):
+            x = np.ones(rows, np.float32)
+            made.append(weakref.ref(x))
+            alive.append(sum(reference() is not None for reference in made))
+            return x
+
+        f = synk.function(lambda x: x.sum())
+        for _ in range(2):
+            f.over(source=map(load, [8, 8, 3, 8]))
+        assert alive == [1] * 8
+
     def test_what_is_refused(self, group):
         """In words that say what to write."""
         f = synk.function(lambda x, y: x.sum(), name="f")
@@ -290,6 +338,8 @@ class TestSources:
             f.over(batches=loader)
         with pytest.raises(TypeError, match=r"f\.iterate: batches pick rows.*f\.stream\(loader\)"):
             f.iterate(batches=loader)
+        with pytest.raises(ValueError, match=r"f\.over: prefetch is -1"):
+            f.over(source=loader, prefetch=-1)
         for wrong in (lambda: f.over(loader), lambda: f.over(batches=loader, source=loader)):
             with pytest.raises(TypeError, match=r"f\.over: give batches=, .* or source=, a loader"):
                 wrong()
