@@ -9,7 +9,7 @@ import numpy as np
 
 # On CPUs JAX uses memory of this alignment without a copy: https://github.com/jax-ml/jax/issues/4486
 ALIGNMENT = 64
-# Fewer bytes are cheaper to allocate than to keep.
+# Fewer bytes are cheaper to allocate than to keep, and cheaper to copy than to align.
 SMALL = 1 << 16
 # The most bytes that are kept for later.
 LIMIT = 1 << 29
@@ -20,36 +20,37 @@ _kept = 0
 _lock = threading.RLock()
 
 
-def acquire(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return uninitialised memory for an array. It is used again when the array and all its users are gone.
+def acquire(count: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Return uninitialised memory for some arrays of one shape, stacked. Large memory is used again later.
 
-    JAX may read this memory (on CPUs) or send it (elsewhere) long after a call returns. It holds a reference as long.
+    JAX may read this memory (on CPUs) or send it (elsewhere) long after a call returns. It holds a reference as long,
+    and only memory to which nothing refers is used again. Where they are large, each of the arrays is aligned.
     """
-    return acquire_parts(1, shape, dtype)[0]
-
-
-def acquire_parts(count: int, shape: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
-    """Return memory for several arrays of one shape, as `acquire` does for one."""
     size = prod(shape) * dtype.itemsize
-    if size < SMALL:
-        return [fresh(shape, dtype) for _ in range(count)]
     step = -(-size // ALIGNMENT) * ALIGNMENT
-    memory = _take(count * step)
-    # NumPy views refer to the last array of their chain. A memoryview makes `lease` the last one.
-    lease = np.frombuffer(memoryview(_aligned(memory, count * step)), np.uint8)  # type: ignore[arg-type]  # a buffer
-    weakref.finalize(lease, _give, memory).atexit = False
-    return [lease[at : at + size].view(dtype).reshape(shape) for at in range(0, count * step, step)]
+    if count * step < SMALL:
+        return np.empty((count, *shape), dtype)
+    return _lend(count * step).reshape(count, step)[:, :size].view(dtype).reshape(count, *shape)
 
 
 def fresh(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Return uninitialised aligned memory, which is not used again."""
-    size = prod(shape) * dtype.itemsize
-    return _aligned(np.empty(size + ALIGNMENT, np.uint8), size).view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, _allocate(prod(shape) * dtype.itemsize))
 
 
-def _aligned(memory: np.ndarray, size: int) -> np.ndarray:
+def _allocate(size: int) -> np.ndarray:
+    memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]
+
+
+def _lend(size: int) -> np.ndarray:
+    """Return memory that is given back when nothing refers to it or a view of it."""
+    memory = _take(size)
+    # NumPy views refer to the last array of their chain. A memoryview makes `lease` the last one.
+    lease = np.frombuffer(memoryview(memory), np.uint8)  # type: ignore[arg-type]  # a buffer
+    weakref.finalize(lease, _give, memory).atexit = False
+    return lease
 
 
 def _take(size: int) -> np.ndarray:
@@ -58,12 +59,12 @@ def _take(size: int) -> np.ndarray:
         if _free.get(size):
             _kept -= size
             return _free[size].pop()
-    return np.empty(size + ALIGNMENT, np.uint8)
+    return _allocate(size)
 
 
 def _give(memory: np.ndarray) -> None:
     global _kept
-    size = len(memory) - ALIGNMENT
+    size = len(memory)
     with _lock:
         if _kept + size > LIMIT:
             _free.clear()

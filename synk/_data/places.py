@@ -16,7 +16,7 @@ from .feed import InputFeed
 from .host_buffers import fresh
 from .overlap import Overlap, halo_of
 from .selection import IndexKind, Selection
-from .sources import HostSource, copy_rows
+from .sources import Copy, HostSource, copy_rows
 from .transfer import fill_parts
 
 PlaceName: TypeAlias = Literal["host", "scatter", "broadcast"]
@@ -104,7 +104,7 @@ def replicate_rows(
 
     def read(start: int, count: int) -> jax.Array:
         buffer = fresh((count, *source.shape[1:]), dtype)
-        copy_rows([Selection(None, start, count).into(buffer, source, 0)])
+        copy_rows(source, None, [Copy(buffer, start)])
         # CPU devices may share the buffer, to which nobody else writes.
         return put(group, buffer, "replicated")
 
@@ -129,7 +129,8 @@ def scatter_rows(
     is_all = copy is None or group.is_simulated
     ranks = [rank for rank in group._local_ranks if is_all or _overlaps(parts[rank], stale)]
     whole = fresh((len(ranks), parts[0].rows, *source.shape[1:]), dtype)
-    fill_parts([*whole], source, Selection(None, 0, rows), [parts[rank] for rank in ranks])
+    starts, counts = [parts[rank].start for rank in ranks], [parts[rank].rows for rank in ranks]
+    fill_parts(whole, source, Selection(None, 0, rows), starts, counts)
     if group.is_simulated:
         return put(group, whole, "stacked")
     placed = {} if copy is None else dict(zip(group._local_ranks, shards(group, copy), strict=True))

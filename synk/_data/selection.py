@@ -5,8 +5,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .sources import HostSource, Rows
-
 IndexKind: TypeAlias = Literal["slice", "gather"]
 
 
@@ -30,10 +28,6 @@ class Selection(NamedTuple):
     def with_copied_indexes(self) -> "Selection":
         """Copy the indexes, whose array the user may change."""
         return self if self.indexes is None else self._replace(indexes=self.indexes.copy())
-
-    def into(self, buffer: np.ndarray, source: HostSource, at: int) -> Rows:
-        """Fill a buffer with rows of the selection, from `at` on."""
-        return Rows(buffer, source, self.indexes, self.start + at)
 
 
 class ReplicaSelection(NamedTuple):

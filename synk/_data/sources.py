@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from mmap import mmap
 from typing import Any, NamedTuple, TypeAlias
@@ -22,6 +22,8 @@ from .._runtime.dispatch import LOCK
 BLOCK = 1 << 18
 # Bytes that pay for a second thread. Fewer are copied before it has woken up.
 SHARED = 1 << 22
+# The least bytes that a thread copies at a time.
+PIECE = 1 << 20
 # More threads do not read a machine's memory any faster.
 THREADS = 16
 # Bytes of consecutive rows that are read from a file at a time.
@@ -176,98 +178,101 @@ def _is_read_by_rows(value: Any) -> bool:
     return isinstance(value.shape, tuple) and len(value.shape) > 0
 
 
-class Rows(NamedTuple):
-    """Rows to copy into a buffer.
+class Copy(NamedTuple):
+    """A buffer and the rows to copy into it.
 
     Attributes:
       buffer: where the rows go; its length says how many.
-      source: where they come from.
-      indexes: the rows of the source that are selected; None for all of them, in order.
-      start: the first row to copy among the selected ones.
+      start: the first row, counted in the source or, where there are indexes, in these.
     """
 
     buffer: np.ndarray
-    source: HostSource
-    indexes: np.ndarray | None
     start: int
 
     @property
     def stop(self) -> int:
-        """Return the end of the rows among the selected ones."""
+        """Return the end of the rows."""
         return self.start + len(self.buffer)
 
-    def copy(self) -> None:
-        """Fill the buffer from an array in memory."""
-        buffer, source, stop = self.buffer, self.source, self.stop
-        assert not isinstance(source, Reader)
-        rows = slice(self.start, stop) if self.indexes is None else self.indexes[self.start : stop]
-        if isinstance(rows, slice):
-            buffer[...] = source[rows]
-        elif source.dtype == buffer.dtype and source.flags.c_contiguous and source.flags.aligned:
-            # The indexes were checked once; "clip" is the mode that neither checks nor copies again.
-            np.take(source, rows, axis=0, out=buffer, mode="clip")
-        else:
-            step = _rows_in(buffer, BLOCK)
-            for at in range(0, len(buffer), step):
-                buffer[at : at + step] = source[rows[at : at + step]]
 
-    def split(self, size: int) -> list[Rows]:
-        """Cut the copy into pieces of about `size` bytes."""
-        buffer, start, step = self.buffer, self.start, _rows_in(self.buffer, size)
-        return [self._replace(buffer=buffer[i : i + step], start=start + i) for i in range(0, len(buffer), step)]
-
-
-def _rows_in(buffer: np.ndarray, size: int) -> int:
-    """Return how many rows of a buffer have about `size` bytes."""
-    return max(1, size * len(buffer) // max(buffer.nbytes, 1))
-
-
-def copy_rows(parts: Sequence[Rows]) -> None:
-    """Copy the rows of all parts, which share source and selection, by as many threads as pay."""
+def copy_rows(source: HostSource, indexes: np.ndarray | None, copies: Sequence[Copy]) -> None:
+    """Fill buffers with rows of a source, or with those that the indexes name, by as many threads as pay."""
     # h5py and the like may not allow several threads.
-    if parts and isinstance(parts[0].source, Reader):
-        _read(parts[0].source, parts)
+    if isinstance(source, Reader):
+        _read(source, indexes, copies)
         return
-    total = sum(part.buffer.nbytes for part in parts)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(cores, THREADS, 2 * total // SHARED)
-    if workers < 2:
-        for part in parts:
-            part.copy()
+    total = sum([copy.buffer.nbytes for copy in copies])
+    workers = 1 if total < SHARED else min(_cores(), THREADS, 2 * total // SHARED)
+    if workers == 1:
+        _copy_all(source, indexes, iter(copies))
         return
     # NumPy releases the interpreter's lock while it copies. Several pieces a thread even out their speeds.
-    pieces = [piece for part in parts for piece in part.split(max(BLOCK, total // (4 * workers)))]
-    for _ in _threads().map(Rows.copy, pieces):
-        pass
+    size = max(PIECE, total // (8 * workers))
+    pieces = iter([piece for copy in copies for piece in _pieces(copy, size)])
+    # This thread is a worker too: the others may wake up late, or find no core.
+    futures = [_threads().submit(_copy_all, source, indexes, pieces) for _ in range(workers - 1)]
+    try:
+        _copy_all(source, indexes, pieces)
+    finally:
+        begun = [future for future in futures if not future.cancel()]
+        wait(begun)
+    for future in begun:
+        future.result()
 
 
-def _read(source: Reader, parts: Sequence[Rows]) -> None:
-    """Fill all parts from a file. Read each row once: a file unpacks a whole chunk for any of its rows."""
-    if (indexes := parts[0].indexes) is not None:
-        rows, at = source.find(np.concatenate([indexes[part.start : part.stop] for part in parts]))
-        for part in parts:
-            here, at = at[: len(part.buffer)], at[len(part.buffer) :]
-            part.buffer[...] = rows[here]
+def _copy_all(source: np.ndarray, indexes: np.ndarray | None, copies: Iterator[Copy]) -> None:
+    """Fill buffers from an array in memory. Threads that are given one iterator share its copies."""
+    for buffer, start in copies:
+        stop = start + len(buffer)
+        if indexes is None:
+            buffer[...] = source[start:stop]
+        elif source.dtype == buffer.dtype and source.flags.c_contiguous and source.flags.aligned:
+            # The indexes were checked once; "clip" is the mode that neither checks nor copies again.
+            source.take(indexes[start:stop], 0, buffer, "clip")
+        else:
+            for block in _pieces(Copy(buffer, start), BLOCK):
+                block.buffer[...] = source[indexes[block.start : block.stop]]
+
+
+def _pieces(copy: Copy, size: int) -> list[Copy]:
+    """Cut a copy into pieces of about `size` bytes."""
+    buffer, start = copy
+    step = max(1, size * len(buffer) // max(buffer.nbytes, 1))
+    return [Copy(buffer[i : i + step], start + i) for i in range(0, len(buffer), step)]
+
+
+def _read(source: Reader, indexes: np.ndarray | None, copies: Sequence[Copy]) -> None:
+    """Fill buffers from a file. Read each row once: a file unpacks a whole chunk for any of its rows."""
+    if indexes is not None:
+        rows, at = source.find(np.concatenate([indexes[copy.start : copy.stop] for copy in copies]))
+        for copy in copies:
+            here, at = at[: len(copy.buffer)], at[len(copy.buffer) :]
+            copy.buffer[...] = rows[here]
         return
-    for run in _runs(parts):
+    for run in _runs([piece for copy in copies for piece in _pieces(copy, AT_ONCE)]):
         first = run[0].start
-        rows = source[first : max(part.stop for part in run)]
-        for part in run:
-            part.buffer[...] = rows[part.start - first : part.stop - first]
+        rows = source[first : max(copy.stop for copy in run)]
+        for copy in run:
+            copy.buffer[...] = rows[copy.start - first : copy.stop - first]
 
 
-def _runs(parts: Sequence[Rows]) -> list[list[Rows]]:
-    """Group parts whose rows are consecutive, up to `AT_ONCE` bytes, since memory holds them twice."""
-    runs: list[list[Rows]] = []
+def _runs(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """Group copies whose rows are consecutive, up to `AT_ONCE` bytes, since memory holds them twice."""
+    runs: list[list[Copy]] = []
     stop = size = 0
-    for part in sorted(parts, key=lambda part: part.start):
-        size += part.buffer.nbytes
-        if not runs or part.start > stop or size > AT_ONCE:
+    for copy in sorted(copies, key=lambda copy: copy.start):
+        size += copy.buffer.nbytes
+        if not runs or copy.start > stop or size > AT_ONCE:
             runs.append([])
-            size = part.buffer.nbytes
-        runs[-1].append(part)
-        stop = max(stop, part.stop)
+            size = copy.buffer.nbytes
+        runs[-1].append(copy)
+        stop = max(stop, copy.stop)
     return runs
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache

@@ -1,6 +1,6 @@
 """Transfer: send the rows of a selection, picked by threads, as one array of the group."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -10,9 +10,9 @@ import numpy as np
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
 from .._runtime.layout import everywhere, is_everywhere, is_placed, put
-from .host_buffers import acquire, acquire_parts
+from .host_buffers import acquire
 from .selection import Selection
-from .sources import HostSource, Source, copied_on_device, copy_rows
+from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
 
 
 class PartRows(NamedTuple):
@@ -61,39 +61,44 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
             return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
-    shape, ranks = (max_rows * group.size, *source.shape[1:]), group._local_ranks
-    ranges = zip(part_rows.starts, part_rows.counts, strict=True)
+    row, size, ranks = source.shape[1:], group.size, group._local_ranks
     if group._has_one_device:
-        whole = acquire(shape, dtype)
-        fill_parts([whole[at : at + max_rows] for at in range(0, len(whole), max_rows)], source, selection, ranges)
+        whole = acquire(1, (max_rows * size, *row), dtype)[0]
+        fill_parts(whole.reshape(size, max_rows, *row), source, selection, part_rows.starts, part_rows.counts)
         # The compiled call sends a NumPy array to one device faster than a device_put does.
         return whole
-    parts = acquire_parts(len(ranks), (max_rows, *shape[1:]), dtype)
-    fill_parts(parts, source, selection, list(ranges)[ranks.start : ranks.stop])
+    first, stop = ranks.start, ranks.stop
+    parts = acquire(stop - first, (max_rows, *row), dtype)
+    fill_parts(parts, source, selection, part_rows.starts[first:stop], part_rows.counts[first:stop])
 
     def part_at(index: Any) -> np.ndarray:
-        return parts[(index[0].start or 0) // max_rows - ranks.start]
+        return parts[(index[0].start or 0) // max_rows - first]
 
-    return jax.make_array_from_callback(shape, group.stacked, part_at)
+    return jax.make_array_from_callback((max_rows * size, *row), group.stacked, part_at)
 
 
 def fill_parts(
-    parts: Sequence[np.ndarray], source: HostSource, selection: Selection, ranges: Iterable[tuple[int, int]]
+    parts: np.ndarray, source: HostSource, selection: Selection, starts: Sequence[int], counts: Sequence[int]
 ) -> None:
-    """Copy the rows of each part, given by (first row, number of rows), and fill the part up with real rows."""
-    # A process without rows has no real ones. Nothing reads its parts then.
-    if not selection.rows:
-        for part in parts:
-            part[:] = 0
+    """Copy each part the `counts` rows of the selection from `starts` on, and fill it up with real rows."""
+    # A process without rows has no real ones, and nothing reads its parts. One without replicas has no parts.
+    if not selection.rows or not len(parts):
+        parts[:] = 0
+        return
+    size, max_rows = parts.shape[:2]
+    first, rows = selection.start, size * max_rows
+    # Parts of consecutive rows are one copy.
+    if sum(counts) == rows == starts[-1] + max_rows - starts[0] and parts.flags.c_contiguous:
+        whole = parts.reshape(rows, *parts.shape[2:])
+        copy_rows(source, selection.indexes, [Copy(whole, first + starts[0])])
         return
     copies = [
-        selection.into(part[:count], source, start) if count else selection.into(part[:1], source, 0)
-        for part, (start, count) in zip(parts, ranges, strict=True)
+        Copy(part[:count], first + start) if count else Copy(part[:1], first)
+        for part, start, count in zip(parts, starts, counts, strict=True)
     ]
-    copy_rows(copies)
-    for part, copied in zip(parts, copies, strict=True):
-        if len(copied.buffer) < len(part):
-            part[len(copied.buffer) :] = part[:1]
+    copy_rows(source, selection.indexes, copies)
+    for part, (copied, _) in zip(parts, copies, strict=True):
+        part[len(copied) :] = part[:1]
 
 
 def send_index(group: Group, values: np.ndarray) -> Any:
@@ -114,8 +119,8 @@ def to_host(group: Group, source: Source) -> HostSource | None:
 
 def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np.ndarray:
     """Copy the rows of a selection to new host memory."""
-    buffer = acquire((selection.rows, *source.shape[1:]), dtype)
-    copy_rows([selection.into(buffer, source, 0)])
+    buffer = acquire(1, (selection.rows, *source.shape[1:]), dtype)[0]
+    copy_rows(source, selection.indexes, [Copy(buffer, selection.start)])
     return buffer
 
 

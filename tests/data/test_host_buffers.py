@@ -261,23 +261,46 @@ def test_memory_is_used_again(monkeypatch):
 def test_memory_is_aligned_and_ones_own():
     """While an array or a view of it lives, nobody else gets its memory; then the next does."""
     size = (1 << 17,)
-    one = host_buffers.acquire(size, np.dtype(np.float32))
+    [one] = host_buffers.acquire(1, size, np.dtype(np.float32))
     view, place = one[7:9].view(np.uint8), one.ctypes.data
     del one
-    other = host_buffers.acquire(size, np.dtype(np.float32))
+    [other] = host_buffers.acquire(1, size, np.dtype(np.float32))
     assert other.ctypes.data != place
     del view
-    assert host_buffers.acquire((2, 1 << 16), np.dtype(np.int32)).ctypes.data == place
+    assert host_buffers.acquire(2, (1 << 16,), np.dtype(np.int32)).ctypes.data == place
     assert place % 64 == other.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float32, jnp.int4])
+def test_memory_of_many_arrays(dtype):
+    """Each is aligned, also where their sizes are odd. One that is held holds the memory of all."""
+    parts = host_buffers.acquire(3, (12345, 3), np.dtype(dtype))
+    places = [part.ctypes.data for part in parts]
+    assert parts.shape == (3, 12345, 3) and parts.dtype == dtype
+    assert all(place % 64 == 0 for place in places)
+    for value, part in enumerate(parts):
+        part[...] = value
+    assert [np.unique(part.astype(int)).tolist() for part in parts] == [[0], [1], [2]]
+    part, parts = parts[1], None
+    assert host_buffers.acquire(3, (12345, 3), np.dtype(dtype)).ctypes.data != places[0]
+    del part
+    assert host_buffers.acquire(3, (12345, 3), np.dtype(dtype)).ctypes.data in places
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0,), ()])
+def test_memory_of_no_bytes(shape):
+    """Or of one number."""
+    assert host_buffers.acquire(2, shape, np.dtype(np.float32)).shape == (2, *shape)
+    assert host_buffers.fresh(shape, np.dtype(np.float32)).shape == shape
 
 
 def test_an_array_of_jax_keeps_its_memory():
     """Also once nothing but the device refers to it."""
-    x = host_buffers.acquire((1 << 17,), np.dtype(np.float32))
+    [x] = host_buffers.acquire(1, (1 << 17,), np.dtype(np.float32))
     x[...] = 1
     array = jax.device_put(x)
     del x
-    host_buffers.acquire((1 << 17,), np.dtype(np.float32))[...] = 2
+    host_buffers.acquire(1, (1 << 17,), np.dtype(np.float32))[...] = 2
     assert float(array.max()) == 1
 
 
@@ -287,10 +310,10 @@ def test_the_limit(monkeypatch):
     monkeypatch.setattr(host_buffers, "_kept", 0)
     monkeypatch.setattr(host_buffers, "LIMIT", 3 << 17)
     for sizes in ([1 << 17] * 5, [1 << 16, 1 << 17, 3 << 16], [1 << 20]):
-        arrays = [host_buffers.acquire((size,), np.dtype(np.uint8)) for size in sizes]
+        arrays = [host_buffers.acquire(1, (size,), np.dtype(np.uint8)) for size in sizes]
         del arrays
         kept = sum(size * len(free) for size, free in host_buffers._free.items())
         assert host_buffers._kept == kept <= host_buffers.LIMIT
     assert 1 << 20 not in host_buffers._free
-    host_buffers.acquire((100,), np.dtype(np.uint8))
+    host_buffers.acquire(1, (100,), np.dtype(np.uint8))
     assert 100 not in host_buffers._free

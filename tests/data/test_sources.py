@@ -1,6 +1,8 @@
 """Sources: whatever holds the rows, in whatever layout and dtype, they arrive exactly, and no file is read whole."""
 
 import warnings
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import synk
+from synk._data import sources
 
 from ..helpers import assert_same, chosen, group_of, numbers, slow
 
@@ -260,6 +263,55 @@ def test_many_bytes_are_not_held_twice(monkeypatch):
     with group_of("devices", 8):
         assert_same(rows(synk.data(source, place="scatter")), source.x)
     assert source.reads == [200] * 4
+
+
+class NeverBegins(Executor):
+    """Threads that find no core."""
+
+    def submit(self, *task):
+        return Future()
+
+
+class BeginsAtOnce(Executor):
+    """Threads that have copied all before the thread that calls comes to it."""
+
+    def submit(self, task, *args):
+        future = Future()
+        future.set_result(task(*args))
+        return future
+
+
+FORMS = {
+    "in order": lambda x: x,
+    "fortran": np.asfortranarray,
+    "byte-swapped": lambda x: x.astype(">f4"),
+    "unaligned": unaligned,
+    "backwards": lambda x: x[::-1],
+    "wide": lambda x: x.astype(np.float64),
+}
+
+
+@pytest.mark.parametrize("threads", [NeverBegins, BeginsAtOnce, lambda: ThreadPoolExecutor(3)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("batch", [None, slice(1, 1000), np.random.default_rng(0).permutation(1023)])
+def test_threads_share_a_copy(monkeypatch, threads, form, batch):
+    """By pieces of a few rows, whichever of them copy how many."""
+    sizes = {"SHARED": 1 << 12, "PIECE": 1 << 10, "BLOCK": 1 << 9, "_cores": lambda: 4, "_threads": cache(threads)}
+    for name, value in sizes.items():
+        monkeypatch.setattr(f"synk._data.sources.{name}", value)
+    x = FORMS[form](numbers(1023, 5))
+    with group_of("devices", 3):
+        assert_same(rows(x, batch=batch), chosen(x, batch).astype(np.float32))
+
+
+def test_an_error_of_a_thread_arrives(monkeypatch):
+    """Once the others have come to their end."""
+    pool, x = ThreadPoolExecutor(3), np.zeros((64, 64))
+    for name, value in {"SHARED": 1, "PIECE": 1, "_cores": lambda: 4, "_threads": lambda: pool}.items():
+        monkeypatch.setattr(sources, name, value)
+    with pytest.raises(ValueError, match="could not broadcast"):
+        sources.copy_rows(x, None, [sources.Copy(np.empty((64, 63)), 0)])
+    assert pool.submit(len, x).result() == 64
 
 
 @pytest.mark.parametrize("place", ["scatter", "broadcast"])
