@@ -265,7 +265,9 @@ def test_a_few_rows_written_to_many(kind, n):
 def test_what_profiles_call_a_program_of_synks_own(monkeypatch):
     """A range that begins with `synk.`."""
     ranges, annotation = [], jax.profiler.TraceAnnotation
-    monkeypatch.setattr(jax.profiler, "TraceAnnotation", lambda name: ranges.append(name) or annotation(name))
+    monkeypatch.setattr(
+        "synk._runtime.executable.TraceAnnotation", lambda name: ranges.append(name) or annotation(name)
+    )
     data = synk.data(numbers(100), place="broadcast")
     with group_of("devices", 1):
         for _ in range(2):
