@@ -82,19 +82,18 @@ def rows_of_resnet50(result):
             yield figure, f"{value:.4g}", wanted
 
 
+OF_CALLS = ("step of 6 leaves, awaited", "step of 6 leaves, eight", "step of 480", "synk's own", "more for")
+
+
 def rows_of_table(result):
     for row in result["results"]:
-        if row["figure"].startswith(
-            ("step of 6 leaves, a", "step of 480", "synk's own", "more for", "import", "first")
-        ):
-            value, unit, by_hand = row["synk"], row["unit"], row["hand"]
-            shown = f"{value:.3g} {unit}".strip()
+        if result["bench"] == "start" or row["figure"].startswith(OF_CALLS):
+            taken, by_hand = row["synk"], row["hand"]
+            value = f"{taken:.3g} {row['unit']}"
             if by_hand is not None:
-                less = value - by_hand
-                shown = (
-                    f"{less:+.0f} us" if "more for" in row["figure"] else f"{value / by_hand:.2f} ({less:+.3g} {unit})"
-                )
-            yield f"{row['figure']}, replicas {row['replicas']}: / by hand", shown, row["wanted"]
+                more = f"{taken - by_hand:+.3g} {row['unit']}".strip()
+                value = f"{more} than by hand" if "more for" in row["figure"] else f"{taken / by_hand:.2f} x ({more})"
+            yield f"{row['figure']}, replicas {row['replicas']}", value, row["wanted"]
 
 
 def rows_of_overhead(result):
