@@ -92,7 +92,9 @@ def rows_of_table(result):
             value = f"{taken:.3g} {row['unit']}"
             if by_hand is not None:
                 more = f"{taken - by_hand:+.3g} {row['unit']}".strip()
-                value = f"{more} than by hand" if "more for" in row["figure"] else f"{taken / by_hand:.2f} x ({more})"
+                value = f"{taken / by_hand:.2f} x ({more})"
+            if row["figure"].startswith("more"):
+                value = f"{taken:+.0f} us (by hand {by_hand:+.0f})"
             yield f"{row['figure']}, replicas {row['replicas']}", value, row["wanted"]
 
 
