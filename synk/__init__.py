@@ -20,19 +20,14 @@ from ._data.prefetch import prefetch
 from ._data.process_rows import local
 from ._data.row_keys import row_keys
 from ._distributed.init import close, group, init, simulate
-from ._distributed.preemption import preempted
 from ._function.decorator import function
 from ._function.function import Function
 from ._loops.iterate import each
 from ._reductions.monoid import Monoid
 from ._reductions.reduction import Weighted
 from ._runtime.group import Group
-from ._runtime.target import target
-from ._skeletons.pairs import pairs
-from ._skeletons.scan import scan
 from ._synkhronos import build_inputs, fork
 from ._tracing.context import part_key, rank, row_numbers, size
-from ._variables.checkpoint import load, save
 from ._variables.collectives import (
     all_gather,
     all_reduce,
@@ -45,7 +40,6 @@ from ._variables.collectives import (
     scatter,
     set_value,
 )
-from ._variables.replica_check import check_replicas
 from ._variables.variable import Shared, shared
 
 __version__ = "0.1.0"
@@ -59,30 +53,54 @@ __all__ = [
     "simulate", "size", "target",
 ]  # fmt: skip
 
-# Show users `synk.function`, never `synk._call.function.function`, in tracebacks and help().
-for _name in __all__:
-    globals()[_name].__module__ = "synk"
-
-
+# Modules that most programs never use are loaded at first use, so that `import synk` is quick: public ones, and those
+# of these names.
+_MODULES = ("orbax", "stats", "train", "typing")
+_AT_FIRST_USE = {
+    "check_replicas": "_variables.replica_check",
+    "load": "_variables.checkpoint",
+    "pairs": "_skeletons.pairs",
+    "preempted": "_distributed.preemption",
+    "save": "_variables.checkpoint",
+    "scan": "_skeletons.scan",
+    "target": "_runtime.target",
+}
 if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `__getattr__`
     from . import orbax as orbax
     from . import stats as stats
     from . import train as train
     from . import typing as typing
+    from ._distributed.preemption import preempted
+    from ._runtime.target import target
+    from ._skeletons.pairs import pairs
+    from ._skeletons.scan import scan
+    from ._variables.checkpoint import load, save
+    from ._variables.replica_check import check_replicas
 
 
-_AT_FIRST_USE = ("orbax", "stats", "train", "typing")
+def _show(name: str, value: _typing.Any) -> None:
+    """Show users `synk.function`, never `synk._function.decorator.function`, in tracebacks and help()."""
+    globals()[name] = value
+    value.__module__ = "synk"
+
+
+for _name in __all__:
+    if _name not in _AT_FIRST_USE:
+        _show(_name, globals()[_name])
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Load a module of synk's at its first use, which needs no import."""
-    if name in _AT_FIRST_USE:
+    """Load what is loaded at first use, which needs no import."""
+    if name in _MODULES:
         return _importlib.import_module(f"synk.{name}")
+    if name in _AT_FIRST_USE:
+        _show(name, getattr(_importlib.import_module(f"synk.{_AT_FIRST_USE[name]}"), name))
+        return globals()[name]
     if name == "pytensor":  # whoever looks through all members must not switch JAX's 64-bit mode by that
         raise AttributeError("synk.pytensor is not loaded yet: import synk.pytensor, which sets JAX's 64-bit mode.")
     raise AttributeError(f"module 'synk' has no attribute {name!r}{_old_names.instead_of(name)}")
 
 
 def __dir__() -> list[str]:
-    """List what users use, of modules those too that are not loaded yet."""
-    return sorted([*__all__, *_AT_FIRST_USE, "pytensor", *(name for name in globals() if name.startswith("__"))])
+    """List what users use, also what is not loaded yet."""
+    return sorted([*__all__, *_MODULES, "pytensor", *(name for name in globals() if name.startswith("__"))])

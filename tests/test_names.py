@@ -16,6 +16,19 @@ def test_train_after_import_synk_alone():
     assert done.stdout.split() == ["step", "local_steps"], done.stderr
 
 
+def test_import_leaves_out_what_most_programs_never_use():
+    """Checks, reports, checkpoints and other processes are loaded when they are first used."""
+    code = """
+import sys, synk, synk.train
+rare = ("_check", "_explain", "_skeletons", "_loops.over", "_variables.checkpoint", "_distributed.agreement")
+print([name for name in sys.modules if name.startswith(tuple(f"synk.{module}" for module in rare))])
+from synk import save, scan
+print(save.__module__, scan.__module__, "synk._skeletons.scan" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines() == ["[]", "synk synk True"], done.stderr
+
+
 OLD_NAMES = {
     "updates=": (lambda: synk.function(jnp.sum, updates=[]), TypeError, r"\.value|then"),
     "givens=": (lambda: synk.function(jnp.sum, givens=[]), TypeError, "arguments|broadcast"),

@@ -13,9 +13,6 @@ from .._base.units import counted, parse_memory
 from .._runtime.dispatch import drain, leave_to_runtime
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
-from . import liveness
-from .agreement import PEERS
-from .coordinator import initialize, is_running
 
 
 @public_api
@@ -76,16 +73,23 @@ def init(
     if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     most = parse_memory(memory, "synk.init")
+    # What other processes need is imported where there are some, so that `import synk` is quick.
     if distributed:
+        from .coordinator import initialize
+        from .liveness import attend
+
         initialize(coordinator, num_processes, process_id, heartbeat, shutdown, start)
         leave_to_runtime()
-        liveness.attend(exit_hook, shutdown)
+        attend(exit_hook, shutdown)
     elif (coordinator, num_processes, process_id) != (None, None, None):
         raise ValueError("synk.init: coordinator, num_processes and process_id go with distributed=True.")
     if watchdog is not None:
+        from .coordinator import is_running
+        from .liveness import NOTICE_SECONDS
+
         # Process 0 takes the store along when it ends: first the other processes show their stacks.
         is_last = is_running() and jax.process_count() > 1 and jax.process_index() == 0
-        WATCHDOG.start(watchdog + liveness.NOTICE_SECONDS * is_last)
+        WATCHDOG.start(watchdog + NOTICE_SECONDS * is_last)
     return _use(_chosen_devices(devices, distributed), False, most)
 
 
@@ -159,7 +163,10 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
             f"synk.init: the devices {devices} are those of several processes, but none is of process {min(missing)}. "
             f"Give some of each process, or of this one alone."
         )
-    return CURRENT.use(make_group(devices, is_simulated, PEERS if len(local) < len(devices) else None, memory=memory))
+    peers = None
+    if len(local) < len(devices):
+        from .agreement import PEERS as peers
+    return CURRENT.use(make_group(devices, is_simulated, peers, memory=memory))
 
 
 def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:

@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
 from itertools import count
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-import jax.core
 
 from .._base.errors import SynkError, checked_integer, public_api
 from .._base.jax_context import is_traced
@@ -26,21 +25,19 @@ from .._call.kinds import prepare, start
 from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Site
 from .._call.spec import FunctionSpec, with_then
-from .._check.blame import Blame, blame
-from .._check.check import check
-from .._check.compare import Tolerance
-from .._check.serial import Runner, run_serial
-from .._check.views import view_of_absent
 from .._data.prefetch import Prefetch
-from .._explain.explain import explain, measure
-from .._explain.report import Explanation
 from .._loops.iterate import Batches, LoopCall, check_batches, launch, warn_of_keys
-from .._loops.over import Accumulation
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import current_group
 from .._tracing.context import current_trace
 from .._variables.variable import Shared
+
+# Modules of members that most programs never call are imported at their first call, so that `import synk` is quick.
+if TYPE_CHECKING:
+    from .._check.blame import Blame
+    from .._check.serial import Runner
+    from .._explain.report import Explanation
 
 
 class Function:
@@ -366,6 +363,8 @@ class Function:
           >>> float(mean.over(source=(x[i : i + 3] for i in range(0, 7, 3))))
           3.0
         """
+        from .._loops.over import Accumulation
+
         if (batches is None) == (source is None):
             raise TypeError(
                 f"{self.name}.over: give batches=, which pick rows of its arguments, or source=, a loader of arguments."
@@ -435,6 +434,8 @@ class Function:
           >>> float(f.serial(np.arange(5.0)))
           2.0
         """
+        from .._check.serial import run_serial
+
         options = CallOptions(batch, batch_s)
         return run_serial(self._runner(self._bind(args, kwargs, options, "serial"), options), update)
 
@@ -470,11 +471,16 @@ class Function:
           >>> import jax.numpy as jnp, numpy as np, synk
           >>> synk.function(jnp.mean, reduce="mean").check(np.arange(7.0))
         """
+        from .._check.check import check
+        from .._check.compare import Tolerance
+
         options = CallOptions(batch, batch_s, num_slices)
         runner = self._runner(self._bind(args, kwargs, options, "check"), options)
         check(self._spec, runner, Tolerance(rtol, atol))
 
     def _runner(self, bound: BoundArguments, options: CallOptions) -> Runner:
+        from .._check.serial import Runner
+
         return Runner(self._spec.gathering(), self._plans, bound, options, self._site().group)
 
     def _site(self, call: str = "") -> Site:
@@ -546,6 +552,8 @@ class Function:
           >>> e.lengths, e.flops, e.inputs[0].sent_bytes
           ((4, 4), 96, 128)
         """
+        from .._explain.explain import explain, measure
+
         options = CallOptions(batch, batch_s, num_slices, output_subset)
         bound = self._bind(args, kwargs, options, "explain")
         checked_integer(run, f"{self.name}.explain: run", wanted="give a number of calls, 0 for none")
@@ -593,11 +601,16 @@ class Function:
         return self._blame(self._bind(args, kwargs, options, "blame"), options)
 
     def _blame(self, bound: BoundArguments, options: CallOptions) -> Blame | None:
+        from .._check.blame import blame
+
         site = self._site("blame")._replace(function=self._spec.gathering())
         return blame(site, self._probe_plans, bound, options)
 
     def _absent_site(self) -> Site:
         """Return where calls are compiled and not run: devices may be absent, and shapes are enough."""
-        group = current_group()
-        view = None if group.accelerator is None else view_of_absent(group)
-        return Site(self._spec, self._plans, group, view, is_abstract=True)
+        site = Site(self._spec, self._plans, current_group(), is_abstract=True)
+        if site.group.accelerator is None:
+            return site
+        from .._check.views import view_of_absent
+
+        return site._replace(view=view_of_absent(site.group))

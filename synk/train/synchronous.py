@@ -1,9 +1,11 @@
 """Synchronous: training steps by the mean gradient of all rows."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +13,7 @@ import jax.numpy as jnp
 from .._base.errors import public_api
 from .._base.pytree import PyTree
 from .._call.spec import Stats
-from .._check.blame import Blame
 from .._data.prefetch import Prefetch
-from .._explain.report import Explanation
 from .._function.decorator import Inputs
 from .._function.function import Function
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
@@ -22,6 +22,10 @@ from .._tracing.context import current_trace
 from .._variables.variable import Shared, map_value, shared
 from .model import LeafKind, TrainingModel, checked_number, kinds_of
 from .power_sgd import PowerSGD
+
+if TYPE_CHECKING:
+    from .._check.blame import Blame
+    from .._explain.report import Explanation
 
 
 @dataclass(frozen=True, eq=False)
