@@ -313,7 +313,7 @@ def main():
             for part in (steps, leaves, arguments, rows):
                 if part.__name__ in parts:
                     part(table, n)
-    save(options.json, found | {"results": table.rows})
+                    save(options.json, found | {"results": table.rows})
 
 
 if __name__ == "__main__":

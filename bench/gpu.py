@@ -1,17 +1,19 @@
-"""GPU: all that is measured on one, in one command of less than eight minutes.
+"""GPU: all that is measured on one, in one command of less than nine minutes.
 
-    python bench/gpu.py [--json OUT] [--minutes 8] [--small]
+    python bench/gpu.py [--parts suite,calls,start,overhead,resnet50,selection] [--minutes 9] [--small] [--json OUT]
 
-ResNet-50 at 224 pixels in bfloat16 with 64, 128 and 256 images, by synk and by `jax.jit` by hand, taking turns; what
-part of the GPU's arithmetic and of its measured memory bandwidth that is; the overhead of a call; rows picked on the
-host, against the raw copy of rows already picked.
-Needs jax, flax, optax and numpy. `--small` tries the script out anywhere. Parts for which no time is left are skipped,
-and it says so.
+The fast tests, on ten workers; calls.py; start.py; overhead.py; ResNet-50 at 224 pixels in bfloat16, by synk and by
+`jax.jit` by hand in turns, and what part of the GPU's arithmetic and of its measured memory bandwidth that is; rows
+picked on the host, against the raw copy of rows already picked.
+Each part is a process of its own with a time limit, prints as it goes, and its result is kept as it comes. Needs jax,
+flax, optax and numpy; the tests need pytest, pytest-xdist and hypothesis. `--small` tries the script out anywhere.
 """
 
 import argparse
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,15 +35,27 @@ import synk
 
 HERE = Path(__file__).parent
 PEAK = 790e12  # bfloat16, as measured on an H200 with large matrix products
+LIMITS = {"suite": 100, "calls": 130, "start": 50, "overhead": 80, "resnet50": 150, "selection": 40}  # seconds
+TESTS = "-m pytest -q -p no:cacheprovider -p no:benchmark -rfE --tb=short"
 FULL: dict[str, Any] = {
-    **{"batches": (128, 256, 64), "image": 224, "blocks": "3,4,6,3", "steps": 30},  # of ResNet-50
-    **{"leaves": "10,160,480", "rounds": 60},  # of the overhead of a call
+    "suite": f"{TESTS} -n 10 --dist worksteal tests",
+    "calls": "bench/calls.py --replicas 1 --rounds 9",
+    "start": "bench/start.py --times 1",
+    "overhead": "bench/overhead.py --replicas 1 --leaves 10,160 --rounds 30",
+    "resnet50": "bench/resnet50.py --image 224 --blocks 3,4,6,3 --steps 30",
+    "selection": "bench/gpu.py --selection",
+    "batches": (128, 256, 64),
     **{"rows": 50_000, "picked": (512, 4096)},
     **{"MB": 4096, "side": 8192},  # of what is copied and multiplied
 }
 SMALL: dict[str, Any] = {
-    **{"batches": (4,), "image": 32, "blocks": "1", "steps": 3},
-    **{"leaves": "10", "rounds": 5},
+    "suite": f"{TESTS} tests/base",
+    "calls": "bench/calls.py --replicas 1 --small",
+    "start": "bench/start.py --replicas 1 --times 1 --layers 1",
+    "overhead": "bench/overhead.py --replicas 1 --leaves 10 --rounds 5",
+    "resnet50": "bench/resnet50.py --image 32 --blocks 1 --steps 3",
+    "selection": "bench/gpu.py --selection --small",
+    "batches": (4,),
     **{"rows": 500, "picked": (64,)},
     **{"MB": 16, "side": 256},
 }
@@ -97,17 +111,37 @@ def selection(rows, picked):
     return found
 
 
-def child(script, limit, *arguments):
-    """What another benchmark found, in a process of its own; None where time ran out or it failed."""
+def of_device(size):
+    """What the device itself does, and rows picked on the host."""
+    found = {"GB/s of memory": bandwidth(size["MB"]) / 1e9, "TFLOP/s, bfloat16": arithmetic(size["side"]) / 1e12}
+    print(f"memory {found['GB/s of memory']:.0f} GB/s, matrix products {found['TFLOP/s, bfloat16']:.0f} TFLOP/s")
+    return found | {"selection": selection(size["rows"], size["picked"])}
+
+
+def child(command, limit, **environment):
+    """Run a part in a process of its own; return its exit status, its seconds, and what it found, as far as it came."""
+    print(f"\n== {command}, at most {limit:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "out.json"
-        command = [sys.executable, str(HERE / script), *map(str, arguments), "--json", str(path)]
+        path, start = Path(folder) / "out.json", monotonic()
+        arguments = [] if "pytest" in command else ["--json", str(path)]
+        process = subprocess.Popen(
+            [sys.executable, *shlex.split(command), *arguments],
+            cwd=HERE.parent,
+            env=os.environ | {"PYTHONPATH": str(HERE.parent), "PYTHONUNBUFFERED": "1"} | environment,
+            process_group=0,  # so that its own processes end with it
+        )
         try:
-            subprocess.run(command, check=True, timeout=max(limit, 1))
-        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-            print(f"{script}: left out: {error}", flush=True)
-            return None
-        return json.loads(path.read_text())
+            status = process.wait(max(limit, 1))
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        took = monotonic() - start
+        print(f"== {status}, {took:.0f} s", flush=True)
+        result = json.loads(path.read_text()) if path.exists() else {}
+        return {"status": status, "seconds": took, "result": result}
 
 
 def use(run, peak, memory):
@@ -119,40 +153,52 @@ def use(run, peak, memory):
     return run
 
 
+def part(name, size, limit):
+    """Run a part; ResNet-50 as many sizes of batch as there is time for."""
+    if name == "suite":
+        # Some tests want a CPU beside, and all compare with float32 results.
+        platforms = "cpu" if jax.devices()[0].platform == "cpu" else "cuda,cpu"
+        return child(size[name], limit, JAX_PLATFORMS=platforms, JAX_DEFAULT_MATMUL_PRECISION="float32")
+    if name != "resnet50":
+        return child(size[name], limit)
+    end, runs = monotonic() + limit, []
+    for batch in size["batches"]:
+        if monotonic() < end:
+            settings = f"--replicas 1 --against 1 --ways 'synk,serial jit' --batch-per-replica {batch}"
+            runs.append(child(f"{size[name]} {settings}", end - monotonic()))
+    return {"status": [run["status"] for run in runs], "result": [run["result"] for run in runs if run["result"]]}
+
+
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", help="by default bench/results/<date>-<device>.json")
-    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--parts", default=",".join(LIMITS))
+    parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--selection", action="store_true", help="that part alone; a run calls itself with this")
     options = parser.parse_args()
-    end = monotonic() + 60 * options.minutes
     size = SMALL if options.small else FULL
-    found = about("gpu")
+    if options.selection:
+        return save(options.json, of_device(size))
+    end, found = monotonic() + 60 * options.minutes, about("gpu")
     print(heading(found), flush=True)
-    found |= {"GB/s of memory": bandwidth(size["MB"]) / 1e9, "TFLOP/s, bfloat16": arithmetic(size["side"]) / 1e12}
-    print(f"memory {found['GB/s of memory']:.0f} GB/s, matrix products {found['TFLOP/s, bfloat16']:.0f} TFLOP/s")
-    found["selection"] = selection(size["rows"], size["picked"])
-    synk.close()
-    jax.clear_caches()
-    left = end - monotonic()
-    arguments = ["--replicas", 1, "--leaves", size["leaves"], "--rounds", size["rounds"]]
-    found["overhead"] = child("overhead.py", min(left, 120), *arguments)
-    found["resnet50"] = []
-    for batch in size["batches"]:
-        arguments = ["--replicas", 1, "--against", 1, "--ways", "synk,serial jit"]
-        arguments += ["--image", size["image"], "--blocks", size["blocks"], "--steps", size["steps"]]
-        run = child("resnet50.py", end - monotonic() - 5, *arguments, "--batch-per-replica", batch)
-        if run:
-            found["resnet50"].append(use(run, PEAK, found["GB/s of memory"] * 1e9))
+    for name in options.parts.split(","):
+        limit = min(LIMITS[name], end - monotonic())
+        found[name] = part(name, size, limit) if limit > 5 else {"status": "no time left", "result": {}}
         save(options.json or results_path(found), found)
     show(found)
 
 
 def show(found):
     print(f"\n{heading(found)}")
+    for name in LIMITS:
+        print(f"{name}: {found[name]['status'] if name in found else 'not asked for'}")
+    runs, device = (found.get(name, {}).get("result") for name in ("resnet50", "selection"))
+    if not runs or not device:
+        return
     print(f"{'images':>6} {'way':34} {'images/s':>9} {'ms':>8} {'MFU':>6} {'of memory':>9}")
-    for run in found["resnet50"]:
-        for name, result in run["against"].items():
+    for run in runs:
+        for name, result in use(run, PEAK, device["GB/s of memory"] * 1e9)["against"].items():
             memory = f"{result['of memory bandwidth']:9.2f}" if "of memory bandwidth" in result else f"{'-':>9}"
             print(
                 f"{run['batch_per_replica']:6} {name:34} {result['images/s']:9.1f} {result['ms'][0]:8.1f} "

@@ -21,6 +21,8 @@ import synk
 HAS_PLUGIN = find_spec("jax_plugins") is not None and find_spec("jax_plugins.xla_cuda12") is not None
 needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
 
+tells_no_memory = pytest.mark.skipif(jax.config.jax_platforms != "cpu", reason="a GPU tells how much memory it has")
+
 # Replicas on as many devices, or on one.
 GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3)]
 

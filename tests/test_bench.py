@@ -103,8 +103,10 @@ def test_gpu_runs(tmp_path):
     """The command for GPUs runs on CPUs too, in small."""
     run("gpu.py", "--small", "--json", tmp_path / "gpu.json")
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["overhead"]["results"] and found["selection"][0]["GB/s"]["raw copy"] > 0
-    assert {"synk", "serial jit"} <= set(found["resnet50"][0]["against"])
+    assert {found[name]["status"] for name in ("suite", "calls", "start", "overhead", "selection")} == {0}
+    assert found["overhead"]["result"]["results"] and found["calls"]["result"]["results"]
+    assert found["selection"]["result"]["selection"][0]["GB/s"]["raw copy"] > 0
+    assert {"synk", "serial jit"} <= set(found["resnet50"]["result"][0]["against"])
 
 
 def test_collective_bytes(module):

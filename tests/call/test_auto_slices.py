@@ -16,7 +16,7 @@ import synk
 import synk.train
 from synk._call.auto_slices import most_rows
 
-from ..helpers import needs_plugin, slow, slow_but
+from ..helpers import needs_plugin, slow, slow_but, tells_no_memory
 
 RANDOM = np.random.default_rng(0)
 
@@ -151,6 +151,7 @@ class TestCalls:
                 assert count.stats.slices > 1
                 np.testing.assert_array_equal(total.get_value(0), turn * x[:10].sum(0))
 
+    @tells_no_memory
     def test_what_is_refused(self):
         """Each names the function and what to give, before anything runs."""
         f, x = wide(8)
@@ -189,7 +190,7 @@ def test_wrong_memory(memory, error):
 
 @pytest.mark.parametrize(
     ("memory", "size"),
-    [("14GB", 14 * 10**9), ("1.5 GiB", 3 * 2**29), ("20kB", 20_000), ("2TB", 2 * 10**12), (12345, 12345), ("7B", 7), (0.5, None), (None, None)],
+    [("14GB", 14 * 10**9), ("1.5 GiB", 3 * 2**29), ("20kB", 20_000), ("2TB", 2 * 10**12), (12345, 12345), ("7B", 7), pytest.param(0.5, None, marks=tells_no_memory), pytest.param(None, None, marks=tells_no_memory)],
 )  # fmt: skip
 def test_memory(memory, size):
     """In bytes; a CPU has no fraction, since it tells nothing."""

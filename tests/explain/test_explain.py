@@ -18,7 +18,7 @@ from synk._explain.hlo import read_collectives, size_in_bytes
 from synk._explain.page import page, text
 from synk._runtime.group import Accelerator
 
-from ..helpers import group_of, slow
+from ..helpers import group_of, slow, tells_no_memory
 
 SCHEDULED = """HloModule step, is_scheduled=true, entry_computation_layout={()->f32[]}
 
@@ -282,6 +282,7 @@ class _Page(HTMLParser):
             assert self.open.pop() == tag
 
 
+@tells_no_memory
 def test_what_it_writes(tmp_path):
     """JSON that reads back, and a page that is whole and loads nothing."""
     f = synk.function(lambda x, w: jnp.tanh(x @ w).sum(0), inputs=["x"], name="a<b")
