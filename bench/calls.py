@@ -9,8 +9,9 @@
 - arguments: how much more a call costs with a key, a number or NumPy rows than with rows in place.
 - rows: a batch of rows of 12 KB, picked by index on the host; by hand in several ways.
 
-Each call is awaited, or the last of eight in a row is. Ways take turns in random order, in one process; first
-quartiles, and the least of synk's own part.
+Each call is awaited, or the last of eight in a row is; or its start alone is timed, by the CPU time of the thread,
+which other processes do not lengthen. Ways take turns in random order, in one process; first quartiles, and the least
+of synk's own part. The last column is the ratio of the least twentieths, for busy machines.
 """
 
 import argparse
@@ -127,6 +128,17 @@ def awaited(run, turn):
     return times
 
 
+def started(run, turn):
+    """Return the seconds of CPU that the thread takes to start each of so many calls: other processes take none."""
+    times = []
+    for _ in range(turn):
+        start = thread_time()
+        result = run()
+        times.append(thread_time() - start)
+        jax.block_until_ready(result)
+    return times
+
+
 def in_a_row(run, turn):
     """Return the seconds of a call where the last of eight is waited for, for each eight."""
     times = []
@@ -138,19 +150,35 @@ def in_a_row(run, turn):
     return times
 
 
-def quartiles(ways, measures=(awaited,), turn=TURN, rounds=None):
-    """Return the microseconds of each way by each measure: first quartiles of all turns."""
+MEASURES = {"awaited": awaited, "eight in a row": in_a_row, "to its start (CPU)": started}
+
+
+def quartiles(ways, measures=(awaited,), turn=TURN):
+    """Return the microseconds of each way by each measure: first quartiles of all turns, and their least twentieth."""
     times = {name: [[] for _ in measures] for name in ways}
     for run in (*ways.values(), *ways.values()):
         jax.block_until_ready(run())
     order, shuffle = list(ways), random.Random(0).shuffle
-    for _ in range(rounds or options.rounds):
+    for _ in range(options.rounds):
         shuffle(order)
         for name in order:
             jax.block_until_ready(ways[name]())  # caches are full of another way's
             for seconds, measure_turn in zip(times[name], measures, strict=True):
                 seconds += measure_turn(ways[name], turn)
-    return {name: [1e6 * sorted(each)[len(each) // 4] for each in all_of] for name, all_of in times.items()}
+    return {
+        name: [1e6 * np.quantile(each, [0.25, 0.05], method="lower") for each in all_of]
+        for name, all_of in times.items()
+    }
+
+
+def add_steps(table, n, figure, us, by_hands, by_synks):
+    """Add rows of each measure: the best by hand, and each way by synk."""
+    for column, measured in enumerate(MEASURES):
+        best = min((us[name][column] for name in by_hands), key=lambda both: both[0])
+        for name in by_synks:
+            (taken, least), (by_hand, least_by_hand) = us[name][column].tolist(), best.tolist()
+            ratio = least / least_by_hand
+            table.add(n, f"{figure}{name}, {measured}", taken, by_hand, of_least=ratio, end=f"{ratio:6.2f}")
 
 
 def check(ways):
@@ -188,21 +216,22 @@ def own_python(step):
 
 
 def entered(step):
-    """Return how many functions of synk a step enters, in how many files."""
-    files = []
+    """Return how many functions of synk a step enters, in how many files: the least of five steps."""
+    files = [[] for _ in range(5)]
 
     def note(frame, event, argument):
         if event == "call" and frame.f_code.co_filename.startswith(SYNK):
-            files.append(frame.f_code.co_filename)
+            of_step.append(frame.f_code.co_filename)
 
     jax.block_until_ready([step() for _ in range(4)])
-    sys.setprofile(note)
-    try:
-        result = step()
-    finally:
-        sys.setprofile(None)
-    jax.block_until_ready(result)
-    return len(files), len(set(files))
+    for of_step in files:
+        sys.setprofile(note)
+        try:
+            result = step()
+        finally:
+            sys.setprofile(None)
+        jax.block_until_ready(result)
+    return min(map(len, files)), min(len(set(of_step)) for of_step in files)
 
 
 # Parts.
@@ -223,11 +252,8 @@ def steps(table, n):
         ", data taken whole": lambda: whole(dx, dy),
         ", an int batch": lambda: some(xs, ys, batch=ROWS),
     }
-    us = quartiles(check(by_hands | by_synks), (awaited, in_a_row))
-    for column, measured in enumerate(("awaited", "eight in a row")):
-        best = min(us[name][column] for name in by_hands)
-        for name in by_synks:
-            table.add(n, f"step of 6 leaves{name}, {measured}", us[name][column], best)
+    us = quartiles(check(by_hands | by_synks), MEASURES.values())
+    add_steps(table, n, "step of 6 leaves", us, by_hands, by_synks)
     functions, files = entered(lambda: own(xs, ys))
     table.add(n, "functions of synk entered in it", functions, unit="", wanted="<= 60")
     table.add(n, "files of synk entered in it", files, unit="", wanted="<= 12")
@@ -240,13 +266,10 @@ def leaves(table, n):
     xs, ys = in_place(x, x)
     for count in (60,) if options.small else (60, 160, 480):
         params = {f"p{i}": np.full(256, 0.01, np.float32) for i in range(count)}
-        step = by_synk(loss_of_leaves, params)
         by_hands = hands(loss_of_leaves, params, xs, ys)
-        ways = check(by_hands | {"synk": partial(step, xs, ys)})
-        us = quartiles(ways, (awaited, in_a_row), TURN // 3)
-        for column, measured in enumerate(("awaited", "eight in a row")):
-            best = min(us[name][column] for name in by_hands)
-            table.add(n, f"step of {count} leaves, {measured}", us["synk"][column], best)
+        by_synks = {"": partial(by_synk(loss_of_leaves, params), xs, ys)}
+        us = quartiles(check(by_hands | by_synks), MEASURES.values(), TURN // 3)
+        add_steps(table, n, f"step of {count} leaves", us, by_hands, by_synks)
 
 
 def arguments(table, n):
@@ -282,9 +305,9 @@ def arguments(table, n):
     us = quartiles({(name, who): run for name, both in ways.items() for who, run in enumerate(both)})
 
     def more(name, base, arguments=1):
-        return [(us[name, who][0] - us[base, who][0]) / arguments for who in (0, 1)]
+        return [(us[name, who][0][0] - us[base, who][0][0]) / arguments for who in (0, 1)]
 
-    table.add(n, "a call of rows in place, awaited", us["plain", 0][0], us["plain", 1][0])
+    table.add(n, "a call of rows in place, awaited", us["plain", 0][0][0], us["plain", 1][0][0])
     table.add(n, "more for a typed key", *more("key", "plain"))
     table.add(n, "more for an np.float32", *more("np.float32", "plain"))
     table.add(n, "more for a float", *more("float", "plain"))

@@ -81,7 +81,7 @@ class Table:
     def __init__(self):
         self.rows = []
 
-    def add(self, replicas, figure, synk, hand=None, *, unit="us", wanted="", **more):
+    def add(self, replicas, figure, synk, hand=None, *, unit="us", wanted="", end="", **more):
         row = {
             "replicas": replicas,
             "figure": figure,
@@ -94,5 +94,7 @@ class Table:
         if not self.rows:
             print(f"{'':>3} {'figure':56} {'by hand':>9} {'synk':>9} {'':4} {'ratio':>6} {'more':>8}")
         shown = [f"{hand:.4g}", f"{synk / hand:.2f}", f"{synk - hand:+.4g}"] if hand is not None else [""] * 3
-        print(f"{replicas:3} {figure:56} {shown[0]:>9} {synk:9.4g} {unit:4} {shown[1]:>6} {shown[2]:>8}", flush=True)
+        print(
+            f"{replicas:3} {figure:56} {shown[0]:>9} {synk:9.4g} {unit:4} {shown[1]:>6} {shown[2]:>8} {end}", flush=True
+        )
         self.rows.append(row)
