@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeAlias
 
 import jax
@@ -110,20 +111,23 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
     """
     leaves, treedef = tree_flatten_with_path(value)
     paths = tuple(keystr(path) for path, _ in leaves)
-    owned: list[Any] = []
+    arrays: list[Any] = []
     for path, (_, leaf) in zip(paths, leaves, strict=True):
         refuse_tracer(leaf, f"{name}{path}: its value")
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        owned.append(leaf if is_shape else as_owned_array(leaf, f"{name}{path}", borrow=True))
-    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in owned)
-    data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in owned]
+        arrays.append(leaf if is_shape else as_array(leaf, f"{name}{path}"))
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
+    data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
     buffers = _buffers(shapes) if packs and all(map(_is_here, data)) else None
-    spec = ValueSpec(treedef, paths, tuple(map(key_of, owned)), shapes, buffers)
-    # Leaves that share an array are copied into it.
-    apart = {which[0] for which in buffers or () if len(which) == 1} if buffers else range(len(data))
-    if not (borrow or is_abstract):
-        data = [as_owned_array(leaf, name, borrow=False) if i in apart else leaf for i, leaf in enumerate(data)]
+    spec = ValueSpec(treedef, paths, tuple(map(key_of, arrays)), shapes, buffers)
+    if not is_abstract:
+        # Leaves that share an array are copied into it.
+        apart = [which[0] for which in buffers if len(which) == 1] if buffers else range(len(data))
+        # Arrays of JAX are copied in any case: programs overwrite those that a variable has.
+        copied = [i for i in apart if not borrow or isinstance(data[i], jax.Array)]
+        for i, copy in zip(copied, copies_of([data[i] for i in copied]), strict=True):
+            data[i] = copy
     return spec, spec.pack(data)
 
 
@@ -177,7 +181,7 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
     if current_trace() is None:
         refuse_tracer(leaf, f"{call}: the new value of {name}")
     if not isinstance(leaf, jax.Array):
-        leaf = as_owned_array(leaf, name, borrow=True)
+        leaf = as_array(leaf, name)
     if key_of(leaf) != key:
         is_key = "is no PRNG key" if key_of(leaf) is None else f"is a PRNG key of {key_of(leaf)}"
         was_key = "is none" if key is None else f"one of {key}"
@@ -198,13 +202,12 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
     return lax.convert_element_type(leaf, like.dtype) if is_weak else leaf
 
 
-def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
-    """Return a leaf as an array, a copy unless `borrow`; TypeError if it cannot be one."""
+def as_array(leaf: Any, name: str) -> Any:
+    """Return a leaf as an array, in the same memory if it is one already; TypeError if it cannot be one."""
     if isinstance(leaf, jax.Array | np.ndarray):
         refuse_two_bits(leaf, name)
     if isinstance(leaf, jax.Array):
-        leaf = narrowed(leaf)
-        return leaf if borrow else as_keys(jnp.array(as_data(leaf), copy=True), key_of(leaf))
+        return narrowed(leaf)
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(f"{name}: this leaf is a masked array, whose mask would be lost; give .filled(...).")
     if isinstance(leaf, str | bytes) or not (np.isscalar(leaf) or hasattr(leaf, "__array__")):
@@ -214,10 +217,31 @@ def as_owned_array(leaf: Any, name: str, borrow: bool) -> Any:
         )
     if isinstance(leaf, int):
         check_fits(leaf, f"{name}: this leaf")
-    array = np.asarray(leaf) if borrow else np.array(leaf)
+    array = np.asarray(leaf)
     if not is_number(array.dtype):
         raise TypeError(f"{name}: a shared variable holds numbers that JAX has, but this leaf has dtype {array.dtype}.")
     return array.astype(narrow(array.dtype), copy=False)
+
+
+def copies_of(arrays: Sequence[Any]) -> list[Any]:
+    """Copy arrays: those of NumPy and small ones in host memory, all others that lie alike by one program."""
+    is_large = [isinstance(a, jax.Array) and (a.nbytes > SMALL or not is_everywhere(a)) for a in arrays]
+    copies = [array if large else np.array(array) for array, large in zip(arrays, is_large, strict=True)]
+    alike: dict[Any, list[int]] = {}
+    for i in compress(range(len(copies)), is_large):
+        alike.setdefault(copies[i].sharding, []).append(i)
+    # In a trace around this line the program would give tracers.
+    with jax.ensure_compile_time_eval():
+        for numbers in alike.values():
+            for i, copy in zip(numbers, _copied([copies[i] for i in numbers]), strict=True):
+                copies[i] = copy
+    return copies
+
+
+@jax.jit
+def _copied(arrays: list[jax.Array]) -> list[jax.Array]:
+    # Without jnp.copy, jit returns the argument's own buffer.
+    return [*map(jnp.copy, arrays)]
 
 
 def _kind(dtype: np.dtype) -> int:

@@ -22,11 +22,11 @@ from .._reductions.reduction import UPDATES
 from .._runtime.dispatch import drain, uninterrupted
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group, current_group
-from .._runtime.layout import Layout, layouts, set_replica, stack_parts
+from .._runtime.layout import Layout, layouts, put, set_replica, stack_parts
 from .._tracing.context import current_trace, eager
 from .shards import abstract_shards, refuse_shards, stored_shards, whole_leaves, whole_on_host
 from .state import AbstractState, VariableState, refuse_narrow
-from .value import as_owned_array, conform, shared_rows, spec_of_value
+from .value import conform, copies_of, shared_rows, spec_of_value
 
 _numbers, _made, _lock = count(), count(1), threading.RLock()
 
@@ -312,7 +312,7 @@ def bind(variable: Shared, group: Group) -> VariableState:
         state = state_in(variable, group)
         refuse_narrow(state.abstract, variable.name)
         _compare_processes(variable, group, state.leaves)
-        variable._state, variable._group = replace(state, leaves=_copies(variable, group, state.leaves)), group
+        variable._state, variable._group = replace(state, leaves=_placed(variable, group, state.leaves)), group
     if variable._group is not group:
         here = str(group) if str(group) != str(variable._group) else "a later one of that kind"
         raise SynkError(
@@ -363,10 +363,11 @@ def abstract_value(variable: Shared) -> PyTree:
     return jax.eval_shape(lambda *leaves: spec.treedef.unflatten(map(as_keys, leaves, spec.keys)), *shapes)
 
 
-def _copies(variable: Shared, group: Group, leaves: list[Any]) -> list[jax.Array]:
+def _placed(variable: Shared, group: Group, leaves: list[Any]) -> list[jax.Array]:
+    """Place the first leaves, which are the variable's own, so that no program has to copy them."""
     if variable._spec.is_cut is not None:
         return stored_shards(variable._spec, group, leaves)
-    return copy_to_replicas(group, leaves, variable._state.layout)
+    return [put(group, leaf, "replicated") for leaf in leaves]
 
 
 def _compare_processes(variable: Shared, group: Group, leaves: list[Any]) -> None:
@@ -547,9 +548,10 @@ def state_of_leaves(
 
 def state_of_copies(variable: Shared, leaves: list[Any]) -> VariableState:
     """Make the state in which every replica has a copy of the leaves, or its shards of them."""
-    group, leaves = group_of(variable), variable._spec.pack(leaves)
-    layout: Layout = variable._state.layout if variable._spec.is_cut is None else "stacked"
-    return state_of_leaves(_copies(variable, group, leaves), layout)
+    group, spec, layout = group_of(variable), variable._spec, variable._state.layout
+    if spec.is_cut is not None:
+        return state_of_leaves(stored_shards(spec, group, leaves), "stacked")
+    return state_of_leaves(copy_to_replicas(group, spec.pack(leaves), layout), layout)
 
 
 def state_of_value(
@@ -590,6 +592,6 @@ def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, any_rows:
     """Check a new value and return its leaves, copies unless `borrow`. Axis 0 may change if `any_rows`."""
     spec = variable._spec
     leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and spec.is_cut is None)
-    owned = [as_owned_array(leaf, variable.name, borrow) for leaf in leaves]
-    _compare_processes(variable, group_of(variable), owned)
-    return owned
+    leaves = leaves if borrow else copies_of(leaves)
+    _compare_processes(variable, group_of(variable), leaves)
+    return leaves

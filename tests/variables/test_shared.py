@@ -342,6 +342,8 @@ def adding(w):
     return synk.function(lambda x: x.sum(), then=lambda total: setattr(w, "value", w.value + total))
 
 
+# Numbers of an array that shares no array with other leaves.
+LARGE = 24_000
 GIVERS = {
     "shared": lambda w, array: synk.shared(array),
     "set_value": lambda w, array: w.set_value(array) or w,
@@ -355,16 +357,45 @@ GIVERS = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("way", GIVERS)
 @pytest.mark.parametrize("kind", ["jax", "numpy"])
-def test_arrays_of_the_user_stay_alive(group, way, kind):
+@pytest.mark.parametrize("columns", [1, LARGE // 24])
+def test_arrays_of_the_user_stay_alive(group, way, kind, columns):
     """Whatever is given to a variable is copied: updates and donations do not reach it, nor its changes the variable."""
-    array = (jnp if kind == "jax" else np).ones(24, np.float32)
-    w = GIVERS[way](synk.shared(np.zeros(24, np.float32)), array)
+    array = (jnp if kind == "jax" else np).ones((24, columns), np.float32)
+    w = GIVERS[way](synk.shared(np.zeros((24, columns), np.float32)), array)
     step = adding(w)
     step(np.ones(24, np.float32)), step(np.ones(24, np.float32))
-    assert float(array.sum()) == 24
+    assert float(array.sum()) == 24 * columns
     if kind == "numpy":
         array[:] = 100
-    assert float(w.get_value(0)[0]) == 49
+    assert float(w.get_value(0)[0, 0]) == 49
+
+
+@pytest.mark.parametrize("size", [24, LARGE])
+def test_borrowed_arrays_of_jax_stay_alive(group, size):
+    """A program that overwrites the variable leaves the user's array."""
+    array = jax.device_put(np.ones(size, np.float32), group.replicated)
+    w = synk.shared(array, borrow=True)
+    adding(w)(np.ones(24, np.float32))
+    assert float(array.sum()) == size and float(w.value[0]) == 25
+
+
+def test_a_first_value_takes_one_program(four, caplog):
+    """Large arrays of JAX are copied together; arrays of NumPy and small ones need no program, nor does placing them."""
+    value = [jnp.ones(LARGE + i) for i in range(3)], [np.ones(LARGE, np.float32), jnp.ones(3), jnp.int32(0)]
+    with jax.log_compiles(), caplog.at_level("WARNING", "jax"):
+        w = synk.shared(value)
+        step = synk.function(lambda x: x.sum() + w.value[1][1].sum(), name="read")
+        assert float(step(np.ones(4, np.float32))) == 16
+    programs = [text.split()[4] for text in caplog.messages if text.startswith("Finished XLA compilation of ")]
+    assert programs == ["jit(_copied)", "jit(read)"]
+
+
+def test_a_variable_made_in_a_trace(four):
+    """It holds copies of arrays, and no tracer of theirs."""
+    arrays = jnp.ones(LARGE), jnp.ones(3)
+    made = []
+    jax.jit(lambda x: made.append(synk.shared(arrays)) or x)(1.0)
+    assert [float(leaf.sum()) for leaf in made[0].value] == [LARGE, 3]
 
 
 @pytest.mark.smoke
