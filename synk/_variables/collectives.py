@@ -401,7 +401,7 @@ def _gather(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax
         _refuse_unequal_rows(variable, state, call)
     elif any(not s.shape for s in logical_shapes(variable)):
         raise ValueError(f"synk.{call}: {variable.name} has leaves without rows to concatenate; use gather(nd_up=1).")
-    body, spec = _gather_body(nd_up, state.rows_per_replica, variable._spec.unpack), variable._spec
+    body, spec = _gather_body(nd_up, state.rows_per_replica, variable._spec.packing.unpack), variable._spec
     ins, outs = layouts(state.layout, len(state.leaves)), layouts(layout, len(spec.shapes))
     return run_collective(group, body, ins, outs, state.leaves)
 

@@ -46,7 +46,7 @@ def check_replicas(*variables: Shared) -> None:
                 raise DivergedError(divergence(variable))
         group = group_of(checked[0])
         states = [bind(variable, group) for variable in checked]
-        body = _fingerprints(tuple((len(v._state.leaves), v._spec.unpack, v._spec.is_cut) for v in checked))
+        body = _fingerprints(tuple((len(v._state.leaves), v._spec.packing.unpack, v._spec.is_cut) for v in checked))
         leaves = [leaf for state in states for leaf in state.leaves]
         layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
         with translate_peer_errors(group):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import compress
 from typing import Any, TypeAlias
 
@@ -39,32 +40,20 @@ SMALL = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class ValueSpec:
-    """The tree of a value, and how its *logical* leaves, which the user sees, are *stored*.
+class Packing:
+    """How the leaves of values of some shapes are stored. Programs are kept by its methods.
 
     Attributes:
-      treedef: the tree of the value.
-      paths: of the logical leaves, as messages write them.
-      keys: the PRNG implementation of each logical leaf; None for plain arrays.
-      shapes: of the logical leaves, typed keys as raw data. Axis 0 may change if the variable holds rows.
-      buffers: the leaves in each stored array, since small leaves of one dtype share an array; None if none do.
-      is_cut: for a sharded variable, which leaves each replica holds one n-th of; None if it is not sharded.
+      shapes: of the logical leaves.
+      buffers: the leaves in each stored array; None if every leaf is stored by itself.
     """
 
-    treedef: Any
-    paths: tuple[str, ...]
-    keys: tuple[Any, ...]
     shapes: Shapes
     buffers: Buffers | None
-    is_cut: tuple[bool, ...] | None = None
-
-    def is_packed(self, stored: Sequence[Any]) -> bool:
-        """Tell whether some of these stored arrays, or shapes of such, hold several leaves."""
-        return len(stored) < len(self.shapes)
 
     def pack(self, leaves: Sequence[Any]) -> list[Any]:
         """Return stored leaves of logical ones. Leaves of other shapes than the first, with other rows, stay apart."""
-        if self.buffers is None or self.is_packed(leaves) or any(map(_differs, leaves, self.shapes)):
+        if self.buffers is None or len(leaves) < len(self.shapes) or any(map(_differs, leaves, self.shapes)):
             return list(leaves)
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return jax.eval_shape(self.pack, list(leaves))
@@ -78,7 +67,7 @@ class ValueSpec:
 
     def unpack(self, *stored: Any) -> list[Any]:
         """Return logical leaves of stored ones. Both may have more axes in front."""
-        if self.buffers is None or not self.is_packed(stored):
+        if self.buffers is None or len(stored) == len(self.shapes):
             return list(stored)
         leaves: dict[int, Any] = {}
         for buffer, numbers in zip(stored, self.buffers, strict=True):
@@ -98,6 +87,50 @@ class ValueSpec:
         """Return copies of logical leaves, inside a program."""
         # Without jnp.copy, jit returns the argument's own buffer.
         return [jnp.copy(leaf) for leaf in self.unpack(*stored)]
+
+
+@lru_cache(maxsize=1024)
+def packing_of(shapes: Shapes, buffers: Buffers | None) -> Packing:
+    """Return the packing of leaves of these shapes, the same object for the same shapes."""
+    return Packing(shapes, buffers)
+
+
+@dataclass(frozen=True, eq=False)
+class ValueSpec:
+    """The tree of a value, and how its *logical* leaves, which the user sees, are *stored*.
+
+    Attributes:
+      treedef: the tree of the value.
+      paths: of the logical leaves, as messages write them.
+      keys: the PRNG implementation of each logical leaf; None for plain arrays.
+      shapes: of the logical leaves, typed keys as raw data. Axis 0 may change if the variable holds rows.
+      buffers: the leaves in each stored array, since small leaves of one dtype share an array; None if none do.
+      is_cut: for a sharded variable, which leaves each replica holds one n-th of; None if it is not sharded.
+    """
+
+    treedef: Any
+    paths: tuple[str, ...]
+    keys: tuple[Any, ...]
+    shapes: Shapes
+    buffers: Buffers | None
+    is_cut: tuple[bool, ...] | None = None
+
+    @property
+    def packing(self) -> "Packing":
+        """Return how leaves are stored: one object for all values that are stored alike, by which programs are kept."""
+        return packing_of(self.shapes, self.buffers) if self.buffers else packing_of((), None)
+
+    def is_packed(self, stored: Sequence[Any]) -> bool:
+        """Tell whether some of these stored arrays, or shapes of such, hold several leaves."""
+        return len(stored) < len(self.shapes)
+
+    def pack(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return stored leaves of logical ones. Leaves of other shapes than the first, with other rows, stay apart."""
+        return self.packing.pack(leaves)
+
+    def unpack(self, *stored: Any) -> list[Any]:
+        """Return logical leaves of stored ones. Both may have more axes in front."""
+        return self.packing.unpack(*stored)
 
     def tree(self, stored: Sequence[Any]) -> PyTree:
         """Rebuild the user's tree from stored leaves: split packed buffers, and make typed keys of raw key data."""

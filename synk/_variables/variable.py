@@ -443,7 +443,7 @@ def unpacked(
         return relayout(group, stored, layout, to)
     # One program for all leaves: each slice outside of one would be a program to compile.
     ins, outs = layouts(layout, len(stored)), layouts(to, len(spec.shapes))
-    return run_collective(group, spec.unpacked_copies, ins, outs, stored, is_local=True)
+    return run_collective(group, spec.packing.unpacked_copies, ins, outs, stored, is_local=True)
 
 
 def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:

@@ -186,6 +186,28 @@ def test_fewer_arrays_go_in_and_out():
         assert len(jax.tree.leaves(f.compile(np.zeros(4, np.float32)).args_info)) == 2
 
 
+def test_other_variables_of_a_tree_compile_nothing():
+    """What reads a value is a program for its shapes, and keeps no variable."""
+    with group_of("devices", 2) as group:
+        reads = [
+            lambda w: w.value,
+            lambda w: w.get_value(1),
+            synk.gather,
+            lambda w: synk.reduce(w, "max", in_place=False),
+        ]
+        make = lambda: synk.shared({"a": np.ones(3, np.float32), "b": np.ones(2, np.float32)})  # noqa: E731
+        for read in reads:
+            read(make())
+        synk.check_replicas(make())
+        before = sum(len(cache._kept) for cache in group._caches.values())
+        for _ in range(3):
+            w = make()
+            for read in reads:
+                assert_same(jax.tree.leaves(read(w))[0].ravel()[:3], jnp.ones(3))
+            synk.check_replicas(w)
+        assert sum(len(cache._kept) for cache in group._caches.values()) == before
+
+
 def test_messages():
     """What does not fit is named by the user's own leaves."""
     with group_of("devices", 2):
