@@ -37,6 +37,9 @@ Buffers: TypeAlias = tuple[tuple[int, ...], ...]
 # The most bytes of a leaf that shares an array with others. A program takes about 4 us on a GPU for each array, and
 # copies so few bytes in less.
 SMALL = 1 << 16
+# The most leaves that share an array. XLA's CPU compiler makes a kernel for each place in an array from which a leaf is
+# cut, and the same kernels serve arrays of one shape: with more leaves in an array, programs compile for longer.
+TOGETHER = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +107,8 @@ class ValueSpec:
       paths: of the logical leaves, as messages write them.
       keys: the PRNG implementation of each logical leaf; None for plain arrays.
       shapes: of the logical leaves, typed keys as raw data. Axis 0 may change if the variable holds rows.
-      buffers: the leaves in each stored array, since small leaves of one dtype share an array; None if none do.
+      buffers: the leaves in each stored array, since small leaves of one dtype and shape share an array; None if
+        none do.
       is_cut: for a sharded variable, which leaves each replica holds one n-th of; None if it is not sharded.
     """
 
@@ -165,13 +169,14 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
 
 
 def _buffers(shapes: Sequence[jax.ShapeDtypeStruct]) -> Buffers | None:
-    """Choose which leaves share an array: small ones of one dtype, where there are several."""
-    together: dict[Any, list[int]] = {}
+    """Choose which leaves share an array: small ones of one dtype and shape, where there are several."""
+    alike: dict[Any, list[int]] = {}
     for i, shape in enumerate(shapes):
         # XLA packs numbers below a byte in ways of its own.
         is_small = 0 < shape.size * shape.dtype.itemsize <= SMALL and bits_of(shape.dtype) >= 8
-        together.setdefault(shape.dtype if is_small else i, []).append(i)
-    return tuple(map(tuple, together.values())) if len(together) < len(shapes) else None
+        alike.setdefault((shape.dtype, shape.shape) if is_small else i, []).append(i)
+    groups = [which[at : at + TOGETHER] for which in alike.values() for at in range(0, len(which), TOGETHER)]
+    return tuple(map(tuple, groups)) if len(groups) < len(shapes) else None
 
 
 def _is_here(leaf: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Packing: small leaves of one dtype share a stored array, and nobody sees it but programs, which take fewer arrays."""
+"""Packing: small leaves of one dtype and shape share stored arrays; only programs see it, which take fewer arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def mixed():
     """A tree of several dtypes, scalars and a typed PRNG key."""
     return {
         "a": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "b": [np.float32(2), np.int32(3), np.zeros((0, 2), np.int32)],
+        "b": [np.float32(2), np.int32(3), np.zeros((0, 2), np.int32), np.ones((2, 3), np.float32), np.float32(5)],
         "k": jax.random.key(1),
         "h": jnp.full((2, 2), 0.1, jnp.bfloat16),
     }
@@ -52,16 +52,18 @@ def test_the_tree_is_seen(kind, n):
 
 
 def test_which_leaves_share():
-    """Small ones of a dtype; not large ones, single ones, ones without numbers, or ones below a byte."""
+    """Small ones of a dtype and shape; not large ones, single ones, ones without numbers, or ones below a byte."""
     large = np.zeros(2**14 + 1, np.float32)
     for tree, arrays in [
-        ([np.float32(1), np.zeros(2**14, np.float32), large], 2),
+        ([np.zeros(2**14, np.float32), np.ones(2**14, np.float32), large], 2),
         ([np.float32(1), large, large], 3),
+        ([np.float32(i) for i in range(33)], 3),
+        ([np.zeros((3, 2), np.float32), np.zeros((2, 3), np.float32)], 2),
         ([np.int32(1), np.float32(1)], 2),
-        ([np.bool_(True), np.zeros(3, bool), np.zeros(0, bool)], 2),
+        ([np.zeros(3, bool), np.ones(3, bool), np.zeros(0, bool), np.zeros(0, bool)], 3),
         ([np.zeros(2, jnp.int4), np.zeros(3, jnp.int4)], 2),
-        ([jax.random.key(1), jax.random.key(2), np.zeros(3, np.uint32)], 1),
-        ([np.zeros(2, jnp.bfloat16), jnp.ones((2, 2), jnp.bfloat16)], 1),
+        ([jax.random.key(1), jax.random.key(2), np.zeros(3, np.uint32)], 2),
+        ([np.zeros((2, 2), jnp.bfloat16), jnp.ones((2, 2), jnp.bfloat16)], 1),
     ]:
         with synk.simulate(2):
             w = synk.shared(tree)
@@ -74,8 +76,12 @@ def test_which_leaves_share():
 @KINDS
 def test_rows_come_and_go(kind, n):
     """Leaves that hold rows, or others than the first, lie apart, and share an array again when they are as at first."""
-    zeros = {"a": np.zeros((2 * n, 2), np.float32), "b": np.zeros(2 * n, np.float32)}
-    of_rows = lambda rows: {"a": np.ones((rows, 2), np.float32), "b": np.arange(rows, dtype=np.float32)}  # noqa: E731
+    zeros = {"a": np.zeros((2 * n, 2), np.float32), "b": np.zeros((2 * n, 2), np.float32)}
+
+    def of_rows(rows):
+        numbers = np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2)
+        return {"a": np.ones((rows, 2), np.float32), "b": numbers}
+
     with group_of(kind, n):
         w = synk.shared(zeros)
         f = synk.function(lambda: None, then=lambda _: w.update(jax.tree.map(lambda v: v + 1, w.value)))
@@ -164,8 +170,8 @@ def test_updates_of_slices_and_collectives(kind, n):
 def test_one_replica_differs(kind, n, tmp_path):
     """Replicas' own values are read, saved, loaded, blamed and reduced leaf by leaf."""
     with group_of(kind, n):
-        w = synk.shared({"a": np.zeros(3, np.float32), "b": np.zeros((2, 2), np.float32)}, name="w")
-        new = {"a": np.arange(3, dtype=np.float32), "b": np.full((2, 2), np.inf, np.float32)}
+        w = synk.shared({"a": np.zeros((2, 2), np.float32), "b": np.zeros((2, 2), np.float32)}, name="w")
+        new = {"a": np.arange(4, dtype=np.float32).reshape(2, 2), "b": np.full((2, 2), np.inf, np.float32)}
         w.set_value(new, rank=1)
         assert_same(w.get_value(1), new)
         assert_same(synk.reduce(w, "max", in_place=False), new)
@@ -179,11 +185,11 @@ def test_one_replica_differs(kind, n, tmp_path):
 
 
 def test_fewer_arrays_go_in_and_out():
-    """A program takes one array a dtype."""
+    """A program takes one array for sixteen leaves."""
     with group_of("devices", 2):
         w = synk.shared([np.full(3, i, np.float32) for i in range(50)])
         f = synk.function(lambda x: x.sum() + sum(jnp.sum(v) for v in w.value))
-        assert len(jax.tree.leaves(f.compile(np.zeros(4, np.float32)).args_info)) == 2
+        assert len(jax.tree.leaves(f.compile(np.zeros(4, np.float32)).args_info)) == 1 + 4
 
 
 def test_other_variables_of_a_tree_compile_nothing():
@@ -195,7 +201,7 @@ def test_other_variables_of_a_tree_compile_nothing():
             synk.gather,
             lambda w: synk.reduce(w, "max", in_place=False),
         ]
-        make = lambda: synk.shared({"a": np.ones(3, np.float32), "b": np.ones(2, np.float32)})  # noqa: E731
+        make = lambda: synk.shared({"a": np.ones(3, np.float32), "b": np.ones(3, np.float32)})  # noqa: E731
         for read in reads:
             read(make())
         synk.check_replicas(make())
