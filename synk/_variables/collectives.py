@@ -409,7 +409,7 @@ def _gather(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax
 @lru_cache(maxsize=256)
 def _gather_body(nd_up: int, rows: tuple[int, ...] | None, unpack: Body) -> Body:
     def body(*stored: jax.Array) -> list[jax.Array]:
-        gathered = unpack(*gather_arrays(stored))
+        gathered = list(unpack(*gather_arrays(stored)))
         if nd_up:
             return gathered
         if rows is None or len(set(rows)) == 1:

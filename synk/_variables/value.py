@@ -264,7 +264,7 @@ def as_array(leaf: Any, name: str) -> Any:
 def copies_of(arrays: Sequence[Any]) -> list[Any]:
     """Copy arrays: those of NumPy and small ones in host memory, all others that lie alike by one program."""
     is_large = [isinstance(a, jax.Array) and (a.nbytes > SMALL or not is_everywhere(a)) for a in arrays]
-    copies = [array if large else np.array(array) for array, large in zip(arrays, is_large, strict=True)]
+    copies: list[Any] = [array if large else np.array(array) for array, large in zip(arrays, is_large, strict=True)]
     alike: dict[Any, list[int]] = {}
     for i in compress(range(len(copies)), is_large):
         alike.setdefault(copies[i].sharding, []).append(i)

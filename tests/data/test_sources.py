@@ -268,16 +268,16 @@ def test_many_bytes_are_not_held_twice(monkeypatch):
 class NeverBegins(Executor):
     """Threads that find no core."""
 
-    def submit(self, *task):
+    def submit(self, fn, /, *args, **kwargs):
         return Future()
 
 
 class BeginsAtOnce(Executor):
     """Threads that have copied all before the thread that calls comes to it."""
 
-    def submit(self, task, *args):
+    def submit(self, fn, /, *args, **kwargs):
         future = Future()
-        future.set_result(task(*args))
+        future.set_result(fn(*args, **kwargs))
         return future
 
 

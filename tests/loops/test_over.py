@@ -179,7 +179,7 @@ def test_only_who_asks_is_told_row_numbers(monkeypatch, fn, op, count):
     put = over.put
     monkeypatch.setattr(over, "put", lambda group, value, layout: told.append(value.shape) or put(group, value, layout))
     with group_of("devices", 2):
-        f = synk.function(fn, reduce=op)
+        f = synk.function(lambda x: fn(x), reduce=op)
         x = np.append(X[:29, 0], 9).astype(np.float32)
         assert_same(f.over(x, batches=[slice(0, 10), slice(10, 20), slice(20, 30)]), f.serial(x))
     assert len(told) == count
