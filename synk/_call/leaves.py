@@ -35,7 +35,7 @@ _LEAST, _MOST = -(2**31), 2**31 - 1
 
 
 class LeafSpec(NamedTuple):
-    """What programs and checks depend on of one leaf: all but its values.
+    """Description of one leaf by all that programs and checks depend on: all but its values.
 
     Attributes:
       kind: "array" of JAX, "host" for arrays and files of rows on the host, "number", "data", "local" for rows of this

@@ -24,8 +24,7 @@ class InputFeed(NamedTuple):
     """
 
     layout: Layout = "rows"
-    # A tuple has a method of that name.
-    index: IndexKind | None = None  # type: ignore[assignment]
+    index: IndexKind | None = None  # type: ignore[assignment]  # a tuple has a method of that name
     size: int = 0
     overlap: Overlap | None = None
     held_rows: int = 0

@@ -145,8 +145,7 @@ def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: 
             return copied_on_device(sent) if is_shared else sent
         if host is not None:
             return gather_rows(host, selection, dtype)
-        # Here the source is an array of JAX.
-        return source[selection.positions(0, rows)].astype(dtype)  # type: ignore[index]
+        return source[selection.positions(0, rows)].astype(dtype)  # type: ignore[index]  # here an array of JAX
 
 
 @jax.jit
