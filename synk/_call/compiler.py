@@ -53,7 +53,7 @@ class Compiler:
     """Compiler of one kind of call.
 
     Attributes:
-      updates: the variables that the call writes.
+      updates: the variables that the call writes, in the order of the results: new values come first.
       layouts: the layout of each variable, as programs take and return it.
       states: shapes of a replica's states between launches.
       carried: numbers of the states that travel from launch to launch.
@@ -63,7 +63,7 @@ class Compiler:
     """
 
     def __init__(self, epilogue: Epilogue, updates: Sequence[Shared], layouts: dict[Shared, Layout]) -> None:
-        self.epilogue, self.builder, self.updates, self.layouts = epilogue, epilogue.builder, updates, layouts
+        self.epilogue, self.builder, self.layouts = epilogue, epilogue.builder, layouts
         builder = epilogue.builder
         self.call, self.group, self.traces = builder.call, builder.group, builder.traces
         self.refuses_nan = builder.function.refuses_nan and not (self.call.is_over or self.call.is_composed)
@@ -83,6 +83,10 @@ class Compiler:
         # A value that was infinite before the call may stay so: the flag compares with the old values.
         last = (*last, *updates) if self.refuses_nan else last
         self.reads = (launch, tuple(dict.fromkeys(last)))
+        # JAX lets a result take the memory of the next donated argument of its shape. In another order than the
+        # arguments, each new value would take the memory of another old one, and XLA would copy them all.
+        places = {variable: place for place, variable in enumerate(self.reads[1])}
+        self.updates = tuple(sorted(updates, key=lambda variable: places.get(variable, len(places))))
 
     def compile(self, owner: Any) -> tuple[dict[Any, Executable], Executable | None, Executable | None]:
         """Compile the programs that run `fn`; of a sliced call also the program that makes the first states, and the
@@ -259,7 +263,7 @@ class Compiler:
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
         staying = self.epilogue.staying
         flag: list[Layout] = ["replicated"] * self.refuses_nan
-        return [*("stacked" if i in staying else "replicated" for i in self.epilogue.result.picked), *new, *flag]
+        return [*new, *("stacked" if i in staying else "replicated" for i in self.epilogue.result.picked), *flag]
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
         """Return which lists of arguments a program may overwrite: the states so far, or old values of variables."""
@@ -268,13 +272,13 @@ class Compiler:
         return tuple(i for i, v in enumerate(self.reads[1]) if v in self.updates) if self.call.donate else ()
 
     def _results(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:
-        """Compute the results of the program that ends a call: outputs, new values and perhaps a flag."""
+        """Compute the results of the program that ends a call: new values, outputs and perhaps a flag."""
         if self.call.is_sliced:
             states = self.builder.states_of_present(states, part.count > 0)
         results, new = self.epilogue.finish_values(states, state, broadcast, part)
         picked = [results[i] for i in self.epilogue.result.picked]
         if not self.refuses_nan:
-            return [*picked, *chain(*(new[v] for v in self.updates))]
+            return [*chain(*(new[v] for v in self.updates)), *picked]
         leaves = [*chain(*(new[v] for v in self.updates))]
         own = {j for j, leaves in enumerate(self.builder.outputs.sources) if set(leaves) & set(self.builder.from_first)}
         # A value that was infinite and stays so is not the fault of this call: an optimizer's best loss so far.
@@ -287,7 +291,7 @@ class Compiler:
         is_bad |= has_first & any_not_finite([results[j] for j in own])
         differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.from_first
         flag = lax.psum(is_bad.astype(jnp.int32), AXIS) > 0 if differs else is_bad
-        return [*picked, *leaves, flag]
+        return [*leaves, *picked, flag]
 
     def _all_states(
         self, carry: Arrays, kept: Arrays = (), entries: Mapping[bool, int] | None = None

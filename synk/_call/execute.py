@@ -124,7 +124,7 @@ def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
 def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
     """Return the result as the user sees it."""
     plan, result = ready.plan, ready.plan.result
-    leaves: list[Any] = values[: len(result.picked)]
+    leaves: list[Any] = values[plan.num_updated :]
     for i in plan.staying:
         rows, name = sum(ready.rows.lengths or ()), f"a result of {ready.function.name}"
         leaves[i] = data_of_replicas(ready.group, leaves[i], rows, result.keys[i], name)
@@ -140,7 +140,7 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
     if ready.group._is_multi_process:
         with translate_peer_errors(ready.group):
             jax.block_until_ready(values)
-    return Outcome(values[: len(ready.plan.result.picked)], _updates(ready, values, states), ready.plan, is_refused)
+    return Outcome(values[ready.plan.num_updated :], _updates(ready, values, states), ready.plan, is_refused)
 
 
 def check_variables(ready: ReadyCall, states: dict[Shared, VariableState]) -> None:
@@ -231,7 +231,7 @@ def _take_first(ready: ReadyCall, values: list[jax.Array]) -> None:
     """Take outputs of "first" from the first replica that has rows."""
     lengths = ready.rows.lengths
     rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
-    for i in ready.plan.from_first:
+    for i in [ready.plan.num_updated + place for place in ready.plan.from_first]:
         values[i] = shard_of_rank(ready.group, values[i], rank)
 
 

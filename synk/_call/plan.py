@@ -105,6 +105,11 @@ class CallPlan:
         return self.programs.get(parts.counts) or self.programs[parts.sizes]
 
     @cached_property
+    def num_updated(self) -> int:
+        """Return how many arrays the new values of variables are. The results of the call follow them."""
+        return self.updates[-1].stop if self.updates else 0
+
+    @cached_property
     def last(self) -> Executable:
         """Return the program that ends a call."""
         return self.finish or next(iter(self.programs.values()))
@@ -462,9 +467,9 @@ def _make_plan(
     compiler = Compiler(epilogue, tuple(depends_on), layouts)
     programs, start, finish = compiler.compile(plans)
     updates: list[UpdateSlice] = []
-    at = len(result.picked)
-    for variable, needed in depends_on.items():
-        state = traces.abstract(variable)
+    at = 0
+    for variable in compiler.updates:
+        state, needed = traces.abstract(variable), depends_on[variable]
         stop = at + len(state.shapes)
         updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
         at = stop

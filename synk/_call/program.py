@@ -575,7 +575,7 @@ class Epilogue:
             return results, new
         if self.call.block is not None:
             results = fusion_barrier(self.group, results, part)
-        elif self.group.platform == "gpu" and not self.call.is_composed:
+        elif self.group.platform == "gpu" and not (self.group._has_one_device or self.call.is_composed):
             # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other. An
             # unreduced gradient has no sum yet.
             is_fenced = [leaf.reduction.collective != "unreduced" for leaf in self.outputs.results]

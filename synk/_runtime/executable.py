@@ -171,6 +171,8 @@ def compiler_options(group: Group) -> dict[str, Any]:
     flags = os.environ.get("XLA_FLAGS", "")
     # XLA counts the bytes of one replica's result: of a reduce-scatter that is a fraction.
     limits = {"all_reduce": COMBINE_BYTES, "reduce_scatter": max(COMBINE_BYTES // group.size, 1)}
+    # One device has nothing to send.
+    limits = {} if group._has_one_device else limits
     options = {f"xla_gpu_{kind}_combine_threshold_bytes": limit for kind, limit in limits.items()}
     options = {option: limit for option, limit in options.items() if option not in flags}
     if group.accelerator is not None:
