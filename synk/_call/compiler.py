@@ -153,6 +153,7 @@ class Compiler:
             name=function.name,
             variables=tuple(variable._given_name for variable in self.builder.traces.touched),
             takes_all_replicas=takes_all_replicas,
+            has_fixed_kernels=self.call.block is not None,
         )
         program = Executable(self.group, spec)
         function.stats.compilations += 1

@@ -63,6 +63,7 @@ class ProgramSpec:
       variables: names of the variables that it reads and writes, which processes compare too.
       options: options of the compiler, in addition to those of the group's platform.
       takes_all_replicas: whether `body` takes the arrays of all replicas, and is not mapped.
+      has_fixed_kernels: whether its bits are the same in every process and run, on one kind of device.
     """
 
     body: Body
@@ -75,6 +76,7 @@ class ProgramSpec:
     variables: Sequence[str] = ()
     options: tuple[tuple[str, Any], ...] = ()
     takes_all_replicas: bool = False
+    has_fixed_kernels: bool = False
 
 
 class Program:
@@ -146,7 +148,7 @@ class Executable(Program):
             [s.update(sharding=sharding_of(group, layout)) for s, layout in zip(shapes, layouts_of_list, strict=True)]
             for shapes, layouts_of_list in zip(spec.shapes, spec.ins, strict=True)
         ]
-        options = compiler_options(group) | dict(spec.options)
+        options = compiler_options(group, spec.has_fixed_kernels) | dict(spec.options)
         lowered = _jit(group, spec).lower(*structs)
         name = spec.name
         if group._is_multi_process:
@@ -164,21 +166,23 @@ class Executable(Program):
         super().__init__(group, name, _jit(group, spec, options) if is_refused else self.compiled)
 
 
-def compiler_options(group: Group) -> dict[str, Any]:
+def compiler_options(group: Group, has_fixed_kernels: bool = False) -> dict[str, Any]:
     """Return the compiler options for the platform of a group. Options in XLA_FLAGS win."""
     if group.platform != "gpu":
         return {}
-    flags = os.environ.get("XLA_FLAGS", "")
-    # XLA counts the bytes of one replica's result: of a reduce-scatter that is a fraction.
-    limits = {"all_reduce": COMBINE_BYTES, "reduce_scatter": max(COMBINE_BYTES // group.size, 1)}
-    # One device has nothing to send.
-    limits = {} if group._has_one_device else limits
-    options = {f"xla_gpu_{kind}_combine_threshold_bytes": limit for kind, limit in limits.items()}
-    options = {option: limit for option, limit in options.items() if option not in flags}
-    if group.accelerator is not None:
+    options: dict[str, Any] = {}
+    if not group._has_one_device:
+        # XLA counts the bytes of one replica's result: of a reduce-scatter that is a fraction.
+        options["xla_gpu_all_reduce_combine_threshold_bytes"] = COMBINE_BYTES
+        options["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(COMBINE_BYTES // group.size, 1)
+    if has_fixed_kernels:
+        # Sums by atomic additions, and kernels chosen by their times, may differ from one run to the next.
+        options["xla_gpu_deterministic_ops"] = True
+    if has_fixed_kernels or group.accelerator is not None:
         # Autotuning times kernels on the device, which a target does not have.
         options["xla_gpu_autotune_level"] = 0
-    return options
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {option: value for option, value in options.items() if option not in flags}
 
 
 @contextmanager

@@ -54,6 +54,28 @@ def test_one_all_reduce_for_all_sums(rows):
     assert len(found) == found.count("all-reduce") > 0
 
 
+@pytest.mark.parametrize(("rows", "slices"), [(8, 1), (9, 1), (9, 2)])
+def test_each_new_value_takes_the_memory_of_its_old_one(rows, slices):
+    """Else XLA copies values that change places: variables of one shape, written in another order than read."""
+    a, b, c = (synk.shared(np.full((64, 512), i, np.float32)) for i in range(3))
+    f = synk.function(lambda x: jnp.ones((64, 512)) * x.mean() * a.value, reduce="mean")
+
+    @f.then
+    def update(mean):
+        c.value, b.value, a.value = c.value + mean, 0.5 * b.value - mean, a.value + b.value
+        return mean  # of that shape too
+
+    def memory():
+        leaves = [variable._state.leaves[0] for variable in (a, b, c)]
+        return [[shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards] for leaf in leaves]
+
+    x = numbers(rows)
+    f(x, num_slices=slices)
+    before = memory()
+    jax.block_until_ready(f(x, num_slices=slices))
+    assert memory() == before
+
+
 @pytest.mark.parametrize("rows", [8, 9])
 def test_one_collective_a_kind_and_dtype(rows):
     """Sums in an all-reduce, extremes in another, small products and rows in an all-gather."""

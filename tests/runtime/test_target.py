@@ -1,6 +1,9 @@
 """Groups of devices that are not here: what they take, what they refuse, and what compiles for them."""
 
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -335,6 +338,53 @@ class TestGpuPrograms:
         assert alone
         for replicas in (2, 4, 8):
             assert self.kernels(replicas) == alone
+
+    def test_one_replica_is_jit(self):
+        """Its program needs the memory and the kernels of one that jax.jit makes, and copies nothing more."""
+        tx, params = optax.adam(0.1), [SHAPE((1024, 1024), np.float32)] * 4
+        rows = SHAPE((512, 1024), np.float32)
+
+        def step(params, state, x):
+            loss, grads = jax.value_and_grad(self.loss)(params, x)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+        with synk.target("h100", 1) as group:
+            where = jax.sharding.SingleDeviceSharding(group.devices[0])
+            args = (params, jax.eval_shape(tx.init, params), rows)
+            args = jax.tree.map(lambda leaf: SHAPE(leaf.shape, leaf.dtype, sharding=where), args)
+            options = {"xla_gpu_autotune_level": 0}
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes numbers of several dtypes
+                by_hand = jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile(compiler_options=options)
+                ours = synk.train.step(self.loss, params, tx).compile(rows)
+        sizes = [compiled.memory_analysis().temp_size_in_bytes for compiled in (ours, by_hand)]
+        assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
+        kinds = ("fusion", "custom-call")
+        counts = [[compiled.as_text().count(f" {kind}(") for kind in kinds] for compiled in (ours, by_hand)]
+        assert counts[0] == counts[1]
+        copied = [re.findall(r"= f32\[[\d,]+\]\S* copy\(", compiled.as_text()) for compiled in (ours, by_hand)]
+        assert copied[0] == copied[1]
+
+    def test_blocks_have_fixed_kernels(self):
+        """Sums whose order depends on timing are sorted first, and another process compiles the same program."""
+        program = """if True:
+            import hashlib, jax, jax.numpy as jnp, numpy as np, synk
+
+            def count(x, numbers):
+                return jnp.zeros(10).at[numbers].add(x)
+
+            rows = jax.ShapeDtypeStruct((64,), np.float32), jax.ShapeDtypeStruct((64,), np.int32)
+            with synk.target("h100", 2):
+                plain, blocks = [synk.function(count, blocks=b).compile(*rows).as_text() for b in (None, 16)]
+            print(" sort(" in plain, " sort(" in blocks, hashlib.sha256(blocks.encode()).hexdigest())
+        """
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
+        one, two = [
+            subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+            for _ in range(2)
+        ]
+        assert one.stdout == two.stdout
+        assert one.stdout.startswith("False True ")
 
     def test_options_of_the_user_go_first(self):
         """They bound what is packed."""
