@@ -564,6 +564,12 @@ class Epilogue:
         count, traced = self.then[0].outputs[0].num_leaves, self.then[0]
         return traced.flops([*self.result.picked, *range(count, len(traced.shapes))])
 
+    @property
+    def _has_barrier(self) -> bool:
+        """Tell whether a barrier stands between combining and `then`."""
+        may_help = self.group.platform == "gpu" and not (self.group._has_one_device or self.call.is_composed)
+        return self.function.has_barrier and may_help
+
     def finish_values(
         self, states: Sequence[jax.Array], state: State, broadcast: Sequence[jax.Array], part: Part
     ) -> tuple[list[jax.Array], State]:
@@ -575,7 +581,7 @@ class Epilogue:
             return results, new
         if self.call.block is not None:
             results = fusion_barrier(self.group, results, part)
-        elif self.group.platform == "gpu" and not (self.group._has_one_device or self.call.is_composed):
+        elif self._has_barrier:
             # Else XLA makes one computation of a gradient's sum and its use, and all sums wait for each other. An
             # unreduced gradient has no sum yet.
             is_fenced = [leaf.reduction.collective != "unreduced" for leaf in self.outputs.results]

@@ -65,6 +65,7 @@ class FunctionSpec:
       stats: counters of the calls.
       refuses_nan: whether a call whose numbers are not finite raises and commits nothing.
       compiler_options: options of XLA, beside those that synk sets.
+      has_barrier: whether a barrier may stand between combining and `then`.
       wires: the formats in which sums travel, a prefix of what `fn` returns; None for their own.
       blocks: rows of a block, if rows are dealt out in blocks.
       plain: for a `then` that adds up unreduced sums: the same function with sums that synk has made.
@@ -87,6 +88,7 @@ class FunctionSpec:
     stats: Stats
     refuses_nan: bool = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
+    has_barrier: bool = True
     wires: PyTree = None
     blocks: int | None = None
     plain: "FunctionSpec | None" = None

@@ -49,7 +49,7 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
         if mapping.blocks is not None:
             _check_blocks(runner, mapping)
         if mapping.wires is not None:
-            _check_wires(runner, mapping, tolerance)
+            check_wires(runner, mapping, tolerance)
 
 
 def _unequal_outputs(runner: Runner, one: Outcome, many: Outcome, tolerance: Tolerance) -> Iterator[str]:
@@ -162,7 +162,7 @@ def _check_blocks(runner: Runner, mapping: FunctionSpec) -> None:
             raise LawError(f"{mapping.name}: {name} has other bits on one device, in spite of blocks=.")
 
 
-def _check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
+def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> None:
     """Compare sums that travel narrowly with sums that do not; raise LawError if rounding explains no such gap."""
     exact = replace(mapping, wires=None)
     one, many = runner.run(runner.parallel, exact), runner.run(runner.parallel, mapping)

@@ -63,6 +63,15 @@ def difference(one: Any, other: Any) -> str:
     return f"it is {got}, serially {wanted}" + (" where they differ most" if one.ndim else "")
 
 
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the largest finite difference between two arrays, relative to the largest number of the first."""
+    a, b = widened(one, other)
+    with np.errstate(all="ignore"):
+        off, size = np.abs(a - b), np.abs(a)
+    largest = float(size[np.isfinite(size)].max(initial=0))
+    return float(off[np.isfinite(off)].max(initial=0)) / (largest or 1.0)
+
+
 def matching_ops(value: np.ndarray, rows: np.ndarray, serial: np.ndarray, tolerance: Tolerance) -> list[str]:
     """List the ops that combine an output's parts to the serial value; `rows` counts the rows of each part."""
     if value.ndim == 0 or len(value) != len(rows):

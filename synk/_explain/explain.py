@@ -6,12 +6,13 @@ from dataclasses import replace
 from math import prod
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 import jax
 
 from .._call.auto_slices import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
 from .._call.blocks import Blocks
-from .._call.execute import ReadyCall, evaluate
+from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, PlanCache
 from .._call.rows import InputSpec, exchange_programs
@@ -170,22 +171,36 @@ def _lower_bound(ready: ReadyCall, flops: int, variables: Sequence[VariableRepor
 def measure(prepare: Callable[[], ReadyCall], calls: int) -> Measured:
     """Time calls, whose results and updates are dropped, and return the medians."""
     # The first call compiles, if nothing has before.
-    times = [_timed(prepare) for _ in range(calls + 1)][1:]
-    return Measured(calls, median(whole for whole, _ in times), median(host for _, host in times))
+    times = [rehearse(prepare) for _ in range(calls + 1)][1:]
+    return Measured(calls, median(call.seconds for call in times), median(call.host_seconds for call in times))
 
 
-def _timed(prepare: Callable[[], ReadyCall]) -> tuple[float, float]:
-    """Return the seconds of one call, and of its part on the host."""
-    group, plan = prepare().group, prepare().plan
+class Rehearsal(NamedTuple):
+    """A call on copies of its variables, which has ended.
+
+    Attributes:
+      outcome: its results and updates, which are not committed.
+      seconds: how long it took.
+      host_seconds: how long its part on the host took.
+    """
+
+    outcome: Outcome
+    seconds: float
+    host_seconds: float
+
+
+def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
+    """Run a call on copies of its variables, and wait for it; change nothing."""
+    ready = prepare()
     # The call may overwrite the values of variables, so it gets copies.
-    states = {variable: _copied(bind(variable, group), group) for variable in plan.accepts}
+    states = {variable: _copied(bind(variable, ready.group), ready.group) for variable in ready.plan.accepts}
     jax.block_until_ready([state.leaves for state in states.values()])
     # JAX returns before the devices are done, so both moments are told.
     start = perf_counter()
     outcome = evaluate(prepare(), states.__getitem__)
     host = perf_counter() - start
     jax.block_until_ready((outcome.leaves, [state.leaves for state in outcome.updates.values()]))
-    return perf_counter() - start, host
+    return Rehearsal(outcome, perf_counter() - start, host)
 
 
 def _copied(state: VariableState, group: Group) -> VariableState:

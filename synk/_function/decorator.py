@@ -126,7 +126,7 @@ def function(
             donate=donate,
             stats=Stats(),
             refuses_nan=nan == "raise",
-            compiler_options=_checked_options(compiler_options, called),
+            compiler_options=checked_options(compiler_options, called),
             wires=check_wire(wire, called),
             blocks=_checked_blocks(blocks, wire, called),
         )
@@ -144,8 +144,8 @@ def _checked_blocks(blocks: Any, wire: PyTree, name: str) -> int | None:
     return blocks
 
 
-def _checked_options(options: Any, name: str) -> tuple[tuple[str, Any], ...]:
-    """Options of the compiler, as they are kept."""
+def checked_options(options: Any, name: str) -> tuple[tuple[str, Any], ...]:
+    """Return options of the compiler as they are kept."""
     if options is None:
         return ()
     if not isinstance(options, Mapping) or not all(isinstance(option, str) for option in options):

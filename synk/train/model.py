@@ -2,9 +2,9 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,27 @@ LeafKind = Literal["number", "key", "count"]
 _ADVICE = "A loss is that of its rows: return the mean over them, or synk.Weighted(mean, weight)."
 
 
+class ProgramOptions(NamedTuple):
+    """Settings of a step's programs beside what they compute.
+
+    Attributes:
+      wire: the format in which gradients travel; None for their own.
+      compiler_options: options of XLA.
+      has_barrier: whether a barrier may stand between combining and the update.
+    """
+
+    wire: str | None = None
+    compiler_options: Mapping[str, Any] | None = None
+    has_barrier: bool = True
+
+
 class TrainingModel:
     """A loss, the variables that it trains, and the step that updates them.
 
     Attributes:
       params, opt_state, state: the shared variables; `state` is None for a model without one.
       variables: all shared variables that a step updates, by name.
+      options: settings of the step's programs.
     """
 
     def __init__(
@@ -54,6 +69,7 @@ class TrainingModel:
         wire: str | PowerSGD | None = None,
         blocks: int | None = None,
         shard_optimizer: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         try:
             import optax  # type: ignore[import-untyped]  # it has no stubs
@@ -72,7 +88,8 @@ class TrainingModel:
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
         self.loss, self.donate, self.inputs = loss, donate, inputs
         self.nan: Literal["raise"] | None = nan
-        self.wire, self.blocks = None if isinstance(wire, PowerSGD) else check_wire(wire, call), blocks
+        narrow = None if isinstance(wire, PowerSGD) else check_wire(wire, call)
+        self.options, self.blocks = ProgramOptions(narrow, compiler_options), blocks
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
         self.params = params if isinstance(params, Shared) else shared(params, "params")
         _check_params(self.params, call)
@@ -110,17 +127,22 @@ class TrainingModel:
         outputs: dict[str, PyTree],
         then: Callable[..., PyTree],
         then_of_unreduced: Callable[..., PyTree] | None = None,
+        options: ProgramOptions | None = None,
     ) -> Function:
         """Make a function of rows that looks like the loss, in messages and to `inputs`.
 
-        If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`.
+        If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`. Without
+        `options`, programs have the settings of the model.
         """
+        narrow, compiler_options, has_barrier = options or self.options
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
         ops = {**outputs, "aux": self.aux_ops}
-        wire = None if self.wire is None else {**dict.fromkeys(ops), "loss": (None, self.wire)}
-        options: dict[str, Any] = {"donate": self.donate, "nan": self.nan, "wire": wire, "blocks": self.blocks}
-        made = function(fn, self.inputs, ops, then=then, name=self.name, **options)
+        wire = None if narrow is None else {**dict.fromkeys(ops), "loss": (None, narrow)}
+        made = function(
+            fn, self.inputs, ops, then=then, name=self.name, donate=self.donate, nan=self.nan, wire=wire,
+            blocks=self.blocks, compiler_options=compiler_options,
+        )  # fmt: skip
         names = {
             "['loss'][0]": ("the loss", False),
             "['loss'][1]": (f"the gradient of {self.params.name}", False),
@@ -128,8 +150,8 @@ class TrainingModel:
             "['aux']": ("aux", True),
         }
         inside = f"Read {self.params.name}.value there."
-        spec = replace(made._spec, advice=_ADVICE, output_names=names, inside=inside)
-        if self._low_rank is not None or (self._sharded is not None and self.wire is None):
+        spec = replace(made._spec, advice=_ADVICE, output_names=names, inside=inside, has_barrier=has_barrier)
+        if self._low_rank is not None or (self._sharded is not None and narrow is None):
             unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
             spec = replace(spec, ops=unreduced, then=then_of_unreduced, plain=spec)
         made._spec = spec

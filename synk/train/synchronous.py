@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from .._base.errors import public_api
+from .._base.errors import public_api, shown
 from .._base.pytree import PyTree
+from .._call.binding import AUTO, CallOptions, check_slices
 from .._call.spec import Stats
 from .._data.prefetch import Prefetch
-from .._function.decorator import Inputs
+from .._function.decorator import Inputs, checked_options
 from .._function.function import Function
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
-from .._reductions.wire import WireName
+from .._reductions.wire import WireName, check_wire
+from .._runtime.dispatch import LOCK
 from .._tracing.context import current_trace
 from .._variables.variable import Shared, map_value, shared
-from .model import LeafKind, TrainingModel, checked_number, kinds_of
+from .model import LeafKind, ProgramOptions, TrainingModel, checked_number, kinds_of
 from .power_sgd import PowerSGD
 
 if TYPE_CHECKING:
@@ -58,6 +61,15 @@ class Step:
     state: Shared | None
     ema: Shared | None
     variables: dict[str, Shared]
+    # Makes the function with other settings of its programs.
+    _build: Callable[[ProgramOptions], Function] = field(repr=False)
+    _options: ProgramOptions = field(repr=False)
+    # Of calls that name no number of slices.
+    _num_slices: int | Literal["auto"] | None = field(default=None, repr=False)
+
+    def _with_slices(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options of a call, with the step's own number of slices if they name none."""
+        return options if self._num_slices is None else {"num_slices": self._num_slices} | options
 
     @property
     def stats(self) -> Stats:
@@ -75,7 +87,7 @@ class Step:
         Returns:
           The mean loss of all rows before the step. With `aux` the pair of the loss and the aux outputs.
         """
-        return self.function(*args, **options)
+        return self.function(*args, **self._with_slices(options))
 
     @public_api
     def iterate(self, *args: Any, **options: Any) -> Prefetch[Any, Any]:
@@ -84,12 +96,12 @@ class Step:
         For dropout and augmentation give each batch its own PRNG key by `synk.each`: one key for all batches draws the
         same noise in every step.
         """
-        return self.function.iterate(*args, **options)
+        return self.function.iterate(*args, **self._with_slices(options))
 
     @public_api
     def stream(self, source: Iterable[Any], **options: Any) -> Prefetch[Any, Any]:
         """Take a step for each item of a loader, and return an iterator of the results; see `synk.Function.stream`."""
-        return self.function.stream(source, **options)
+        return self.function.stream(source, **self._with_slices(options))
 
     @public_api
     def check(self, *args: Any, **options: Any) -> None:
@@ -98,7 +110,7 @@ class Step:
         Raises:
           LawError: the steps differ, for example by the statistics of a BatchNorm.
         """
-        self.function.check(*args, **options)
+        self.function.check(*args, **self._with_slices(options))
 
     @public_api
     def serial(self, *args: Any, **options: Any) -> Any:
@@ -108,17 +120,135 @@ class Step:
     @public_api
     def compile(self, *args: Any, **options: Any) -> jax.stages.Compiled:
         """Compile the program of a step ahead, and take none; see `synk.Function.compile`."""
-        return self.function.compile(*args, **options)
+        return self.function.compile(*args, **self._with_slices(options))
 
     @public_api
     def explain(self, *args: Any, **options: Any) -> Explanation:
         """Say what a step with these arguments would do, without taking it; see `synk.Function.explain`."""
-        return self.function.explain(*args, **options)
+        return self.function.explain(*args, **self._with_slices(options))
 
     @public_api
     def blame(self, *args: Any, **options: Any) -> Blame | None:
         """Find the first row whose loss or gradients are not finite, and take no step; see `synk.Function.blame`."""
-        return self.function.blame(*args, **options)
+        return self.function.blame(*args, **self._with_slices(options))
+
+    @public_api
+    def with_options(
+        self,
+        *,
+        compiler_options: Mapping[str, Any] | None = None,
+        wire: WireName | EllipsisType | None = ...,
+        num_slices: int | Literal["auto"] | None = None,
+        barrier: bool | None = None,
+    ) -> Step:
+        """Make a step by another program over the same shared variables; what is not given stays as it is.
+
+        Both steps may be called, in any order: each goes on from where the other has left the variables.
+
+        Args:
+          compiler_options: options of XLA by name, in addition to those that the step has.
+          wire: how gradients travel, as for `synk.train.step`; None for unrounded. A step with
+            `wire=synk.train.PowerSGD(...)` keeps its own.
+          num_slices: in how many slices calls run that do not name a number.
+          barrier: whether, on several GPUs, all gradients are combined before the update of the first parameter
+            begins.
+
+        Returns:
+          The new step; `tune` finds out which is fastest.
+
+        Raises:
+          TypeError, ValueError: an option is of a wrong kind or value.
+
+        Example:
+          >>> import numpy as np, optax, synk.train
+          >>> step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.25))
+          >>> sliced = step.with_options(num_slices=2)
+          >>> print(step(np.ones(4)), sliced(np.ones(4)), step(np.ones(4)))
+          1.0 0.25 0.0625
+        """
+        name, old = f"{self.function.name}.with_options", self._options
+        if num_slices is not None:
+            check_slices(num_slices, name)
+        if not (barrier is None or isinstance(barrier, bool)):
+            raise TypeError(f"{name}: barrier is {shown(barrier)}; give True or False.")
+        if not isinstance(wire, EllipsisType) and "feedback" in self.variables:
+            raise ValueError(
+                f"{name}: wire=synk.train.PowerSGD(...) belongs to the step; make another by synk.train.step."
+            )
+        options = ProgramOptions(
+            old.wire if isinstance(wire, EllipsisType) else check_wire(wire, name),
+            dict(old.compiler_options or {}) | dict(checked_options(compiler_options, name)),
+            old.has_barrier if barrier is None else barrier,
+        )
+        slices = self._num_slices if num_slices is None else num_slices
+        return replace(self, function=self._build(options), _options=options, _num_slices=slices)
+
+    @public_api
+    def tune(
+        self,
+        *args: Any,
+        seconds: float = 60,
+        wires: WireName | Sequence[WireName] = (),
+        batch: Any = None,
+        batch_s: Any = None,
+        num_slices: int | Literal["auto"] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Find the options of `with_options` that make a step over such rows fastest on the devices that are here.
+
+        It tries one setting after the other against the best so far, prints what it finds, and changes nothing: no
+        step is kept, and neither Ctrl-C nor an error leaves a trace in the variables or `stats`. Slices are tried
+        everywhere. On several GPUs also: how many bytes of gradients XLA packs into one all-reduce, the barrier before
+        the update, and XLA's latency hiding scheduler.
+
+        Steps are awaited one by one, each from the same values, and the two settings take turns. The table shows the
+        median, over the rounds, of a setting's time relative to the best's, and its margin: three times the distance
+        of the quartiles, divided by the root of the number of rounds. A setting wins if the median is below 1 by more
+        than that, and by at least 1 %; otherwise the best so far stays. What does not compile, does not fit into
+        memory or gives another answer to more than rounding (see `check`) is listed and not chosen.
+
+        Args:
+          *args, **kwargs: the rows, as in a call: as many, and from the same place, as in training.
+          seconds: about how long all may take, compiling included; what is under way is ended.
+          wires: wires to try too. They round gradients, so the answer differs by that; by default none is tried.
+          batch, batch_s: as in a call.
+          num_slices: as in a call; the number stays as it is then. By default numbers are tried.
+
+        Returns:
+          Options for `with_options`, without those that stay as they are. In a group of several processes all make
+          this call, and all get the same.
+
+        Raises:
+          MemoryError: the step as it is, beside a copy of its variables, does not fit into memory.
+
+        Other errors are those of a call.
+
+        Example:
+          >>> import numpy as np, optax, synk.train
+          >>> step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.25))
+          >>> options = step.tune(np.ones(8), seconds=0.1)  # doctest: +ELLIPSIS
+          tuning <lambda>: ...
+          >>> fast = step.with_options(**options)
+          >>> print(fast(np.ones(8)), step.stats.calls)
+          1.0 0
+        """
+        from .tune import Tuner
+
+        name, wanted = f"{self.function.name}.tune: seconds", "give how long it may take, a number > 0"
+        seconds = checked_number(seconds, name, wanted, lambda seconds: seconds > 0)
+        wires = (wires,) if isinstance(wires, str) else tuple(wires)
+        for wire in wires:
+            self.with_options(wire=wire)
+        slices = self._num_slices or 1 if num_slices is None else num_slices
+        call = CallOptions(batch, batch_s, slices)
+        bound = self.function._bind(args, kwargs, call, "tune")
+        tried = (1, 2, 4) if num_slices is None and slices != AUTO else ()
+
+        def build(**settings: Any) -> Function:
+            return self.with_options(**settings).function
+
+        with LOCK:
+            return Tuner(self.function, build, (bound, call), seconds).search(tried, wires)
 
 
 @public_api
@@ -137,6 +267,7 @@ def step(
     shard_optimizer: bool = False,
     blocks: int | None = None,
     ema: float | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Step:
     """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
@@ -174,6 +305,7 @@ def step(
         have the same bits for any replicas and slices. Not with a `state` that holds PRNG keys.
       ema: the decay of an exponential moving average of the parameters, e.g. 0.999: after each step `step.ema` becomes
         ema * step.ema + (1 - ema) * params. It begins as the parameters.
+      compiler_options: as for `synk.function`; `Step.tune` finds some that help.
       name: what messages call the step; by default the loss's name.
 
     Returns:
@@ -196,7 +328,7 @@ def step(
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name, nan=nan, wire=wire,
-        blocks=blocks, shard_optimizer=shard_optimizer,
+        blocks=blocks, shard_optimizer=shard_optimizer, compiler_options=compiler_options,
     )  # fmt: skip
 
     # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
@@ -232,8 +364,9 @@ def step(
 
     state_ops = () if running is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(running))
     ops = {"loss": "mean", "state": state_ops, "counted": "any"}
-    function = model.function(on_part, ops, partial(then, False), partial(then, True))
-    return Step(function, held, opt_state, running, average, model.variables)
+    build = partial(model.function, on_part, ops, partial(then, False), partial(then, True))
+    function = build(model.options)
+    return Step(function, held, opt_state, running, average, model.variables, build, model.options)
 
 
 # The reduction of each kind of leaf of a state over the parts. Keys advance alike everywhere, so the first part's

@@ -310,6 +310,24 @@ def then(group, noted):
 
 
 @case
+def tune(group, noted):
+    """All processes choose the same settings of a step, and no variable changes."""
+    import optax
+
+    import synk.train
+
+    step = synk.train.step(lambda w, x: ((x[:, :2] @ w - x[:, 2]) ** 2).mean(), np.zeros(2, np.float32), optax.sgd(0.1))
+    x = normal(8 * group.size + 1)
+    with jax.numpy_dtype_promotion("standard"):
+        for seconds in (2, 0.01):
+            options = step.tune(x, seconds=seconds)
+            multihost_utils.assert_equal(np.array(options.get("num_slices", 1)), "processes choose alike")
+        assert not step.params.value.any() and step.stats.calls == 0
+        close(step.with_options(**options)(x), np.mean(x[:, 2] ** 2), rtol=1e-4)
+    synk.check_replicas(*step.variables.values())
+
+
+@case
 def shared(group, noted):
     """Variables that replicas update by themselves, that hold rows, and what reads them."""
     n = group.size

@@ -1,0 +1,253 @@
+"""Tune: try settings of a step's programs on the devices that are here, and keep those that are faster."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from .._base.errors import DisagreementError, LawError, PeerError
+from .._call.binding import BoundArguments, CallOptions
+from .._call.execute import Outcome, ReadyCall
+from .._call.failures import translate_error
+from .._call.kinds import prepare
+from .._call.plan import Site
+from .._check.check import check_wires
+from .._check.compare import Tolerance, distance
+from .._check.serial import Runner
+from .._check.views import stored_on_host
+from .._explain.explain import Rehearsal, rehearse
+from .._function.function import Function
+from .._runtime.dispatch import drain
+from .._runtime.executable import translate_peer_errors
+
+# Rounds in which two settings take turns.
+_FEWEST, _MOST = 5, 40
+
+
+class _Trial(NamedTuple):
+    """A step with some settings, and the call on which it is tried.
+
+    Attributes:
+      settings: the settings, as `Step.with_options` takes them.
+      site: the step's function, its plans and the group.
+      bound: the call's arguments.
+      options: the call's options.
+    """
+
+    settings: dict[str, Any]
+    site: Site
+    bound: BoundArguments
+    options: CallOptions
+
+    def ready(self) -> ReadyCall:
+        """Prepare the call; compile it first, if that has not been done yet."""
+        return prepare(self.site, self.bound, self.options)
+
+    def run(self) -> Rehearsal:
+        """Run the call on copies of its variables, and wait for it."""
+        drain()
+        try:
+            with translate_peer_errors(self.site.group):
+                return rehearse(self.ready)
+        except Exception as error:
+            translated = translate_error(error, self.site.function.name)
+            if translated is error:
+                raise
+            raise translated from error
+
+    @property
+    def runner(self) -> Runner:
+        """Return what runs the step up to the update, as `check` does."""
+        function = replace(self.site.function.gathering(), then=None)
+        return Runner(function, self.site.plans, self.bound, self.options, self.site.group)
+
+    def digest(self) -> bytes:
+        """Return a digest of the compiled text of all programs of the call."""
+        plan = self.ready().plan
+        texts = [program.compiled.as_text() or "" for program in (*plan.programs.values(), plan.last)]
+        return hashlib.sha256("".join(texts).encode()).digest()
+
+
+class Tuner:
+    """Search for the settings under which a call of a step is fastest. It prints what each does.
+
+    Attributes:
+      group: the replicas.
+      best: the step with the fastest settings so far.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        build: Callable[..., Function],
+        call: tuple[BoundArguments, CallOptions],
+        seconds: float,
+    ) -> None:
+        """Run the call as it is; `build` makes the function with other settings."""
+        self._build, self._deadline, self._name = build, perf_counter() + seconds, f"{function.name}.tune"
+        # Another function counts what is tried. It shares the step's plans, so what is compiled here serves later.
+        site = build()._site("tune")._replace(plans=function._plans)
+        self.group = site.group
+        self.best = self._as_it_is = _Trial({}, site, *call)
+        outcome = self.best.run().outcome
+        if outcome.is_refused:
+            raise FloatingPointError(f"{self._name}: outputs or updates of the step are not finite.")
+        self._variables, self._lengths = list(outcome.updates), self.best.ready().rows.lengths or (1,)
+        self._answer, self._tried = self._numbers(outcome), {self.best.digest()}
+        self._say(f"tuning {function.name}: {self.group}, {sum(self._lengths)} rows")
+        self._row("setting", "a step", "of the best", "answer")
+        self._row("as it is", _time([self.best.run().seconds for _ in range(_FEWEST)]))
+
+    def search(self, slices: Sequence[int], wires: Sequence[str]) -> dict[str, Any]:
+        """Try one setting after the other, these numbers of slices and wires among them, and return the best."""
+        candidates = [*self._candidates(slices, wires)]
+        for i, (label, setting) in enumerate(candidates):
+            self._row(label, *self._try(label, setting, len(candidates) - i))
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.best.settings.items())
+        self._say(f"  => step.with_options({shown})" if shown else "  => as it is")
+        return self.best.settings
+
+    def _candidates(self, slices: Sequence[int], wires: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield settings to try, and their names; wires come last, since the answer is another with them."""
+        size = self.group.size
+        if self.group.platform == "gpu" and size > 1 and not self.group.is_simulated:
+            for mib in (1, 32, 256):
+                # XLA counts the bytes of one replica's result: of a reduce-scatter that is a fraction.
+                limits = {"all_reduce": mib << 20, "reduce_scatter": max((mib << 20) // size, 1)}
+                bounds = {f"xla_gpu_{kind}_combine_threshold_bytes": limit for kind, limit in limits.items()}
+                yield f"all-reduces of up to {mib} MiB", {"compiler_options": bounds}
+            barrier = not self.best.site.function.has_barrier
+            yield f"barrier={barrier}", {"barrier": barrier}
+            yield "latency hiding scheduler", {"compiler_options": {"xla_gpu_enable_latency_hiding_scheduler": True}}
+        for number in slices:
+            if number <= max(self._lengths) and number != self.best.options.num_slices:
+                yield f"num_slices={number}", {"num_slices": number}
+        for wire in wires if size > 1 else ():
+            yield f"wire={wire!r}", {"wire": wire}
+
+    def _try(self, label: str, setting: dict[str, Any], left: int) -> Sequence[str]:
+        """Try a setting beside those of the best, and keep it if it is faster; return what its row shows.
+
+        It takes its share of the time, if `left` settings are left.
+        """
+        start = perf_counter()
+        if not self._all_agree(f"whether time is left for {label}", start < self._deadline):
+            return "", "", "not tried: no time is left"
+        trial = self._trial(setting)
+        if failure := self._failure_to_compile(label, trial):
+            return "", "", failure
+        # These settings show in the text that XLA compiles to.
+        digest = trial.digest() if setting.keys() <= {"compiler_options", "barrier"} else b""
+        if self._all_agree(f"whether {label} has been tried", digest in self._tried):
+            return "", "", "the same program as one before"
+        self._tried |= {digest} - {b""}
+        try:
+            answer, is_right = self._compare(trial, trial.run().outcome)
+            pairs = self._race(label, trial, start + (self._deadline - start) / left)
+        except Exception as error:
+            # The other processes cannot know that this program has died here.
+            if self.group._is_multi_process:
+                raise
+            return "", "", _said(error)
+        low, middle, high = quantiles([mine / best for mine, best in pairs], n=4, method="inclusive")
+        # Three standard errors of the median, for normal noise. A gain below 1 % is not worth a setting.
+        margin = 3 * (high - low) / len(pairs) ** 0.5
+        is_faster = middle + max(margin, 0.01) < 1
+        if is_chosen := self._all_agree(f"whether {label} is chosen", is_right and is_faster):
+            self.best = trial
+        answer += ", more than rounding" if not is_right else ", chosen" if is_chosen else ""
+        return _time([mine for mine, _ in pairs]), f"{middle:.3f} +- {margin:.3f}", answer
+
+    def _trial(self, setting: dict[str, Any]) -> _Trial:
+        """Return the best with one more setting."""
+        settings = {**self.best.settings, **setting}
+        if "compiler_options" in setting:
+            settings["compiler_options"] = self.best.settings.get("compiler_options", {}) | setting["compiler_options"]
+        options = self.best.options._replace(num_slices=settings.get("num_slices", self.best.options.num_slices))
+        return self.best._replace(settings=settings, site=self._build(**settings)._site("tune"), options=options)
+
+    def _failure_to_compile(self, label: str, trial: _Trial) -> str:
+        """Compile a trial in all processes, and say why that fails; "" if it does not."""
+        failure = ""
+        try:
+            trial.ready()
+        except (DisagreementError, PeerError):
+            raise
+        except Exception as error:
+            failure = _said(translate_error(error, self._name))
+        what, done = f"{self._name}: whether {label} compiles", np.array(not failure)
+        try:
+            self.group._peers.compare_values(what, lambda: [done], "It is not chosen.", always=True)
+        except DisagreementError:
+            failure = failure or "does not compile in another process"
+        return failure
+
+    def _compare(self, trial: _Trial, outcome: Outcome) -> tuple[str, bool]:
+        """Tell how far an answer is from that of the step as it is, and whether rounding explains it."""
+        pairs = [*zip(self._answer, self._numbers(outcome), strict=True)]
+        if all(a.tobytes() == b.tobytes() for a, b in pairs):
+            return "same bits", True
+        answer, admits = f"differs by {max(distance(a, b) for a, b in pairs):.0e}", Tolerance().admits
+        if trial.runner.function.wires is not None:
+            try:
+                check_wires(trial.runner, trial.runner.function, Tolerance())
+            except LawError:
+                return answer, False
+            return answer, True
+        if all(admits(a, b) for a, b in pairs):
+            return answer, True
+        # Optimizers that divide by the size of a gradient make whole steps of its rounding.
+        one, other = (t.runner.run(t.runner.parallel, t.runner.function).leaves for t in (self._as_it_is, trial))
+        return answer, all(map(admits, one, other))
+
+    def _numbers(self, outcome: Outcome) -> list[np.ndarray]:
+        """Return the leaves of a result, and the new values of variables on each replica."""
+        numbers = [*map(np.asarray, outcome.leaves)]
+        for variable in self._variables:
+            ranks = stored_on_host(variable, outcome.updates[variable], self.group)
+            # Values that replicas share are there once.
+            for rank in range(self.group.size):
+                numbers += ranks[rank % len(ranks)]
+        return numbers
+
+    def _race(self, label: str, trial: _Trial, until: float) -> list[tuple[float, float]]:
+        """Run a trial and the best in turns; return the seconds of both in each round."""
+
+        def run_both(number: int) -> tuple[float, float]:
+            if number % 2:
+                return trial.run().seconds, self.best.run().seconds
+            best = self.best.run().seconds
+            return trial.run().seconds, best
+
+        start = perf_counter()
+        pairs = [run_both(0)]
+        fitting = str(min(max(int((until - start) / (perf_counter() - start)), _FEWEST), _MOST))
+        rounds = self.group._peers.from_process_0(f"{self._name}: rounds of {label}", lambda: fitting)
+        return pairs + [run_both(number) for number in range(1, int(rounds))]
+
+    def _all_agree(self, what: str, is_so: bool) -> bool:
+        """Return the answer of process 0, which all processes take."""
+        return self.group._peers.from_process_0(f"{self._name}: {what}", lambda: str(is_so)) == "True"
+
+    def _say(self, line: str) -> None:
+        if jax.process_index() == 0:
+            print(line, flush=True)
+
+    def _row(self, setting: str, time: str, ratio: str = "", note: str = "") -> None:
+        self._say(f"  {setting:<28}{time:>12}{ratio:>18}  {note}".rstrip())
+
+
+def _said(error: Exception) -> str:
+    """Say in one line why a trial does not run."""
+    if isinstance(error, MemoryError):
+        return "does not fit into memory"
+    return f"does not run: {type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
+
+
+def _time(times: Sequence[float]) -> str:
+    return f"{1e3 * median(times):.4g} ms"
