@@ -211,7 +211,14 @@ def values_of(ready: ReadyCall, rows: Rows, parts: PartRows | None) -> list[Any]
     if parts is None:
         return [*ready.broadcast]
     stats, start = ready.function.stats, perf_counter()
-    values = feed_rows(ready.group, rows, parts)
+    try:
+        values = feed_rows(ready.group, rows, parts)
+    except jax.errors.JaxRuntimeError as error:
+        # A device may have no memory for the rows.
+        translated = translate_error(error, ready.function.name)
+        if translated is error:
+            raise
+        raise translated from error
     held_index = ready.form.call.held_index
     if held_index is not None:
         values.append(index_on_replicas(ready.group, held_index, rows.on_replicas, parts))

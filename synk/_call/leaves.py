@@ -24,6 +24,7 @@ from .._data.dataset import Data, resident, source_of
 from .._data.places import PLACES
 from .._data.process_rows import ProcessLocalRows
 from .._data.sources import as_source, is_in_memory
+from .._data.staging import is_staged, send_copy
 from .._runtime.group import Group
 from .._runtime.layout import host_copy, put, replicate, takes
 from .._variables.collectives import rows_held
@@ -226,6 +227,8 @@ def placer_of(leaf: LeafSpec, group: Group, is_used_once: bool, is_abstract: boo
         return _resident if is_there else _replicate_data
     if leaf.kind == "array":
         return _spread if leaf.dtype == broadcast_aval(leaf)[1] else _replicate
+    if leaf.kind == "host" and not group._is_multi_process and is_staged(group, leaf.shape, narrow(leaf.dtype)):
+        return _stage
     # The compiled call itself brings a host value to one device in a third of the time.
     if is_used_once and group._has_one_device:
         return _copy
@@ -252,6 +255,11 @@ def _spread(group: Group, leaf: jax.Array) -> jax.Array:
 
 def _copy(group: Group, leaf: Any) -> np.ndarray:
     return host_copy(leaf)
+
+
+def _stage(group: Group, leaf: Any) -> jax.Array:
+    staged = send_copy(group, leaf, narrow(leaf.dtype))
+    return _replicate(group, leaf) if staged is None else staged
 
 
 def _place_number(group: Group, leaf: Any) -> jax.Array:

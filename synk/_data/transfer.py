@@ -13,6 +13,7 @@ from .._runtime.layout import everywhere, is_everywhere, is_placed, put
 from .host_buffers import acquire
 from .selection import Selection
 from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
+from .staging import send_staged, staging_buffers
 
 
 class PartRows(NamedTuple):
@@ -61,34 +62,48 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
             return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
-    row, size, ranks = source.shape[1:], group.size, group._local_ranks
-    if group._has_one_device:
-        whole = acquire(1, (max_rows * size, *row), dtype)[0]
-        fill_parts(whole.reshape(size, max_rows, *row), source, selection, part_rows.starts, part_rows.counts)
+    row, size, has_one = source.shape[1:], group.size, group._has_one_device
+    # Replicas on one device share an array; others have one each.
+    ranks = range(size) if has_one else group._local_ranks
+    devices = group.devices[:1] if has_one else group.devices[ranks.start : ranks.stop]
+    shape = (max_rows * size if has_one else max_rows, *row)
+    buffers = staging_buffers(group, devices, shape, dtype)
+    arrays = acquire(len(devices), shape, dtype) if buffers is None else [buffer.memory for buffer in buffers]
+    starts, counts = (numbers[ranks.start : ranks.stop] for numbers in (part_rows.starts, part_rows.counts))
+    fill_parts(arrays[0].reshape(size, max_rows, *row) if has_one else arrays, source, selection, starts, counts)
+    if buffers is not None:
+        sent = send_staged(group, buffers)
+        if has_one:
+            return sent[0]
+        return jax.make_array_from_single_device_arrays((max_rows * size, *row), group.stacked, sent)
+    if has_one:
         # The compiled call sends a NumPy array to one device faster than a device_put does.
-        return whole
-    first, stop = ranks.start, ranks.stop
-    parts = acquire(stop - first, (max_rows, *row), dtype)
-    fill_parts(parts, source, selection, part_rows.starts[first:stop], part_rows.counts[first:stop])
+        return arrays[0]
 
     def part_at(index: Any) -> np.ndarray:
-        return parts[(index[0].start or 0) // max_rows - first]
+        return arrays[(index[0].start or 0) // max_rows - ranks.start]
 
     return jax.make_array_from_callback((max_rows * size, *row), group.stacked, part_at)
 
 
 def fill_parts(
-    parts: np.ndarray, source: HostSource, selection: Selection, starts: Sequence[int], counts: Sequence[int]
+    parts: np.ndarray | Sequence[np.ndarray],
+    source: HostSource,
+    selection: Selection,
+    starts: Sequence[int],
+    counts: Sequence[int],
 ) -> None:
     """Copy each part the `counts` rows of the selection from `starts` on, and fill it up with real rows."""
     # A process without rows has no real ones, and nothing reads its parts. One without replicas has no parts.
     if not selection.rows or not len(parts):
-        parts[:] = 0
+        for part in parts:
+            part[...] = 0
         return
-    size, max_rows = parts.shape[:2]
-    first, rows = selection.start, size * max_rows
-    # Parts of consecutive rows are one copy.
-    if sum(counts) == rows == starts[-1] + max_rows - starts[0] and parts.flags.c_contiguous:
+    max_rows = len(parts[0])
+    first, rows = selection.start, len(parts) * max_rows
+    # Parts of consecutive rows, one after another in memory, are one copy.
+    is_run = sum(counts) == rows == starts[-1] + max_rows - starts[0]
+    if is_run and isinstance(parts, np.ndarray) and parts.flags.c_contiguous:
         whole = parts.reshape(rows, *parts.shape[2:])
         copy_rows(source, selection.indexes, [Copy(whole, first + starts[0])])
         return
