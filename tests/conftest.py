@@ -1,6 +1,5 @@
 """Groups for tests, none of which is left current; JAX is asked to refuse what it would promote by itself."""
 
-import re
 import signal
 
 import jax
@@ -16,17 +15,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # A shell makes its background jobs ignore Ctrl-C, and the programs that they start inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Skip a test that asks for more devices than there are, as on a machine with one GPU."""
-    try:
-        return (yield)
-    except ValueError as error:
-        if jax.device_count() < 8 and re.match(r"synk.init: \d+ replicas", str(error)):
-            pytest.skip(str(error))
-        raise
 
 
 @pytest.fixture(autouse=True)

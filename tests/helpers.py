@@ -17,9 +17,15 @@ from jax._src import core  # noqa: TID251  # to mend what only JAX can break
 
 import synk
 
-# JAX's plugin compiles for GPUs that are not here.
-HAS_PLUGIN = find_spec("jax_plugins") is not None and find_spec("jax_plugins.xla_cuda12") is not None
+# JAX's plugin, for CUDA 12 or 13, compiles for GPUs that are not here.
+HAS_PLUGIN = find_spec("jax_plugins") is not None and any(find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
 needs_plugin = pytest.mark.skipif(not HAS_PLUGIN, reason="needs the extra: pip install '.[target]'")
+
+
+def needs_devices(n):
+    """Mark a test of what lies on several devices, or travels between them: where there are fewer it is skipped."""
+    return pytest.mark.skipif(jax.device_count() < n, reason=f"needs {n} devices")
+
 
 tells_no_memory = pytest.mark.skipif(jax.config.jax_platforms != "cpu", reason="a GPU tells how much memory it has")
 
@@ -49,10 +55,12 @@ def few(examples):
 
 @functools.cache
 def group_of(kind, n):
-    """A group, made once, so that functions keep what they compiled for it."""
-    if kind == "devices" and n > jax.device_count():
-        pytest.skip(f"needs {n} devices, have {jax.device_count()}")
-    with synk.simulate(n) if kind == "simulated" else synk.init(n) as group:
+    """A group, made once, so that functions keep what they compiled for it.
+
+    Where there are fewer devices than replicas, as on a machine with one GPU, the replicas are simulated.
+    """
+    is_simulated = kind == "simulated" or n > jax.device_count()
+    with synk.simulate(n) if is_simulated else synk.init(n) as group:
         return group
 
 

@@ -183,7 +183,7 @@ def rows_of(step, data):
     return {
         "numpy": lambda: x, "float64": lambda: x.astype(np.float64), "int32": lambda: (4 * x).astype(np.int32),
         "strided": lambda: np.repeat(x, 2, 0)[::2], "list": x.tolist, "jax": lambda: jnp.asarray(x),
-        "one": lambda: jax.device_put(x, jax.devices()[1]), "fails": lambda: Failing(x, int(which)),
+        "one": lambda: jax.device_put(x, jax.devices()[:2][-1]), "fails": lambda: Failing(x, int(which)),
         "group": lambda: jax.device_put(x, NamedSharding(group.mesh, PartitionSpec("replica" if divides else None))),
     }[kind]()  # fmt: skip
 

@@ -53,7 +53,7 @@ def local(value: Any) -> ProcessLocalRows:
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
-      >>> float(synk.function(jnp.mean, reduce="mean")(synk.local(np.arange(5.0))))
+      >>> round(float(synk.function(jnp.mean, reduce="mean")(synk.local(np.arange(5.0)))), 4)
       2.0
     """
     refuse_tracer(value, "synk.local: its value")

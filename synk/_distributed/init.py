@@ -111,7 +111,7 @@ def simulate(n: int, *, memory: int | float | str | None = None) -> Group:
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
       >>> with synk.simulate(8):
-      ...     float(synk.function(jnp.mean, reduce="mean")(np.arange(11.0)))
+      ...     round(float(synk.function(jnp.mean, reduce="mean")(np.arange(11.0))), 4)
       5.0
     """
     n, most = checked_integer(n, "synk.simulate: the number of replicas", 1), parse_memory(memory, "synk.simulate")

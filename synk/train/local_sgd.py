@@ -48,7 +48,7 @@ class LocalSteps:
       >>> def loss(w, x):
       ...     return ((w - x) ** 2).mean()
       >>> with synk.train.local_steps(loss, np.float32(0), optax.sgd(0.25)) as train:
-      ...     print(*[train(np.ones(9)) for _ in range(2)])
+      ...     print(*[train(np.ones(8)) for _ in range(2)])
       1.0 0.25
       >>> print(train.params.value)
       0.75

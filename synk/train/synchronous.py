@@ -47,12 +47,12 @@ class Step:
     Example:
       >>> import numpy as np, optax, synk.train
       >>> step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.5))
-      >>> for loss in step.iterate(np.ones(10), batches=[4, slice(4, 10)]):
+      >>> for loss in step.iterate(np.ones(12), batches=[4, slice(4, 12)]):
       ...     print(loss)
       1.0
       0.0
       >>> print(step.params.value, step.stats.rows)
-      1.0 10
+      1.0 12
     """
 
     function: Function

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import synk
 
-from ..helpers import group_of, slow, smoke
+from ..helpers import group_of, needs_devices, slow, smoke
 
 V = np.linspace(-1.0, 1.0, 4, dtype=np.float32)
 X = np.linspace(-2.0, 2.0, 28, dtype=np.float32).reshape(7, 4)
@@ -76,7 +76,7 @@ VALUES = {
     "auto": lambda: jax.device_put(
         V, NamedSharding(Mesh(np.array(jax.devices()[:2]), "a", axis_types=(AxisType.Auto,)), PartitionSpec())
     ),
-    "one device": lambda: jax.device_put(V, jax.devices()[1]),
+    "one device": lambda: jax.device_put(V, jax.devices()[:2][-1]),
 }
 
 
@@ -152,7 +152,7 @@ def test_captured_keys_are_keys(place):
         if place == "mesh":
             key = jax.device_put(key, on_group())
         elif place == "one device":
-            key = jax.device_put(key, jax.devices()[1])
+            key = jax.device_put(key, jax.devices()[:2][-1])
 
         def noisy(x):
             rows = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(synk.row_numbers())
@@ -171,6 +171,7 @@ def test_small_numbers_of_half_a_byte_may_be_captured():
         assert f(np.arange(7)).tolist() == [-4, -3, -2, -1, 0, 1, 2]
 
 
+@needs_devices(4)
 def test_what_captured_arrays_alone_determine_is_made_outside_branches():
     """Where rows do not divide, a branch holds no computation on the table; larger things than it stay inside."""
     with group_of("devices", 4):

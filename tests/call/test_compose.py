@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import synk
 
-from ..helpers import assert_close, chosen, group_of, numbers, slow, smoke
+from ..helpers import assert_close, chosen, group_of, needs_devices, numbers, slow, smoke
 
 W = np.array([0.5, -1.0], np.float32)
 X = numbers(9)
@@ -349,6 +349,7 @@ def test_named_axes_around(four):
                 call(x[0])
 
 
+@needs_devices(2)
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_meshes_around(four, kind):
@@ -447,7 +448,7 @@ def test_an_outer_axis_of_the_name_of_the_replicas(group, call):
 def test_committed_arrays_under_grad(group, rows):
     """Arrays that lie on one device work under `grad` as they do in a call."""
     x, w = numbers(rows), np.float32(2)
-    here, there = jax.devices()[0], jax.devices()[1]
+    here, there = jax.devices()[0], jax.devices()[:2][-1]
     for devices in ((here, here), (there, there), (here, there)):
         f = synk.function(lambda w, x: ((w * x) ** 2).sum(), {"w": "broadcast"})
         given = [jax.device_put(a, device) for a, device in zip((w, x), devices, strict=True)]

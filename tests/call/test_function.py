@@ -13,7 +13,7 @@ import pytest
 
 import synk
 
-from ..helpers import assert_close, group_of, members, numbers, parts_of, slow
+from ..helpers import assert_close, group_of, members, needs_devices, numbers, parts_of, slow
 
 X, W = numbers(9), np.array([2.0, 3.0], np.float32)
 S = np.float32
@@ -354,6 +354,7 @@ def test_results_meet_in_one_expression():
     assert_close(f(X) + f.serial(X) + f(numbers(8)) + w.value, 2 * X.sum(0) + numbers(8).sum(0) + W)
 
 
+@needs_devices(8)
 def test_groups_of_some_devices():
     """A group's programs run on its own devices; a function serves many groups."""
     f = synk.function(lambda x: x.sum(0))

@@ -11,9 +11,9 @@ from jax.experimental import io_callback
 
 import synk
 
-from ..helpers import assert_close, group_of, numbers, slow
+from ..helpers import assert_close, group_of, needs_devices, numbers, slow
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.smoke, needs_devices(4)]
 
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 TUPLE = re.compile(r"= \(.*?\) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")

@@ -8,7 +8,7 @@ import pytest
 import synk
 from synk._call.program import ProgramBuilder
 
-from ..helpers import assert_same, group_of, numbers, slow
+from ..helpers import assert_same, group_of, needs_devices, numbers, slow
 
 GATHERS = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
 
@@ -54,6 +54,7 @@ def test_rows_go_on(kind, n, rows):
             assert_same(f(made, batch_s=slice(0, 1))[:], np.stack([part[0] * 4 for part in np.array_split(x, n)]))
 
 
+@needs_devices(2)
 def test_nothing_is_gathered():
     """Programs have no collective, and each replica holds its rows alone."""
     with group_of("devices", 2):

@@ -17,7 +17,7 @@ from synk._data.dataset import resident
 from synk._runtime.dispatch import LOCK, drain
 from synk._runtime.layout import shards
 
-from ..helpers import assert_same, calls, chosen, few, group_of, mapped, members, numbers, slow
+from ..helpers import assert_same, calls, chosen, few, group_of, mapped, members, needs_devices, numbers, slow
 
 PLACES = ("host", "scatter", "broadcast")
 X = numbers(11)
@@ -292,6 +292,7 @@ def pointers(data):
     return [shard.unsafe_buffer_pointer() for shard in shards(synk.group(), resident(data, synk.group()))]
 
 
+@needs_devices(4)
 def test_a_write_to_one_part_sends_that_part_alone(devices):
     """Other replicas keep the very buffers that they have."""
     data = synk.data(X.copy(), place="scatter")

@@ -12,7 +12,7 @@ from synk._data import exchange
 from synk._data.dataset import resident
 from synk._runtime.executable import Executable, ProgramSpec
 
-from ..helpers import assert_same, group_of, mapped, numbers, slow_but
+from ..helpers import assert_same, group_of, mapped, needs_devices, numbers, slow_but
 
 built = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -169,6 +169,7 @@ def test_a_write_compiles_nothing(four):
 COLLECTIVE = re.compile(r"= .*?\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
+@needs_devices(4)
 def test_only_the_rows_picked_travel():
     """The program of the exchange has all-to-alls of the batch, and no collective of the data; its memory is the batch's."""
     with group_of("devices", 4) as group:
@@ -182,6 +183,7 @@ def test_only_the_rows_picked_travel():
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 40 * index.size * 64 * 4 < data.size * 4
 
 
+@needs_devices(4)
 def test_the_function_itself_communicates_no_rows():
     """What runs after the exchange, and on rows that are local, has only the collective of its outputs."""
     f = synk.function(lambda x: x.sum(0))

@@ -10,7 +10,7 @@ import pytest
 
 import synk
 
-from ..helpers import GROUPS, assert_same, group_of, numbers, slow, slow_but
+from ..helpers import GROUPS, assert_same, group_of, needs_devices, numbers, slow, slow_but
 
 MODES = {"nearest": "edge", "cyclic": "wrap", "reflect": "reflect", "fill": "constant"}
 FILL = 7
@@ -96,6 +96,7 @@ def test_replicas_pick(kind="devices"):
             assert_same(got, stencil(1, 1)(padded(x[index], 1, 1, "nearest"), y[: len(index)]))
 
 
+@needs_devices(8)
 def test_only_neighbours_travel():
     """A Gaussian filter of rows that lie on 8 replicas: at most two permutations, and nothing is gathered."""
     kernel = np.exp(-(np.arange(-3, 4) ** 2) / 4.0).astype(np.float32) / np.float32(3.5)

@@ -18,7 +18,7 @@ from synk._explain.hlo import read_collectives, size_in_bytes
 from synk._explain.page import page, text
 from synk._runtime.group import Accelerator
 
-from ..helpers import group_of, slow, tells_no_memory
+from ..helpers import group_of, needs_devices, slow, tells_no_memory
 
 SCHEDULED = """HloModule step, is_scheduled=true, entry_computation_layout={()->f32[]}
 
@@ -115,6 +115,7 @@ def lenet():
     return synk.train.step(lenet_loss, params, optax.sgd(0.1, momentum=0.9)), params
 
 
+@needs_devices(2)
 @pytest.mark.parametrize("num_slices", [slow(1), 3])
 @pytest.mark.parametrize("rows", [slow(16), 13])
 def test_the_bytes_of_lenet(rows, num_slices):
@@ -282,6 +283,7 @@ class _Page(HTMLParser):
             assert self.open.pop() == tag
 
 
+@needs_devices(2)
 @tells_no_memory
 def test_what_it_writes(tmp_path):
     """JSON that reads back, and a page that is whole and loads nothing."""

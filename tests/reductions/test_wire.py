@@ -14,7 +14,7 @@ import synk.train
 from synk._reductions.wire import BLOCK, WIRES, all_sum_narrowly, largest_error
 from synk._runtime.group import AXIS
 
-from ..helpers import group_of, slow
+from ..helpers import group_of, needs_devices, slow
 
 RANDOM = np.random.default_rng(3)
 WIDE = RANDOM.normal(size=(29, 1000)).astype(np.float32) * np.logspace(-6, 3, 1000, dtype=np.float32)
@@ -69,6 +69,7 @@ def test_what_arrives(group, wire):
         f.check(WIDE[:13], num_slices=3)
 
 
+@needs_devices(4)
 @pytest.mark.parametrize("per_process", [1, 2, 4])
 @pytest.mark.parametrize("wire", WIRES)
 def test_those_of_a_process_add_up_first(wire, per_process):
@@ -200,6 +201,7 @@ def mlp_params(seed=0):
     ]
 
 
+@needs_devices(4)
 @pytest.mark.parametrize(("wire", "most"), [("bf16", 0.52), ("int8", 0.28)])
 @pytest.mark.parametrize("num_slices", [slow(1), 2])
 def test_bytes(wire, most, num_slices):

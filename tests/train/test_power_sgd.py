@@ -10,7 +10,7 @@ import synk
 import synk.orbax
 import synk.train
 
-from ..helpers import group_of, slow
+from ..helpers import group_of, needs_devices, slow
 
 RANDOM = np.random.default_rng(11)
 X = RANDOM.normal(size=(44, 12)).astype(np.float32)
@@ -238,6 +238,7 @@ def test_what_is_not_finite_is_not_taken(devices):
     jax.tree.map(np.testing.assert_array_equal, before, step.variables["feedback"].get_value(3))
 
 
+@needs_devices(4)
 def test_what_travels():
     """Factors alone, of what has more numbers than they."""
     start = {"w": np.ones((12, 400), np.float32), "b": np.zeros(400, np.float32)}

@@ -10,7 +10,7 @@ import synk
 import synk.orbax
 import synk.train
 
-from ..helpers import GROUPS, group_of, numbers, slow, slow_but
+from ..helpers import GROUPS, group_of, needs_devices, numbers, slow, slow_but
 
 RANDOM = np.random.default_rng(7)
 X = RANDOM.normal(size=(47, 6)).astype(np.float32)
@@ -435,6 +435,7 @@ def test_beside_a_wire(devices, wire):
     assert_like(sharded, plain, rtol=1e-3, atol=1e-5)
 
 
+@needs_devices(4)
 def test_what_travels(devices):
     """As much as an all-reduce: a reduce-scatter and an all-gather."""
     start = {"w": numbers(6, 400) / 1000, "b": np.zeros(400, np.float32)}

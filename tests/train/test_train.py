@@ -22,6 +22,7 @@ from ..helpers import (
     assert_same,
     group_of,
     interrupted,
+    needs_devices,
     numbers,
     parts_of,
     slow,
@@ -497,6 +498,7 @@ def test_ctrl_c_of_local_steps(devices, every):
         assert [int(count) for count in counts] == [step.steps]
 
 
+@needs_devices(2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("donate", [True, False])
 def test_local_steps_after_a_program_died(devices, donate):
