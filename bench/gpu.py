@@ -1,12 +1,14 @@
-"""GPU: all that is measured on one, in one command of less than nine minutes.
+"""GPU: all that synk promises on one, in one command of at most eight minutes, the most telling parts first.
 
-    python bench/gpu.py [--parts suite,calls,start,overhead,resnet50,selection] [--minutes 9] [--small] [--json OUT]
+    python bench/gpu.py [--parts law,resnet50,suite] [--tests] [--minutes 8] [--small] [--json OUT]
 
-The fast tests, on ten workers; calls.py; start.py; overhead.py; ResNet-50 at 224 pixels in bfloat16, by synk and by
-`jax.jit` by hand in turns, and what part of the GPU's arithmetic and of its measured memory bandwidth that is; rows
-picked on the host, against the raw copy of rows already picked.
-Each part is a process of its own with a time limit, prints as it goes, and its result is kept as it comes. Needs jax,
-flax, optax and numpy; the tests need pytest, pytest-xdist and hypothesis. `--small` tries the script out anywhere.
+Each part is a process of its own with a time limit, prints as it goes, and its result is kept as it comes: three
+minutes are enough for the first four. At the end stands a table, with what is wanted. gpu_parts.py says what law, rows,
+blocks, mock and torch do; suite is the tests marked smoke, on ten workers. `--tests` runs all fast tests, in as many
+minutes as they take, and nothing else. Without a GPU all of it runs in small on the CPU, and its times mean nothing.
+
+Needs flax, optax and JAX with CUDA; the tests need pytest, pytest-xdist and hypothesis; torch is left out where it is
+not installed.
 """
 
 import argparse
@@ -18,193 +20,264 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
-from time import monotonic, perf_counter
-from typing import Any
+from time import monotonic
+from typing import NamedTuple
+from xml.etree import ElementTree
 
 # Several processes share the GPU: none takes all of its memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from batches import KINDS, corner, measure, picks
+import run
 from record import about, heading, results_path, save
-
-import synk
 
 HERE = Path(__file__).parent
 PEAK = 790e12  # bfloat16, as measured on an H200 with large matrix products
-LIMITS = {"suite": 100, "calls": 130, "start": 50, "overhead": 80, "resnet50": 150, "selection": 40}  # seconds
-TESTS = "-m pytest -q -p no:cacheprovider -p no:benchmark -rfE --tb=short"
-FULL: dict[str, Any] = {
-    "suite": f"{TESTS} -n 10 --dist worksteal tests",
-    "calls": "bench/calls.py --replicas 1 --rounds 9",
-    "start": "bench/start.py --times 1",
-    "overhead": "bench/overhead.py --replicas 1 --leaves 10,160 --rounds 30",
-    "resnet50": "bench/resnet50.py --image 224 --blocks 3,4,6,3 --steps 30",
-    "selection": "bench/gpu.py --selection",
-    "batches": (128, 256, 64),
-    **{"rows": 50_000, "picked": (512, 4096)},
-    **{"MB": 4096, "side": 8192},  # of what is copied and multiplied
+TESTS = "-m pytest -q -p no:cacheprovider -rfE --tb=short"
+RESNET50 = "bench/resnet50.py --replicas 1 --against 1 --ways 'synk,serial jit'"
+# In small, compiling is most of the time: XLA's own passes stay, LLVM's go.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+class Part(NamedTuple):
+    """A part: its command, the same in small, and after how many seconds it is stopped."""
+
+    command: str
+    small: str
+    limit: float
+
+
+def of_parts(name, limit):
+    command = f"bench/gpu_parts.py {name}"
+    return Part(command, f"{command} --small", limit)
+
+
+def resnet50(batch, limit):
+    small = f"{RESNET50} --image 32 --blocks 1 --steps 3 --batch-per-replica 4"
+    return Part(f"{RESNET50} --image 224 --steps 30 --batch-per-replica {batch}", small, limit)
+
+
+# In the order of what they tell. Whoever has three minutes sees the first four.
+PARTS = {
+    "law": of_parts("law", 90),
+    "resnet50": resnet50(256, 90),
+    "calls": Part(
+        "bench/calls.py --replicas 1 --parts steps,leaves,arguments --rounds 7",
+        "bench/calls.py --replicas 1 --small",
+        100,
+    ),
+    "rows": of_parts("rows", 60),
+    "mock": of_parts("mock", 130),
+    # Those that depend most on JAX and the device; `--tests` runs all.
+    "suite": Part(f"{TESTS} -n 10 --dist worksteal -m 'smoke and not slow' tests", f"{TESTS} tests/base", 130),
+    "resnet50 of 128": resnet50(128, 70),
+    "blocks": of_parts("blocks", 40),
+    "slices": Part(
+        "bench/slices.py --replicas 1 --slices 1,4 --models CNN --rounds 9",
+        "bench/slices.py --replicas 1 --slices 1,4 --models CNN --divide 16 --rounds 1",
+        40,
+    ),
+    "over": Part("bench/over.py --replicas 1 --rounds 5", "bench/over.py --replicas 1 --rounds 1", 30),
+    "start": Part("bench/start.py --replicas 1 --times 1", "bench/start.py --replicas 1 --times 1 --layers 1", 50),
+    "overhead": Part(
+        "bench/overhead.py --replicas 1 --leaves 10,160 --rounds 9",
+        "bench/overhead.py --replicas 1 --leaves 10 --rounds 1",
+        40,
+    ),
+    "resnet50 of 64": resnet50(64, 60),
+    "torch": of_parts("torch", 90),
 }
-SMALL: dict[str, Any] = {
-    "suite": f"{TESTS} tests/base",
-    "calls": "bench/calls.py --replicas 1 --small",
-    "start": "bench/start.py --replicas 1 --times 1 --layers 1",
-    "overhead": "bench/overhead.py --replicas 1 --leaves 10 --rounds 5",
-    "resnet50": "bench/resnet50.py --image 32 --blocks 1 --steps 3",
-    "selection": "bench/gpu.py --selection --small",
-    "batches": (4,),
-    **{"rows": 500, "picked": (64,)},
-    **{"MB": 16, "side": 256},
-}
+ALL_TESTS = Part(f"{TESTS} -n 10 --dist worksteal tests synk", f"{TESTS} -n 2 --dist worksteal tests synk", 1800)
 
 
-def seconds(f, *args, repeats=9):
-    """Median seconds of a call, run to its end."""
-    jax.block_until_ready(f(*args))
-    times = []
-    for _ in range(repeats):
-        start = perf_counter()
-        jax.block_until_ready(f(*args))
-        times.append(perf_counter() - start)
-    return median(times)
+def environment_of(command, is_small):
+    """Return the environment of a part, apart from what this process has."""
+    more = {"PYTHONPATH": str(HERE.parent), "PYTHONUNBUFFERED": "1"}
+    if is_small:
+        quick = {} if "pytest" in command else {"XLA_FLAGS": QUICK}
+        return quick | os.environ | more | {"JAX_PLATFORMS": "cpu"}
+    if "pytest" in command:
+        # Some tests want a CPU beside, and all compare with float32 results.
+        more |= {"JAX_PLATFORMS": "cuda,cpu", "JAX_DEFAULT_MATMUL_PRECISION": "float32"}
+    return os.environ | more
 
 
-def bandwidth(size):
-    """Bytes a second of device memory: so many MB read and as many written."""
-    x = jnp.zeros(size * 1_000_000 // 4, jnp.float32)
-    return 2 * x.nbytes / seconds(jax.jit(lambda x: x + 1), x)
-
-
-def arithmetic(side):
-    """Floating point operations a second of a large product of bfloat16 matrices."""
-    x = jnp.ones((side, side), jnp.bfloat16)
-    return 2 * side**3 / seconds(jax.jit(lambda x: x @ x), x)
-
-
-def selection(rows, picked):
-    """GB/s of rows picked on the host, and of the raw copy of rows that lie in order already."""
-    shape, dtype = KINDS["uint8"]
-    x = np.random.default_rng(0).integers(0, 255, (rows, *shape), np.uint8).astype(dtype)
-    device = jax.devices()[0]
-    there = jax.sharding.SingleDeviceSharding(device)
-    run = jax.jit(corner)
-    synk.init([device])
-    f, held = synk.function(corner), synk.data(x)
-    found = []
-    for n in picked:
-        block = x[:n].copy()
-        ways = {
-            "synk": lambda i: f(held, batch=i),
-            "x[i], device_put": lambda i: run(jax.device_put(x[i], there)),
-            "raw copy": lambda i, block=block: run(jax.device_put(block, there)),
-        }
-        if "pinned_host" in {memory.kind for memory in device.addressable_memories()}:
-            pinned = jax.device_put(block, there.with_memory_kind("pinned_host"))
-            ways["raw copy, pinned"] = lambda i, pinned=pinned: run(jax.device_put(pinned, there))
-        times = measure(ways, picks(rows, n), 15)
-        rates = {name: block.nbytes / each / 1e9 for name, each in times.items()}
-        print(f"{n} rows of {block[0].nbytes} bytes, GB/s:", ", ".join(f"{k} {v:.1f}" for k, v in rates.items()))
-        found.append({"rows": n, "bytes": block.nbytes, "GB/s": rates})
-    return found
-
-
-def of_device(size):
-    """What the device itself does, and rows picked on the host."""
-    found = {"GB/s of memory": bandwidth(size["MB"]) / 1e9, "TFLOP/s, bfloat16": arithmetic(size["side"]) / 1e12}
-    print(f"memory {found['GB/s of memory']:.0f} GB/s, matrix products {found['TFLOP/s, bfloat16']:.0f} TFLOP/s")
-    return found | {"selection": selection(size["rows"], size["picked"])}
-
-
-def child(command, limit, **environment):
+def child(command, limit, environment):
     """Run a part in a process of its own; return its exit status, its seconds, and what it found, as far as it came."""
     print(f"\n== {command}, at most {limit:.0f} s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        path, start = Path(folder) / "out.json", monotonic()
-        arguments = [] if "pytest" in command else ["--json", str(path)]
+        path, start, is_pytest = Path(folder) / "out", monotonic(), "pytest" in command
+        arguments = [*shlex.split(command), "--junit-xml" if is_pytest else "--json", str(path)]
+        if "gpu_parts" in command:
+            arguments += ["--limit", f"{limit - 3:.0f}"]
         process = subprocess.Popen(
-            [sys.executable, *shlex.split(command), *arguments],
+            [sys.executable, *arguments],
             cwd=HERE.parent,
-            env=os.environ | {"PYTHONPATH": str(HERE.parent), "PYTHONUNBUFFERED": "1"} | environment,
+            env=environment,
             process_group=0,  # so that its own processes end with it
         )
         try:
-            status = process.wait(max(limit, 1))
+            status = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = "out of time"
+            # Python then says where it is, and pytest what has failed so far.
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                pass
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         took = monotonic() - start
         print(f"== {status}, {took:.0f} s", flush=True)
-        result = json.loads(path.read_text()) if path.exists() else {}
+        result = {} if not path.exists() else tests_of(path) if is_pytest else json.loads(path.read_text())
         return {"status": status, "seconds": took, "result": result}
 
 
-def use(run, peak, memory):
-    """Each way's part of the arithmetic and of the memory bandwidth that the device has."""
-    for result in run["against"].values():
-        result["MFU"] = result["images/s"] * run["GFLOP an image"] * 1e9 / peak
-        if result.get("GB accessed"):
-            result["of memory bandwidth"] = result["GB accessed"] * 1e9 / (result["ms"][0] / 1e3) / memory
-    return run
+def tests_of(path):
+    """Read how many tests there were, and the names of those that failed."""
+    suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
+    counts = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    wrong = [
+        case for case in suite.iter("testcase") if case.find("failure") is not None or case.find("error") is not None
+    ]
+    return counts | {"wrong": [f"{case.get('classname')}.{case.get('name')}" for case in wrong]}
 
 
-def part(name, size, limit):
-    """Run a part; ResNet-50 as many sizes of batch as there is time for."""
-    if name == "suite":
-        # Some tests want a CPU beside, and all compare with float32 results.
-        platforms = "cpu" if jax.devices()[0].platform == "cpu" else "cuda,cpu"
-        return child(size[name], limit, JAX_PLATFORMS=platforms, JAX_DEFAULT_MATMUL_PRECISION="float32")
-    if name != "resnet50":
-        return child(size[name], limit)
-    end, runs = monotonic() + limit, []
-    for batch in size["batches"]:
-        if monotonic() < end:
-            settings = f"--replicas 1 --against 1 --ways 'synk,serial jit' --batch-per-replica {batch}"
-            runs.append(child(f"{size[name]} {settings}", end - monotonic()))
-    return {"status": [run["status"] for run in runs], "result": [run["result"] for run in runs if run["result"]]}
+# The table: (figure, value, wanted) of each part.
+
+
+def rows_of_law(result):
+    for gang in result["gangs"]:
+        what = f"{gang['processes']} processes over {'gloo' if gang['platform'] == 'cpu' else 'NCCL'}"
+        equal = "equal" if gang["bits are equal"] else "unequal"
+        yield f"{what}: wrong answers of {gang['cases']} cases; bits", f"{len(gang['wrong'])}; {equal}", "0; equal"
+        yield (
+            f"{what}: trained, furthest from one device",
+            f"{max(gang['differences'].values(), default=np.nan):.1e}",
+            "< 1e-5",
+        )
+    yield "hashes of `blocks=` over processes, gangs and one device", str(len(result["hashes of blocks"])), "1"
+
+
+def rows_of_resnet50(result):
+    batch, figures = result["batch_per_replica"], result["figures"]
+    for name, way in result["against"].items():
+        used = way["images/s"] * result["GFLOP an image"] * 1e9 / PEAK
+        yield (
+            f"ResNet-50, {batch} images, {name}: images/s; ms; of the peak",
+            (f"{way['images/s']:.0f}; {way['ms'][0]:.2f}; {used:.3f}"),
+            "",
+        )
+        yield f"ResNet-50, {batch} images, {name}, in a row: images/s", f"{1e3 * batch / way['ms in a row']:.0f}", ""
+    yield f"ResNet-50, {batch} images: images/s / jit", f"{figures['images/s / best by hand']:.3f}", ">= 0.98"
+    in_a_row = figures["images/s in a row / best by hand"]
+    yield f"ResNet-50, {batch} images, in a row: images/s / jit", f"{in_a_row:.3f}", ">= 0.98"
+    yield f"ResNet-50, {batch} images: memory / jit", f"{figures['peak memory / least by hand']:.3f}", "<= 1.02"
+
+
+def rows_of_rows(result):
+    yield "device memory: GB/s", f"{result['GB/s of memory']:.0f}", ""
+    yield "matrix products in bfloat16: TFLOP/s", f"{result['TFLOP/s, bfloat16']:.0f}", ""
+    for case in result["picked"]:
+        rates = case["GB/s"]
+        for raw in ("raw copy", "raw copy, pinned"):
+            if raw in rates:
+                ratio = rates["synk"] / rates[raw]
+                yield f"{case['rows']} rows picked on the host: GB/s; / {raw}", f"{rates['synk']:.1f}; {ratio:.2f}", ""
+    if fed := result.get("fed"):
+        ratio = fed["iterate, host"] / fed["iterate, resident"]
+        yield "a step that `iterate` feeds from the host: time / resident rows", f"{ratio:.2f}", ""
+
+
+def rows_of_suite(result):
+    failed = result["failures"] + result["errors"]
+    yield (
+        "tests: passed, failed, skipped",
+        (f"{result['tests'] - failed - result['skipped']}, {failed}, {result['skipped']}"),
+        "0 failed",
+    )
+
+
+def rows_of_mock(result):
+    for way, (many, one) in result["ways"].items():
+        ratios = f"{many['ms'] / one['ms']:.3f}, {many['temporary MB'] / one['temporary MB']:.3f}"
+        what = f"ResNet-50, the program of {result['replicas']} replicas on one device, {way}"
+        yield f"{what}: ms; time, memory / program of one", f"{many['ms']:.2f}; {ratios}", ""
+
+
+def rows_of_blocks(result):
+    for kind in ("CNN", "MLP"):
+        times = result[kind]
+        ratios = ", ".join(f"{times[name] / times['no blocks']:.2f}" for name in ("one block", "eight blocks"))
+        yield f"{kind} with `blocks=`: one block, eight; time / without", ratios, ""
+
+
+def rows_of_torch(result):
+    if "ms" in result:
+        yield f"ResNet-50, {result['images']} images, torch.compile: images/s", f"{result['images/s']:.0f}", ""
+
+
+ROWS = run.ROWS | {
+    **{
+        "law": rows_of_law,
+        "rows": rows_of_rows,
+        "suite": rows_of_suite,
+        "mock": rows_of_mock,
+        "blocks": rows_of_blocks,
+    },
+    **{"torch": rows_of_torch, "resnet50": rows_of_resnet50},
+}
+
+
+def show(found, names):
+    """Print a table of what the parts found; a part that did not end says how far it came."""
+    print(f"\n{heading(found)}\n\n| part | figure | value | wanted |\n| --- | --- | ---: | ---: |")
+    for name in names:
+        part = found[name]
+        if part["status"] != 0:
+            print(f"| {name} | ended with | {part['status']} after {part['seconds']:.0f} s | 0 |")
+        try:
+            for figure, value, wanted in ROWS[name.split()[0]](part["result"]):
+                print(f"| {name} | {figure} | {value} | {wanted} |")
+        except (KeyError, StopIteration, IndexError):
+            print(f"| {name} | has no figures, or not all of them | | |")
+    for name in found["suite"]["result"].get("wrong", []) if "suite" in names else []:
+        print(f"failed: {name}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", help="by default bench/results/<date>-<device>.json")
-    parser.add_argument("--parts", default=",".join(LIMITS))
-    parser.add_argument("--minutes", type=float, default=9)
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--selection", action="store_true", help="that part alone; a run calls itself with this")
+    parser.add_argument("--json", help="by default bench/results/<date>-<device>.json; of a run in small, none")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--tests", action="store_true", help="all fast tests, and nothing else")
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU, to try this out")
     options = parser.parse_args()
-    size = SMALL if options.small else FULL
-    if options.selection:
-        return save(options.json, of_device(size))
-    end, found = monotonic() + 60 * options.minutes, about("gpu")
+    parts = {"suite": ALL_TESTS} if options.tests else PARTS
+    names = ["suite"] if options.tests else options.parts.split(",")
+    if not options.small and jax.devices()[0].platform == "cpu":
+        print("JAX finds no GPU here (see `python -m synk info`): all parts run in small on the CPU.")
+        options.small = True
+    end, found = monotonic() + (parts["suite"].limit if options.tests else 60 * options.minutes), about("gpu")
+    path = options.json or (None if options.small or options.tests else results_path(found))
     print(heading(found), flush=True)
-    for name in options.parts.split(","):
-        limit = min(LIMITS[name], end - monotonic())
-        found[name] = part(name, size, limit) if limit > 5 else {"status": "no time left", "result": {}}
-        save(options.json or results_path(found), found)
-    show(found)
-
-
-def show(found):
-    print(f"\n{heading(found)}")
-    for name in LIMITS:
-        print(f"{name}: {found[name]['status'] if name in found else 'not asked for'}")
-    runs, device = (found.get(name, {}).get("result") for name in ("resnet50", "selection"))
-    if not runs or not device:
-        return
-    print(f"{'images':>6} {'way':34} {'images/s':>9} {'ms':>8} {'MFU':>6} {'of memory':>9}")
-    for run in runs:
-        for name, result in use(run, PEAK, device["GB/s of memory"] * 1e9)["against"].items():
-            memory = f"{result['of memory bandwidth']:9.2f}" if "of memory bandwidth" in result else f"{'-':>9}"
-            print(
-                f"{run['batch_per_replica']:6} {name:34} {result['images/s']:9.1f} {result['ms'][0]:8.1f} "
-                f"{result['MFU']:6.3f} {memory}"
-            )
-        print("       " + ", ".join(f"{name} {value:.3f}" for name, value in run["figures"].items() if "/s /" in name))
+    # In small one ResNet-50 is as good as three.
+    names = [name for name in names if not (options.small and name.startswith("resnet50 of"))]
+    for name in names:
+        limit, part = min(parts[name].limit, end - monotonic()), parts[name]
+        command = part.small if options.small else part.command
+        if limit > 5:
+            found[name] = child(command, limit, environment_of(command, options.small))
+        else:
+            found[name] = {"status": "no time left", "seconds": 0, "result": {}}
+        save(path, found)
+    show(found, names)
+    if any(found[name]["status"] not in (0, "no time left") for name in names):
+        raise SystemExit("Not all parts ended well.")
 
 
 if __name__ == "__main__":

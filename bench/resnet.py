@@ -93,7 +93,16 @@ class Way:
 
 
 def by_synk(training, replicas, x, y, num_slices=1):
-    group = synk.init(replicas)
+    return on_group(training, synk.init(replicas), x, y, num_slices)
+
+
+def on_group(training, group, x, y, num_slices=1):
+    """By synk, on a group that is made already; while that is current."""
+    with group:
+        return _by_synk(training, group, x, y, num_slices)
+
+
+def _by_synk(training, group, x, y, num_slices):
     params, stats = synk.shared(training.params, name="params"), synk.shared(training.stats, name="stats")
     momentum = synk.shared(training.momentum, name="momentum")
 
@@ -113,8 +122,10 @@ def by_synk(training, replicas, x, y, num_slices=1):
 
 
 def by_shard_map(training, replicas, x, y):
-    mesh = mesh_of(replicas)
+    return on_mesh(training, mesh_of(replicas), x, y)
 
+
+def on_mesh(training, mesh, x, y):
     def body(state, x, y):
         params, stats, momentum = state
         loss, grads, stats = lax.pmean(training.gradients(params, stats, x, y), "replica")
@@ -179,8 +190,9 @@ WAYS = {
 
 
 def _of_its_own(training, everywhere):
-    """A state that may be donated."""
-    return jax.tree.map(jnp.copy, jax.device_put(training.state(), everywhere))
+    """A state that may be donated; every process places its own part."""
+    leaves, treedef = jax.tree.flatten(training.state())
+    return treedef.unflatten([jnp.copy(leaf) for leaf in _put(everywhere, *map(np.asarray, leaves))])
 
 
 def _put(cut, *rows):

@@ -100,13 +100,42 @@ def test_calls_enter_few_functions(trial):
 
 @pytest.mark.slow
 def test_gpu_runs(tmp_path):
-    """The command for GPUs runs on CPUs too, in small."""
-    run("gpu.py", "--small", "--json", tmp_path / "gpu.json")
+    """The command for GPUs runs on CPUs too, in small: here what no other benchmark has, and the table."""
+    parts = ["law", "resnet50", "rows", "suite", "mock", "blocks"]
+    printed = run("gpu.py", "--small", "--parts", ",".join(parts), "--json", tmp_path / "gpu.json")
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert {found[name]["status"] for name in ("suite", "calls", "start", "overhead", "selection")} == {0}
-    assert found["overhead"]["result"]["results"] and found["calls"]["result"]["results"]
-    assert found["selection"]["result"]["selection"][0]["GB/s"]["raw copy"] > 0
-    assert {"synk", "serial jit"} <= set(found["resnet50"]["result"][0]["against"])
+    assert {name: found[name]["status"] for name in parts} == dict.fromkeys(parts, 0)
+    for size, gang in zip((2, 3), found["law"]["result"]["gangs"], strict=True):
+        assert gang["processes"] == gang["with a result"] == size
+        assert gang["wrong"] == [] and gang["bits are equal"] and max(gang["differences"].values()) < 1e-5
+    assert len(found["law"]["result"]["hashes of blocks"]) == 1
+    assert {"synk", "serial jit"} == set(found["resnet50"]["result"]["against"])
+    assert found["rows"]["result"]["picked"][0]["GB/s"]["raw copy"] > 0
+    assert found["suite"]["result"]["tests"] > 50
+    sizes = {way: [each["replicas"] for each in both] for way, both in found["mock"]["result"]["ways"].items()}
+    assert sizes == {"synk": [2, 1], "by hand": [2, 1]}
+    table = printed[printed.index("| part |") :]
+    assert "no figures" not in table and "ended with" not in table
+    assert {line.split(" | ")[0] for line in table.splitlines()[2:]} == {f"| {name}" for name in parts}
+
+
+def test_gpu_says_what_failed(module, tmp_path, capsys):
+    """A part that was stopped, or whose result is cut short, has a line in the table; so has each test that failed."""
+    gpu = module("gpu")
+    (tmp_path / "out").write_text(
+        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"><testcase classname="tests.a" name="b">'
+        '<failure/></testcase><testcase classname="tests.a" name="c"/></testsuite></testsuites>'
+    )
+    found = module("record").about("gpu") | {
+        "suite": {"status": 1, "seconds": 3, "result": gpu.tests_of(tmp_path / "out")},
+        "mock": {"status": "out of time", "seconds": 90, "result": {}},
+    }
+    gpu.show(found, ["suite", "mock"])
+    lines = capsys.readouterr().out.splitlines()
+    assert "| suite | tests: passed, failed, skipped | 1, 1, 1 | 0 failed |" in lines
+    assert "| mock | ended with | out of time after 90 s | 0 |" in lines
+    assert "| mock | has no figures, or not all of them | | |" in lines
+    assert lines[-1] == "failed: tests.a.b"
 
 
 def test_collective_bytes(module):
