@@ -184,10 +184,12 @@ def rows_of_rows(result):
     yield "matrix products in bfloat16: TFLOP/s", f"{result['TFLOP/s, bfloat16']:.0f}", ""
     for case in result["picked"]:
         rates = case["GB/s"]
-        for raw in ("raw copy", "raw copy, pinned"):
+        what = f"{case['rows']} rows picked on the host"
+        yield f"{what}: rows that arrive wrong", str(case["wrong"]), "0"
+        for raw in ("raw copy", "raw copy, pinned", "raw copy, pinned, in a row"):
             if raw in rates:
-                ratio = rates["synk"] / rates[raw]
-                yield f"{case['rows']} rows picked on the host: GB/s; / {raw}", f"{rates['synk']:.1f}; {ratio:.2f}", ""
+                way = "synk, in a row" if "in a row" in raw else "synk"
+                yield f"{what}: GB/s; / {raw}", f"{rates[way]:.1f}; {rates[way] / rates[raw]:.2f}", ""
     if fed := result.get("fed"):
         ratio = fed["iterate, host"] / fed["iterate, resident"]
         yield "a step that `iterate` feeds from the host: time / resident rows", f"{ratio:.2f}", ""

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import monotonic, perf_counter, sleep
@@ -221,6 +222,8 @@ def law(options):
 
 # Rows from the host.
 
+AHEAD = ("synk", "raw copy, pinned")  # Ways that are timed eight in a row too.
+
 
 def seconds(f, *args, repeats=9):
     """Median seconds of a call, run to its end."""
@@ -234,12 +237,12 @@ def seconds(f, *args, repeats=9):
 
 
 def picked_rates(x, picked):
-    """GB/s of rows picked on the host, and of the raw copy of rows that lie in order already."""
+    """GB/s of rows picked on the host, and of the raw copy of rows that lie in order already; how many arrive wrong."""
     device = jax.devices()[0]
     there = jax.sharding.SingleDeviceSharding(device)
     run = jax.jit(corner)
     synk.init([device])
-    f, held = synk.function(corner), synk.data(x)
+    f, whole, held = synk.function(corner), synk.function(lambda x: x, reduce="concat"), synk.data(x)
     found = []
     for n in picked:
         block = x[:n].copy()
@@ -252,9 +255,16 @@ def picked_rates(x, picked):
             pinned = jax.device_put(block, there.with_memory_kind("pinned_host"))
             ways["raw copy, pinned"] = lambda i, pinned=pinned: run(jax.device_put(pinned, there))
         times = measure(ways, picks(len(x), n), 15)
+        in_a_row = measure({name: way for name, way in ways.items() if name in AHEAD}, picks(len(x), n), 3, ahead=8)
+        times |= {f"{name}, in a row": each for name, each in in_a_row.items()}
         rates = {name: block.nbytes / each / 1e9 for name, each in times.items()}
+        # Batches follow each other before the first is there, as memory that is written again too early would show.
+        batches = [*islice(picks(len(x), n, seed=1), 6)]
+        arrived = [whole(held, batch=index) for index in batches]
+        wrong = sum(int((np.asarray(got) != x[i]).any(1).sum()) for got, i in zip(arrived, batches, strict=True))
         print(f"{n} rows of {block[0].nbytes} bytes, GB/s:", ", ".join(f"{k} {v:.1f}" for k, v in rates.items()))
-        found.append({"rows": n, "bytes": block.nbytes, "GB/s": rates})
+        print(f"{wrong} of {6 * n} rows arrive wrong", flush=True)
+        found.append({"rows": n, "bytes": block.nbytes, "GB/s": rates, "wrong": wrong})
     return found
 
 
