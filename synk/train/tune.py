@@ -115,7 +115,7 @@ class Tuner:
     def _candidates(self, slices: Sequence[int], wires: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield settings to try, and their names; wires come last, since the answer is another with them."""
         size = self.group.size
-        if self.group.platform == "gpu" and size > 1 and not self.group.is_simulated:
+        if self.group.platform == "gpu" and not self.group._has_one_device:
             for mib in (1, 32, 256):
                 # XLA counts the bytes of one replica's result: of a reduce-scatter that is a fraction.
                 limits = {"all_reduce": mib << 20, "reduce_scatter": max((mib << 20) // size, 1)}

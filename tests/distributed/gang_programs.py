@@ -324,6 +324,9 @@ def tune(group, noted):
             multihost_utils.assert_equal(np.array(options.get("num_slices", 1)), "processes choose alike")
         assert not step.params.value.any() and step.stats.calls == 0
         close(step.with_options(**options)(x), np.mean(x[:, 2] ** 2), rtol=1e-4)
+        # Slices are refused in every process, and all go on.
+        alone = synk.train.step(lambda w, x: synk.all_reduce(x[:, 2] * w, "sum").mean(), np.float32(1), optax.sgd(0.1))
+        assert alone.tune(x[: 8 * group.size], seconds=2) == {}
     synk.check_replicas(*step.variables.values())
 
 

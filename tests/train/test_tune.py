@@ -11,7 +11,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import GROUPS, assert_close, assert_same, group_of, interrupted, slow, unchanged
+from ..helpers import GROUPS, assert_close, assert_same, group_of, interrupted, needs_plugin, slow, unchanged
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(23, 4)).astype(np.float32)  # which neither 2 nor 3 divides
@@ -122,6 +122,27 @@ def test_wrong_options(group):
         made(wire=synk.train.PowerSGD(1)).tune(X, Y, wires="bf16")
     with pytest.raises(ValueError, match="tune: seconds"):
         step.tune(X, Y, seconds=0)
+
+
+@needs_plugin
+def test_settings_for_gpus():
+    """XLA makes another program of each setting: more bytes in one all-reduce, and no barrier."""
+    weights = [jax.ShapeDtypeStruct((1024, 1024), np.float32)] * 6
+
+    def deep(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    with synk.target("h100", 4):
+        step, x = made(deep, weights, optax.sgd(0.1)), jax.ShapeDtypeStruct((512, 1024), np.float32)
+        bound = "xla_gpu_all_reduce_combine_threshold_bytes"
+        by_bytes = [step.with_options(compiler_options={bound: mib << 20}) for mib in (1, 32)]
+        few, many = (option.compile(x).as_text().count("all-reduce-start(") for option in reversed(by_bytes))
+        assert few == 1 < many
+        assert step.compile(x).as_text() != step.with_options(barrier=False).compile(x).as_text()
+        with pytest.raises(synk.SynkError, match="tune"):
+            step.tune(x)
 
 
 # tune
