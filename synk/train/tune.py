@@ -1,6 +1,5 @@
 """Tune: try settings of a step's programs on the devices that are here, and keep those that are faster."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median, quantiles
@@ -66,20 +65,14 @@ class _Trial(NamedTuple):
         function = replace(self.site.function.gathering(), then=None)
         return Runner(function, self.site.plans, self.bound, self.options, self.site.group)
 
-    def digest(self) -> bytes:
+    def digest(self) -> int:
         """Return a digest of the compiled text of all programs of the call."""
         plan = self.ready().plan
-        texts = [program.compiled.as_text() or "" for program in (*plan.programs.values(), plan.last)]
-        return hashlib.sha256("".join(texts).encode()).digest()
+        return hash(tuple([program.compiled.as_text() for program in (*plan.programs.values(), plan.last)]))
 
 
 class Tuner:
-    """Search for the settings under which a call of a step is fastest. It prints what each does.
-
-    Attributes:
-      group: the replicas.
-      best: the step with the fastest settings so far.
-    """
+    """Search for the settings under which a call of a step is fastest. It prints what each does."""
 
     def __init__(
         self,
@@ -92,42 +85,43 @@ class Tuner:
         self._build, self._deadline, self._name = build, perf_counter() + seconds, f"{function.name}.tune"
         # Another function counts what is tried. It shares the step's plans, so what is compiled here serves later.
         site = build()._site("tune")._replace(plans=function._plans)
-        self.group = site.group
-        self.best = self._as_it_is = _Trial({}, site, *call)
-        outcome = self.best.run().outcome
+        self._group = site.group
+        self._best = self._as_it_is = _Trial({}, site, *call)
+        outcome = self._best.run().outcome
         if outcome.is_refused:
             raise FloatingPointError(f"{self._name}: outputs or updates of the step are not finite.")
-        self._variables, self._lengths = list(outcome.updates), self.best.ready().rows.lengths or (1,)
-        self._answer, self._tried = self._numbers(outcome), {self.best.digest()}
-        self._say(f"tuning {function.name}: {self.group}, {sum(self._lengths)} rows")
+        self._variables, self._lengths = list(outcome.updates), self._best.ready().rows.lengths or (1,)
+        self._answer, self._tried = self._numbers(outcome), {self._best.digest()}
+        # New values of variables, beside which a copy may not fit.
+        del outcome
+        self._say(f"tuning {function.name}: {self._group}, {sum(self._lengths)} rows")
         self._row("setting", "a step", "of the best", "answer")
-        self._row("as it is", _time([self.best.run().seconds for _ in range(_FEWEST)]))
+        self._row("as it is", _time([self._best.run().seconds for _ in range(_FEWEST)]))
 
     def search(self, slices: Sequence[int], wires: Sequence[str]) -> dict[str, Any]:
         """Try one setting after the other, these numbers of slices and wires among them, and return the best."""
         candidates = [*self._candidates(slices, wires)]
         for i, (label, setting) in enumerate(candidates):
             self._row(label, *self._try(label, setting, len(candidates) - i))
-        shown = ", ".join(f"{name}={value!r}" for name, value in self.best.settings.items())
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._best.settings.items())
         self._say(f"  => step.with_options({shown})" if shown else "  => as it is")
-        return self.best.settings
+        return self._best.settings
 
     def _candidates(self, slices: Sequence[int], wires: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield settings to try, and their names; wires come last, since the answer is another with them."""
-        size = self.group.size
-        if self.group.platform == "gpu" and not self.group._has_one_device:
+        if self._group.platform == "gpu" and not self._group._has_one_device:
             for mib in (1, 32, 256):
                 # XLA counts the bytes of one replica's result: of a reduce-scatter that is a fraction.
-                limits = {"all_reduce": mib << 20, "reduce_scatter": max((mib << 20) // size, 1)}
+                limits = {"all_reduce": mib << 20, "reduce_scatter": max((mib << 20) // self._group.size, 1)}
                 bounds = {f"xla_gpu_{kind}_combine_threshold_bytes": limit for kind, limit in limits.items()}
                 yield f"all-reduces of up to {mib} MiB", {"compiler_options": bounds}
-            barrier = not self.best.site.function.has_barrier
+            barrier = not self._best.site.function.has_barrier
             yield f"barrier={barrier}", {"barrier": barrier}
             yield "latency hiding scheduler", {"compiler_options": {"xla_gpu_enable_latency_hiding_scheduler": True}}
         for number in slices:
-            if number <= max(self._lengths) and number != self.best.options.num_slices:
+            if number <= max(self._lengths) and number != self._best.options.num_slices:
                 yield f"num_slices={number}", {"num_slices": number}
-        for wire in wires if size > 1 else ():
+        for wire in wires if self._group.size > 1 else ():
             yield f"wire={wire!r}", {"wire": wire}
 
     def _try(self, label: str, setting: dict[str, Any], left: int) -> Sequence[str]:
@@ -142,16 +136,16 @@ class Tuner:
         if failure := self._failure_to_compile(label, trial):
             return "", "", failure
         # These settings show in the text that XLA compiles to.
-        digest = trial.digest() if setting.keys() <= {"compiler_options", "barrier"} else b""
+        digest = trial.digest() if setting.keys() <= {"compiler_options", "barrier"} else None
         if self._all_agree(f"whether {label} has been tried", digest in self._tried):
             return "", "", "the same program as one before"
-        self._tried |= {digest} - {b""}
+        self._tried |= {digest} - {None}
         try:
             answer, is_right = self._compare(trial, trial.run().outcome)
             pairs = self._race(label, trial, start + (self._deadline - start) / left)
         except Exception as error:
             # The other processes cannot know that this program has died here.
-            if self.group._is_multi_process:
+            if self._group._is_multi_process:
                 raise
             return "", "", _said(error)
         low, middle, high = quantiles([mine / best for mine, best in pairs], n=4, method="inclusive")
@@ -159,17 +153,17 @@ class Tuner:
         margin = 3 * (high - low) / len(pairs) ** 0.5
         is_faster = middle + max(margin, 0.01) < 1
         if is_chosen := self._all_agree(f"whether {label} is chosen", is_right and is_faster):
-            self.best = trial
+            self._best = trial
         answer += ", more than rounding" if not is_right else ", chosen" if is_chosen else ""
         return _time([mine for mine, _ in pairs]), f"{middle:.3f} +- {margin:.3f}", answer
 
     def _trial(self, setting: dict[str, Any]) -> _Trial:
         """Return the best with one more setting."""
-        settings = {**self.best.settings, **setting}
+        settings = {**self._best.settings, **setting}
         if "compiler_options" in setting:
-            settings["compiler_options"] = self.best.settings.get("compiler_options", {}) | setting["compiler_options"]
-        options = self.best.options._replace(num_slices=settings.get("num_slices", self.best.options.num_slices))
-        return self.best._replace(settings=settings, site=self._build(**settings)._site("tune"), options=options)
+            settings["compiler_options"] = self._best.settings.get("compiler_options", {}) | setting["compiler_options"]
+        options = self._best.options._replace(num_slices=settings.get("num_slices", self._best.options.num_slices))
+        return self._best._replace(settings=settings, site=self._build(**settings)._site("tune"), options=options)
 
     def _failure_to_compile(self, label: str, trial: _Trial) -> str:
         """Compile a trial in all processes, and say why that fails; "" if it does not."""
@@ -182,7 +176,7 @@ class Tuner:
             failure = _said(translate_error(error, self._name))
         what, done = f"{self._name}: whether {label} compiles", np.array(not failure)
         try:
-            self.group._peers.compare_values(what, lambda: [done], "It is not chosen.", always=True)
+            self._group._peers.compare_values(what, lambda: [done], "It is not chosen.", always=True)
         except DisagreementError:
             failure = failure or "does not compile in another process"
         return failure
@@ -209,9 +203,9 @@ class Tuner:
         """Return the leaves of a result, and the new values of variables on each replica."""
         numbers = [*map(np.asarray, outcome.leaves)]
         for variable in self._variables:
-            ranks = stored_on_host(variable, outcome.updates[variable], self.group)
+            ranks = stored_on_host(variable, outcome.updates[variable], self._group)
             # Values that replicas share are there once.
-            for rank in range(self.group.size):
+            for rank in range(self._group.size):
                 numbers += ranks[rank % len(ranks)]
         return numbers
 
@@ -220,19 +214,19 @@ class Tuner:
 
         def run_both(number: int) -> tuple[float, float]:
             if number % 2:
-                return trial.run().seconds, self.best.run().seconds
-            best = self.best.run().seconds
+                return trial.run().seconds, self._best.run().seconds
+            best = self._best.run().seconds
             return trial.run().seconds, best
 
         start = perf_counter()
         pairs = [run_both(0)]
         fitting = str(min(max(int((until - start) / (perf_counter() - start)), _FEWEST), _MOST))
-        rounds = self.group._peers.from_process_0(f"{self._name}: rounds of {label}", lambda: fitting)
+        rounds = self._group._peers.from_process_0(f"{self._name}: rounds of {label}", lambda: fitting)
         return pairs + [run_both(number) for number in range(1, int(rounds))]
 
     def _all_agree(self, what: str, is_so: bool) -> bool:
         """Return the answer of process 0, which all processes take."""
-        return self.group._peers.from_process_0(f"{self._name}: {what}", lambda: str(is_so)) == "True"
+        return self._group._peers.from_process_0(f"{self._name}: {what}", lambda: str(is_so)) == "True"
 
     def _say(self, line: str) -> None:
         if jax.process_index() == 0:
