@@ -30,17 +30,19 @@ _ADVICE = "A loss is that of its rows: return the mean over them, or synk.Weight
 
 
 class ProgramOptions(NamedTuple):
-    """Settings of a step's programs beside what they compute.
+    """Settings of how a step's programs compute.
 
     Attributes:
       wire: the format in which gradients travel; None for their own.
       compiler_options: options of XLA.
       has_barrier: whether a barrier may stand between combining and the update.
+      num_slices: the number of slices of calls that name none.
     """
 
     wire: str | None = None
     compiler_options: Mapping[str, Any] | None = None
     has_barrier: bool = True
+    num_slices: int | Literal["auto"] | None = None
 
 
 class TrainingModel:
@@ -134,7 +136,7 @@ class TrainingModel:
         If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`. Without
         `options`, programs have the settings of the model.
         """
-        narrow, compiler_options, has_barrier = options or self.options
+        narrow, compiler_options, has_barrier, _ = options or self.options
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
         ops = {**outputs, "aux": self.aux_ops}

@@ -64,12 +64,11 @@ class Step:
     # Makes the function with other settings of its programs.
     _build: Callable[[ProgramOptions], Function] = field(repr=False)
     _options: ProgramOptions = field(repr=False)
-    # Of calls that name no number of slices.
-    _num_slices: int | Literal["auto"] | None = field(default=None, repr=False)
 
     def _with_slices(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a call, with the step's own number of slices if they name none."""
-        return options if self._num_slices is None else {"num_slices": self._num_slices} | options
+        slices = self._options.num_slices
+        return options if slices is None else {"num_slices": slices} | options
 
     @property
     def stats(self) -> Stats:
@@ -179,9 +178,9 @@ class Step:
             old.wire if isinstance(wire, EllipsisType) else check_wire(wire, name),
             dict(old.compiler_options or {}) | dict(checked_options(compiler_options, name)),
             old.has_barrier if barrier is None else barrier,
+            old.num_slices if num_slices is None else num_slices,
         )
-        slices = self._num_slices if num_slices is None else num_slices
-        return replace(self, function=self._build(options), _options=options, _num_slices=slices)
+        return replace(self, function=self._build(options), _options=options)
 
     @public_api
     def tune(
@@ -209,7 +208,7 @@ class Step:
 
         Args:
           *args, **kwargs: the rows, as in a call: as many, and from the same place, as in training.
-          seconds: about how long all may take, compiling included; what is under way is ended.
+          seconds: about how long all may take, compiling included. What is under way then is not cut short.
           wires: wires to try too. They round gradients, so the answer differs by that; by default none is tried.
           batch, batch_s: as in a call.
           num_slices: as in a call; the number stays as it is then. By default numbers are tried.
@@ -239,7 +238,7 @@ class Step:
         wires = (wires,) if isinstance(wires, str) else tuple(wires)
         for wire in wires:
             self.with_options(wire=wire)
-        slices = self._num_slices or 1 if num_slices is None else num_slices
+        slices = self._options.num_slices or 1 if num_slices is None else num_slices
         call = CallOptions(batch, batch_s, slices)
         bound = self.function._bind(args, kwargs, call, "tune")
         tried = (1, 2, 4) if num_slices is None and slices != AUTO else ()
