@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from .._base.pytree import bits_of
+from .._runtime.dispatch import uninterrupted
 from .._runtime.group import Device, Group
 from .sources import Copy, copy_rows
 
@@ -40,7 +41,9 @@ class StagingBuffer:
         where = SingleDeviceSharding(device, memory_kind=MEMORY_KINDS[device.platform])
         # The array of JAX whose memory this is. Only transfers read it.
         self._array = jax.block_until_ready(jax.device_put(np.empty(shape, dtype), where))
-        address = (ctypes.c_char * self._array.nbytes).from_address(self._array.unsafe_buffer_pointer())
+        address: Any = (ctypes.c_char * self._array.nbytes).from_address(self._array.unsafe_buffer_pointer())
+        # After Ctrl-C threads may still write to a view of the memory when the buffer is gone.
+        address.owner = self._array
         self.memory = np.ndarray(shape, dtype, address)
         # The array on the device that the last transfer makes. Until it is ready, the transfer may read the memory.
         self._sent: jax.Array | None = None
@@ -69,13 +72,14 @@ class StagingPool:
 
     def __init__(self) -> None:
         # By device, shape and dtype, the least recently used first. A buffer in use is not here: whoever fails while
-        # writing to it loses it. Reentrant, since a signal handler may call a function of synk's.
+        # writing to it loses it.
         self._kept: dict[Any, list[StagingBuffer]] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def take(self, device: Device, shape: tuple[int, ...], dtype: np.dtype) -> StagingBuffer:
         """Return a buffer that no transfer reads: one that is kept, or a new one."""
-        with self._lock:
+        # A signal handler may call a function of synk's.
+        with uninterrupted(), self._lock:
             for buffer in chain(*self._kept.values()):
                 buffer.is_free()
             kept = self._kept.get((device, shape, dtype), [])
@@ -89,7 +93,7 @@ class StagingPool:
 
     def give(self, buffers: Sequence[StagingBuffer]) -> None:
         """Keep buffers for later transfers; the limit drops those of the kinds used least recently."""
-        with self._lock:
+        with uninterrupted(), self._lock:
             for buffer in buffers:
                 kind = (buffer.device, buffer.memory.shape, buffer.memory.dtype)
                 self._kept[kind] = [*self._kept.pop(kind, [])[-KEPT_OF_A_SHAPE + 1 :], buffer]

@@ -2,6 +2,10 @@
 from which JAX copies later, as it does on GPUs."""
 
 import gc
+import os
+import signal
+import threading
+import time
 import weakref
 
 import jax
@@ -10,7 +14,7 @@ import numpy as np
 import pytest
 
 import synk
-from synk._data import staging
+from synk._data import sources, staging
 
 from ..helpers import assert_same, group_of
 
@@ -209,3 +213,55 @@ def test_no_memory_on_the_device(on_group, monkeypatch):
         with pytest.raises(MemoryError, match=r"rows_of: RESOURCE_EXHAUSTED.*num_slices=2"):
             rows_of(x)
     assert_same(rows_of(x), x)
+
+
+def test_ctrl_c_while_threads_write(monkeypatch):
+    """They write to memory that is theirs as long as they do, though the buffer is gone."""
+
+    def slowly(source, indexes, copies):
+        if threading.current_thread() is threading.main_thread():
+            return copy(source, indexes, copies)
+        for one in copies:
+            time.sleep(0.3)
+            copy(source, indexes, iter([one]))
+
+    copy, x, y = sources._copy_all, np.full((20 << 10, 256), 7, np.float32), np.full((20 << 10, 256), 1, np.float32)
+    monkeypatch.setattr(sources, "_cores", lambda: 4)
+    with synk.init(1) as group:
+        rows_of(x)
+        staging._pool(group)._kept.clear()
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(sources, "_copy_all", slowly)
+                presser = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
+                presser.start()
+                with pytest.raises(KeyboardInterrupt):
+                    rows_of(x)
+                    time.sleep(1)
+                presser.join()
+            result = rows_of(y)
+            time.sleep(0.4)
+            assert float(result.max()) == 1
+            assert [float(buffer.memory.max()) for buffer in kept_by(group)] == [1] * len(kept_by(group))
+
+
+def test_a_signal_handler_that_calls(on_group):
+    """At any moment of a call, also of one that takes or keeps a buffer."""
+    arrays, wrong = [np.full((n, 64), n, np.float32) for n in range(20, 40)], []
+    for x in arrays:
+        rows_of(x)
+
+    def call(*_):
+        x = arrays[len(wrong) % 7]
+        wrong.append(bool((np.asarray(rows_of(x)) != x).any()))
+
+    before = signal.signal(signal.SIGALRM, call)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.005)
+    try:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            assert_same([rows_of(x) for x in arrays[:7]], arrays[:7])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert wrong and not any(wrong)
