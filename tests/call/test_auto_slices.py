@@ -223,6 +223,7 @@ def test_explain_says_what_fits():
     with synk.simulate(2, memory="1GB"):
         # How much a program needs depends on the device.
         whole, sliced = f.explain(x).memory_bytes, f.explain(x, num_slices=8).memory_bytes
+    assert whole is not None and sliced is not None
     limit = (whole + sliced) // 2
     assert sliced < limit
     with synk.simulate(2, memory=limit):

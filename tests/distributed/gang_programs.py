@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 import synk
 from synk._distributed import coordinator
 from synk._distributed import launcher as synk_launcher
+from synk._runtime.group import make_group
 from synk._variables import checkpoint_files
 
 PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
@@ -1434,6 +1435,23 @@ def forks():
 def puts(queue):
     while True:
         queue.put(1)
+
+
+def without_peers():
+    """Compile and place in a group of all processes that agrees with nobody, in process 0 alone."""
+    who = [os.environ[f"SYNK_{name}"] for name in ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID")]
+    jax.distributed.initialize(who[0], int(who[1]), int(who[2]))
+    devices = tuple(jax.devices())
+    if jax.process_index():
+        time.sleep(120)
+    with make_group(devices, False) as group:
+        w = synk.shared(np.arange(3, dtype=np.float32), name="w")
+        step = synk.function(lambda x: (x * w.value).sum(0), then=lambda s: setattr(w, "value", w.value + s))
+        x = np.ones((4, 3), np.float32)
+        rows = jax.make_array_from_callback(x.shape, group.stacked, x.__getitem__)
+        collectives = str(step.compile(rows).as_text()).count(" all-reduce(")
+        say("done", group=repr(group), collectives=collectives, value=w.value.tolist())
+    time.sleep(120)
 
 
 def preempt():

@@ -331,6 +331,15 @@ def test_the_watchdog_shows_where():
 
 
 @pytest.mark.smoke
+def test_a_group_without_peers_waits_for_nobody():
+    """Before its first collective runs: so one GPU compiles and places for others that JAX makes up (bench/gpu_parts.py)."""
+    with gang.Gang("without_peers") as running:
+        running.await_line('"what": "done"')
+        (done,) = said(running.output())
+    assert "of 2 processes" in done["group"]
+    assert (done["collectives"], done["value"]) == (1, [0, 1, 2])
+
+
 def test_preemption():
     """After a SIGTERM to one process all stop at the same step, and end well."""
     with gang.Gang("preempt", processes=3) as three:
