@@ -20,7 +20,7 @@ test: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(BIN)/python bench/run.py $(ARGS)
 
-gpu: $(VENV)/.dev
+gpu: $(VENV)/.bench $(VENV)/.test
 	if nvidia-smi --list-gpus >/dev/null 2>&1; then $(INSTALL) --quiet 'jax[cuda12]'; fi
 	$(BIN)/python bench/gpu.py $(ARGS)
 
