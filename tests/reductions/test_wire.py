@@ -45,7 +45,11 @@ def function_of(wire):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "wire"),
-    [(("devices", 2), "bf16"), (("simulated", 3), "int8"), (("devices", 1), "int8"), (("devices", 8), "int8")],
+    [
+        *((("devices", 2), "bf16"), (("simulated", 3), "int8"), (("devices", 1), "int8")),
+        # Simulated, these are so many that XLA may add up in another order what does not travel narrowly.
+        pytest.param(("devices", 8), "int8", marks=needs_devices(8)),
+    ],
 )
 def test_what_arrives(group, wire):
     """As near as the rounding of each part and of their sum; all else exactly; alone nothing travels."""

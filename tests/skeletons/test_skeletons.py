@@ -277,6 +277,7 @@ def test_only_real_rows_are_seen(kind, n):
 EIGHT = np.arange(8, dtype=np.float32)
 
 
+@needs_devices(4)
 @pytest.mark.slow
 def test_skeletons_meet_the_users_options_and_dtypes(four):
     """Debugging options raise what users catch; sums of small integers are as wide as `jnp.sum` makes them."""
