@@ -163,6 +163,7 @@ def prefetch(
       [0, 6, 12]
     """
     group = current_group()
+    group._refuse_if_absent("synk.prefetch")
 
     def prepare(tree: PyTree) -> PyTree:
         try:

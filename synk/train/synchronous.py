@@ -174,6 +174,9 @@ class Step:
             raise ValueError(
                 f"{name}: wire=synk.train.PowerSGD(...) belongs to the step; make another by synk.train.step."
             )
+        blocks = self.function._spec.blocks
+        if isinstance(wire, str) and blocks is not None:
+            raise ValueError(f"{name}: wire={wire!r} rounds sums, so it does not go with blocks={blocks}.")
         options = ProgramOptions(
             old.wire if isinstance(wire, EllipsisType) else check_wire(wire, name),
             dict(old.compiler_options or {}) | dict(checked_options(compiler_options, name)),
@@ -233,8 +236,8 @@ class Step:
         """
         from .tune import Tuner
 
-        name, wanted = f"{self.function.name}.tune: seconds", "give how long it may take, a number > 0"
-        seconds = checked_number(seconds, name, wanted, lambda seconds: seconds > 0)
+        name, wanted = f"{self.function.name}.tune: seconds", "give how long it may take, a finite number > 0"
+        seconds = checked_number(seconds, name, wanted, lambda seconds: 0 < seconds < float("inf"))
         wires = (wires,) if isinstance(wires, str) else tuple(wires)
         for wire in wires:
             self.with_options(wire=wire)

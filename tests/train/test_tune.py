@@ -124,6 +124,8 @@ def test_wrong_options(group):
         step.tune(X, Y, num_slices=0)
     with pytest.raises(ValueError, match="tune: seconds"):
         step.tune(X, Y, seconds=0)
+    with pytest.raises(ValueError, match="tune: seconds"):
+        step.tune(X, Y, seconds=float("inf"))
 
 
 @needs_plugin
