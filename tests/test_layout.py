@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # Rooms from the ground up. A room imports rooms before it; those of one floor only where NEIGHBOURS says so.
 FLOORS = [
     {"_base"}, {"_runtime"}, {"_distributed", "_reductions", "_tracing"}, {"_data"}, {"_variables"}, {"_call"},
-    {"_check", "_explain", "_loops", "_skeletons"}, {"_function"}, {"train", "pytensor"},
+    {"_check", "_explain", "_loops", "_skeletons"}, {"_function"}, {"train", "pytensor", "_migrate"},
 ]  # fmt: skip
 NEIGHBOURS = set()
 LONGEST = 40  # lines of a function, its docstring and comments not counted

@@ -1,0 +1,1 @@
+"""Read programs written with jax.pmap, and say how synk spells them."""
