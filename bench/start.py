@@ -4,8 +4,9 @@
 
 Seconds of CPU of `import synk` beside those of `import jax, numpy`. Then a training step of 12 layers of 6 leaves with
 AdamW, from its parameters on the host to its first result: `synk.train.step`, and by hand `jit(shard_map)` with all
-gradients in one buffer; seconds, CPU seconds of all threads, and how many programs JAX compiles. Each time is of a
-fresh process; the ways take turns; medians.
+gradients in one buffer; seconds, CPU seconds of all threads, and how many programs JAX compiles. Then the second start
+of the same program with `synk.init(cache=folder)`, beside the first without. Each time is of a fresh process; the ways
+take turns; medians.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from statistics import median
 from time import perf_counter, process_time
 
@@ -29,6 +31,7 @@ if __name__ == "__main__":
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--one", choices=["synk", "hand"], help="take one first step; a run calls itself with this")
+    parser.add_argument("--cache", help="with --one: a folder of compiled programs")
     parser.add_argument("--json")
     options = parser.parse_args()
     cpu_devices(options.replicas)
@@ -61,6 +64,12 @@ def imports(table):
     table.add(1, "import synk, beside that of jax and NumPy: CPU seconds", *both.tolist(), unit="s")
 
 
+def again(command):
+    """Time first steps of which each program was compiled by a run before."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [child(*command, "--cache", folder) for _ in range(options.times + 1)][1:]
+
+
 def first(table):
     """Time first steps in fresh processes, in turns."""
     runs = {"synk": [], "hand": []}
@@ -68,22 +77,30 @@ def first(table):
     for _ in range(options.times):
         for who, each in runs.items():
             each.append(child(__file__, "--one", who, *settings))
-    np.testing.assert_allclose(*[each[0]["loss"] for each in runs.values()], rtol=1e-5)
+    runs["again"] = again([__file__, "--one", "synk", *settings])
+    np.testing.assert_allclose([each[0]["loss"] for each in runs.values()], runs["hand"][0]["loss"], rtol=1e-5)
     what = f"first step of {6 * options.layers} leaves, AdamW"
     for figure, unit in (("seconds", "s"), ("CPU seconds", "s"), ("programs compiled", "")):
-        both = [median(one[figure] for one in each) for each in runs.values()]
-        table.add(runs["synk"][0]["replicas"], f"{what}: {figure}", *both, unit=unit)
+        synk_, hand, warm = [median(one[figure] for one in each) for each in runs.values()]
+        replicas = runs["synk"][0]["replicas"]
+        table.add(replicas, f"{what}: {figure}", synk_, hand, unit=unit)
+        table.add(replicas, f"second start, beside the first: {figure}", warm, synk_, unit=unit)
 
 
 class Compiled(logging.Handler):
-    """Count the programs that JAX compiles."""
+    """Count the programs that JAX compiles, and those of them that come from a folder."""
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.names, self.hits = [], []
+        jax.monitoring.register_event_listener(self.listen)
         jax.config.update("jax_log_compiles", True)
         logger = logging.getLogger("jax")
         logger.handlers, logger.propagate = [self], False
+
+    def listen(self, event, **_):
+        if event == "/jax/compilation_cache/cache_hits":
+            self.hits.append(event)
 
     def emit(self, record):
         text = record.getMessage()
@@ -93,7 +110,7 @@ class Compiled(logging.Handler):
 
 def first_step(who):
     """Take one first step, and print what it took."""
-    synk.init(min(options.replicas, jax.device_count()))
+    synk.init(min(options.replicas, jax.device_count()), cache=options.cache)
     rng = np.random.default_rng(0)
     square = rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 16
     layer = {"w": square, "v": square.T, "b": square[0], "c": square[1], "scale": square[2] + 1, "shift": square[3]}
@@ -125,7 +142,7 @@ def first_step(who):
         _, value = jax.jit(mapped, donate_argnums=0)(state, x, y)
     jax.block_until_ready(value)
     took = {"seconds": perf_counter() - start[0], "CPU seconds": process_time() - start[1]}
-    took |= {"programs compiled": len(compiled.names), "names": compiled.names, "replicas": synk.size()}
+    took |= {"programs compiled": len(compiled.names) - len(compiled.hits), "replicas": synk.size()}
     print(json.dumps(took | {"loss": float(value)}))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._base.errors import checked_integer, public_api, shown
 from .._base.units import counted, parse_memory
+from .._runtime.compilation_cache import checked_folder, use_folder
 from .._runtime.dispatch import drain, leave_to_runtime
 from .._runtime.group import CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
@@ -19,6 +20,7 @@ from .._runtime.watchdog import WATCHDOG
 def init(
     devices: int | Sequence[Device] | None = None,
     *,
+    cache: str | os.PathLike[str] | None = None,
     memory: int | float | str | None = None,
     distributed: bool = False,
     coordinator: str | None = None,
@@ -42,8 +44,17 @@ def init(
     them JAX finds a launcher (SLURM, Open MPI, MPICH, Kubernetes). If the runtime runs already, as under Ray, it is
     used as it is.
 
+    With `cache=folder` this process keeps in a folder all programs that it compiles, and takes from there those that
+    an earlier run has compiled: it is JAX's persistent cache, for programs of any size. JAX names a program by its
+    text, compiler options, the version of jaxlib and the kind of device, so no answer changes. The folder stays in use
+    until the process ends or `init` is given another one, after `synk.close()` too. Programs with host callbacks
+    (`jax.debug.print`) are compiled in each run before JAX 0.12. Over processes, process 0 writes and all read, so
+    several machines need a folder that all of them see. Whoever can write to the folder can run code in this process.
+
     Args:
       devices: None for all of `jax.devices()`; an int n for the first n; or a sequence of distinct devices.
+      cache: a folder for compiled programs, made if it is missing. None: that of `SYNK_CACHE` in the environment, or
+        else whatever JAX's own option `jax_compilation_cache_dir` says.
       memory: how much of a device's memory programs may use, for `num_slices="auto"` and `f.explain`: bytes, text like
         "14GB" or "14GiB", or a fraction of what the device tells. CPUs tell nothing, and need bytes. Over processes
         the value of process 0 counts.
@@ -61,8 +72,9 @@ def init(
       The group, to be used in `with` or left as it is.
 
     Raises:
-      ValueError: fewer devices exist than were asked for, a device is named twice, or no launcher is found.
-      TypeError: `devices` or `memory` is of another type.
+      ValueError: fewer devices exist than were asked for, a device is named twice, no launcher is found, or files
+        cannot be written in the folder of `cache`.
+      TypeError: `devices`, `cache` or `memory` is of another type.
 
     Example:
       >>> import synk
@@ -72,7 +84,7 @@ def init(
     """
     if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
-    most = parse_memory(memory, "synk.init")
+    most, folder = parse_memory(memory, "synk.init"), checked_folder(cache, "synk.init")
     # What other processes need is imported where there are some, so that `import synk` is quick.
     if distributed:
         from .coordinator import initialize
@@ -90,7 +102,9 @@ def init(
         # Process 0 takes the store along when it ends: first the other processes show their stacks.
         is_last = is_running() and jax.process_count() > 1 and jax.process_index() == 0
         WATCHDOG.start(watchdog + NOTICE_SECONDS * is_last)
-    return _use(_chosen_devices(devices, distributed), False, most)
+    made = _use(_chosen_devices(devices, distributed), False, most)
+    use_folder(folder)
+    return made
 
 
 @public_api
@@ -99,13 +113,14 @@ def simulate(n: int, *, memory: int | float | str | None = None) -> Group:
 
     The program of a replica is mapped by `jax.vmap` with a named axis. The answers are the same to rounding, and
     nothing is communicated. Use it in tests, on laptops, and on one GPU for a program that is meant for eight.
+    `SYNK_CACHE` in the environment counts as for `synk.init`.
 
     Args:
       n: how many replicas, >= 1.
       memory: how much of the shared device's memory programs may use, as for `synk.init`.
 
     Raises:
-      ValueError: `n` is below 1, or `memory` is no amount.
+      ValueError: `n` is below 1, `memory` is no amount, or files cannot be written in the folder of SYNK_CACHE.
       TypeError: `n` is no integer.
 
     Example:
@@ -115,7 +130,10 @@ def simulate(n: int, *, memory: int | float | str | None = None) -> Group:
       5.0
     """
     n, most = checked_integer(n, "synk.simulate: the number of replicas", 1), parse_memory(memory, "synk.simulate")
-    return _use((jax.local_devices()[0],) * n, True, most)
+    folder = checked_folder(None, "synk.simulate")
+    made = _use((jax.local_devices()[0],) * n, True, most)
+    use_folder(folder)
+    return made
 
 
 @public_api

@@ -103,6 +103,7 @@ def _program(role: str, program: Executable, count: int, memory: ProgramMemory) 
         *memory,
         total_bytes=memory.total,
         compile_seconds=program.seconds,
+        is_from_cache=program.is_from_cache,
         collective_bytes=sum(collective.operand_bytes for collective in collectives),
         behind_bytes=sum(c.operand_bytes for c in collectives if c.behind) if knows else None,
         collectives=collectives,

@@ -22,7 +22,8 @@ class ProgramReport:
       aliased_bytes: results that take the place of arguments.
       resident_bytes: shared variables and data of the call that the program does not take.
       total_bytes: the memory that a device needs while the program runs.
-      compile_seconds: how long compiling took.
+      compile_seconds: how long compiling took, or reading a program that was compiled before.
+      is_from_cache: whether it was compiled before, and read from the folder of `synk.init(cache=...)`.
       collective_bytes: bytes that a replica gives to collectives. A collective in a loop counts once.
       behind_bytes: the part of `collective_bytes` that travels while a convolution or matrix product runs.
       collectives: one `Collective` each, in the order of the schedule.
@@ -43,6 +44,7 @@ class ProgramReport:
     resident_bytes: int
     total_bytes: int | None
     compile_seconds: float
+    is_from_cache: bool
     collective_bytes: int
     behind_bytes: int | None
     collectives: tuple[Collective, ...]

@@ -15,6 +15,7 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from .._base.pytree import bits_of
+from .compilation_cache import noticed_hits
 from .dispatch import (
     IN_FLIGHT,
     JAXLIB,
@@ -141,7 +142,13 @@ class Program:
 
 
 class Executable(Program):
-    """A program that is compiled for the shapes of its arguments."""
+    """A program that is compiled for the shapes of its arguments.
+
+    Attributes:
+      compiled: JAX's compiled program.
+      seconds: how long compiling took, or reading from the compilation cache.
+      is_from_cache: whether it came from that cache.
+    """
 
     def __init__(self, group: Group, spec: ProgramSpec) -> None:
         structs = [
@@ -158,8 +165,9 @@ class Executable(Program):
             # A callback may raise in one process, while the others go on.
             self.may_fail_alone = "callback" in text
         start = perf_counter()
-        self.compiled = lowered.compile(compiler_options=options)
-        self.seconds = perf_counter() - start
+        with noticed_hits() as hits:
+            self.compiled = lowered.compile(compiler_options=options)
+        self.seconds, self.is_from_cache = perf_counter() - start, bool(hits)
         # Compiled programs refuse arrays of numbers below a byte ("input layouts that disagree"). jax.jit takes them,
         # but compiles once more. Drop this when we require jaxlib>=0.12.
         is_refused = _REFUSES_SUB_BYTES and any([bits_of(s.dtype) < 8 for s in chain(*structs)])
