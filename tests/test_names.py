@@ -36,12 +36,32 @@ OLD_NAMES = {
     "f.build_inputs": (lambda: synk.function(jnp.sum).build_inputs, AttributeError, r"synk\.(data|build_inputs)"),
     "f.as_theano": (lambda: synk.function(jnp.sum).as_theano, AttributeError, "serial"),
     "synk.free_memory": (lambda: synk.free_memory, AttributeError, r"\.free\b|synk\.close"),
+    "in_axes=": (lambda: synk.function(jnp.sum, in_axes=(None, 0)), TypeError, 'jax.pmap has. .*"broadcast"'),
+    "out_axes=": (lambda: synk.function(jnp.sum, out_axes=None), TypeError, 'jax.pmap has. .*"same"'),
+    "donate_argnums=": (lambda: synk.function(jnp.sum, donate_argnums=0), TypeError, "never overwritten"),
+    "static_broadcasted_argnums=": (
+        lambda: synk.function(jnp.sum, static_broadcasted_argnums=1),
+        TypeError,
+        'jax.pmap has. .*"static"',
+    ),
+    "axis_size=": (lambda: synk.function(jnp.sum, axis_size=4), TypeError, "rows are counted"),
+    "devices=": (lambda: synk.function(jnp.sum, devices=[]), TypeError, r"synk\.init\(devices\)"),
+    "backend=": (lambda: synk.function(jnp.sum, backend="cpu"), TypeError, r"synk\.init\(jax\.devices"),
+    "axis_name=": (lambda: synk.init(axis_name="batch"), TypeError, "jax.pmap has. .*axis_name"),
+    "synk.pmap": (lambda: synk.pmap, AttributeError, r"JAX has. .*synk\.map"),
+    "synk.pmean": (lambda: synk.pmean, AttributeError, 'jax.lax has. .*"mean"'),
+    "synk.psum": (lambda: synk.psum, AttributeError, 'jax.lax has. .*"sum"'),
+    "synk.replicate": (lambda: synk.replicate, AttributeError, r"Flax has. .*synk\.shared"),
+    "synk.unreplicate": (lambda: synk.unreplicate, AttributeError, r"Flax has. .*\.value"),
+    "synk.shard": (lambda: synk.shard, AttributeError, "rows as they are"),
+    "synk.prefetch_to_device": (lambda: synk.prefetch_to_device, AttributeError, "stream"),
+    "synk.pad_shard_unpad": (lambda: synk.pad_shard_unpad, AttributeError, "any number of rows"),
 }
 
 
 @pytest.mark.parametrize("name", OLD_NAMES)
 def test_old_names_point_to_new_ones(name):
-    """What Synkhronos called otherwise says what it is called here."""
+    """What Synkhronos, JAX and Flax call otherwise says what it is called here."""
     act, kind, replacement = OLD_NAMES[name]
     with pytest.raises(kind, match=replacement) as raised:
         act()

@@ -1,28 +1,50 @@
-"""Old names: what replaces the names of Synkhronos, for messages."""
+"""Old names: what replaces names that others have, for messages."""
 
+_SYNKHRONOS, _PMAP, _LAX, _FLAX = "Synkhronos had", "jax.pmap has", "jax.lax has", "Flax has"
+# Name: who has it, and what replaces it.
 _INSTEAD = {
     # Keywords of synk.function.
-    "updates": "assign shared variables in then: `@f.then`, and `w.value = new` there",
-    "givens": "pass what varies as arguments, and read shared variables in the function by `w.value`",
-    "bcast_inputs": 'name modes: inputs={"lr": "broadcast"}',
-    "collect_modes": 'name ops: outputs=("mean", "concat")',
-    "reduce_ops": 'name ops: outputs=("mean", "concat")',
-    "sharing": "make data by synk.data(x)",
+    "updates": (_SYNKHRONOS, "assign shared variables in then: `@f.then`, and `w.value = new` there"),
+    "givens": (_SYNKHRONOS, "pass what varies as arguments, and read shared variables in the function by `w.value`"),
+    "bcast_inputs": (_SYNKHRONOS, 'name modes: inputs={"lr": "broadcast"}'),
+    "collect_modes": (_SYNKHRONOS, 'name ops: outputs=("mean", "concat")'),
+    "reduce_ops": (_SYNKHRONOS, 'name ops: outputs=("mean", "concat")'),
+    "sharing": (_SYNKHRONOS, "make data by synk.data(x)"),
+    "in_axes": (_PMAP, 'name modes: inputs={"params": "broadcast"} for None; rows are axis 0'),
+    "out_axes": (_PMAP, 'name ops: outputs="same" for None, "concat" for 0'),
+    "static_broadcasted_argnums": (_PMAP, 'name modes: inputs={"config": "static"}'),
+    "donate_argnums": (_PMAP, "leave it out: arguments are never overwritten; donate=True is for shared variables"),
+    "axis_size": (_PMAP, "leave it out: rows are counted"),
+    "devices": (_PMAP, "synk.init(devices), or `with synk.init(devices):` around calls"),
+    "backend": (_PMAP, "synk.init(jax.devices(backend))"),
+    "axis_name": (_PMAP, 'name the axis for each function: synk.function(fn, axis_name="batch")'),
     # Members of a function.
-    "build_inputs": "synk.build_inputs(x, y), or synk.data(x)",
-    "as_theano": "f.serial(...), the same function on one device",
-    "inputs": "the arguments of the call; synk.data(x) keeps rows ready",
-    "outputs": 'the ops given as outputs=("mean", "concat")',
-    "exclude_from_collect": "output_subset=",
+    "build_inputs": (_SYNKHRONOS, "synk.build_inputs(x, y), or synk.data(x)"),
+    "as_theano": (_SYNKHRONOS, "f.serial(...), the same function on one device"),
+    "inputs": (_SYNKHRONOS, "the arguments of the call; synk.data(x) keeps rows ready"),
+    "outputs": (_SYNKHRONOS, 'the ops given as outputs=("mean", "concat")'),
+    "exclude_from_collect": (_SYNKHRONOS, "output_subset="),
     # Functions of the module.
-    "free_memory": "x.free() of synk.data, and synk.close()",
-    "make_slices": "num_slices= of a call",
-    "all_to_all": "synk.gather and synk.scatter",
-    "get_n": "synk.size()",
-    "distribute": "nothing; functions and shared variables reach the devices by themselves",
+    "free_memory": (_SYNKHRONOS, "x.free() of synk.data, and synk.close()"),
+    "make_slices": (_SYNKHRONOS, "num_slices= of a call"),
+    "all_to_all": (_SYNKHRONOS, "synk.gather and synk.scatter"),
+    "get_n": (_SYNKHRONOS, "synk.size()"),
+    "distribute": (_SYNKHRONOS, "nothing; functions and shared variables reach the devices by themselves"),
+    "pmap": ("JAX has", 'synk.function(fn, reduce="mean") of rows, or synk.map(fn) of items'),
+    "pmean": (_LAX, 'op "mean" of the function, or synk.all_reduce(v, "mean") inside'),
+    "psum": (_LAX, 'op "sum" of the function, or synk.all_reduce(v, "sum") inside'),
+    "axis_index": (_LAX, "synk.rank()"),
+    "replicate": (_FLAX, 'w = synk.shared(state); or pass state as a "broadcast" argument'),
+    "unreplicate": (_FLAX, "w.value; or synk.unstack(state) for a state that was saved stacked"),
+    "shard": (_FLAX, "pass rows as they are"),
+    "prefetch_to_device": (_FLAX, "f.iterate(x, y, batches=...), or f.stream(batches, prefetch=2)"),
+    "pad_shard_unpad": (_FLAX, "pass any number of rows; f.over(x, batches=...) for a whole dataset"),
 }
 
 
 def instead_of(name: str) -> str:
-    """Return the end of a message about a missing name: what replaces a name of Synkhronos."""
-    return f", which Synkhronos had. Instead: {_INSTEAD[name]}." if name in _INSTEAD else ""
+    """Return the end of a message about a missing name: who has that name, and what replaces it."""
+    if name not in _INSTEAD:
+        return ""
+    origin, instead = _INSTEAD[name]
+    return f", which {origin}. Instead: {instead}."

@@ -96,9 +96,12 @@ def own_mesh(name: str, group: Group) -> Generator[None]:
     mesh = get_abstract_mesh()
     is_its_own = mesh == group.mesh.abstract_mesh
     if not (mesh.empty or is_its_own or (group.is_simulated and set(mesh.axis_types) == {AxisType.Auto})):
+        # How JAX 0.9 and later, and how 0.8, call the axis of a pmap without a name.
+        if any(str(axis).startswith(("_internal_pmap_axis_name", "<axis ")) for axis in mesh.shape):
+            raise SynkError(f"{name}: it is traced inside jax.pmap, but runs on {group} itself. Leave jax.pmap out.")
         raise SynkError(
-            f"{name}: it is traced inside jax.set_mesh or jax.shard_map with the mesh {dict(mesh.shape)}, but runs on "
-            f"that of {group}. Call it outside of these, or under jax.set_mesh(synk.group().mesh)."
+            f"{name}: it is traced inside jax.set_mesh, jax.shard_map or jax.pmap with the mesh {dict(mesh.shape)}, "
+            f"but runs on that of {group}. Call it outside of these, or under jax.set_mesh(synk.group().mesh)."
         )
     if AXIS in named_axes():
         raise SynkError(

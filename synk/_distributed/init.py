@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from .._base.errors import checked_integer, public_api, shown
+from .._base.old_names import instead_of
 from .._base.units import counted, parse_memory
 from .._runtime.compilation_cache import checked_folder, use_folder
 from .._runtime.dispatch import drain, leave_to_runtime
@@ -31,6 +32,7 @@ def init(
     heartbeat: int = 30,
     shutdown: int = 30,
     start: int = 120,
+    **removed: Any,
 ) -> Group:
     """Make a group of devices and make it the current one.
 
@@ -82,6 +84,8 @@ def init(
       ...     group.size
       1
     """
+    for name in removed:
+        raise TypeError(f"synk.init() got an unexpected keyword argument {name!r}{instead_of(name)}")
     if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     most, folder = parse_memory(memory, "synk.init"), checked_folder(cache, "synk.init")

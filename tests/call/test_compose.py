@@ -444,6 +444,16 @@ def test_an_outer_axis_of_the_name_of_the_replicas(group, call):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("axis", [{}, {"axis_name": "i"}])
+def test_pmap_around_a_function(group, axis):
+    """Is named as such; the axis of a pmap without a name is JAX's own business."""
+    f = synk.function(jnp.sum, name="total")
+    with pytest.raises(synk.SynkError, match=r"total: it is traced inside .*jax\.pmap") as raised:
+        jax.pmap(f, **axis)(np.ones((1, 7)))
+    assert "axis_name" not in str(raised.value) and "<axis" not in str(raised.value)
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("rows", [8, 7])
 def test_committed_arrays_under_grad(group, rows):
     """Arrays that lie on one device work under `grad` as they do in a call."""
