@@ -79,7 +79,7 @@ PARTS = {
         40,
     ),
     "over": Part("bench/over.py --replicas 1 --rounds 5", "bench/over.py --replicas 1 --rounds 1", 30),
-    "start": Part("bench/start.py --replicas 1 --times 1", "bench/start.py --replicas 1 --times 1 --layers 1", 50),
+    "start": Part("bench/start.py --replicas 1 --times 1", "bench/start.py --replicas 1 --times 1 --layers 1", 70),
     "overhead": Part(
         "bench/overhead.py --replicas 1 --leaves 10,160 --rounds 9",
         "bench/overhead.py --replicas 1 --leaves 10 --rounds 1",

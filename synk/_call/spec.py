@@ -24,7 +24,7 @@ class Stats:
 
     Attributes:
       calls: number of calls.
-      compilations: number of programs compiled.
+      compilations: number of programs compiled, or read from the folder of `synk.init(cache=...)`.
       rows: number of rows of all calls.
       slices: number of slices of the newest call.
       selecting: seconds spent checking arguments and batches.

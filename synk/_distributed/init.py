@@ -51,7 +51,8 @@ def init(
     text, compiler options, the version of jaxlib and the kind of device, so no answer changes. The folder stays in use
     until the process ends or `init` is given another one, after `synk.close()` too. Programs with host callbacks
     (`jax.debug.print`) are compiled in each run before JAX 0.12. Over processes, process 0 writes and all read, so
-    several machines need a folder that all of them see. Whoever can write to the folder can run code in this process.
+    several machines need a folder that all of them see; on CPUs only process 0 finds its programs again. Whoever can
+    write to the folder can run code in this process.
 
     Args:
       devices: None for all of `jax.devices()`; an int n for the first n; or a sequence of distinct devices.

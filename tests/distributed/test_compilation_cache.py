@@ -47,6 +47,7 @@ found = told(losses=losses, from_cache=program.is_from_cache, collectives=len(pr
 """
 
 
+@pytest.mark.smoke
 def test_a_second_start_compiles_nothing(tmp_path):
     """The folder is made, `~` is the home, SYNK_CACHE means the same; bits and reports are those of the first start."""
 
