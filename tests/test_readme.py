@@ -51,6 +51,12 @@ def test_when_wrong(capsys):
     assert capsys.readouterr().out.startswith("f: row 777 makes it not finite, on replica 3, slice 0")
 
 
+def test_coming_from_pmap(capsys):
+    """The blocks of synk's run, on batches that do not divide."""
+    with jax.numpy_dtype_promotion("standard"):
+        run_blocks(README.parent / "docs" / "coming_from_pmap.md", capsys)
+
+
 @pytest.mark.slow
 def test_on_the_wire(capsys):
     """Losses by each wire are nearly one, with a state in shards one; bits of blocks are."""
