@@ -12,9 +12,9 @@ from jax import lax
 
 from .._data.feed import InputFeed, index_shape
 from .._data.overlap import with_halos
+from .._runtime.axis import axis_named, replica_axis
 from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.executable import Executable, ProgramSpec
-from .._runtime.group import AXIS
 from .._runtime.layout import Layout, Layouts, layouts
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
@@ -130,8 +130,14 @@ class Compiler:
             return [jnp.zeros((size, *state.shape), state.dtype) for state in carry]
 
         outs = layouts("stacked", len(carry))
-        function.stats.compilations += 1
-        return Executable(self.group, ProgramSpec(body, [], [], outs, name=function.name, takes_all_replicas=True))
+        return self._executable(ProgramSpec(body, [], [], outs, name=function.name, takes_all_replicas=True))
+
+    def _executable(self, spec: ProgramSpec) -> Executable:
+        """Compile a program in which the replicas' axis has the function's name for it."""
+        with axis_named(self.builder.function.axis_name):
+            program = Executable(self.group, spec)
+        self.builder.function.stats.compilations += 1
+        return program
 
     def _compile(self, launch: _Launch) -> Executable:
         function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
@@ -155,16 +161,17 @@ class Compiler:
             takes_all_replicas=takes_all_replicas,
             has_fixed_kernels=self.call.block is not None,
         )
-        program = Executable(self.group, spec)
-        function.stats.compilations += 1
-        return program
+        return self._executable(spec)
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
         """Sort the arguments of a program on one replica."""
         arguments = iter(values)
         state = self.traces.leaves_of(self.reads[launch.is_last], arguments)
         carry, rest = list(islice(arguments, len(launch.carry))), list(arguments)
-        table, rank = None if self.call.is_plain else rest.pop(), lax.axis_index(AXIS) if rank is None else rank
+        table, rank = (
+            None if self.call.is_plain else rest.pop(),
+            lax.axis_index(replica_axis()) if rank is None else rank,
+        )
         max_rows = launch.sizes[0] if launch.sizes else None
         # Replicas with blocks all have the size of the longest part.
         count = max_rows if len(launch.sizes) == 1 and self.call.block is None else None
@@ -291,7 +298,7 @@ class Compiler:
         has_first = (jnp.asarray(part.first_row) == 0) & (part.count is None or part.count > 0)
         is_bad |= has_first & any_not_finite([results[j] for j in own])
         differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.from_first
-        flag = lax.psum(is_bad.astype(jnp.int32), AXIS) > 0 if differs else is_bad
+        flag = lax.psum(is_bad.astype(jnp.int32), replica_axis()) > 0 if differs else is_bad
         return [*leaves, *picked, flag]
 
     def _all_states(
@@ -326,12 +333,11 @@ class Compiler:
         def body(*values: jax.Array) -> list[jax.Array]:
             index = dict(zip(kinds, values[len(states) :], strict=False))
             whole, (rows, present) = self._all_states(values[:count], values[count : len(states)], entries), values[-2:]
-            whole = self.builder.states_of_present(whole, present[lax.axis_index(AXIS)])
+            whole = self.builder.states_of_present(whole, present[lax.axis_index(replica_axis())])
             outputs = self.epilogue.combine_batches(whole, index, rows, present)
             return [outputs[i] for i in result.picked]
 
         function = self.builder.function
-        function.stats.compilations += 1
         spec = ProgramSpec(
             body=body,
             ins=[layouts("stacked", len(states)), layouts("replicated", len(others))],
@@ -341,7 +347,7 @@ class Compiler:
             options=function.compiler_options,
             name=function.name,
         )
-        return Executable(self.group, spec)
+        return self._executable(spec)
 
     @property
     def uses_rank(self) -> bool:

@@ -22,8 +22,9 @@ from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
 from .._reductions.results import ResultSpec
+from .._runtime.axis import axis_named, replica_axis
 from .._runtime.engine import run_rank_by_rank, spmd
-from .._runtime.group import AXIS, Group
+from .._runtime.group import Group
 from .._runtime.layout import Layout, layouts, put
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
 from .kinds import Kind, check_row_count, checked_subset, with_parts
@@ -48,7 +49,7 @@ def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     for words, is_used in refused.items():
         if is_used:
             raise ValueError(f"{name}: {words} cannot enter jit, grad, vmap or the like. Call it outside, or without.")
-    with own_mesh(name, site.group):
+    with axis_named(site.function.axis_name), own_mesh(name, site.group):
         return _compose(site._replace(function=site.function.gathering()), bound, options)
 
 
@@ -103,10 +104,10 @@ def own_mesh(name: str, group: Group) -> Generator[None]:
             f"{name}: it is traced inside jax.set_mesh, jax.shard_map or jax.pmap with the mesh {dict(mesh.shape)}, "
             f"but runs on that of {group}. Call it outside of these, or under jax.set_mesh(synk.group().mesh)."
         )
-    if AXIS in named_axes():
+    if replica_axis() in named_axes():
         raise SynkError(
-            f'{name}: a transformation around it (vmap, pmap) has an axis named "{AXIS}", as that of the replicas is '
-            f"called. Give it another axis_name."
+            f'{name}: a transformation around it (vmap, pmap) has an axis named "{replica_axis()}", as that of the '
+            f"replicas is called. Give it another axis_name."
         )
     with use_abstract_mesh(AbstractMesh((), ())) if is_its_own else nullcontext():
         yield
@@ -203,19 +204,20 @@ def _make(
         return builder.states(sizes, {}, arrays_of(call, values), part_of(table, rank, max_rows, group.size), max_rows)
 
     def finish(states: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.Array]:
-        part = part_of(table, lax.axis_index(AXIS), max_rows, group.size)
+        part = part_of(table, lax.axis_index(replica_axis()), max_rows, group.size)
         results, _ = epilogue.finish_values(states, {}, arrays_of(call, values).broadcast, part)
         return [results[i] for i in result.picked]
 
     def body(*values: jax.Array) -> list[jax.Array]:
-        return finish(run(lax.axis_index(AXIS), values, sizes), values)
+        return finish(run(lax.axis_index(replica_axis()), values, sizes), values)
 
     def rank_by_rank(*values: jax.Array) -> Sequence[jax.Array]:
         counts = call.lengths or sizes * group.size
-        states = run_rank_by_rank(group, lambda r, part: run(jnp.int32(r), part, [counts[r]]), values, ins)
-        count = len(states)
-        given: list[Layout] = [*layouts("stacked", count), *ins]
-        return spmd(group, lambda *v: finish(v[:count], v[count:]), given, outs)(*states, *values)
+        with axis_named(function.axis_name):
+            states = run_rank_by_rank(group, lambda r, part: run(jnp.int32(r), part, [counts[r]]), values, ins)
+            count = len(states)
+            given: list[Layout] = [*layouts("stacked", count), *ins]
+            return spmd(group, lambda *v: finish(v[:count], v[count:]), given, outs)(*states, *values)
 
     ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
     outs = layouts("replicated", len(result.picked))

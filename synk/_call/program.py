@@ -17,7 +17,7 @@ from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import REDUCTIONS, UPDATES, Reduction, combine_replicas, constant_unless, prepare_part
 from .._reductions.results import ResultSpec, result_spec
-from .._runtime.group import AXIS
+from .._runtime.axis import axis_named, replica_axis
 from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
@@ -512,7 +512,7 @@ class Epilogue:
                 states[count:], self.reduced, valid, has_gradients, rows, per_process=self.group._per_process
             )
         if self.staying and self.call.is_sliced:
-            where = jnp.asarray(self._own_order)[lax.axis_index(AXIS)]
+            where = jnp.asarray(self._own_order)[lax.axis_index(replica_axis())]
             for i, leaf in enumerate(self.reduced):
                 if leaf.reduction.collective == "stay":
                     whole[i] = whole[i].at[where].get(mode="promise_in_bounds")
@@ -552,8 +552,9 @@ class Epilogue:
             return None
         # A call with `then` takes no output from the first replica.
         states = self.builder.state_shapes(self.builder.slots)[: len(self.reduced)]
-        axes = [(AXIS, self.group.size)]
-        whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
+        with axis_named(self.function.axis_name):
+            axes = [(replica_axis(), self.group.size)]
+            whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
         return self.traces.then(self.function.then, self.outputs, whole)
 
     @property

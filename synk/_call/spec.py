@@ -16,6 +16,7 @@ from .._data.feed import InputFeed
 from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
 from .._reductions.reduction import REDUCTIONS
+from .._runtime.axis import AXIS
 from .binding import ArgumentBinder, ArgumentSpec
 
 
@@ -63,6 +64,7 @@ class FunctionSpec:
       engine: how programs are mapped over replicas.
       donate: whether old values of updated variables may be overwritten.
       stats: counters of the calls.
+      axis_name: what the axis of the replicas is called in `fn` and `then`.
       refuses_nan: whether a call whose numbers are not finite raises and commits nothing.
       compiler_options: options of XLA, beside those that synk sets.
       has_barrier: whether a barrier may stand between combining and `then`.
@@ -86,6 +88,7 @@ class FunctionSpec:
     engine: str
     donate: bool
     stats: Stats
+    axis_name: str = AXIS
     refuses_nan: bool = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
     has_barrier: bool = True

@@ -1,5 +1,6 @@
 """Traces: trace the user's function and `then` for one kind of call."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from .._base.errors import SynkError
 from .._base.pytree import refuse_two_bits
 from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
-from .._runtime.group import AXIS, Group
+from .._runtime.group import Group
 from .._tracing.context import TraceContext
 from .._tracing.fingerprint import fingerprint
 from .._tracing.names import named_objects
@@ -103,6 +104,7 @@ class CallTraces:
                 rows=rows,
                 is_sliced=call.is_sliced and not call.is_over,
                 has_axis=has_axis,
+                axis_name=function.axis_name,
                 instead=_instead_of_communicating(call),
                 block=call.block,
             ),
@@ -110,12 +112,7 @@ class CallTraces:
             merges_equal=call.block is not None,
             keeps_lines=keeps_lines,
         )
-        try:
-            traced = self._trace(request)
-        except NameError as error:
-            if has_axis or f"unbound axis name: {AXIS}" not in str(error):
-                raise
-            raise ValueError(request.sees.without_axis(f"it communicates inside (over the axis {AXIS!r})")) from error
+        traced = self._trace(request)
         self._check_updates(traced)
         return traced
 
@@ -130,7 +127,13 @@ class CallTraces:
         )  # fmt: skip
 
     def _trace(self, request: TraceRequest) -> TracedFunction:
-        traced = trace(request)
+        try:
+            traced = trace(request)
+        except NameError as error:
+            refused = _refused_axis(request.sees, str(error))
+            if refused is None:
+                raise
+            raise ValueError(refused) from error
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
         reads, writes = [v._number for v in traced.variables], [(v._number, slices) for v, slices in traced.writes]
         # Two traces may have the same equations and return different trees, or Monoids with other functions.
@@ -196,6 +199,7 @@ class CallTraces:
                 f"{function.name}.then",
                 self.group.size,
                 self._whole_shapes,
+                axis_name=function.axis_name,
             ),
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
             merges_equal=call.block is not None,
@@ -211,6 +215,19 @@ class CallTraces:
                 f"program on all, so there they need as many. Use {variable.name} in {name} itself."
             )
         return state.shapes
+
+
+def _refused_axis(sees: TraceContext, error: str) -> str | None:
+    """Say why a function may not communicate over the axis that JAX's error names; None for another error."""
+    match = re.search(r"unbound axis name: (\w+)", error)
+    if match is None:
+        return None
+    if match[1] != sees.axis_name:
+        return (
+            f'{sees.name}: it communicates over the axis "{match[1]}", but its replicas\' axis is "{sees.axis_name}": '
+            f'synk.function(..., axis_name="{match[1]}").'
+        )
+    return sees.without_axis(f"it communicates inside (over the axis {match[1]!r})")
 
 
 def shared_in(fn: Any) -> list[Shared]:

@@ -14,9 +14,10 @@ from .._call.kinds import prepare
 from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
 from .._data.process_rows import ProcessLocalRows
+from .._runtime.axis import replica_axis
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import relayout, run_collective, translate_peer_errors
-from .._runtime.group import AXIS, Group
+from .._runtime.group import Group
 from .._runtime.layout import Layout, layouts
 from .._variables.variable import Shared, bind, unpacked
 from .probe import ALL_KINDS, Kinds, Prober, kinds_of
@@ -198,4 +199,4 @@ def _kinds_on_replicas(group: Group, leaf: jax.Array, layout: Layout, *olds: jax
 
 
 def _kinds_anywhere(leaf: jax.Array, *olds: jax.Array) -> list[jax.Array]:
-    return [lax.psum(kinds_of(leaf, olds).astype(jnp.int32), AXIS) > 0]
+    return [lax.psum(kinds_of(leaf, olds).astype(jnp.int32), replica_axis()) > 0]

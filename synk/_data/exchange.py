@@ -8,9 +8,10 @@ import numpy as np
 from jax import lax
 
 from .._base.partition import split_rows
+from .._runtime.axis import replica_axis
 from .._runtime.engine import Body
 from .._runtime.executable import Executable, ProgramSpec, run_collective
-from .._runtime.group import AXIS, Group
+from .._runtime.group import Group
 from .._runtime.layout import Layouts, put
 
 # The data, and the index.
@@ -55,7 +56,7 @@ def _body(size: int, rows: int, max_rows: int) -> Body:
     capacity = min(max_rows, int(np.ceil(expected + 4 * expected**0.5)) + 4)
 
     def body(data: jax.Array, index: jax.Array) -> list[jax.Array]:
-        rank = lax.axis_index(AXIS)
+        rank = lax.axis_index(replica_axis())
         dtype, is_small = data.dtype, data.dtype.itemsize < 4 and jnp.issubdtype(data.dtype, jnp.floating)
         # Some back ends widen small floats on the way, which changes the bits of NaN.
         if is_small:
@@ -99,4 +100,4 @@ def _all_to_all_rows(data: jax.Array, rows: jax.Array, position: jax.Array, capa
     column = jnp.where(position < 0, capacity, position)
     message = jnp.zeros((len(rows), capacity), jnp.int32).at[receiver, column].set(rows, mode="drop")
     outgoing = data.at[message].get(mode="promise_in_bounds")
-    return lax.all_to_all(outgoing, AXIS, 0, 0).reshape(len(rows) * capacity, *data.shape[1:])
+    return lax.all_to_all(outgoing, replica_axis(), 0, 0).reshape(len(rows) * capacity, *data.shape[1:])

@@ -12,7 +12,7 @@ from jax import lax
 from .._base.errors import checked_integer, public_api
 from .._base.partition import split_rows
 from .._base.pytree import exactly
-from .._runtime.group import AXIS
+from .._runtime.axis import replica_axis
 from .transfer import PartRows
 
 Edge: TypeAlias = Literal["nearest", "cyclic", "reflect", "fill"]
@@ -151,13 +151,13 @@ def with_halos(array: jax.Array, rows: int, size: int, overlap: Overlap) -> jax.
     Returns:
       The rows before, the replica's rows, and the rows after, which follow its last real row.
     """
-    (lengths, messages), rank = _halos(rows, size, overlap), lax.axis_index(AXIS)
+    (lengths, messages), rank = _halos(rows, size, overlap), lax.axis_index(replica_axis())
     # One place more takes the rows that are dropped.
     halo = jnp.zeros((halo_of(overlap) + 1, *array.shape[1:]), array.dtype)
     for shift, send, put in messages:
         rows_sent = array.at[jnp.asarray(send)[rank]].get(mode="promise_in_bounds")
         pairs = [(owner, (owner + shift) % size) for owner in range(size)]
-        received = lax.ppermute(rows_sent, AXIS, pairs) if shift else rows_sent
+        received = lax.ppermute(rows_sent, replica_axis(), pairs) if shift else rows_sent
         halo = halo.at[jnp.asarray(put)[rank]].set(received)
     before, after = halo[: overlap.before], halo[overlap.before : -1]
     whole = jnp.concatenate([before, array, jnp.zeros_like(after)])

@@ -10,8 +10,9 @@ from jax.experimental import multihost_utils
 from .._base.errors import public_api
 from .._base.partition import split_rows
 from .._base.pytree import key_of, refuse_tracer
+from .._runtime.axis import replica_axis
 from .._runtime.executable import run_collective, translate_peer_errors
-from .._runtime.group import AXIS, Group
+from .._runtime.group import Group
 from .._runtime.layout import put
 from .selection import Selection
 from .sources import HostSource, as_source
@@ -97,7 +98,7 @@ def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tu
 
 
 def _gather(rows: jax.Array) -> list[jax.Array]:
-    return [jax.lax.all_gather(rows, AXIS)]
+    return [jax.lax.all_gather(rows, replica_axis())]
 
 
 def rows_of_processes(group: Group, source: HostSource) -> np.ndarray:

@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
     """Options of `synk.function` that are given by name."""
 
     then: Callable[..., PyTree] | None
+    axis_name: str
     engine: EngineName
     donate: bool
     nan: Literal["raise"] | None
@@ -48,6 +49,7 @@ def function(
     reduce: Op = "sum",
     *,
     then: Callable[..., PyTree] | None = None,
+    axis_name: str = "replica",
     engine: EngineName = "shard_map",
     donate: bool = True,
     nan: Literal["raise"] | None = None,
@@ -73,6 +75,8 @@ def function(
         goes with a tuple too. Left out, or None: `reduce` for all.
       reduce: the op for all outputs.
       then: runs on every replica on the combined outputs; see `Function.then`.
+      axis_name: what the replicas' axis is called in `fn` and `then`, so that functions written for
+        `jax.pmap(f, axis_name="batch")` run as they are.
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
       donate: whether old values of shared variables that are updated may be overwritten in place.
       nan: "raise" raises FloatingPointError, naming the row to blame (`Function.blame`), if an output or a newly
@@ -122,6 +126,7 @@ def function(
             ops=check_ops(ops, called),
             then=None,
             then_parameters=lambda count: (),
+            axis_name=checked_axis(axis_name, called),
             engine=engine,
             donate=donate,
             stats=Stats(),
@@ -133,6 +138,13 @@ def function(
         return Function(spec if then is None else with_then(spec, binder, then), binder)
 
     return make if fn is None else make(fn)
+
+
+def checked_axis(axis_name: Any, name: str) -> str:
+    """Check the name of the replicas' axis."""
+    if not isinstance(axis_name, str) or not axis_name:
+        raise TypeError(f'{name}: axis_name is {shown(axis_name)}; give a string, such as "batch".')
+    return axis_name
 
 
 def _checked_blocks(blocks: Any, wire: PyTree, name: str) -> int | None:

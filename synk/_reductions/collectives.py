@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._runtime.group import AXIS
+from .._runtime.axis import replica_axis
 
 Arrays = Sequence[jax.Array]
 
@@ -42,25 +42,25 @@ def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
 
 
 def _reduced(operation: Callable[..., Any], values: Arrays) -> list[jax.Array]:
-    return packed(values, partial(operation, axis_name=AXIS), most=SUMMED_TOGETHER)
+    return packed(values, partial(operation, axis_name=replica_axis()), most=SUMMED_TOGETHER)
 
 
 def all_gather(values: Arrays) -> list[jax.Array]:
     """Gather each array from all replicas: (replicas, *shape)."""
     if _is_alone():
         return [value[None] for value in values]
-    return packed(values, lambda arrays: [lax.all_gather(array, AXIS) for array in arrays])
+    return packed(values, lambda arrays: [lax.all_gather(array, replica_axis()) for array in arrays])
 
 
 def sum_scatter(values: Arrays) -> list[jax.Array]:
     """Sum arrays with an entry a replica on axis 0, and return this replica's entries."""
     if _is_alone():
         return [value[0] for value in values]
-    return packed(values, lambda arrays: [lax.psum_scatter(array, AXIS) for array in arrays], front=1)
+    return packed(values, lambda arrays: [lax.psum_scatter(array, replica_axis()) for array in arrays], front=1)
 
 
 def _is_alone() -> bool:
-    return lax.psum(1, AXIS) == 1
+    return lax.psum(1, replica_axis()) == 1
 
 
 def _sortable(array: jax.Array, is_min: bool) -> jax.Array:

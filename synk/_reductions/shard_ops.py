@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._runtime.group import AXIS
+from .._runtime.axis import replica_axis
 from .collectives import all_gather, sum_scatter
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
@@ -35,12 +35,12 @@ def join(shards: Any, shape: jax.ShapeDtypeStruct) -> Any:
 
 def take_shards(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Take this replica's shards of arrays that all replicas have."""
-    return [cut(array, lax.psum(1, AXIS))[lax.axis_index(AXIS)] for array in arrays]
+    return [cut(array, lax.psum(1, replica_axis()))[lax.axis_index(replica_axis())] for array in arrays]
 
 
 def sum_to_shards(parts: Sequence[jax.Array]) -> list[jax.Array]:
     """Add up arrays over the replicas, and return this replica's shards of the sums (a reduce-scatter)."""
-    return sum_scatter([cut(part, lax.psum(1, AXIS)) for part in parts])
+    return sum_scatter([cut(part, lax.psum(1, replica_axis())) for part in parts])
 
 
 def gather_shards(shards: Sequence[jax.Array], shapes: Shapes) -> list[jax.Array]:

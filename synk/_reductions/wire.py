@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from .._base.pytree import PyTree
-from .._runtime.group import AXIS
+from .._runtime.axis import replica_axis
 from .collectives import packed
 
 WireName: TypeAlias = Literal["bf16", "int8"]
@@ -96,7 +96,7 @@ def all_sum_narrowly(values: Sequence[jax.Array], wire: str, per_process: int = 
     Replicas of one process add up as float32 first, since devices of one host have fast links. Only the sums of
     processes are encoded.
     """
-    if lax.psum(1, AXIS) == 1:
+    if lax.psum(1, replica_axis()) == 1:
         return list(values)
     # Padding keeps numbers of two leaves out of one block.
     flat = [_padded(value.ravel(), BLOCK) for value in values]
@@ -109,17 +109,17 @@ def _sum(wire: str, flat: jax.Array, per_process: int) -> jax.Array:
 
     Each replica also decodes its own part of the sum. Otherwise replicas would drift apart.
     """
-    replicas, (encode, decode, *_) = lax.psum(1, AXIS), WIRES[wire]
+    replicas, (encode, decode, *_) = lax.psum(1, replica_axis()), WIRES[wire]
     together = _padded(flat, replicas * BLOCK)
     processes, inside, across = replicas // per_process, None, None
     if 1 < per_process < replicas:
         ranks = np.arange(replicas).reshape(processes, per_process)
         inside, across = ranks.tolist(), ranks.T.tolist()
-        together = lax.psum_scatter(together.reshape(per_process, -1), AXIS, axis_index_groups=inside)
+        together = lax.psum_scatter(together.reshape(per_process, -1), replica_axis(), axis_index_groups=inside)
     blocks = together.reshape(replicas if inside is None else processes, -1, BLOCK)
-    mine = decode(lax.all_to_all(encode(blocks), AXIS, 0, 0, axis_index_groups=across)).sum(0)
-    bits = lax.all_gather(encode(mine), AXIS, axis_index_groups=across)
-    whole = decode(bits if inside is None else lax.all_gather(bits, AXIS, axis_index_groups=inside))
+    mine = decode(lax.all_to_all(encode(blocks), replica_axis(), 0, 0, axis_index_groups=across)).sum(0)
+    bits = lax.all_gather(encode(mine), replica_axis(), axis_index_groups=across)
+    whole = decode(bits if inside is None else lax.all_gather(bits, replica_axis(), axis_index_groups=inside))
     return whole.ravel()[: flat.size]
 
 

@@ -6,9 +6,12 @@ from typing import Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from .group import AXIS, Group
-from .layout import Layouts, sharding_of
+from .axis import AXIS, axis_named, replica_axis
+from .group import Group
+from .layout import Layouts
 
 Body: TypeAlias = Callable[..., Sequence[jax.Array]]
 EngineName: TypeAlias = Literal["shard_map", "pmap"]
@@ -24,12 +27,19 @@ def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "s
       outs: the layouts of the global results.
       engine: an entry of `ENGINES`.
     """
+    axis = replica_axis()
+
+    def named(*args: jax.Array) -> Sequence[jax.Array]:
+        # JAX may trace the body later.
+        with axis_named(axis):
+            return body(*args)
+
     if group.is_simulated and group.size > 1:
-        return _by_vmap(group, body, ins, outs)
+        return _by_vmap(group, named, ins, outs)
     # Under jit, jax.pmap maps over the devices of this process alone.
     if jax.process_count() > 1:
         engine = "shard_map"
-    return ENGINES[engine](group, body, ins, outs)
+    return ENGINES[engine](group, named, ins, outs)
 
 
 def run_rank_by_rank(
@@ -51,17 +61,24 @@ def _by_shard_map(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body
         results = body(*(a[0] if layout == "stacked" else a for a, layout in zip(args, ins, strict=True)))
         return tuple(r[None] if layout == "stacked" else r for r, layout in zip(results, outs, strict=True))
 
-    in_specs, out_specs = (tuple(sharding_of(group, layout).spec for layout in layouts) for layouts in (ins, outs))
+    axis, mesh = replica_axis(), group.mesh
+    if axis != AXIS:
+        # The same devices under another name. Arrays stay on the mesh of the group.
+        mesh = Mesh(mesh.devices, (axis,), axis_types=mesh.axis_types)
+    cut = P() if group.is_simulated else P(axis)
+    in_specs, out_specs = (
+        tuple(P() if layout == "replicated" else cut for layout in layouts) for layouts in (ins, outs)
+    )
     # check_vma=True would add collectives to gradients of values that are equal on all replicas. Gradients of synk's
     # functions are per replica, as those of pmap are: https://docs.jax.dev/en/latest/notebooks/shard_map.html
-    return jax.shard_map(block, mesh=group.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(block, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _by_pmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
     mapped = jax.pmap(
         # pmap needs at least one mapped argument.
         lambda _, *args: tuple(body(*args)),
-        axis_name=AXIS,
+        axis_name=replica_axis(),
         devices=group.devices,
         in_axes=(0, *_axes(ins)),
         out_axes=_axes(outs),
@@ -75,7 +92,8 @@ def _by_pmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
 
 
 def _by_vmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
-    mapped = jax.vmap(lambda *args: tuple(body(*args)), in_axes=_axes(ins), axis_name=AXIS, axis_size=group.size)
+    axes = {"axis_name": replica_axis(), "axis_size": group.size}
+    mapped = jax.vmap(lambda *args: tuple(body(*args)), in_axes=_axes(ins), **axes)
 
     def call(*args: jax.Array) -> tuple[jax.Array, ...]:
         results = mapped(*_per_replica(group, args, ins))

@@ -15,6 +15,7 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 
 from .._base.pytree import bits_of
+from .axis import axis_named, replica_axis
 from .compilation_cache import noticed_hits
 from .dispatch import (
     IN_FLIGHT,
@@ -29,7 +30,7 @@ from .dispatch import (
     wait_for_capacity,
 )
 from .engine import Body, spmd
-from .group import AXIS, Group
+from .group import Group
 from .layout import (
     Layout,
     Layouts,
@@ -216,9 +217,11 @@ def _jit(group: Group, spec: ProgramSpec, options: dict[str, Any] | None = None)
     ins: list[Layout] = [*chain(*spec.ins)]
     layouts: list[Layout] = [*spec.outs, "stacked"]
     mapped = with_token if spec.takes_all_replicas else spmd(group, with_token, ins, layouts, spec.engine)
+    axis = replica_axis()
 
     def of_lists(*args: Sequence[jax.Array]) -> list[jax.Array]:
-        return list(mapped(*chain(*args)))
+        with axis_named(axis):
+            return list(mapped(*chain(*args)))
 
     of_lists.__name__ = of_lists.__qualname__ = spec.name
     shardings = [sharding_of(group, layout) for layout in layouts]
@@ -278,9 +281,9 @@ def broadcast_from(group: Group, leaves: Sequence[jax.Array], rank: int, layout:
 
 def _broadcast(*values: jax.Array) -> Sequence[jax.Array]:
     *leaves, root = values
-    is_root = jax.lax.axis_index(AXIS) == root[0]
+    is_root = jax.lax.axis_index(replica_axis()) == root[0]
     bits = [as_bits(leaf) for leaf in leaves]
-    sums = jax.lax.psum([jnp.where(is_root, b, jnp.zeros((), b.dtype)) for b in bits], AXIS) if bits else []
+    sums = jax.lax.psum([jnp.where(is_root, b, jnp.zeros((), b.dtype)) for b in bits], replica_axis()) if bits else []
     return [from_bits(b, leaf.dtype) for b, leaf in zip(sums, leaves, strict=True)]
 
 

@@ -17,12 +17,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import SynkError
+from .axis import AXIS
 from .dispatch import CPU_CAN_WEDGE, LOCK
 
 # JAX exports the class without a type.
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
-AXIS = "replica"
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 

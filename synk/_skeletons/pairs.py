@@ -23,7 +23,8 @@ from .._reductions.reduction import (
     reduction_of,
     result_dtype,
 )
-from .._runtime.group import AXIS, current_group
+from .._runtime.axis import replica_axis
+from .._runtime.group import current_group
 from .skeletons import Leaves, Results, Skeleton, all_rows, row_tree, run_skeleton, without_state
 
 
@@ -109,7 +110,7 @@ class _Ring(NamedTuple):
         if self.reduction.name == "concat":
             # All pairs, which results hold, usually need more memory than all rows.
             return self._pairs(x, all_rows(y, self.lengths))
-        rank, to_previous = lax.axis_index(AXIS), [(i, (i - 1) % size) for i in range(size)]
+        rank, to_previous = lax.axis_index(replica_axis()), [(i, (i - 1) % size) for i in range(size)]
         lengths, max_rows = jnp.asarray(np.array(self.lengths, np.int32)), max(self.lengths)
         count = max(1, min(max_rows, TOGETHER // x[0].shape[0]))
         blocks = jnp.arange(-(-max_rows // count) * count, dtype=jnp.int32).reshape(-1, count)
@@ -124,7 +125,7 @@ class _Ring(NamedTuple):
                 new = self._states(x, [leaf.at[index].get() for leaf in visitors], block < rows)
                 return [self.reduction.accumulate(a, b) for a, b in zip(states, new, strict=True)], None
 
-            return lax.scan(add, before, blocks)[0], lax.ppermute(visitors, AXIS, to_previous)
+            return lax.scan(add, before, blocks)[0], lax.ppermute(visitors, replica_axis(), to_previous)
 
         few = [leaf[:count] for leaf in y]
         shapes = jax.eval_shape(self._states, x, few, blocks[0] < count)

@@ -14,7 +14,8 @@ from .._base.pytree import PyTree, exactly, first_change
 from .._call.parts import fill_up
 from .._reductions.collectives import all_gather
 from .._reductions.reduction import constant_unless
-from .._runtime.group import AXIS, current_group
+from .._runtime.axis import replica_axis
+from .._runtime.group import current_group
 from .skeletons import Leaves, Results, RowTree, Skeleton, row_tree, run_skeleton, without_state
 
 
@@ -101,7 +102,7 @@ def _scan(
 
     `first` is the result of the first row if a row's own value is left out; else None.
     """
-    rank = lax.axis_index(AXIS)
+    rank = lax.axis_index(replica_axis())
     count = jnp.asarray(np.array(lengths, np.int32))[rank]
     rows = [_reversed(value, count) if is_reversed else value for value in values]
     is_row = jnp.arange(rows[0].shape[0], dtype=jnp.int32) < count

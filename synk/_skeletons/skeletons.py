@@ -21,10 +21,11 @@ from .._call.execute import run
 from .._call.parts import spare_rows
 from .._data.dataset import Data, data_of_replicas, resident, source_of
 from .._reductions.collectives import all_gather
+from .._runtime.axis import replica_axis
 from .._runtime.dispatch import LOCK
 from .._runtime.engine import spmd
 from .._runtime.executable import Executable, ProgramSpec
-from .._runtime.group import AXIS, Group
+from .._runtime.group import Group
 from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
 from .._variables.collectives import rows_held
@@ -162,7 +163,7 @@ def _filled(values: Leaves, lengths: Sequence[tuple[int, ...]]) -> Leaves:
 
     Whatever lies there would otherwise reach the user's function, and its gradients.
     """
-    rank, leaves = lax.axis_index(AXIS), list(values)
+    rank, leaves = lax.axis_index(replica_axis()), list(values)
     uneven = {i: leaves[i] for i, counts in enumerate(lengths) if counts[-1] < counts[0]}
     # The first replica has rows.
     spares = spare_rows(uneven, rank == 0, may_lack=any(counts[-1] == 0 for counts in lengths))

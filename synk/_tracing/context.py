@@ -15,6 +15,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from .._base.errors import SynkError, public_api
 from .._base.jax_context import is_traced, trace_state
 from .._base.pytree import PyTree, check_key
+from .._runtime.axis import AXIS
 from .._runtime.dispatch import LOCK, retire_finished
 from .._runtime.group import current_group
 
@@ -33,6 +34,7 @@ class TraceContext:
       rows: the rows of the part, None if there are no rows.
       is_sliced: whether updates must say how slices combine.
       has_axis: whether the function may communicate over the axis of the replicas.
+      axis_name: what that axis is called.
       instead: what messages advise without that axis.
       block: the rows of a block, if the function runs on blocks. Then no answer may depend on the replica.
       rank: the rank of the replica, a traced int32.
@@ -52,6 +54,7 @@ class TraceContext:
     rows: int | None = None
     is_sliced: bool = False
     has_axis: bool = True
+    axis_name: str = AXIS
     instead: str = "Do it outside."
     block: int | None = None
     rank: Any = None

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._runtime.group import AXIS
+from .._runtime.axis import replica_axis
 
 # Primitives that call a function with their arguments as they are.
 _CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
@@ -37,7 +37,7 @@ def equations_inside(equation: Any) -> Iterator[Any]:
 
 def is_over_axis(equation: Any) -> bool:
     """Check whether an equation names the axis of the replicas."""
-    return AXIS in str(equation.params.get("axis_name", equation.params.get("axes", "")))
+    return replica_axis() in str(equation.params.get("axis_name", equation.params.get("axes", "")))
 
 
 def narrowest_float(all_equations: Iterable[Any]) -> np.dtype | None:

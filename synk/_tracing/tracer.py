@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.pytree import PyTree, as_keys
-from .._runtime.group import AXIS
+from .._runtime.axis import axis_named, replica_axis
 from .captured import split, without_places
 from .context import TraceContext, tracing
 from .equations import equations, flops, is_over_axis, merge_equal, narrowest_float
@@ -95,12 +95,17 @@ class TracedFunction:
 
 def trace(request: TraceRequest) -> TracedFunction:
     """Trace a function for one replica. Trace it again if it reads variables that it was not expected to read."""
+    with axis_named(request.sees.axis_name):
+        return _trace(request)
+
+
+def _trace(request: TraceRequest) -> TracedFunction:
     # Fields of TracedFunction, by the last trace.
     learned: dict[str, Any] = {}
     variables = tuple(dict.fromkeys(request.variables))
     flat_arguments, treedef = jax.tree.flatten(request.arguments)
     number = jax.ShapeDtypeStruct((), np.int32)
-    axes = [(AXIS, request.sees.size)] if request.sees.has_axis else None
+    axes = [(replica_axis(), request.sees.size)] if request.sees.has_axis else None
     while True:
         shapes = [shape for variable in variables for shape in request.sees.shapes_of(variable)]
         flat = functools.partial(_run_traced, request, learned, variables, treedef)

@@ -18,9 +18,10 @@ from .._data.transfer import gather_rows
 from .._reductions import reduction
 from .._reductions.collectives import all_gather as gather_arrays
 from .._reductions.reduction import ElementwiseOp
+from .._runtime.axis import replica_axis
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
-from .._runtime.group import AXIS, Group
+from .._runtime.group import Group
 from .._runtime.layout import Layout, constant, layouts, put
 from .._tracing.context import TraceContext, current_trace, eager
 from .shards import refuse_shards
@@ -470,7 +471,7 @@ def _reduce_body(op: str, is_for_first: bool) -> Body:
     def body(shares: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         # The rank of a function's context is not noted as used: what is combined does not depend on it.
         context = current_trace()
-        rank = lax.axis_index(AXIS) if context is None else context.rank
+        rank = lax.axis_index(replica_axis()) if context is None else context.rank
         weight = shares[rank]
         leaves = [reduction.OutputLeaf(reduction.REDUCTIONS[op], array.dtype) for array in arrays]
         states = reduction.prepare_part(arrays, leaves, weight, rank == 0)

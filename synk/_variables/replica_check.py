@@ -10,9 +10,9 @@ import numpy as np
 from jax import lax
 
 from .._base.errors import DivergedError, public_api
+from .._runtime.axis import replica_axis
 from .._runtime.engine import Body
 from .._runtime.executable import as_bits, run_collective, translate_peer_errors
-from .._runtime.group import AXIS
 from .._runtime.layout import Layout
 from .._tracing.context import eager
 from .collectives import variables_of
@@ -77,7 +77,7 @@ def _fingerprints(variables: tuple[tuple[int, Body, tuple[bool, ...] | None], ..
             pairs = zip(unpacked, is_cut or [False] * len(unpacked), strict=True)
             # Shards of two replicas are never alike.
             prints += [jnp.zeros(2, jnp.uint32) if is_shard else _fingerprint(leaf) for leaf, is_shard in pairs]
-        return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), AXIS)]
+        return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), replica_axis())]
 
     return body
 

@@ -14,7 +14,7 @@ from jax import lax
 from .._base.errors import checked_integer
 from .._base.pytree import PyTree
 from .._reductions.collectives import all_sum
-from .._runtime.group import AXIS
+from .._runtime.axis import replica_axis
 from .._variables.variable import Shared, shared
 
 # A column of length 1 of which less than this is left, in float32, is rounding.
@@ -75,7 +75,7 @@ class LowRankSum:
     def sum(self, parts: PyTree) -> PyTree:
         """Add up the replicas' parts of a gradient, inside `then`, and update both variables."""
         leaves, treedef = jax.tree.flatten(parts)
-        size, before = lax.psum(1, AXIS), self.feedback.value
+        size, before = lax.psum(1, replica_axis()), self.feedback.value
         pairs = zip(self.matrices.items(), before, strict=True)
         matrices = [leaves[i].reshape(matrix).astype(jnp.float32) + left / size for (i, matrix), left in pairs]
         whole = {i: leaf for i, leaf in enumerate(leaves) if i not in self.matrices}

@@ -17,7 +17,7 @@ from .._base.pytree import PyTree
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import accumulation_dtype
 from .._reductions.shard_ops import gather_shards, sum_to_shards, take_shards
-from .._runtime.group import AXIS
+from .._runtime.axis import replica_axis
 from .._tracing.context import current_trace
 from .._variables.variable import Shared, abstract_value, map_value
 from .elementwise import is_sharded, sharded_state
@@ -45,7 +45,7 @@ class ShardedOptimizer:
 
     def update(self, params: PyTree, grads: PyTree, loss: jax.Array, clip: float | None, unreduced: bool) -> PyTree:
         """Update this replica's shard of the state, inside `then`; return the new parameters."""
-        self._cut_state(lax.psum(1, AXIS))
+        self._cut_state(lax.psum(1, replica_axis()))
         context = current_trace()
         assert context is not None
         leaves, treedef = jax.tree.flatten(params)
@@ -95,5 +95,5 @@ def _with_axes(shard: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _as_shard(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
     """Undo `_with_axes`, and zero the numbers behind the whole's last one, whatever an optimizer makes of them."""
-    place = lax.axis_index(AXIS) * array.size + lax.iota(jnp.int32, array.size)
+    place = lax.axis_index(replica_axis()) * array.size + lax.iota(jnp.int32, array.size)
     return jnp.where(place < shape.size, array.reshape(-1), 0)
