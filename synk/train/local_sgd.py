@@ -213,7 +213,8 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
             )
         weight = jnp.asarray(weight, jnp.float32)
         before = params.value, opt_state.value, () if state is None else state.value
-        after = *model.apply_updates(params.value, opt_state.value, grads, value), new_state
+        new_params, new_opt_state, _ = model.apply_updates(params.value, opt_state.value, grads, value)
+        after = new_params, new_opt_state, new_state
         # A part of weight 0 changes nothing, whatever its loss is.
         after = jax.tree.map(lambda old, new: jnp.where(weight > 0, new, old), before, after)
         params.value, opt_state.value, new_state = after
@@ -271,6 +272,7 @@ def local_steps(
     aux: PyTree = None,
     clip: float | None = None,
     donate: bool = True,
+    axis_name: str = "replica",
     name: str | None = None,
 ) -> LocalSteps:
     """Make local steps: each replica trains its own copy on its own rows, and now and then all take the average.
@@ -281,7 +283,7 @@ def local_steps(
     it is the synchronous step, to rounding.
 
     Args:
-      loss, params, inputs, aux, donate, name: as for `synk.train.step`.
+      loss, params, inputs, aux, donate, axis_name, name: as for `synk.train.step`.
       optimizer: an optimizer of optax's; it sees each replica's own gradients.
       every: the number of steps between averages, >= 1; or a schedule: a function of the number of steps so far that
         returns the number of steps before the next average.
@@ -314,5 +316,6 @@ def local_steps(
     model = TrainingModel(
         "synk.train.local_steps", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name,
+        axis_name=axis_name,
     )  # fmt: skip
     return LocalSteps(model, every, optimizer_state, report)

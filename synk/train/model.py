@@ -67,6 +67,7 @@ class TrainingModel:
         clip: float | None,
         donate: bool,
         name: str | None,
+        axis_name: str,
         nan: Literal["raise"] | None = None,
         wire: str | PowerSGD | None = None,
         blocks: int | None = None,
@@ -88,7 +89,7 @@ class TrainingModel:
             option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
             raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
-        self.loss, self.donate, self.inputs = loss, donate, inputs
+        self.loss, self.donate, self.inputs, self.axis_name = loss, donate, inputs, axis_name
         self.nan: Literal["raise"] | None = nan
         narrow = None if isinstance(wire, PowerSGD) else check_wire(wire, call)
         self.options, self.blocks = ProgramOptions(narrow, compiler_options), blocks
@@ -142,8 +143,8 @@ class TrainingModel:
         ops = {**outputs, "aux": self.aux_ops}
         wire = None if narrow is None else {**dict.fromkeys(ops), "loss": (None, narrow)}
         made = function(
-            fn, self.inputs, ops, then=then, name=self.name, donate=self.donate, nan=self.nan, wire=wire,
-            blocks=self.blocks, compiler_options=compiler_options,
+            fn, self.inputs, ops, then=then, name=self.name, axis_name=self.axis_name, donate=self.donate, nan=self.nan,
+            wire=wire, blocks=self.blocks, compiler_options=compiler_options,
         )  # fmt: skip
         names = {
             "['loss'][0]": ("the loss", False),
@@ -205,19 +206,26 @@ class TrainingModel:
             )
         return values
 
-    def step(self, params: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array, unreduced: bool) -> PyTree:
-        """Take a step inside `then`, by a mean gradient or this replica's unreduced part; return the new parameters."""
+    def step(
+        self, params: Shared, opt_state: Shared, grads: PyTree, loss: jax.Array, unreduced: bool
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Take a step inside `then`, by a mean gradient or this replica's unreduced part.
+
+        Return the new parameters, the mean gradient and the updates; the latter two are None if they lie in shards.
+        """
         if self._low_rank is not None and unreduced:
             grads, unreduced = self._low_rank.sum(grads), False
-        if self._sharded is None:
-            new, opt_state.value = self.apply_updates(params.value, opt_state.value, grads, loss)
-        else:
-            new = self._sharded.update(params.value, grads, loss, self._clip, unreduced)
+        if self._sharded is not None:
+            params.value = new = self._sharded.update(params.value, grads, loss, self._clip, unreduced)
+            return new, None, None
+        new, opt_state.value, updates = self.apply_updates(params.value, opt_state.value, grads, loss)
         params.value = new
-        return new
+        return new, grads, updates
 
-    def apply_updates(self, params: PyTree, opt_state: PyTree, grads: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-        """Return parameters and optimizer state after a step."""
+    def apply_updates(
+        self, params: PyTree, opt_state: PyTree, grads: PyTree, loss: jax.Array
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Return parameters and optimizer state after a step, and the updates of the parameters."""
         if self._clip is not None:
             grads, _ = self._optax.clip_by_global_norm(self._clip).update(grads, self._optax.EmptyState())
         return self._update(grads, opt_state, params, loss)

@@ -11,8 +11,8 @@ from jax.tree_util import keystr
 
 from .._base.pytree import PyTree
 
-# A function from gradients, state, parameters and the loss to the new parameters and the new state.
-Update = Callable[[PyTree, PyTree, PyTree, Any], tuple[PyTree, PyTree]]
+# A function from gradients, state, parameters and the loss to the new parameters, the new state and the updates.
+Update = Callable[[PyTree, PyTree, PyTree, Any], tuple[PyTree, PyTree, PyTree]]
 
 # Messages of optax if an optimizer gets the gradient of the mean loss and asks for more.
 _ASKS_FOR_LOSS = r"missing .* keyword-only argument.*('grad'|'value_fn')|grad_fn must be provided"
@@ -24,7 +24,7 @@ def update_of(optax: Any, optimizer: Any) -> Update:
     parameters = inspect.signature(optimizer.update).parameters.values()
     takes_value = any(p.name == "value" or p.kind == p.VAR_KEYWORD for p in parameters)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree, PyTree]:
         extra = {"value": loss} if takes_value else {}
         try:
             updates, new = optimizer.update(grads, state, params, **extra)
@@ -41,7 +41,7 @@ def update_of(optax: Any, optimizer: Any) -> Update:
         # If trees differ, assigning the variable raises.
         if jax.tree.structure(new) == jax.tree.structure(state):
             jax.tree_util.tree_map_with_path(_check_dtype, state, new)
-        return optax.apply_updates(params, updates), new
+        return optax.apply_updates(params, updates), new, updates
 
     return update
 

@@ -50,8 +50,10 @@ class ShardedOptimizer:
         assert context is not None
         leaves, treedef = jax.tree.flatten(params)
         if unreduced:
-            # Without a barrier XLA makes one computation of a sum and its use, and all sums wait for each other.
-            grad_shards = lax.optimization_barrier(self._apply(jax.tree.leaves(grads), sum_to_shards, all_sum))
+            grad_shards = self._apply(jax.tree.leaves(grads), sum_to_shards, all_sum)
+            if lax.psum(1, replica_axis()) > 1:
+                # Without a barrier XLA makes one computation of a sum and its use, and all sums wait for each other.
+                grad_shards = lax.optimization_barrier(grad_shards)
         else:
             grad_shards = self._apply(jax.tree.leaves(grads), take_shards)
         grad_shards = [grad.astype(shape.dtype) for grad, shape in zip(grad_shards, self._shapes, strict=True)]
@@ -61,7 +63,7 @@ class ShardedOptimizer:
             for shards in (grad_shards, self._apply(leaves, take_shards))
         ]
         state = self._map_state(_with_axes, context.read(self.state))
-        new, state = self._update(own_grads, state, own_params, loss)
+        new, state, _ = self._update(own_grads, state, own_params, loss)
         context.write(self.state, self._map_state(_as_shard, state), None)
         cut_shapes = [*filter(is_sharded, self._shapes)]
         return treedef.unflatten(self._apply(jax.tree.leaves(new), partial(gather_shards, shapes=cut_shapes)))

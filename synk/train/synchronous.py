@@ -269,6 +269,8 @@ def step(
     shard_optimizer: bool = False,
     blocks: int | None = None,
     ema: float | None = None,
+    log: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
+    axis_name: str = "replica",
     compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Step:
@@ -277,7 +279,8 @@ def step(
     It is the serial step for any rows, replicas and slices, unless the loss computes something *across* rows, as
     BatchNorm does: its statistics are then those of each part, and running averages are combined weighted by rows. If
     all parts have as many rows, `flax.linen.BatchNorm(axis_name="replica")`, or `jax.lax.pmean(x, "replica")` in the
-    loss, computes statistics of the whole batch, and the step is serial again. Other numbers of rows then raise.
+    loss, computes statistics of the whole batch, and the step is serial again. Other numbers of rows then raise. The
+    axis has another name if `axis_name` says so.
 
     Args:
       loss: `loss(params, *rows)` returns the mean loss of its rows (per replica): a scalar, or
@@ -307,6 +310,10 @@ def step(
         have the same bits for any replicas and slices. Not with a `state` that holds PRNG keys.
       ema: the decay of an exponential moving average of the parameters, e.g. 0.999: after each step `step.ema` becomes
         ema * step.ema + (1 - ema) * params. It begins as the parameters.
+      log: a function `log(grads, updates, params)` of the mean gradient before clipping, the optimizer's updates and
+        the new parameters, for what is to be logged, such as their norms. It runs on every replica after each update.
+        A step returns its tree last. Not with `shard_optimizer`.
+      axis_name: as for `synk.function`.
       compiler_options: as for `synk.function`; `Step.tune` finds some that help.
       name: what messages call the step; by default the loss's name.
 
@@ -330,8 +337,14 @@ def step(
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name, nan=nan, wire=wire,
-        blocks=blocks, shard_optimizer=shard_optimizer, compiler_options=compiler_options,
+        blocks=blocks, shard_optimizer=shard_optimizer, compiler_options=compiler_options, axis_name=axis_name,
     )  # fmt: skip
+    if log is not None and not callable(log):
+        raise TypeError(f"synk.train.step: log is {shown(log)}; give a function of gradients, updates and parameters.")
+    if log is not None and shard_optimizer:
+        raise ValueError(
+            "synk.train.step: log sees whole gradients and updates, which no replica has with shard_optimizer=True."
+        )
 
     # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
     held, opt_state, running, average, decay = model.params, model.opt_state, model.state, None, 0.0
@@ -354,7 +367,7 @@ def step(
 
     def then(unreduced: bool, combined: dict[str, Any]) -> PyTree:
         value, grads = combined["loss"]
-        new = model.step(held, opt_state, grads, value, unreduced)
+        new, grads, updates = model.step(held, opt_state, grads, value, unreduced)
         if running is not None:
             new_state, counted = combined["state"], combined["counted"]
             if not isinstance(counted, tuple):
@@ -362,7 +375,8 @@ def step(
             running.value = new_state
         if average is not None:
             average.value = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, average.value, new)
-        return (value, combined["aux"]) if model.has_aux else value
+        results = [value, *[combined["aux"]] * model.has_aux, *([] if log is None else [log(grads, updates, new)])]
+        return tuple(results) if len(results) > 1 else value
 
     state_ops = () if running is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(running))
     ops = {"loss": "mean", "state": state_ops, "counted": "any"}
