@@ -50,6 +50,7 @@ class ProgramBuilder:
             self.traced[size] = traces.of_rows(size)
             self._check_like_first(self.traced[size])
         self.outputs: OutputSpec = self.first.outputs
+        self._check_present()
         # The value of "first" lies on the first replica's device alone, unless something that runs on all follows.
         has_devices = not (self.group._is_multi_process or self.group.is_simulated or self.call.is_composed)
         is_on_one = has_devices and self.function.then is None
@@ -115,6 +116,16 @@ class ProgramBuilder:
                 f"{name}: what it returns or which shared variables it assigns depends on its number of rows, "
                 f"which differs between parts. Make it the same for all."
             )
+
+    def _check_present(self) -> None:
+        """Check that every replica has rows, if an output is to be the same on all of them."""
+        if any(0 in sizes for sizes in self.call.part_sizes):
+            for leaf in self.outputs.leaves:
+                if leaf.reduction == REDUCTIONS["same"]:
+                    raise ValueError(
+                        f'{self.function.name}: output{leaf.path} is "same" on all replicas, but a replica without '
+                        f"rows does not make it. Give at least {self.group.size} rows."
+                    )
 
     # The states of parts.
 

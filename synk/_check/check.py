@@ -38,6 +38,7 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
         mapping = replace(runner.function, then=None)
         runner = replace(runner, function=runner.function.exact())
         one, many = runner.run_both(mapping.exact())
+        _check_same(runner, mapping, many)
         # If an output differs, what follows from it differs as well, and needs no line.
         lines = list(_unequal_outputs(runner, one, many, tolerance)) or _unequal_after(runner, one, many, tolerance)
         if lines:
@@ -50,6 +51,19 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
             _check_blocks(runner, mapping)
         if mapping.wires is not None:
             check_wires(runner, mapping, tolerance)
+
+
+def _check_same(runner: Runner, mapping: FunctionSpec, many: Outcome) -> None:
+    """Raise LawError unless outputs of the op "same" agree on all replicas bit for bit."""
+    leaves = many.plan.outputs.results
+    same = [i for i, leaf in enumerate(leaves) if leaf.reduction == REDUCTIONS["same"]]
+    parts = _parts(runner, replace(mapping, per_part="all")) if same else None
+    for i in same:
+        if parts is not None and len({part.tobytes() for part in parts[0][i]}) > 1:
+            raise LawError(
+                f'{mapping.name}: {mapping.name_of_output(leaves[i].path)[0]} combined by "same" differs between '
+                f'replicas. Combine it by "mean", "sum" or another op, or communicate before {mapping.name} returns.'
+            )
 
 
 def _unequal_outputs(runner: Runner, one: Outcome, many: Outcome, tolerance: Tolerance) -> Iterator[str]:

@@ -71,7 +71,8 @@ def function(
         names, all others being broadcast.
       outputs: how outputs combine: a pytree prefix of what `fn` returns with an op at each leaf: "sum", "mean"
         (weighted by rows), "max", "min", "prod", "any", "all", "concat", "scatter" (as "concat", but rows stay where
-        they were made), "merge" (of a `synk.Monoid`), "stack", "first" or None, or a callable. A list of them
+        they were made), "merge" (of a `synk.Monoid`), "stack", "same" (equal on all replicas already: nothing is
+        sent), "first" or None, or a callable. A list of them
         goes with a tuple too. Left out, or None: `reduce` for all.
       reduce: the op for all outputs.
       then: runs on every replica on the combined outputs; see `Function.then`.

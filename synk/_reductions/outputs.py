@@ -273,15 +273,20 @@ def _check_leaf(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_mo
     where, op = f"{rules.name}: output{leaf.path}", leaf.reduction.name
     # `f.over` takes no function that has a `then`.
     by_name = "" if rules.is_over else " A broadcast argument reaches then by its name: then=lambda total, key: ..."
-    if leaf.key is not None and op not in ("concat", "scatter", "stack", "first", "first part"):
+    if leaf.key is not None and op not in ("concat", "scatter", "stack", "same", "first", "first part"):
         raise TypeError(
-            f'{where} holds PRNG keys, which do not combine by {op!r}; use "concat", "stack" or None.{by_name}'
+            f'{where} holds PRNG keys, which do not combine by {op!r}; use "concat", "stack", "same" or None.{by_name}'
         )
-    option, refused = "num_slices > 1", ("stack", "first") if rules.is_sliced else ()
+    option, refused = "num_slices > 1", ("stack", "first", "same") if rules.is_sliced else ()
     if rules.is_over:
-        option, refused = "over", ("stack", "first", "scatter")
+        option, refused = "over", ("stack", "first", "same", "scatter")
     if rules.block is not None:
-        option, refused = f"blocks={rules.block}", ("stack", "first", "scatter", "callable")
+        option, refused = f"blocks={rules.block}", ("stack", "first", "same", "scatter", "callable")
+    if op == "same" and op in refused:
+        raise ValueError(
+            f'{where}: "same" is for a value that all replicas have made from all rows, so it does not go with '
+            f"{option}, where a part has some of them. Use an op that combines."
+        )
     if op in refused:
         raise ValueError(
             f"{where}: {op!r} shows which replica has made what, so it does not go with {option}. Use an op that "

@@ -22,7 +22,7 @@ from . import collectives, wire
 
 ElementwiseOp: TypeAlias = Literal["sum", "mean", "avg", "max", "min", "prod", "any", "all"]
 RowsOp: TypeAlias = Literal["concat", "gather", "scatter", "stack", "first", "merge"]
-Op: TypeAlias = ElementwiseOp | RowsOp | Callable[[jax.Array], Any] | None
+Op: TypeAlias = ElementwiseOp | RowsOp | Literal["same"] | Callable[[jax.Array], Any] | None
 
 
 @jax.tree_util.register_dataclass
@@ -140,6 +140,7 @@ REDUCTIONS = {
         Reduction("stack", "gather", _as_entry, is_lawful=False),
         Reduction("first", "first", _as_it_is, is_lawful=False),
         Reduction("merge", "merge", _as_it_is),
+        Reduction("same", "unreduced", _as_it_is),
     )
 }
 ELEMENTWISE = tuple(name for name, op in REDUCTIONS.items() if op.collective in ("sum", "max", "min", "prod"))
@@ -255,7 +256,7 @@ def combine_replicas(
     for leaf, state in zip(leaves, combined, strict=True):
         reduction = leaf.reduction
         whole = reduction.finalize(state, rows if leaf.weight is None else combined[leaf.weight])
-        # A callable may return another dtype. An unreduced sum keeps its accumulation dtype.
+        # A callable may return another dtype. An unreduced sum keeps its accumulation dtype, "same" its own.
         is_final = reduction.collective == "unreduced" or (reduction.collective == "gather" and reduction.fold is None)
         if reduction.collective == "first" and not has_gradients:
             whole = from_bits(whole, leaf.dtype)
