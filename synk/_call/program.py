@@ -118,14 +118,14 @@ class ProgramBuilder:
             )
 
     def _check_present(self) -> None:
-        """Check that every replica has rows, if an output is to be the same on all of them."""
+        """Check that every replica has rows, if an output or an update is to be the same on all of them."""
         if any(0 in sizes for sizes in self.call.part_sizes):
-            for leaf in self.outputs.leaves:
-                if leaf.reduction == REDUCTIONS["same"]:
-                    raise ValueError(
-                        f'{self.function.name}: output{leaf.path} is "same" on all replicas, but a replica without '
-                        f"rows does not make it. Give at least {self.group.size} rows."
-                    )
+            same = [f"output{leaf.path}" for leaf in self.outputs.leaves if leaf.reduction == REDUCTIONS["same"]]
+            for what in (*same, *(f"the new value of {variable.name}" for variable in self.first.trusted)):
+                raise ValueError(
+                    f"{self.function.name}: {what} is to be equal on all replicas, but a replica without rows does not "
+                    f"make it. Give at least {self.group.size} rows."
+                )
 
     # The states of parts.
 

@@ -139,7 +139,8 @@ class CallTraces:
         # Two traces may have the same equations and return different trees, or Monoids with other functions.
         outputs = traced.outputs
         returned = outputs.record(fingerprint) if isinstance(outputs, OutputSpec) else outputs
-        self.record += (*reads, *writes, traced.fingerprint, returned)
+        trusted = tuple([variable._number for variable in traced.trusted])
+        self.record += (*reads, *writes, trusted, traced.fingerprint, returned)
         return traced
 
     def _check_updates(self, traced: TracedFunction) -> None:

@@ -16,6 +16,7 @@ from .._runtime.executable import as_bits, run_collective, translate_peer_errors
 from .._runtime.layout import Layout
 from .._tracing.context import eager
 from .collectives import variables_of
+from .state import VariableState
 from .variable import Shared, bind, divergence, group_of
 
 # How many numbers are mixed at a time: it takes twice their memory where XLA does not fuse it.
@@ -25,6 +26,8 @@ AT_A_TIME = 1 << 20
 @public_api
 def check_replicas(*variables: Shared) -> None:
     """Check that all replicas hold the same bits, by one small collective over fingerprints.
+
+    If they do, the value of a variable that functions updated on each replica can be read again.
 
     Args:
       *variables: shared variables. Those that differ by design (`synk.train.PowerSGD`'s) are not compared.
@@ -60,6 +63,10 @@ def check_replicas(*variables: Shared) -> None:
                 f"{name}: on {ranks} it differs from rank 0 in some bit. Make them equal with synk.broadcast or "
                 f"synk.all_reduce; update shared variables in then, so that they stay so."
             )
+    with eager():
+        for variable, state in zip(checked, states, strict=True):
+            if variable._state is state and not state.is_equal:
+                variable._state = VariableState(state.leaves, state.abstract)
 
 
 @lru_cache(maxsize=256)

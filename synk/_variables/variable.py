@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 from weakref import ref
 
 import jax
@@ -132,16 +132,18 @@ class Shared:
             commit_all([(self, state_of_value(self, new, f"{self.name}.value", any_rows=any_rows))])
 
     @public_api
-    def update(self, new: PyTree, slices: str | None = None) -> None:
-        """Assign inside a function, naming how the slices of one call combine.
+    def update(self, new: PyTree, slices: str | None = None, *, replicas: Literal["equal"] | None = None) -> None:
+        """Assign inside a function, naming how the slices of one call combine, or that replicas agree.
 
         Args:
           new: the new value (per replica), of the same tree, shapes and dtypes.
           slices: "mean" (by rows; floats), "max", "min", "last" (the last slice's) or "add" (the old value plus the
             sum of each slice's change).
+          replicas: "equal" if all replicas compute the same, as after `jax.lax.pmean` in a loop; then `value` can be
+            read outside. `f.check` and `synk.check_replicas` tell whether it is so.
 
         Raises:
-          ValueError: `slices` is none of these.
+          ValueError: `slices` or `replicas` is none of these, or a replica without rows cannot compute the same.
           SynkError: called outside a function, or inside a transformation within one.
 
         Example:
@@ -160,8 +162,10 @@ class Shared:
             raise SynkError(f"{self.name}.update: it is for use inside a function; outside, assign {self.name}.value.")
         if slices is not None and slices not in UPDATES:
             raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(UPDATES)}.")
+        if replicas not in (None, "equal"):
+            raise ValueError(f'{self.name}.update: replicas={replicas!r}; give "equal", or leave it out.')
         refuse_shards(self, context.name)
-        context.write(self, new, slices)
+        context.write(self, new, slices, replicas == "equal")
 
     @public_api
     def get_value(self, rank: int = 0, borrow: bool = False) -> PyTree:
@@ -505,8 +509,9 @@ def divergence(variable: Shared) -> str:
     cure = f"Update it in then, from combined outputs; or combine it with synk.all_reduce({name})"
     cure = variable._cures.get(state.diverged_by, cure)
     return (
-        f"{name}: its replicas hold different values, since {state.diverged_by} updated it on each from its own rows. "
-        f"{cure}; {name}.get_value(rank) reads one replica's."
+        f"{name}: its replicas may hold different values, since {state.diverged_by} updated it on each from its own "
+        f"rows. {cure}; {name}.get_value(rank) reads one replica's. If they are equal after all, "
+        f"synk.check_replicas({name}) notes it."
     )
 
 
