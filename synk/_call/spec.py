@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -65,6 +65,8 @@ class FunctionSpec:
       donate: whether old values of updated variables may be overwritten.
       stats: counters of the calls.
       axis_name: what the axis of the replicas is called in `fn` and `then`.
+      of_one_row: whether `fn` takes one row, and is mapped over those of a part; "axis" if rows communicate, so that
+        there is one on each replica.
       refuses_nan: whether a call whose numbers are not finite raises and commits nothing.
       compiler_options: options of XLA, beside those that synk sets.
       has_barrier: whether a barrier may stand between combining and `then`.
@@ -90,6 +92,7 @@ class FunctionSpec:
     donate: bool
     stats: Stats
     axis_name: str = AXIS
+    of_one_row: Literal["", "alone", "axis"] = ""
     refuses_nan: bool = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
     has_barrier: bool = True

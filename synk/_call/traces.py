@@ -21,6 +21,7 @@ from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.state import AbstractState, VariableState, refuse_narrow
 from .._variables.variable import Shared, state_in
 from .binding import constant_of
+from .row_map import map_rows
 from .spec import CallSpec, FunctionSpec
 
 # Returns the state of a variable as another group sees it.
@@ -90,9 +91,18 @@ class CallTraces:
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
         for leaf, argument in zip(leaves, call.arguments.names, strict=True):
             refuse_two_bits(leaf, f"{function.name}: argument {argument}")
+        if function.of_one_row == "axis" and self.group.size > 1 and not (call.is_even and rows == 1):
+            raise ValueError(
+                f'{function.name}: its rows communicate over "{function.axis_name}", which takes one row on each '
+                f"replica; there are {self.group.size} replicas. Give as many rows, or leave out axis_name."
+            )
+
+        def call_once(*args: Any, **kwargs: Any) -> Any:
+            return call.arguments.call(function.fn, args, kwargs)
+
         request = TraceRequest(
             fn=function.fn,
-            call=lambda *args, **kwargs: call.arguments.call(function.fn, args, kwargs),
+            call=partial(map_rows, function, call.arguments, rows) if function.of_one_row else call_once,
             arguments=call.arguments.treedef.unflatten(leaves),
             keys=call.keys,
             pack=partial(pack_outputs, self._output_rules(rows)),
