@@ -50,7 +50,7 @@ __all__ = [
     "broadcast", "build_inputs", "check_replicas", "close", "data", "each", "fork", "function", "gather", "get_lengths",
     "get_shapes", "get_value", "group", "init", "load", "local", "map", "minibatches", "pairs", "part_key", "preempted",
     "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value", "shared",
-    "simulate", "size", "target",
+    "simulate", "size", "target", "unstack",
 ]  # fmt: skip
 
 # Modules that most programs never use are loaded at first use, so that `import synk` is quick: public ones, and those
@@ -65,12 +65,14 @@ _AT_FIRST_USE = {
     "save": "_variables.checkpoint",
     "scan": "_skeletons.scan",
     "target": "_runtime.target",
+    "unstack": "_base.unstack",
 }
 if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `__getattr__`
     from . import orbax as orbax
     from . import stats as stats
     from . import train as train
     from . import typing as typing
+    from ._base.unstack import unstack
     from ._distributed.preemption import preempted
     from ._function.row_map import map
     from ._runtime.target import target

@@ -6,13 +6,16 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import SynkError, checked_integer, public_api
-from .._base.pytree import key_of, narrow
+from .._base.pytree import as_keys, key_of, narrow
 from .._base.refusals import refuse_use
 from .._runtime.dispatch import LOCK, uninterrupted
-from .._runtime.group import Group
+from .._runtime.executable import run_collective
+from .._runtime.group import Group, current_group
+from .._runtime.layout import Layout
 from .first_rows import index_within, read_within, touched_rows
 from .places import PLACES, Place, PlaceName, ReplicaRows
 from .sources import Reader, Source, as_number_dtype, as_rows
@@ -99,6 +102,40 @@ class Data:
 
     def __len__(self) -> int:
         return self._length
+
+    @property
+    @public_api
+    def array(self) -> jax.Array:
+        """Return the rows on the devices as one array of JAX, without communication; a copy, which may be donated.
+
+        Rows of "scatter" are cut over the replicas on axis 0, as a result of the op "scatter" lies there already; those
+        of "broadcast" lie on each of them. Rows that are not there yet are sent first.
+
+        Raises:
+          ValueError: the rows do not divide over the replicas, or they live on the host. `np.asarray(x)` reads any.
+
+        Example:
+          >>> import numpy as np, synk
+          >>> with synk.simulate(2):
+          ...     doubled = synk.function(lambda x: 2 * x, reduce="scatter")(np.arange(4.0))
+          ...     print(doubled.array, doubled.array.shape)
+          [0. 2. 4. 6.] (4,)
+        """
+        group, rows = current_group(), len(self)
+        if self._home.layout is None:
+            raise ValueError(
+                f'{self.name}.array: its rows live on the host. Use np.asarray({self.name}), or to("scatter").'
+            )
+        if self._home.layout == "stacked" and (rows == 0 or rows % group.size):
+            raise ValueError(
+                f"{self.name}.array: its {rows} rows do not divide over {group.size} replicas, as those of one array "
+                f"of JAX must. Use np.asarray({self.name})."
+            )
+        with LOCK:
+            layout: Layout = "rows" if self._home.layout == "stacked" else "replicated"
+            there = resident(self, group)
+            array = run_collective(group, _copied, [self._home.layout], [layout], [there], is_local=True)[0]
+        return array if self._key is None else as_keys(array, self._key)
 
     @public_api
     def __getitem__(self, index: Any) -> Any:
@@ -222,11 +259,16 @@ class Data:
                 setattr(self, name, value)
 
 
+def _copied(array: jax.Array) -> list[jax.Array]:
+    # Without jnp.copy, jit returns the argument's own buffer.
+    return [jnp.copy(array)]
+
+
 refuse_use(
     Data,
     lambda self, how: (
         f"{self.name} is a synk.Data, {how}: its rows lie on the {'host' if self.place == 'host' else 'replicas'}. "
-        f"Pass it to a synk function, or use np.asarray(...)."
+        f"Pass it to a synk function, or use {self.name}.array or np.asarray({self.name})."
     ),
 )
 

@@ -557,7 +557,43 @@ X8 = numbers(8)
 def test_members_of_data(group, place):
     """Before and after a call."""
     given, f = synk.data(X8, place=place), synk.function(lambda x: x.sum())
-    wanted = "name is_minibatch place shape dtype ndim size set_value set_length to free"
+    wanted = "name is_minibatch place shape dtype ndim size array set_value set_length to free"
     for _ in range(2):
         assert members(given) == set(wanted.split())
         f(given)
+
+
+class TestArray:
+    """Data.array: rows on the devices as one array of JAX."""
+
+    @pytest.mark.parametrize("kind", [("devices", 1), ("devices", 4), ("simulated", 3)], ids=str)
+    def test_results_of_scatter(self, kind):
+        """They are there already, cut over the replicas; a copy, which may go."""
+        with group_of(*kind) as group:
+            x = numbers(2 * group.size, 3)
+            made = synk.function(lambda x: x + 1, reduce="scatter")(x)
+            array = made.array
+            assert_same(array, x + 1)
+            assert array.sharding.is_equivalent_to(group.stacked, 2)
+            array.delete()
+            assert_same(made.array, np.asarray(made))
+            assert float(jnp.mean(made.array)) == pytest.approx(float((x + 1).mean()))
+            keys = synk.function(lambda x: jax.random.split(jax.random.key(0), len(x)), reduce="scatter")(x)
+            assert keys.array.shape == (2 * group.size,) and jnp.issubdtype(keys.array.dtype, jax.dtypes.prng_key)
+            if group.size > 1:
+                odd = synk.function(lambda x: x + 1, reduce="scatter")(numbers(group.size + 1, 3))
+                with pytest.raises(ValueError, match=r"rows do not divide over \d replicas"):
+                    odd.array
+
+    def test_other_places(self):
+        """Rows are sent if they are not there yet; those on the host have no such array."""
+        with group_of("devices", 2):
+            x = synk.data(numbers(4, 3), place="scatter", name="x")
+            assert_same(x.array, numbers(4, 3))
+            x[1] = 7
+            assert float(x.array[1, 0]) == 7
+            assert_same(x.to("broadcast").array, np.asarray(x))
+            with pytest.raises(ValueError, match=r'x\.array: its rows live on the host.*to\("scatter"\)'):
+                x.to("host").array
+            with pytest.raises(synk.SynkError, match=r"x is a synk\.Data, used as an array of JAX's.*x\.array"):
+                jnp.mean(x)
