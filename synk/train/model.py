@@ -73,6 +73,7 @@ class TrainingModel:
         blocks: int | None = None,
         shard_optimizer: bool = False,
         compiler_options: Mapping[str, Any] | None = None,
+        log: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
     ) -> None:
         try:
             import optax  # type: ignore[import-untyped]  # it has no stubs
@@ -88,6 +89,7 @@ class TrainingModel:
         if blocks is not None and (shard_optimizer or wire is not None):
             option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
             raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
+        _check_log(log, shard_optimizer, call)
         self.name = name or getattr(loss, "__name__", type(loss).__name__)
         self.loss, self.donate, self.inputs, self.axis_name = loss, donate, inputs, axis_name
         self.nan: Literal["raise"] | None = nan
@@ -229,6 +231,15 @@ class TrainingModel:
         if self._clip is not None:
             grads, _ = self._optax.clip_by_global_norm(self._clip).update(grads, self._optax.EmptyState())
         return self._update(grads, opt_state, params, loss)
+
+
+def _check_log(log: Any, shard_optimizer: bool, call: str) -> None:
+    if log is not None and not callable(log):
+        raise TypeError(f"{call}: log is {shown(log)}; give a function of gradients, updates and parameters.")
+    if log is not None and shard_optimizer:
+        raise ValueError(
+            f"{call}: log sees whole gradients and updates, which no replica has with shard_optimizer=True."
+        )
 
 
 def checked_number(value: Any, what: str, wanted: str, is_valid: Callable[[float], bool]) -> float:

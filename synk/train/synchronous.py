@@ -338,13 +338,8 @@ def step(
         "synk.train.step", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name, nan=nan, wire=wire,
         blocks=blocks, shard_optimizer=shard_optimizer, compiler_options=compiler_options, axis_name=axis_name,
+        log=log,
     )  # fmt: skip
-    if log is not None and not callable(log):
-        raise TypeError(f"synk.train.step: log is {shown(log)}; give a function of gradients, updates and parameters.")
-    if log is not None and shard_optimizer:
-        raise ValueError(
-            "synk.train.step: log sees whole gradients and updates, which no replica has with shard_optimizer=True."
-        )
 
     # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
     held, opt_state, running, average, decay = model.params, model.opt_state, model.state, None, 0.0
