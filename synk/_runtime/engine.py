@@ -92,8 +92,9 @@ def _by_pmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
 
 
 def _by_vmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
-    axes = {"axis_name": replica_axis(), "axis_size": group.size}
-    mapped = jax.vmap(lambda *args: tuple(body(*args)), in_axes=_axes(ins), **axes)
+    mapped = jax.vmap(
+        lambda *args: tuple(body(*args)), in_axes=_axes(ins), axis_name=replica_axis(), axis_size=group.size
+    )
 
     def call(*args: jax.Array) -> tuple[jax.Array, ...]:
         results = mapped(*_per_replica(group, args, ins))

@@ -1,6 +1,7 @@
 """The name of the replicas' axis: functions that were written for pmap run as they are, in each kind of call."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def centred(x):
     return x - lax.pmean(x.mean(0, keepdims=True), "batch")
 
 
-def made(fn, *args, **options):
+def made(fn, *args, **options) -> Any:
     """The same function over an axis of another name, and over the usual one."""
     return synk.function(fn("batch"), *args, axis_name="batch", **options), synk.function(
         fn("replica"), *args, **options
