@@ -44,8 +44,8 @@ def map_rows(function: FunctionSpec, spec: ArgumentSpec, rows: int | None, *args
         alone = [leaf if axis is None else leaf[0] for leaf, axis in zip(leaves, axes, strict=True)]
         mapped = jax.tree.map(lambda output: output[None], run(*alone))
     else:
-        name = {"axis_name": function.axis_name} if function.of_one_row == "axis" else {}
-        mapped = jax.vmap(run, tuple(axes), axis_size=rows, **name)(*leaves)
+        name = function.axis_name if function.of_one_row == "axis" else None
+        mapped = jax.vmap(run, tuple(axes), axis_name=name, axis_size=rows)(*leaves)
     # Ops are a prefix of the outputs.
     return jax.tree.map(
         lambda op, outputs: jax.tree.map(lambda leaf: _combined(op, leaf), outputs), function.ops, mapped

@@ -46,7 +46,7 @@ class StagingBuffer:
         address.owner = self._array
         self.memory = np.ndarray(shape, dtype, address)
         # The array on the device that the last transfer makes. Until it is ready, the transfer may read the memory.
-        self._sent: jax.Array | None = None
+        self._sent: Any = None
 
     def send(self) -> jax.Array:
         """Start the transfer of the memory to the device."""
