@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -115,7 +116,8 @@ class CallTraces:
                 is_sliced=call.is_sliced and not call.is_over,
                 has_axis=has_axis,
                 axis_name=function.axis_name,
-                instead=_instead_of_communicating(call),
+                instead=_instead_of_communicating(call, self.group.size),
+                or_in_then=not call.is_over,
                 block=call.block,
             ),
             variables=[*self._expected(function.fn), *self.touched],
@@ -140,7 +142,7 @@ class CallTraces:
         try:
             traced = trace(request)
         except NameError as error:
-            refused = _refused_axis(request.sees, str(error))
+            refused = _refused_axis(request, str(error))
             if refused is None:
                 raise
             raise ValueError(refused) from error
@@ -228,9 +230,9 @@ class CallTraces:
         return state.shapes
 
 
-def _refused_axis(sees: TraceContext, error: str) -> str | None:
+def _refused_axis(request: TraceRequest, error: str) -> str | None:
     """Say why a function may not communicate over the axis that JAX's error names; None for another error."""
-    match = re.search(r"unbound axis name: (\w+)", error)
+    sees, match = request.sees, re.search(r"unbound axis name: (\w+)", error)
     if match is None:
         return None
     if match[1] != sees.axis_name:
@@ -238,7 +240,12 @@ def _refused_axis(sees: TraceContext, error: str) -> str | None:
             f'{sees.name}: it communicates over the axis "{match[1]}", but its replicas\' axis is "{sees.axis_name}": '
             f'synk.function(..., axis_name="{match[1]}").'
         )
-    return sees.without_axis(f"it communicates inside (over the axis {match[1]!r})")
+    try:
+        # With the axis JAX traces all of it, and shows where it communicates.
+        can_move = trace(replace(request, sees=replace(sees, has_axis=True))).communicates_at_top
+    except Exception:
+        can_move = True
+    return sees.without_axis(f"it communicates inside (over the axis {match[1]!r})", can_move)
 
 
 def shared_in(fn: Any) -> list[Shared]:
@@ -254,13 +261,16 @@ def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueErro
     )
 
 
-def _instead_of_communicating(call: CallSpec) -> str:
-    """Say what to do instead of communicating inside a function in such a call."""
+def _instead_of_communicating(call: CallSpec, replicas: int) -> str:
+    """Say what to do instead of communicating inside a function in such a call, beside communicating in `then`."""
     if call.is_over:
-        return "Call it on all rows at once, without over."
+        return "call it on all rows at once, without over."
     if call.is_sliced or call.block is not None:
-        return f"Communicate in then, or leave out {'num_slices' if call.is_sliced else 'blocks'}."
-    return "Communicate in then, or give a number of rows that divides."
+        return f"leave out {'num_slices' if call.is_sliced else 'blocks'}."
+    sizes = sorted({rows or 0 for part_sizes in call.part_sizes for rows in part_sizes})
+    if sizes[-1] - sizes[0] > 1:  # rows that lie on the replicas already
+        return "give a number of rows that divides."
+    return f"give {' or '.join(str(replicas * rows) for rows in sizes if rows)} rows, which divide."
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:

@@ -36,6 +36,7 @@ class TraceContext:
       has_axis: whether the function may communicate over the axis of the replicas.
       axis_name: what that axis is called.
       instead: what messages advise without that axis.
+      or_in_then: whether communicating in `then` would do too.
       block: the rows of a block, if the function runs on blocks. Then no answer may depend on the replica.
       rank: the rank of the replica, a traced int32.
       first_row: the number of the part's first row among all rows of the call, a traced int32.
@@ -57,6 +58,7 @@ class TraceContext:
     has_axis: bool = True
     axis_name: str = AXIS
     instead: str = "Do it outside."
+    or_in_then: bool = False
     block: int | None = None
     rank: Any = None
     first_row: Any = None
@@ -118,11 +120,17 @@ class TraceContext:
         if is_trusted:
             self.trusted[variable] = None
 
-    def without_axis(self, what: str) -> str:
-        """Return the message for communication where the axis of the replicas is missing."""
+    def without_axis(self, what: str, can_move: bool) -> str:
+        """Return the message for communication where the axis of the replicas is missing.
+
+        Args:
+          what: what communicates.
+          can_move: whether it could be done in `then`, as it could not in a loop.
+        """
+        instead = f"Communicate in then, or {self.instead}" if self.or_in_then and can_move else self.instead
         return (
             f"{self.name}: {what}, which takes all rows in one call without slices, as many on every replica. "
-            f"{self.instead}"
+            f"{instead[0].upper()}{instead[1:]}"
         )
 
     def check_values_unchanged(self) -> None:

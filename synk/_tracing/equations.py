@@ -29,6 +29,15 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield from equations_inside(equation)
 
 
+def equations_at_top(jaxpr: Any) -> Iterator[Any]:
+    """Yield the equations that run once: not those in loops and branches."""
+    for equation in jaxpr.eqns:
+        yield equation
+        inner = called_by(equation)
+        if inner is not None:
+            yield from equations_at_top(getattr(inner, "jaxpr", inner))
+
+
 def equations_inside(equation: Any) -> Iterator[Any]:
     """Yield the equations of the functions inside one equation."""
     for inner in _inner(equation):
@@ -37,7 +46,8 @@ def equations_inside(equation: Any) -> Iterator[Any]:
 
 def is_over_axis(equation: Any) -> bool:
     """Check whether an equation names the axis of the replicas."""
-    return replica_axis() in str(equation.params.get("axis_name", equation.params.get("axes", "")))
+    names = equation.params.get("axis_name", equation.params.get("axes", ()))
+    return replica_axis() in (names if isinstance(names, tuple) else (names,))
 
 
 def narrowest_float(all_equations: Iterable[Any]) -> np.dtype | None:

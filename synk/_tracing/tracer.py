@@ -15,7 +15,7 @@ from .._base.pytree import PyTree, as_keys
 from .._runtime.axis import axis_named, replica_axis
 from .captured import split, without_places
 from .context import TraceContext, tracing
-from .equations import equations, flops, is_over_axis, merge_equal, narrowest_float
+from .equations import equations, equations_at_top, flops, is_over_axis, merge_equal, narrowest_float
 from .fingerprint import fingerprint
 from .nan_origin import first_bad_line
 
@@ -69,6 +69,7 @@ class TracedFunction:
       has_effects: whether it prints or the like, so that a part must run once.
       has_callbacks: whether it has effects or calls the host, so that it must not run on rows that do not exist.
       communicates: whether it names the axis of the replicas.
+      communicates_at_top: whether it does so outside loops and branches too.
       has_convolution: whether XLA's CPU compiler should find it outside branches and loops.
       narrowest: the narrowest dtype of the floats that it computes.
       flops: counts operations of matrix products and convolutions for some of its results.
@@ -89,6 +90,7 @@ class TracedFunction:
     has_effects: bool
     has_callbacks: bool
     communicates: bool
+    communicates_at_top: bool
     has_convolution: bool
     narrowest: np.dtype | None
     flops: Callable[[Sequence[int]], int]
@@ -134,6 +136,7 @@ def _trace(request: TraceRequest) -> TracedFunction:
         has_effects=bool(closed.effects),
         has_callbacks=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in all_equations),
         communicates=any(map(is_over_axis, all_equations)),
+        communicates_at_top=any(map(is_over_axis, equations_at_top(closed.jaxpr))),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in all_equations),
         narrowest=narrowest_float(all_equations),
         fingerprint=fingerprint(closed),

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._base.errors import public_api, shown
+from .._base.jax_context import trace_state
 from .._base.partition import lengths_of, split_rows
 from .._base.pytree import PyTree, as_data, as_keys, key_of
 from .._data.dataset import Data, data_of_replicas
@@ -536,4 +537,6 @@ def _gather_traced(context: TraceContext, tree: PyTree) -> PyTree:
 def _check_axis(context: TraceContext, call: str) -> None:
     if not context.has_axis:
         pairs = " synk.pairs combines all pairs of rows, of any number." if call == "all_gather" else ""
-        raise ValueError(context.without_axis(f"synk.{call} communicates inside") + pairs)
+        # Loops, branches and gradients have traces of their own.
+        is_at_top = trace_state() == context.state
+        raise ValueError(context.without_axis(f"synk.{call} communicates inside", is_at_top) + pairs)

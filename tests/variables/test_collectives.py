@@ -394,6 +394,26 @@ def test_jax_collectives_need_equal_rows(four):
         f(np.arange(9, dtype=np.float32))
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("call", [lambda v: synk.all_reduce(v, "mean"), lambda v: lax.pmean(v, "replica")])
+@pytest.mark.parametrize("where", ["jit", "scan", "while", "cond"])
+def test_advice_that_can_be_followed(four, call, where):
+    """Communication in a loop or a branch cannot move to then: only the nearest numbers of rows that divide help."""
+    runs = {
+        "jit": lambda v: jax.jit(lambda v: lax.pmean(v, "replica"))(v),
+        "scan": lambda v: lax.scan(lambda v, _: (call(v), None), v, None, 2)[0],
+        "while": lambda v: lax.while_loop(lambda v: v < 0, call, v),
+        "cond": lambda v: lax.cond(v > 0, call, lambda v: v, v),
+    }
+    f = synk.function(lambda x: runs[where](x.sum()), reduce="max", name="meets")
+    instead = "Communicate in then, or give 8 or 12 rows" if where == "jit" else "Give 8 or 12 rows"
+    with pytest.raises(ValueError, match=rf"meets: .* communicates inside.* on every replica\. {instead}"):
+        f(np.ones(9, np.float32))
+    with pytest.raises(ValueError, match=r"on every replica\. .*ive 4 rows"):
+        f(np.ones(3, np.float32))
+    f(np.ones(8, np.float32))
+
+
 @pytest.mark.parametrize(
     "inside", [lambda x: synk.all_reduce(x, "sum"), lambda x: lax.pmean(x, "replica"), synk.all_gather]
 )
