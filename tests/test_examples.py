@@ -130,8 +130,8 @@ def test_every_example_is_run():
 
 @pytest.mark.skipif(not TABLES.is_file(), reason="the documentation is not in this copy")
 def test_tables_name_what_there_is():
-    """Each of synk's names in `docs/coming_from.md` exists, and each example."""
-    text = TABLES.read_text()
+    """Each of synk's names in the tables exists, and each example."""
+    text = TABLES.read_text() + TABLES.with_stem("coming_from_pmap").read_text()
     for name in set(re.findall(r"\bsynk\.(train\.)?(\w+)", text)) - {("", "train"), ("", "pytensor")}:
         assert getattr(synk.train if name[0] else synk, name[1])
     named = set(re.findall(r"\(\.\./examples/((?:ports/)?\w+\.py)\)", text))
