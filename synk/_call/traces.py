@@ -92,11 +92,7 @@ class CallTraces:
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
         for leaf, argument in zip(leaves, call.arguments.names, strict=True):
             refuse_two_bits(leaf, f"{function.name}: argument {argument}")
-        if function.of_one_row == "axis" and self.group.size > 1 and not (call.is_even and rows == 1):
-            raise ValueError(
-                f'{function.name}: its rows communicate over "{function.axis_name}", which takes one row on each '
-                f"replica; there are {self.group.size} replicas. Give as many rows, or leave out axis_name."
-            )
+        self._check_one_row(rows)
 
         def call_once(*args: Any, **kwargs: Any) -> Any:
             return call.arguments.call(function.fn, args, kwargs)
@@ -127,6 +123,15 @@ class CallTraces:
         traced = self._trace(request)
         self._check_updates(traced)
         return traced
+
+    def _check_one_row(self, rows: int | None) -> None:
+        """Refuse other than one row a replica for functions of one row that communicate."""
+        function, replicas = self.function, self.group.size
+        if function.of_one_row == "axis" and replicas > 1 and not (self.call.is_even and rows == 1):
+            raise ValueError(
+                f'{function.name}: its rows communicate over "{function.axis_name}", which takes one row on each '
+                f"replica; there are {replicas} replicas. Give as many rows, or leave out axis_name."
+            )
 
     def _output_rules(self, rows: int | None) -> OutputRules:
         """Return the rules for outputs of a part of so many rows."""
