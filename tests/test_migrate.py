@@ -60,6 +60,12 @@ def test_a_training_step(report):
     assert "synk.train.step" in advice and f"returns what line {cut} combines" in advice and "donate_argnums" in advice
 
 
+def test_a_sum_of_gradients(report):
+    """Is no mean, which is what synk.train.step takes."""
+    [(sure, _, advice)] = lines(report(STEP.replace("pmean", "psum") + 'p = jax.pmap(train_step, axis_name="batch")'))
+    assert sure == "certain" and 'by op "sum"' in advice and "synk.train.step" not in advice
+
+
 @pytest.mark.parametrize(
     "mapping",
     [
@@ -219,6 +225,18 @@ def test_helpers_of_flax(report):
     assert "common_utils.shard" in saw and any(each.startswith("jax.random.split") for each in saw)
 
 
+def test_some_devices_and_other_programs(report):
+    """What goes to a few devices is not certain; nor are keys in a file that maps nothing."""
+    found = report(
+        """
+        a = jax.device_put_replicated(1, jax.local_devices())
+        b = jax.device_put_sharded([1], jax.devices()[:1])
+        c = jax.random.split(jax.random.key(0), jax.device_count())
+        """
+    )
+    assert [sure for sure, _, _ in lines(found)] == ["certain", "perhaps", "perhaps"]
+
+
 def test_everyday_code_is_no_finding(report):
     """x[0], reshape, stacks, splits, names and strings that only look like pmap's."""
     found = report(
@@ -303,12 +321,18 @@ def test_what_is_not_synks(report):
     assert lines(found)[1][0] == "perhaps" and "devices=: by hand" in lines(found)[1][2]
 
 
-def test_circles_end(report):
-    """Names that lead back to themselves."""
+def test_odd_programs(report):
+    """Names that lead back to themselves, and arguments by keyword."""
     found = report(
         """
         def f():
             return f()
+        def g(x):
+            return jax.tree.map(f=f, tree=lax.psum(x=x, axis_name="i"))
+        jax.pmap(fun=g, axis_name="i")
+        from program0 import h
+        jax.pmap(h, axis_name="i")
+        jax.pmap(g, axis_name="i")
         class A:
             def __init__(self, x):
                 self.x = x
@@ -317,7 +341,7 @@ def test_circles_end(report):
         p = jax.pmap(f(), axis_name="i")
         """
     )
-    assert found["mapped"] == 2
+    assert found["mapped"] == 4
 
 
 def test_the_command(tmp_path):

@@ -143,10 +143,13 @@ def _in_loops(program: Program, mapped: Mapped, keywords: str) -> tuple[str, boo
 
 def _training(program: Program, mapped: Mapped, keywords: str) -> tuple[str, bool]:
     cut = mapped.gradients[0]
+    op = COLLECTIVES[f"jax.lax.{cut.name}"]
     text = (
-        f"synk.train.step(loss, params, optimizer); or synk.function({mapped.target}, inputs=[rows]) that returns what "
-        f'{_lines(program, mapped, [cut])} combines, by op "mean", and @f.then for what follows it'
+        f"synk.function({mapped.target}, inputs=[rows]) that returns what {_lines(program, mapped, [cut])} combines, "
+        f"by op {op}, and @f.then for what follows it"
     )
+    if cut.name == "pmean":
+        text = f"synk.train.step(loss, params, optimizer); or {text}"
     if told := mapped.told:
         names = ", ".join(dict.fromkeys(each.name for each in told))
         text += f". {names} ({_lines(program, mapped, told)}) gets the axis: look at it"

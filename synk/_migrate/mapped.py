@@ -184,7 +184,7 @@ class _Reader:
         name, last = self.program.dotted(node.func), last_name(node.func)
         if name in COLLECTIVES:
             # psum(1, axis) is the number of devices.
-            if self._is_over_the_axis(node) and not isinstance(node.args[0], ast.Constant):
+            if self._is_over_the_axis(node) and not (node.args and isinstance(node.args[0], ast.Constant)):
                 self._communicates(node, name, place)
             return
         self.mapped.differentiates |= last in ("grad", "value_and_grad")

@@ -28,11 +28,11 @@ Value = str | ast.AST | Item | None
 
 
 def _once(circle: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Keep what a method finds for a node; a node that leads back to itself finds `circle`."""
+    """Keep what a method finds for a node or a name; what leads back to itself finds `circle`."""
 
     def keep(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def find(self: "Program", node: ast.AST) -> Any:
+        def find(self: "Program", node: ast.AST | str) -> Any:
             key = (method.__name__, node)
             if key not in self.kept:
                 self.kept[key] = circle
@@ -50,7 +50,7 @@ class Program:
     def __init__(self) -> None:
         self.modules: dict[tuple[str, ...], ast.Module] = {}
         self.parents: dict[ast.AST, ast.AST] = {}
-        self.kept: dict[tuple[str, ast.AST], Any] = {}
+        self.kept: dict[tuple[str, ast.AST | str], Any] = {}
         self._bindings: dict[ast.AST, dict[str, list[tuple[ast.AST, Value]]]] = {}
 
     def add(self, path: str, text: str) -> ast.Module:
@@ -198,6 +198,7 @@ class Program:
                 values.append(each.value)
         return self._follow(values[0]) if len(values) == 1 else None
 
+    @_once(None)
     def _imported(self, dotted: str) -> ast.AST | str | None:
         """Follow a name into another of the files; else return it."""
         *module, name = dotted.split(".")

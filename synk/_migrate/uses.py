@@ -34,26 +34,28 @@ def uses(program: Program, tree: ast.Module, mapped: list[Mapped]) -> Iterator[F
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
             if advice := _HELPERS.get(program.dotted(node)):
-                yield Finding(node.lineno, ast.unparse(node), advice, "certain")
+                sure = "perhaps" if _is_for_some_devices(program, node) else "certain"
+                yield Finding(node.lineno, ast.unparse(node), advice, sure)
         elif isinstance(node, ast.Call):
-            yield from _call(program, node, axes)
+            yield from _call(program, node, axes, bool(mapped))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and _is_device_count(program, node.right):
             yield Finding(node.lineno, short(node), "needed only for what communicates inside", "perhaps")
 
 
-def _call(program: Program, node: ast.Call, axes: set[str]) -> Iterator[Finding]:
+def _call(program: Program, node: ast.Call, axes: set[str], maps: bool) -> Iterator[Finding]:
     name, saw = program.dotted(node.func), short(node)
     last = node.func.attr if isinstance(node.func, ast.Attribute) else name.rpartition(".")[2]
     given = {keyword.arg: keyword.value for keyword in node.keywords}
+    first = node.args[0] if node.args else None
     if name == "jax.lax.axis_index" and _axis(program, node, 0) in axes:
         yield Finding(node.lineno, saw, "synk.rank(); or as it is, with axis_name= of the function", "certain")
-    elif name == "jax.lax.psum" and isinstance(node.args[0], ast.Constant) and _axis(program, node, 1) in axes:
+    elif name == "jax.lax.psum" and isinstance(first, ast.Constant) and _axis(program, node, 1) in axes:
         yield Finding(node.lineno, saw, "synk.size(); or as it is, with axis_name= of the function", "certain")
     elif name == "jax.random.split" and len(node.args) > 1 and _is_device_count(program, node.args[1]):
-        yield Finding(node.lineno, saw, _KEYS, "certain")
+        yield Finding(node.lineno, saw, _KEYS, "certain" if maps else "perhaps")
     elif last == "reshape" and _first_is_device_count(program, node, name):
         yield Finding(node.lineno, saw, "nothing: pass the rows as they are", "perhaps")
-    elif name in TREE_MAPS and _takes_first(node.args[0]) and _is_result(program, node.args[1:2]):
+    elif name in TREE_MAPS and _takes_first(first) and _is_result(program, node.args[1:2]):
         yield Finding(node.lineno, saw, _FIRST, "certain")
     elif _repeats(program, node, name) and _reaches_a_mapped_call(program, node):
         yield Finding(node.lineno, saw, _ONE_VALUE, "perhaps")
@@ -94,6 +96,15 @@ def axes_inside(program: Program, tree: ast.Module) -> Iterator[Finding]:
             yield Finding(node.lineno, short(node), advice, "perhaps")
 
 
+def _is_for_some_devices(program: Program, node: ast.AST) -> bool:
+    """Tell whether `device_put_sharded` or the like may be given other than all devices."""
+    call = program.parents[node]
+    if not isinstance(call, ast.Call) or not program.dotted(node).startswith("jax."):
+        return False
+    devices = program.origin(call.args[1]) if len(call.args) > 1 else None
+    return not (isinstance(devices, ast.Call) and program.dotted(devices.func) in _DEVICES and not devices.args)
+
+
 def _axis(program: Program, node: ast.Call, index: int) -> str:
     given = [keyword.value for keyword in node.keywords if keyword.arg == "axis_name"] or node.args[index : index + 1]
     return axis_of(program, given[0]) if given else ""
@@ -120,7 +131,7 @@ def _first_is_device_count(program: Program, node: ast.Call, name: str) -> bool:
     return first is not None and _is_device_count(program, first)
 
 
-def _takes_first(node: ast.AST) -> bool:
+def _takes_first(node: ast.AST | None) -> bool:
     body = node.body if isinstance(node, ast.Lambda) else None
     return isinstance(body, ast.Subscript) and isinstance(body.slice, ast.Constant) and body.slice.value == 0
 
