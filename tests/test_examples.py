@@ -34,6 +34,9 @@ LAST = {
     "keras_model.py": "Test accuracy 9",
     "imagenet_style.py": "Test accuracy 9",
     "char_lm.py": "Perplexity 9.",
+    "numpyro_chains.py": "8 chains: r_hat 1.0",
+    "blackjax_chains.py": "8 chains: r_hat 1.0",
+    "diffrax_ensemble.py": "10 orbits: 0.00",
     "ports/pytensor_demos.py": "5 of 5 passed",
     "ports/pytensor_tutorials.py": "4 of 4 as on one device",
 }
@@ -91,11 +94,9 @@ def test_after_other_systems(name):
         "mlxtend",
         "optax",
         "flax",
-        *["equinox"] * (name == "equinox_mlp.py"),
-        *["keras"] * (name == "keras_model.py"),
-        *["pytensor"] * ("pytensor" in name),
+        *(library for library in ("blackjax", "diffrax", "equinox", "keras", "numpyro", "pytensor") if library in name),
     ):
-        pytest.importorskip(needed, reason="install the extra `examples`")
+        pytest.importorskip(needed, reason="install the extras `examples`, `chains` and `pytensor`")
     assert run(name).splitlines()[-1].startswith(LAST[name])
 
 
@@ -135,5 +136,6 @@ def test_tables_name_what_there_is():
     for name in set(re.findall(r"\bsynk\.(train\.)?(\w+)", text)) - {("", "train"), ("", "pytensor")}:
         assert getattr(synk.train if name[0] else synk, name[1])
     named = set(re.findall(r"\(\.\./examples/((?:ports/)?\w+\.py)\)", text))
-    used = {"flax_nnx.py", "equinox_mlp.py", "keras_model.py", "imagenet_style.py", "char_lm.py"}
+    used = {"numpyro_chains.py", "blackjax_chains.py", "diffrax_ensemble.py"}
+    used |= {"flax_nnx.py", "equinox_mlp.py", "keras_model.py", "imagenet_style.py", "char_lm.py"}
     assert named == set(LAST) - used  # of libraries that are used with synk, and not left
