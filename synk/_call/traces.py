@@ -245,6 +245,11 @@ def _refused_axis(request: TraceRequest, error: str) -> str | None:
             f'{sees.name}: it communicates over the axis "{match[1]}", but its replicas\' axis is "{sees.axis_name}": '
             f'synk.function(..., axis_name="{match[1]}").'
         )
+    if "axis_index" in error:
+        return (
+            f"{sees.name}: it calls jax.lax.axis_index({match[1]!r}), which takes as many rows on every replica. Use "
+            f"synk.rank(), which takes any number."
+        )
     try:
         # With the axis JAX traces all of it, and shows where it communicates.
         can_move = trace(replace(request, sees=replace(sees, has_axis=True))).communicates_at_top

@@ -218,6 +218,17 @@ def test_rows_that_do_not_divide(on_group):
     assert_close(f(numbers(8, 3)), numbers(8, 3) - numbers(8, 3).mean(0))
 
 
+def test_index_of_rows_that_do_not_divide(on_group):
+    """JAX's index needs the axis, `synk.rank` does not, and the message says so."""
+    by_axis = synk.function(lambda x: x + jnp.float32(lax.axis_index("batch")), reduce="concat", axis_name="batch")
+    by_rank = synk.function(lambda x: x + jnp.float32(synk.rank()), reduce="concat", axis_name="batch")
+    if on_group.size > 1:
+        with pytest.raises(ValueError, match=r"calls jax\.lax\.axis_index\('batch'\).*Use synk\.rank\(\)"):
+            by_axis(numbers(7))
+        assert_close(by_rank(numbers(7))[-1], numbers(7)[-1] + on_group.size - 1)
+    assert_close(by_axis(numbers(8)), by_rank(numbers(8)))
+
+
 @pytest.mark.parametrize("name", [None, 3, "", ("a", "b")])
 def test_names(name):
     """A name is a string."""
