@@ -123,6 +123,25 @@ def test_where_others_go_wrong(name):
     assert {path.name for path in (EXAMPLES / "compare").glob("*.py")} == COMPARISONS.keys()
 
 
+PAIRS = ("imagenet.py", "classification.py", "ppo.py", "score_sde.py", "ferminet.py", "chains.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("name", PAIRS)
+def test_from_pmap(name, devices):
+    """Each compares a program by pmap with its port, and asserts equal numbers."""
+    pytest.importorskip("optax", reason="install the extra `examples`")
+    assert run(f"pmap/{name}", DEVICES=str(devices)).splitlines()[-1].startswith("largest difference")
+
+
+@pytest.mark.slow
+def test_from_pmap_unchanged():
+    """The programs of pmap run as they are, with another `jax.pmap`."""
+    pytest.importorskip("optax", reason="install the extra `examples`")
+    assert run("pmap/unchanged.py").splitlines()[-1] == f"{len(PAIRS)} of {len(PAIRS)} run unchanged"
+
+
 def test_every_example_is_run():
     """None is forgotten: each is named by a test."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
