@@ -21,6 +21,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import multihost_utils
 
 import synk
@@ -329,6 +330,35 @@ def tune(group, noted):
         alone = synk.train.step(lambda w, x: synk.all_reduce(x[:, 2] * w, "sum").mean(), np.float32(1), optax.sgd(0.1))
         assert alone.tune(x[: 8 * group.size], seconds=2) == {}
     synk.check_replicas(*step.variables.values())
+
+
+@case
+def words_of_pmap(group, noted):
+    """Axes of another name, rows that know nothing of one another, and what is equal on all replicas already."""
+    x, size = normal(4 * group.size), group.size
+    centre = synk.function(
+        lambda x: (x - lax.pmean(x.mean(0, keepdims=True), "batch"), lax.psum(x.sum(), "batch")),
+        outputs=("concat", "same"),
+        axis_name="batch",
+    )
+    for _ in range(2):
+        close(centre(x), (x - x.mean(0), x.sum()))
+        close(centre.serial(x), (x - x.mean(0), x.sum()))
+    odd = normal(4 * size + 1)
+    close(synk.map(lambda row: row * 2)(odd), odd * 2)
+    close(synk.map(lambda row: lax.pmean(row, "i"), outputs="same", axis_name="i")(x[:size]), x[:size].mean(0))
+    w = synk.shared(np.zeros(x.shape[1], np.float32))
+    learn = synk.function(
+        lambda x, word: w.update(w.value + lax.pmean(x.mean(0), "replica"), replicas=word), inputs=["scatter", "static"]
+    )
+    learn(x, "equal")
+    close(w.value, x.mean(0))
+    learn(x, None)
+    synk.check_replicas(w)
+    close(w.value, 2 * x.mean(0))
+    stays = synk.function(lambda x: x + 1, reduce="scatter")(x)
+    assert stays.array.sharding.is_equivalent_to(group.stacked, 2)
+    close(jnp.sum(stays.array), (x + 1).sum(), rtol=1e-4)
 
 
 @case
