@@ -268,7 +268,7 @@ refuse_use(
     Data,
     lambda self, how: (
         f"{self.name} is a synk.Data, {how}: its rows lie on the {'host' if self.place == 'host' else 'replicas'}. "
-        f"Pass it to a synk function, or use {self.name}.array or np.asarray({self.name})."
+        f"Pass it to a synk function; its .array is an array of JAX, np.asarray of it one of NumPy."
     ),
 )
 

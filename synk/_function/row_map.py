@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from .._base.errors import public_api
+from .._base.old_names import instead_of
 from .._base.pytree import PyTree
 from .._call.row_map import check_row_ops
 from .decorator import Inputs, function
@@ -18,6 +20,7 @@ def map(
     outputs: PyTree = "concat",
     axis_name: str | None = None,
     name: str | None = None,
+    **removed: Any,
 ) -> Function:
     """Make a function of one row run for every row: any number of rows, on any number of replicas.
 
@@ -49,6 +52,8 @@ def map(
       >>> root(np.array([4.0, 9.0, 2.0])).round(3).tolist()
       [2.0, 3.0, 1.4140000343322754]
     """
+    for keyword in removed:
+        raise TypeError(f"synk.map() got an unexpected keyword argument {keyword!r}{instead_of(keyword)}")
     made = function(fn, inputs, outputs, axis_name=axis_name or "replica", name=name)
     check_row_ops(made._spec.ops, made.name)
     made._spec = replace(made._spec, of_one_row="alone" if axis_name is None else "axis")

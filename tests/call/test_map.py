@@ -120,6 +120,8 @@ def test_refusals():
     """Rows must come from somewhere, and ops must be synk's."""
     with pytest.raises(ValueError, match="none of them is scattered"):
         synk.map(lambda x: x, ["broadcast"], name="f")(np.ones(3, np.float32))
+    with pytest.raises(TypeError, match=r"synk\.map\(\) got .*'in_axes', which jax\.pmap has\. Instead: name modes"):
+        synk.map(lambda x: x, in_axes=(0, None))
     with pytest.raises(ValueError, match="none of synk's"):
         synk.map(lambda x: x, outputs="concatenate")
 
