@@ -18,6 +18,7 @@ from .._reductions.results import ResultSpec
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import Layout
+from .._tracing.fingerprint import without_objects
 from .._tracing.names import Names
 from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest, state_in
@@ -252,7 +253,12 @@ class PlanCache:
     def is_stale(self, site: "Site", key: Any, trace: Callable[[], Traced]) -> bool:
         """Tell whether the function would make another program now than the one that calls of this kind run."""
         entry = self.current(self.kept(site.group, key, list, holds_function=False), site)
-        return entry is not None and self._reached[entry].record != trace().record
+        if entry is None or (now := trace().record) == (before := self._reached[entry].record):
+            return False
+        if now == trace().record:
+            return True
+        # The function makes new objects in each trace, such as lists that its callbacks hold.
+        return without_objects(now) != without_objects(before)
 
     def current(self, entries: Sequence[Kept], site: "Site") -> Kept | None:
         """Return the first plan that is as the function would make it now, for variables as they are."""

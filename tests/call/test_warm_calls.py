@@ -1,5 +1,7 @@
 """Warm calls: each call after the first gives what a first one would have given, whatever it shares with those before."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -340,3 +342,24 @@ def test_minibatch_data_stays_on_the_replicas(group, batch):
     for _ in range(2):
         np.testing.assert_allclose(f(*args, batch=batch), (x[batch] * x).sum(0) if batch else x.sum(0), rtol=1e-6)
         assert f.explain(*args, batch=batch).inputs[-1].how == "rows that lie on the replicas"
+
+
+def test_callbacks_that_hold_new_objects_in_each_trace(group):
+    """They are no change, as in Diffrax, whose errors hold their messages and the stack; a number that changes is."""
+
+    def host(seen, value):
+        seen.append(1)
+        return value
+
+    def guarded(x):
+        seen, shape = [], jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return factor["by"] * jax.pure_callback(partial(host, seen), shape, x, vmap_method="sequential")
+
+    factor = {"by": 2.0}
+    f, x = synk.function(guarded, reduce="concat"), np.arange(6, dtype=np.float32)
+    for _ in range(2):
+        np.testing.assert_array_equal(f(x), 2 * x)
+        f.check(x)
+    factor["by"] = 3.0
+    with pytest.raises(synk.LawError, match="has changed since it was traced"):
+        f.check(x)
