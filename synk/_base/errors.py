@@ -84,7 +84,7 @@ class DivergedError(SynkError):
       ...         w.value
       ...     except synk.DivergedError as error:
       ...         print(str(error).splitlines()[0][:29])
-      w: its replicas hold differen
+      w: its replicas may hold diff
     """
 
 

@@ -49,8 +49,8 @@ def map(
       >>> @synk.map
       ... def root(x):
       ...     return jax.lax.while_loop(lambda y: abs(y * y - x) > 1e-5, lambda y: (y + x / y) / 2, x)
-      >>> root(np.array([4.0, 9.0, 2.0])).round(3).tolist()
-      [2.0, 3.0, 1.4140000343322754]
+      >>> [round(float(y), 2) for y in root(np.array([4.0, 9.0, 2.0]))]
+      [2.0, 3.0, 1.41]
     """
     for keyword in removed:
         raise TypeError(f"synk.map() got an unexpected keyword argument {keyword!r}{instead_of(keyword)}")
