@@ -168,10 +168,8 @@ class Compiler:
         arguments = iter(values)
         state = self.traces.leaves_of(self.reads[launch.is_last], arguments)
         carry, rest = list(islice(arguments, len(launch.carry))), list(arguments)
-        table, rank = (
-            None if self.call.is_plain else rest.pop(),
-            lax.axis_index(replica_axis()) if rank is None else rank,
-        )
+        table = None if self.call.is_plain else rest.pop()
+        rank = lax.axis_index(replica_axis()) if rank is None else rank
         max_rows = launch.sizes[0] if launch.sizes else None
         # Replicas with blocks all have the size of the longest part.
         count = max_rows if len(launch.sizes) == 1 and self.call.block is None else None

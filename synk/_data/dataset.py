@@ -6,14 +6,13 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import SynkError, checked_integer, public_api
 from .._base.pytree import as_keys, key_of, narrow
 from .._base.refusals import refuse_use
 from .._runtime.dispatch import LOCK, uninterrupted
-from .._runtime.executable import run_collective
+from .._runtime.executable import relayout
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout
 from .first_rows import index_within, read_within, touched_rows
@@ -133,8 +132,7 @@ class Data:
             )
         with LOCK:
             layout: Layout = "rows" if self._home.layout == "stacked" else "replicated"
-            there = resident(self, group)
-            array = run_collective(group, _copied, [self._home.layout], [layout], [there], is_local=True)[0]
+            array = relayout(group, [resident(self, group)], self._home.layout, layout)[0]
         return array if self._key is None else as_keys(array, self._key)
 
     @public_api
@@ -257,11 +255,6 @@ class Data:
             self._version += 1
             for name, value in changes.items():
                 setattr(self, name, value)
-
-
-def _copied(array: jax.Array) -> list[jax.Array]:
-    # Without jnp.copy, jit returns the argument's own buffer.
-    return [jnp.copy(array)]
 
 
 refuse_use(

@@ -55,7 +55,8 @@ class StagingBuffer:
 
     def is_free(self) -> bool:
         """Check whether the last transfer has ended. Then what it sent may go."""
-        # Of an array that was deleted, as a donated one, nothing tells whether it had come.
+        # Of an array that was deleted, as a donated one, nothing tells whether it had come. Asked whether it is ready,
+        # it ends the process (jaxlib 0.10.2).
         if self._sent is not None and not self._sent.is_deleted() and self._sent.is_ready():
             self._sent = None
         return self._sent is None
