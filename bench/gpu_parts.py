@@ -198,8 +198,8 @@ def law_of_member(options):
 
 
 def law(options):
-    """Run gangs of two and of three, and compare what their processes found."""
-    found, (results, failures) = [], gangs("law", (2, 3), options)
+    """Run gangs of two and of three, in small of two, and compare what their processes found."""
+    found, (results, failures) = [], gangs("law", (2,) if options.small else (2, 3), options)
     of_blocks = {each for members in results.values() for one in members for each in one["bits of blocks"].values()}
     for size, members in results.items():
         if not members:
@@ -295,7 +295,8 @@ def blocks(options):
     from slices import MODELS
 
     found = {}
-    for kind, (model, shape) in MODELS.items():
+    for kind in ("MLP",) if options.small else MODELS:
+        model, shape = MODELS[kind]
         shape = (shape[0] // (16 if options.small else 1), *shape[1:])
         rng = np.random.default_rng(0)
         x, y = rng.standard_normal(shape, np.float32), rng.integers(0, 10, shape[0]).astype(np.int32)
@@ -309,7 +310,7 @@ def blocks(options):
         for name, k in {"no blocks": None, "one block": shape[0], "eight blocks": shape[0] // 8}.items():
             steps[name] = synk.train.step(loss, params, optax.sgd(0.01), blocks=k)
         ways = {name: partial(step, *placed) for name, step in steps.items()}
-        times = in_turns(ways, 3 if options.small else 60)
+        times = in_turns(ways, 1 if options.small else 60)
         found[kind] = {name: 1e3 * median(each) for name, each in times.items()}
         print(f"{kind}, ms:", ", ".join(f"{name} {each:.2f}" for name, each in found[kind].items()), flush=True)
     return found
