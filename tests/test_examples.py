@@ -123,7 +123,18 @@ def test_where_others_go_wrong(name):
     assert {path.name for path in (EXAMPLES / "compare").glob("*.py")} == COMPARISONS.keys()
 
 
-PAIRS = ("imagenet.py", "classification.py", "ppo.py", "score_sde.py", "ferminet.py", "chains.py")
+PAIRS = (
+    "imagenet.py",
+    "classification.py",
+    "contrastive.py",
+    "nerf.py",
+    "ppo.py",
+    "stoix.py",
+    "score_sde.py",
+    "ferminet.py",
+    "chains.py",
+    "evolution.py",
+)
 
 
 @pytest.mark.slow
