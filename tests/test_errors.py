@@ -262,6 +262,16 @@ ERRORS = {
         lambda: synk.function(act)(X, X[:3], batch=[1, 5, 8]),
         ValueError, r"w has 3 rows, but x has 9\. .* \"broadcast\", .* synk.data\(..., minibatch=True\)",
     ),
+    "axes of pmap": (lambda: synk.function(act, (None, 0)), ValueError, "mode of w is 0; .* jax.pmap, 0 is .scatter. and None is .broadcast."),
+    "None of pmap": (lambda: synk.function(act, ("scatter", None))(X, X), ValueError, "no prefix .* jax.pmap, 0 is"),
+    "keys of replicas": (
+        lambda: synk.function(act)(X, jax.random.split(jax.random.key(0), 8)),
+        ValueError, r'w has 8 rows, but x has 9\. .*inputs=\{"w": "broadcast"\}, and use w\[synk\.rank\(\)\]; synk\.row_keys',
+    ),
+    "raw keys of replicas": (
+        lambda: synk.function(act)(np.asarray(jax.random.split(jax.random.PRNGKey(0), 8)), X),
+        ValueError, r'w has 9 rows, but x has 8\. .*inputs=\{"x": "broadcast"\}, and use x\[synk\.rank\(\)\]',
+    ),
     "rows of no batch": (lambda: synk.function(act)(X, X[:3], batch=4), ValueError, "w has 3 rows, but x has 9. Scattered ones"),
     "minibatch of other rows": (
         lambda: synk.function(act)(X, synk.data(X[:5], minibatch=True), batch=4),

@@ -2,11 +2,14 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import jax.numpy as jnp
+import optax
 import pytest
 
 import synk
+import synk.train
 
 
 def test_train_after_import_synk_alone():
@@ -66,6 +69,28 @@ def test_old_names_point_to_new_ones(name):
     with pytest.raises(kind, match=replacement) as raised:
         act()
     assert name.strip("=").split(".")[-1] in str(raised.value) and type(raised.value) is kind
+
+
+@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+@pytest.mark.parametrize(
+    ("keyword", "answer"),
+    {
+        "in_axes": '"broadcast"',
+        "out_axes": "training step aux=",
+        "donate_argnums": "never overwritten",
+        "static_broadcasted_argnums": '"static"',
+        "axis_size": "rows are counted",
+    }.items(),
+)
+def test_training_answers_pmap(make, keyword, answer):
+    """Training steps answer the keywords of `jax.pmap` too, and know no others."""
+    start = partial(make, lambda w, x: (w * x).mean(), 0.0, optax.sgd(0.1))
+    with pytest.raises(
+        TypeError, match=rf"synk\.train\.{make.__name__}\(\) got .*'{keyword}', which jax.pmap has. .*{answer}"
+    ):
+        start(**{keyword: 0})
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'no_such'$"):
+        start(no_such=0)
 
 
 def test_unknown_names_are_unknown():

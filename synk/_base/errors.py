@@ -131,15 +131,22 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
                 leave_traces()
             if not isinstance(error, Exception):
                 raise
-            # JAX turns a Ctrl-C that comes while it hashes or compares keys of its caches into a ValueError, whose text
-            # alone may name it (https://github.com/jax-ml/jax/issues/9082).
-            is_of_cache = isinstance(error, ValueError) and str(error).startswith("Cache keys should be comparable")
-            if isinstance(error.__cause__, KeyboardInterrupt) or (is_of_cache and "KeyboardInterrupt" in str(error)):
+            if _hides_interrupt(error):
                 raise KeyboardInterrupt from error
             hide_internal_frames(error)
             raise
 
     return synk_call
+
+
+def _hides_interrupt(error: Exception) -> bool:
+    """Tell whether an error is a Ctrl-C that something below JAX has turned into it."""
+    # A Ctrl-C that comes while JAX hashes or compares keys of its caches becomes a ValueError, whose text alone may
+    # name it (https://github.com/jax-ml/jax/issues/9082). One in a callback of MLIR, by which JAX walks a program that
+    # it looks up in its persistent cache, becomes a RuntimeError, whose text ends with the callback's traceback.
+    text, begin = str(error), ("Cache keys should be comparable", "Exception raised in callback")
+    is_of_text = isinstance(error, ValueError | RuntimeError) and text.startswith(begin)
+    return isinstance(error.__cause__, KeyboardInterrupt) or (is_of_text and "KeyboardInterrupt" in text)
 
 
 def warn(message: str) -> None:

@@ -1,5 +1,7 @@
 """Old names: what replaces names that others have, for messages."""
 
+from collections.abc import Iterable
+
 _SYNKHRONOS, _PMAP, _LAX, _FLAX = "Synkhronos had", "jax.pmap has", "jax.lax has", "Flax has"
 # Name: who has it, and what replaces it.
 _INSTEAD = {
@@ -10,8 +12,8 @@ _INSTEAD = {
     "collect_modes": (_SYNKHRONOS, 'name ops: outputs=("mean", "concat")'),
     "reduce_ops": (_SYNKHRONOS, 'name ops: outputs=("mean", "concat")'),
     "sharing": (_SYNKHRONOS, "make data by synk.data(x)"),
-    "in_axes": (_PMAP, 'name modes: inputs={"params": "broadcast"} for None; rows are axis 0'),
-    "out_axes": (_PMAP, 'name ops: outputs="same" for None, "concat" for 0'),
+    "in_axes": (_PMAP, 'name modes: inputs={"rate": "broadcast"} for None; rows are axis 0'),
+    "out_axes": (_PMAP, 'name ops: outputs="same" for None, "concat" for 0 (of a training step aux=, for aux outputs)'),
     "static_broadcasted_argnums": (_PMAP, 'name modes: inputs={"config": "static"}'),
     "donate_argnums": (_PMAP, "leave it out: arguments are never overwritten; donate=True is for shared variables"),
     "axis_size": (_PMAP, "leave it out: rows are counted"),
@@ -40,6 +42,12 @@ _INSTEAD = {
     "prefetch_to_device": (_FLAX, "f.iterate(x, y, batches=...), or f.stream(batches, prefetch=2)"),
     "pad_shard_unpad": (_FLAX, "pass any number of rows; f.over(x, batches=...) for a whole dataset"),
 }
+
+
+def refuse_keywords(call: str, keywords: Iterable[str]) -> None:
+    """Raise the TypeError of keywords that a call does not take."""
+    for name in keywords:
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{instead_of(name)}")
 
 
 def instead_of(name: str) -> str:

@@ -26,6 +26,7 @@ MODES = ("scatter", "broadcast", "static")
 KEEP_OUTSIDE = "keep the rest outside, e.g. with equinox.partition(model, equinox.is_array)"
 # Stands in the place of a spec for trees that contain lists.
 _LISTED = object()
+_PMAP_AXES = ' Of the in_axes of jax.pmap, 0 is "scatter" and None is "broadcast".'
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -189,7 +190,7 @@ class ArgumentBinder:
             if not is_one or (leaf == "static" and mode != "static"):
                 raise ValueError(
                     f'{self.name}: the mode of {parameter} is {mode!r}; use "scatter", "broadcast", synk.Overlap, or a '
-                    f'tree of these, or "static" for the whole of it.'
+                    f'tree of these, or "static" for the whole of it.{_PMAP_AXES * (type(leaf) is int)}'
                 )
         if mode == "static" and self.parameters[parameter].kind in _VARIADIC:
             raise ValueError(f"{self.name}: *{parameter} cannot be static; name its parameters one by one.")
@@ -287,7 +288,7 @@ class ArgumentBinder:
                 except ValueError as error:
                     raise ValueError(
                         f"{self.name}: the modes {mode!r} of {parameter} are no prefix of the argument, whose tree is "
-                        f"{jax.tree.structure(value)}; a list of numbers is one array."
+                        f"{jax.tree.structure(value)}; a list of numbers is one array.{_PMAP_AXES * (mode is None)}"
                     ) from error
         parameters = {p: tree for p, tree in given.items() if p not in statics}
         defaults = {p: q.default for p, q in self.parameters.items() if q.default is not q.empty}

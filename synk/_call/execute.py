@@ -126,7 +126,7 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
     plan, result = ready.plan, ready.plan.result
     leaves: list[Any] = values[plan.num_updated :]
     for i in plan.staying:
-        rows, name = sum(ready.rows.lengths or ()), f"a result of {ready.function.name}"
+        rows, name = sum(ready.rows.lengths or ()), f"{ready.function.name}(...)"
         leaves[i] = data_of_replicas(ready.group, leaves[i], rows, result.keys[i], name)
     return result.tree(leaves)
 

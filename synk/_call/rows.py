@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._base.pytree import as_data
@@ -116,12 +117,31 @@ def common_rows(
         if shape[0] != rows:
             raise ValueError(
                 f"{name}: argument {names[i]} has {shape[0]} rows, but {names[which[0]]} has {rows}. Scattered ones "
-                f'share their rows. Pass an argument without rows as "broadcast", and one with a row for each row that '
-                f"batch picks as synk.data(..., minibatch=True)."
+                f"share their rows. {_instead_of_other_rows({names[j]: leaves[j] for j in (i, which[0])})}"
             )
     if which and not rows and not may_be_empty:
         raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows; a call needs at least one.")
     return rows
+
+
+def _instead_of_other_rows(pair: dict[str, Any]) -> str:
+    """Say how to pass arguments with different numbers of rows."""
+    keys = [name for name, leaf in pair.items() if _has_keys(leaf)]
+    if keys:
+        return (
+            f'Pass keys of replicas as "broadcast", inputs={{"{keys[0]}": "broadcast"}}, and use '
+            f"{keys[0]}[synk.rank()]; synk.row_keys makes keys of rows."
+        )
+    return (
+        'Pass an argument without rows as "broadcast", and one with a row for each row that batch picks as '
+        "synk.data(..., minibatch=True)."
+    )
+
+
+def _has_keys(leaf: Any) -> bool:
+    """Tell whether the rows of an argument are PRNG keys, typed or raw."""
+    dtype = getattr(leaf, "dtype", np.dtype(bool))
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and leaf.shape[1:] == (2,))
 
 
 def values_on_host(rows: Rows, leaves: Sequence[Any], broadcast: Sequence[int]) -> list[Any]:

@@ -64,6 +64,7 @@ class FunctionSpec:
       engine: how programs are mapped over replicas.
       donate: whether old values of updated variables may be overwritten.
       stats: counters of the calls.
+      made_by: the call that made the function, in messages.
       axis_name: what the axis of the replicas is called in `fn` and `then`.
       of_one_row: whether `fn` takes one row, and is mapped over those of a part; "axis" if rows communicate, so that
         there is one on each replica.
@@ -91,6 +92,7 @@ class FunctionSpec:
     engine: str
     donate: bool
     stats: Stats
+    made_by: str = "synk.function"
     axis_name: str = AXIS
     of_one_row: Literal["", "alone", "axis"] = ""
     refuses_nan: bool = False

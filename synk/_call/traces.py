@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -147,7 +148,7 @@ class CallTraces:
         try:
             traced = trace(request)
         except NameError as error:
-            refused = _refused_axis(request, str(error))
+            refused = _refused_axis(request, self.function.made_by, str(error))
             if refused is None:
                 raise
             raise ValueError(refused) from error
@@ -235,7 +236,7 @@ class CallTraces:
         return state.shapes
 
 
-def _refused_axis(request: TraceRequest, error: str) -> str | None:
+def _refused_axis(request: TraceRequest, made_by: str, error: str) -> str | None:
     """Say why a function may not communicate over the axis that JAX's error names; None for another error."""
     sees, match = request.sees, re.search(r"unbound axis name: (\w+)", error)
     if match is None:
@@ -243,18 +244,23 @@ def _refused_axis(request: TraceRequest, error: str) -> str | None:
     if match[1] != sees.axis_name:
         return (
             f'{sees.name}: it communicates over the axis "{match[1]}", but its replicas\' axis is "{sees.axis_name}": '
-            f'synk.function(..., axis_name="{match[1]}").'
+            f'{made_by}(..., axis_name="{match[1]}").'
         )
     if "axis_index" in error:
         return (
             f"{sees.name}: it calls jax.lax.axis_index({match[1]!r}), which takes as many rows on every replica. Use "
             f"synk.rank(), which takes any number."
         )
-    try:
+    can_move = True
+    with suppress(Exception):
         # With the axis JAX traces all of it, and shows where it communicates.
-        can_move = trace(replace(request, sees=replace(sees, has_axis=True))).communicates_at_top
-    except Exception:
-        can_move = True
+        traced = trace(replace(request, sees=replace(sees, has_axis=True)))
+        if not traced.communicates:
+            return (
+                f"{sees.name}: it counts the replicas, as jax.lax.psum(1, {match[1]!r}) does, which takes as many rows "
+                f"on every replica. Use synk.size(), which takes any number."
+            )
+        can_move = traced.communicates_at_top
     return sees.without_axis(f"it communicates inside (over the axis {match[1]!r})", can_move)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 
 from .._base.errors import checked_integer, public_api, shown
-from .._base.old_names import instead_of
+from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._call.binding import ArgumentBinder
 from .._call.spec import FunctionSpec, Stats, with_then
@@ -108,8 +108,7 @@ def function(
       >>> [round(float(value), 4) for value in statistics(np.arange(7.0), 2.0)]
       [6.0, 6.0]
     """
-    for name in removed:
-        raise TypeError(f"synk.function() got an unexpected keyword argument {name!r}{instead_of(name)}")
+    refuse_keywords("synk.function", removed)
     ops = reduce if outputs is None else outputs
 
     def make(fn: Callable[..., PyTree]) -> Function:

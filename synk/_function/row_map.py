@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._base.errors import public_api
-from .._base.old_names import instead_of
+from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._call.row_map import check_row_ops
 from .decorator import Inputs, function
@@ -52,9 +52,8 @@ def map(
       >>> [round(float(y), 2) for y in root(np.array([4.0, 9.0, 2.0]))]
       [2.0, 3.0, 1.41]
     """
-    for keyword in removed:
-        raise TypeError(f"synk.map() got an unexpected keyword argument {keyword!r}{instead_of(keyword)}")
+    refuse_keywords("synk.map", removed)
     made = function(fn, inputs, outputs, axis_name=axis_name or "replica", name=name)
     check_row_ops(made._spec.ops, made.name)
-    made._spec = replace(made._spec, of_one_row="alone" if axis_name is None else "axis")
+    made._spec = replace(made._spec, made_by="synk.map", of_one_row="alone" if axis_name is None else "axis")
     return made

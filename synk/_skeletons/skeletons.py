@@ -155,7 +155,7 @@ def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree])
         owner, which = (fn, None) if isinstance(fn, FunctionType) else (run_skeleton, told_apart(fn))
         program: Executable = group._cached(owner, (which, *key), compile)
         results = run(name, program, [arrays], advice='Let results stay where they are made ("scatter").')
-    return [data_of_replicas(group, leaf, rows, None, f"a result of {name}") for leaf in results] if stays else results
+    return [data_of_replicas(group, leaf, rows, None, f"{name}(...)") for leaf in results] if stays else results
 
 
 def _filled(values: Leaves, lengths: Sequence[tuple[int, ...]]) -> Leaves:

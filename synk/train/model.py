@@ -49,6 +49,7 @@ class TrainingModel:
     """A loss, the variables that it trains, and the step that updates them.
 
     Attributes:
+      call: the call that made it, in messages.
       params, opt_state, state: the shared variables; `state` is None for a model without one.
       variables: all shared variables that a step updates, by name.
       options: settings of the step's programs.
@@ -90,7 +91,7 @@ class TrainingModel:
             option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
             raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
         _check_log(log, shard_optimizer, call)
-        self.name = name or getattr(loss, "__name__", type(loss).__name__)
+        self.call, self.name = call, name or getattr(loss, "__name__", type(loss).__name__)
         self.loss, self.donate, self.inputs, self.axis_name = loss, donate, inputs, axis_name
         self.nan: Literal["raise"] | None = nan
         narrow = None if isinstance(wire, PowerSGD) else check_wire(wire, call)
@@ -155,7 +156,9 @@ class TrainingModel:
             "['aux']": ("aux", True),
         }
         inside = f"Read {self.params.name}.value there."
-        spec = replace(made._spec, advice=_ADVICE, output_names=names, inside=inside, has_barrier=has_barrier)
+        spec = replace(
+            made._spec, made_by=self.call, advice=_ADVICE, output_names=names, inside=inside, has_barrier=has_barrier
+        )
         if self._low_rank is not None or (self._sharded is not None and narrow is None):
             unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
             spec = replace(spec, ops=unreduced, then=then_of_unreduced, plain=spec)

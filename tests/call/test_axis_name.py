@@ -229,6 +229,31 @@ def test_index_of_rows_that_do_not_divide(on_group):
     assert_close(by_axis(numbers(8)), by_rank(numbers(8)))
 
 
+def test_number_of_replicas_for_rows_that_do_not_divide(on_group):
+    """A count of the replicas needs the axis too, `synk.size` does not; one beside other collectives is not the point."""
+    by_axis = synk.function(lambda x: x / lax.psum(1, "i"), reduce="concat", axis_name="i")
+    by_size = synk.function(lambda x: x / synk.size(), reduce="concat")
+    mean = synk.function(lambda x: lax.psum(x.mean(), "i") / lax.psum(1, "i"), reduce="max", axis_name="i")
+    if on_group.size > 1:
+        with pytest.raises(ValueError, match=r"as jax\.lax\.psum\(1, 'i'\) does.*Use synk\.size\(\)"):
+            by_axis(numbers(7))
+        with pytest.raises(ValueError, match=r"communicates inside \(over the axis 'i'\)"):
+            mean(numbers(7))
+        assert_close(by_size(numbers(7)), numbers(7) / on_group.size)
+    assert_same(by_axis(numbers(8)), by_size(numbers(8)))
+
+
+def test_another_axis_of_maps_and_training():
+    """The error names the call that has the axis."""
+    f = synk.map(lambda x: lax.psum(x, "i"), axis_name="j")
+    with pytest.raises(ValueError, match=r'axis is "j": synk\.map\(\.\.\., axis_name="i"\)'):
+        f(numbers(synk.size()))
+    for make in (synk.train.step, synk.train.local_steps):
+        step = make(lambda w, x: lax.pmean((w * x).mean(), "i"), np.float32(0), optax.sgd(0.1))
+        with pytest.raises(ValueError, match=rf'"replica": synk\.train\.{make.__name__}\(\.\.\., axis_name="i"\)'):
+            step(numbers(8))
+
+
 @pytest.mark.parametrize("name", [None, 3, "", ("a", "b")])
 def test_names(name):
     """A name is a string."""

@@ -51,6 +51,21 @@ def test_updates_are_all_or_nothing(rows):
             done = count
 
 
+def test_ctrl_c_in_a_callback_of_mlir():
+    """JAX has MLIR walk a program that it looks up in its cache, and MLIR raises a RuntimeError for the callback's."""
+
+    def press(operation):
+        signal.raise_signal(signal.SIGINT)
+
+    def walk(x):
+        jax.jit(jnp.sin).lower(x).compiler_ir().operation.walk(press)  # type: ignore[union-attr]
+        return x
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        synk.function(walk)(np.ones(4, np.float32))
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
 @pytest.mark.parametrize("act", ["read", "save"])
 @pytest.mark.slow
 def test_a_time_limit_while_a_value_is_awaited(act, tmp_path):
