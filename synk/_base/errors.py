@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from .jax_context import default_jax_context, has_user_jax_context, is_traced, leave_traces
+from .retry import RETRY
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -124,7 +125,9 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
             # Inside a transformation its own settings hold.
             if not is_inside and has_user_jax_context():
                 with default_jax_context():
-                    return fn(*args, **kwargs)
+                    return fn(*args, **kwargs) if RETRY.run is None else RETRY.run(fn, args, kwargs)
+            if RETRY.run is not None and not is_inside:
+                return RETRY.run(fn, args, kwargs)
             return fn(*args, **kwargs)
         except BaseException as error:
             if not is_inside:

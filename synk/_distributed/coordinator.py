@@ -13,7 +13,9 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
+import jax.extend.backend
 from jax._src import distributed  # noqa: TID251  # the client of the store has no public name
+from jax._src.lib import _jax  # noqa: TID251  # pyright: ignore[reportPrivateImportUsage]  # services
 
 from .._base.errors import SynkError, checked_integer
 from .._runtime.dispatch import JAXLIB
@@ -148,6 +150,61 @@ def _compare_counts(num_processes: int, process_id: int) -> None:
                 f"synk.init: num_processes (or SYNK_NUM_PROCESSES) is {num_processes} in process {process_id}, but "
                 f"{count} in process {rank}. Give all the same."
             )
+
+
+# Elastic groups: a service and a client for each generation.
+
+# Seconds after which JAX's runtime would end processes itself. The launcher decides who is alive.
+_NEVER = 10**6
+_services: list[Any] = []
+_clients: list[Any] = []
+_devices: list[Any] = []
+
+
+def serve(host: str, count: int) -> str:
+    """Start a coordination service for so many processes in this process, and return its address."""
+    with socket.create_server((host, 0)) as trial:
+        address = f"{host}:{trial.getsockname()[1]}"
+    # Services are kept: a process whose service is gone is ended by JAX's runtime.
+    timeouts = {"heartbeat_timeout": _NEVER, "shutdown_timeout": 1}
+    _services.append(_jax.get_distributed_runtime_service(address, count, **timeouts))
+    return address
+
+
+def connect(address: str, rank: int, count: int) -> Any:
+    """Wait for the other processes of a generation at its service, and return the client."""
+    timeouts = {"init_timeout": _NEVER, "heartbeat_timeout": _NEVER}
+    client = _jax.get_distributed_runtime_client(
+        address, rank, use_compression=True, shutdown_on_destruction=False, **timeouts
+    )
+    # Clients are kept: threads that still wait for a lost process use them.
+    _clients.append(client)
+    client.connect()
+    return client
+
+
+def use(client: Any, address: str, rank: int, count: int) -> None:
+    """Let JAX's backend start with a client."""
+    state = distributed.global_state
+    state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, count, address
+
+
+def forget_devices() -> None:
+    """Let JAX start its backend anew when it is next used."""
+    # Arrays keep the devices that they lie on. These are kept as a whole: the end of a CPU client waits for threads.
+    if distributed.global_state.client is not None:
+        _devices.append(jax.local_devices())
+    jax.clear_caches()
+    jax.extend.backend.clear_backends()
+
+
+def wake_start(count: int) -> None:
+    """Wake a thread that starts JAX's backend, if it waits there for what a lost process would have told of itself."""
+    # JAX waits for this with a lock held, which the next start needs. What is written here is no topology, so that the
+    # start fails. The names are those of XLA's `ExchangeTopologies`.
+    for key in [*[f"cpu:local_topology/cpu/{rank}" for rank in range(count)], "cpu:global_topology/cpu"]:
+        with contextlib.suppress(Exception):
+            _client().key_value_set(key, "gone")
 
 
 # The key-value store.

@@ -24,6 +24,7 @@ def init(
     cache: str | os.PathLike[str] | None = None,
     memory: int | float | str | None = None,
     distributed: bool = False,
+    elastic: bool = False,
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
@@ -91,7 +92,11 @@ def init(
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     most, folder = parse_memory(memory, "synk.init"), checked_folder(cache, "synk.init")
     # What other processes need is imported where there are some, so that `import synk` is quick.
-    if distributed:
+    if elastic:
+        from .elastic import join_elastic
+
+        join_elastic(distributed, heartbeat, exit_hook)
+    elif distributed:
         from .coordinator import initialize
         from .liveness import attend
 
@@ -186,8 +191,8 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
             f"synk.init: the devices {devices} are those of several processes, but none is of process {min(missing)}. "
             f"Give some of each process, or of this one alone."
         )
-    peers = None
-    if len(local) < len(devices):
+    peers = CURRENT.peers
+    if peers is None and len(local) < len(devices):
         from .agreement import PEERS as peers
     return CURRENT.use(make_group(devices, is_simulated, peers, memory=memory))
 

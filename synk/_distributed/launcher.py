@@ -10,11 +10,16 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from time import monotonic, sleep
+from typing import TYPE_CHECKING
 
 from .liveness import EXIT_PEER_FAILED
+
+if TYPE_CHECKING:
+    from .membership import Membership
 
 EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
 GRACE_SECONDS = 3.0  # for other processes to print why they end, once one has failed
@@ -64,6 +69,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("-n", "--processes", type=int, default=2, help="how many processes (2)")
     add("--devices-per-process", type=int, metavar="K", help="devices of each (one GPU; all with -n 1)")
     add("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
+    add("--elastic", action="store_true", help="go on without a process that dies, for synk.init(elastic=True)")
+    add("--min", type=int, default=1, dest="least", metavar="M", help="how few processes go on, with --elastic (1)")
     add("--logs", type=Path, metavar="FOLDER", help="keep each rank's output there")
     add("--nodes", type=int, default=1, metavar="M", help="on how many machines this command runs (1)")
     add("--node-rank", type=int, default=0, metavar="I", help="number of this machine, from 0 (0)")
@@ -99,17 +106,38 @@ def _run(options: argparse.Namespace, attempt: int, console: "Console", signals:
     try:
         with reserve_port() as reserved:
             coordinator = options.coordinator or "{}:{}".format(*reserved.getsockname())
+            membership = _start_membership(options, coordinator, console) if options.elastic else None
+            if membership is not None and not options.coordinator:
+                coordinator = f"127.0.0.1:{membership.port}"
             for i in range(options.processes):
                 rank = options.node_rank * options.processes + i
                 log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
                 members.append(Member(rank, command, _environment(options, rank, attempt, coordinator), log, console))
                 with suppress(BrokenPipeError):  # somebody has killed the guard
                     guard.stdin.write(b"%d\n" % members[-1].process.pid)
-            _watch(members, signals)
+            _watch(members, signals, membership)
     finally:
         _end(members, guard)
     is_interrupted = signal.SIGINT in signals or len(signals) > 1
-    return -signal.SIGINT if is_interrupted else _blame(members, console)
+    if is_interrupted:
+        return -signal.SIGINT
+    has_gone_on = options.elastic and any(member.has_ended_well for member in members)
+    return 0 if has_gone_on else _blame(members, console)
+
+
+def _start_membership(options: argparse.Namespace, coordinator: str, console: "Console") -> "Membership | None":
+    """Keep the list of the processes of an elastic group, on the first machine."""
+    if options.node_rank:
+        return None
+    # Both import JAX.
+    from .coordinator import serve
+    from .membership import Membership
+
+    host, port = "127.0.0.1", "0"
+    if options.coordinator:
+        host, port = coordinator.rsplit(":", 1)
+    count = options.nodes * options.processes
+    return Membership((host, int(port)), count, options.least, partial(serve, host), console.say)
 
 
 def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
@@ -122,6 +150,8 @@ def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinat
         "SYNK_ATTEMPT": str(attempt),
         "PYTHONUNBUFFERED": "1",
     }
+    if options.elastic:
+        environment["SYNK_MEMBERSHIP"] = coordinator
     if devices:
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     # A GPU belongs to one process. JAX ignores this setting on CPUs.
@@ -169,6 +199,11 @@ class Member:
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Tell whether the process has ended with exit code 0."""
+        return self.process.returncode == 0
 
     def _read(self) -> None:
         """Print each line with the rank before it. Of a progress bar, print one state a second."""
@@ -220,26 +255,42 @@ def _end(members: Sequence[Member], guard: Popen[bytes]) -> None:
         member.reader.join(max(0.0, until - monotonic()))
 
 
-def _watch(members: Sequence[Member], signals: Sequence[int]) -> None:
+def _watch(members: Sequence[Member], signals: Sequence[int], membership: "Membership | None") -> None:
     """Wait for all processes. Return early some seconds after one has failed or Ctrl-C has come, or at a second signal.
 
     The first of `signals` is passed on to all. SIGTERM sets no limit, so that programs may save: `synk.preempted`
-    reports it. The caller ends the processes that are left.
+    reports it. In an elastic group it is reported to all by `membership`, and nobody is waited for who was left behind.
+    The caller ends the processes that are left.
     """
     start, until, is_passed_on = monotonic(), float("inf"), False
     while True:
+        left_behind = () if membership is None or membership.is_ending else membership.lost
         for member in members:
             if member.seconds is None and member.process.poll() is not None:
                 member.seconds = monotonic() - start
+                if membership is not None and member.process.returncode:
+                    membership.lose(member.rank, how_it_ended(member.process.returncode))
+            elif member.seconds is None and member.rank in left_behind:
+                # It hangs. If it came back, it might write where the others write.
+                member.process.kill()
         if all(m.seconds is not None for m in members) or monotonic() > until or len(signals) > 1:
             return
         if signals and not is_passed_on:
             is_passed_on = True
-            for member in members:
-                member.process.send_signal(signals[0])
-        if signal.SIGINT in signals or any(member.process.returncode for member in members):
+            if membership is not None and signals[0] == signal.SIGTERM:
+                membership.stop()
+            else:
+                for member in members:
+                    member.process.send_signal(signals[0])
+        has_failed = any(member.process.returncode for member in members) and membership is None
+        if signal.SIGINT in signals or has_failed:
             until = min(until, monotonic() + GRACE_SECONDS)
         sleep(0.02)
+
+
+def how_it_ended(code: int) -> str:
+    """Say how a process has ended."""
+    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with {code}"
 
 
 def _blame(members: Sequence[Member], console: "Console") -> int:
@@ -254,7 +305,7 @@ def _blame(members: Sequence[Member], console: "Console") -> int:
     stuck = [member for member in members if member.seconds is None]
     first = min(causes or failed, key=lambda member: member.seconds or 0.0)
     code, seconds = first.process.returncode, first.seconds
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    how = how_it_ended(code).removeprefix("it ")
     if stuck and not causes:  # its heartbeat has stopped, so the runtime has ended the others
         first, code, how = stuck[0], EXIT_TIMEOUT, "was stuck"
     console.say(f"process {first.rank} failed first: it {how} after {seconds:.1f} s")
