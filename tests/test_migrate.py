@@ -75,6 +75,7 @@ def test_a_sum_of_gradients(report):
         'from jax import pmap as parallel\np = parallel(functools.partial(train_step), axis_name="batch")',
         'from flax import nnx\np = nnx.pmap(train_step, axis_name="batch")',
         'NAME = "batch"\np = jax.pmap(jax.checkpoint(train_step), axis_name=NAME)',
+        'p = jax.pmap(fun=train_step, axis_name="batch")',
     ],
 )
 def test_spellings_of_pmap(report, mapping):
@@ -250,7 +251,7 @@ def test_everyday_code_is_no_finding(report):
             keys = jax.random.split(x, n)
             name = data["batch"]
             half = x % n
-            dataset = dataset.apply(tf.data.experimental.prefetch_to_device("gpu"))
+            dataset = dataset.batch(8, drop_remainder=True).apply(tf.data.experimental.prefetch_to_device("gpu"))
             norm = flax.linen.BatchNorm(axis_name="batch")
             return shard(first), replicate(blocks), many, wide, keys, name, half, dataset, norm
         class Grid:
@@ -263,23 +264,22 @@ def test_everyday_code_is_no_finding(report):
 
 
 def test_x0_of_a_mapped_call(report):
-    """Only there; and reshapes and stacks only by the number of devices."""
+    """Only there; and reshapes only by the number of devices."""
     found = report(
         """
         p = jax.pmap(lambda x: x)
         def main(x, other):
             n = jax.device_count()
             rows = x.reshape((n, -1) + x.shape[1:])
-            same = jnp.stack([other] * n)
-            unused = jnp.stack([x] * n)
-            state, _ = p(rows, same)
+            dataset = other.batch(8, drop_remainder=True)
+            state, _ = p(rows, dataset)
             return jax.tree.map(lambda a: a[0], state), jax.tree.map(lambda a: a[0], other), x.shape[0] % n
         """
     )
     assert [(sure, saw.split("(")[0]) for sure, saw, _ in lines(found)] == [
         ("certain", "pmap of lambda x: x, no axis_name: independent items"),
         ("perhaps", "x.reshape"),
-        ("perhaps", "jnp.stack"),
+        ("perhaps", "drop_remainder=True"),
         ("certain", "jax.tree.map"),
         ("perhaps", "x.shape[0] % n"),
     ]
@@ -321,6 +321,20 @@ def test_what_is_not_synks(report):
     assert lines(found)[1][0] == "perhaps" and "devices=: by hand" in lines(found)[1][2]
 
 
+def test_maps_inside_maps(report):
+    """Have no counterpart; a map whose result another takes has."""
+    found = report(
+        """
+        p = jax.pmap(jax.pmap(lambda x: x))
+        def main(x):
+            return jax.pmap(jnp.sin)(jax.pmap(jnp.cos)(x))
+        """
+    )
+    assert [(sure, "no counterpart" in advice) for sure, _, advice in lines(found)] == [
+        ("certain", False), ("perhaps", True), ("certain", False), ("certain", False),
+    ]  # fmt: skip
+
+
 def test_odd_programs(report):
     """Names that lead back to themselves, and arguments by keyword."""
     found = report(
@@ -341,7 +355,7 @@ def test_odd_programs(report):
         p = jax.pmap(f(), axis_name="i")
         """
     )
-    assert found["mapped"] == 4
+    assert found["mapped"] == 5
 
 
 def test_the_command(tmp_path):

@@ -1,6 +1,7 @@
 """Advice: say how synk spells what pmap maps."""
 
 import ast
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from .mapped import COLLECTIVES, Communication, Mapped
@@ -34,6 +35,8 @@ def advice_of(program: Program, mapped: Mapped) -> Finding:
     advice, is_sure = _BY_KIND[mapped.kind](program, mapped, "".join(f", {keyword}" for keyword in keywords))
     if isinstance(mapped.node, ast.FunctionDef) and isinstance(program.scope(mapped.node), ast.ClassDef):
         notes.append(f"synk.function decorates no method: make it in __init__, of self.{mapped.target}")
+    if any(program.pmap(outer) is not None for outer in program.ancestors(mapped.node)):
+        notes, is_sure = [*notes, "A pmap inside another has no counterpart: replicas have one axis"], False
     axis = f"axis {ast.unparse(mapped.axis)}" if mapped.axis is not None else "no axis_name"
     return Finding(
         mapped.node.lineno,
@@ -158,14 +161,15 @@ def _training(program: Program, mapped: Mapped, keywords: str) -> tuple[str, boo
         text += f". What communicates at {lines} becomes ops too, or needs axis_name= and rows that divide"
     # Certain where a gradient is combined under the name that the optimizer then gets.
     statement = next((s for s in program.ancestors(cut.node) if isinstance(s, ast.Assign)), None)
-    combined = (
-        {n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)} if statement else set[str]()
-    )
-    updates = [call for call in mapped.updates if call.lineno >= cut.node.lineno]
-    used = {n.id for call in updates for n in ast.walk(call) if isinstance(n, ast.Name)}
+    combined = _names(statement.targets if statement else [])
+    used = _names(call for call in mapped.updates if call.lineno >= cut.node.lineno)
     is_plain = not any(isinstance(outer, ast.If) for outer in program.ancestors(cut.node))
     is_plain &= not (mapped.told or mapped.at("helper"))
     return text, mapped.differentiates and is_plain and bool(combined & used)
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
 def _combines(program: Program, mapped: Mapped, keywords: str) -> tuple[str, bool]:

@@ -15,20 +15,7 @@ COLLECTIVES = {
     }.items()
 }  # fmt: skip
 TREE_MAPS = {"jax.tree.map", "jax.tree_map", "jax.tree_util.tree_map"}
-_LIBRARIES = {
-    "jax",
-    "numpy",
-    "flax",
-    "optax",
-    "chex",
-    "functools",
-    "time",
-    "typing",
-    "math",
-    "absl",
-    "logging",
-    "ml_collections",
-}
+_LIBRARIES = set("jax numpy flax optax chex functools time typing math absl logging ml_collections".split())
 _LOOPS = (ast.For, ast.While, ast.AsyncFor)
 _TOLD = {"gather_from_model_output"}  # of clu, over "batch" unless told otherwise
 _UPDATES = {"update", "apply_gradients", "apply_gradient", "apply_updates"}
@@ -190,11 +177,8 @@ class _Reader:
         self.mapped.differentiates |= last in ("grad", "value_and_grad")
         if last in _UPDATES and place in ("top", "helper"):
             self.mapped.updates.append(node)
-        if (
-            last in _TOLD
-            or f"jax.lax.{last}" in COLLECTIVES
-            or (name != "jax.lax.axis_index" and self._is_told_the_axis(node))
-        ):
+        may_be_told = last in _TOLD or f"jax.lax.{last}" in COLLECTIVES
+        if may_be_told or (name != "jax.lax.axis_index" and self._is_told_the_axis(node)):
             self._communicates(node, last, place, is_told=True)
         callees = [self.program.function(each) for each in (node.func, *node.args, *(k.value for k in node.keywords))]
         for each, (function, loops) in zip((node.func, *node.args), callees, strict=False):

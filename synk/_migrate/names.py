@@ -20,7 +20,6 @@ class Item(NamedTuple):
     """An element of a value that is unpacked."""
 
     value: ast.expr
-    place: int
 
 
 # A dotted name for what is imported, an expression or definition, None for a parameter.
@@ -56,6 +55,10 @@ class Program:
     def add(self, path: str, text: str) -> ast.Module:
         """Read a file; SyntaxError or ValueError where it is no program."""
         tree = ast.parse(text)
+        # jax.pmap(fun=f) is jax.pmap(f).
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and not node.args and node.keywords and node.keywords[0].arg == "fun":
+                node.args = [node.keywords.pop(0).value]
         self.modules[PurePath(path).with_suffix("").parts] = tree
         self.parents.update({child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)})
         for node in ast.walk(tree):
@@ -110,8 +113,7 @@ class Program:
             return self.function(args[1])[0], True
         if args and (callee in _WRAPPERS or self.pmap(found) is not None):
             return self.function(args[0])
-        maker, _ = self.function(found.func)
-        returned = self._returned(maker, None)
+        returned = self._returned(self.function(found.func)[0])
         return self.function(returned) if returned is not None else (None, False)
 
     def mapper(self, node: ast.AST) -> list[ast.Call] | None:
@@ -146,46 +148,28 @@ class Program:
         for scope in scopes:
             bound = self._bindings.get(scope, {}).get(node.id, [])
             if scope is scopes[0]:
-                bound = [
-                    pair for pair in bound if getattr(pair[0], "end_lineno", 0) < node.lineno or pair[1] is None
-                ] or bound
+                before = [(at, to) for at, to in bound if to is None or getattr(at, "end_lineno", 0) < node.lineno]
+                bound = before or bound
             elif isinstance(scope, ast.ClassDef):
                 continue
             if bound:
                 place, value = bound[-1]
-                branches = [
-                    b for b in self.ancestors(place) if isinstance(b, (ast.If, ast.Try)) and id(b) not in around
-                ]
-                inside = [b for b in branches if scope in self.ancestors(b)]
-                return None if inside and len(bound) > 1 else value
+                outer = [each for each in self.ancestors(place) if id(each) not in around]
+                is_branch = any(isinstance(each, (ast.If, ast.Try)) and scope in self.ancestors(each) for each in outer)
+                return None if is_branch and len(bound) > 1 else value
         return None
 
     def _follow(self, value: Value) -> ast.AST | str | None:
         if isinstance(value, str):
             return self._imported(value)
-        if isinstance(value, Item):
-            return self._element(value)
-        return self.origin(value) if value is not None else None
+        return self.origin(value) if isinstance(value, ast.AST) else None
 
-    def _element(self, item: Item) -> ast.AST | str | None:
-        value = self.origin(item.value)
-        if isinstance(value, ast.Call):
-            maker, _ = self.function(value.func)
-            value = self._returned(maker, item.place)
-            return self.origin(value) if value is not None else None
-        if isinstance(value, ast.Tuple) and item.place < len(value.elts):
-            return self.origin(value.elts[item.place])
-        return None
-
-    def _returned(self, maker: Function | None, index: int | None) -> ast.expr | None:
-        """Return the only expression that a function returns, or an element of it."""
+    def _returned(self, maker: Function | None) -> ast.expr | None:
+        """Return the only expression that a function returns."""
         if isinstance(maker, ast.Lambda) or maker is None:
             return maker.body if maker else None
         values = [n.value for n in ast.walk(maker) if isinstance(n, ast.Return) and self.scope(n) is maker]
-        value = values[0] if len(values) == 1 else None
-        if index is None:
-            return value
-        return value.elts[index] if isinstance(value, ast.Tuple) and index < len(value.elts) else None
+        return values[0] if len(values) == 1 else None
 
     def _member(self, node: ast.Attribute) -> ast.AST | str | None:
         """Find a method, or the only value that a class gives to `self.name`."""
@@ -239,12 +223,7 @@ def _bound(node: ast.AST) -> Iterator[tuple[str, Value]]:
 def _unpacked(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, Value]]:
     if isinstance(target, ast.Name):
         yield target.id, value
-    elif isinstance(target, (ast.Tuple, ast.List)):
-        for index, name in enumerate(target.elts):
-            if isinstance(name, ast.Name):
-                yield (
-                    name.id,
-                    value.elts[index]
-                    if isinstance(value, ast.Tuple) and index < len(value.elts)
-                    else Item(value, index),
-                )
+    names = target.elts if isinstance(target, (ast.Tuple, ast.List)) else []
+    is_seen = isinstance(value, ast.Tuple) and len(value.elts) == len(names)
+    values = value.elts if isinstance(value, ast.Tuple) and is_seen else [Item(value)] * len(names)
+    yield from ((name.id, each) for name, each in zip(names, values, strict=True) if isinstance(name, ast.Name))

@@ -25,7 +25,7 @@ _KEYS = (
 )
 _COUNTS = {"jax.device_count", "jax.local_device_count"}
 _DEVICES = {"jax.devices", "jax.local_devices"}
-_ARRAYS = ("jax.numpy.", "numpy.")
+_NEEDLESS = "needed only for what communicates inside"
 
 
 def uses(program: Program, tree: ast.Module, mapped: list[Mapped]) -> Iterator[Finding]:
@@ -39,7 +39,7 @@ def uses(program: Program, tree: ast.Module, mapped: list[Mapped]) -> Iterator[F
         elif isinstance(node, ast.Call):
             yield from _call(program, node, axes, bool(mapped))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and _is_device_count(program, node.right):
-            yield Finding(node.lineno, short(node), "needed only for what communicates inside", "perhaps")
+            yield Finding(node.lineno, short(node), _NEEDLESS, "perhaps")
 
 
 def _call(program: Program, node: ast.Call, axes: set[str], maps: bool) -> Iterator[Finding]:
@@ -53,27 +53,19 @@ def _call(program: Program, node: ast.Call, axes: set[str], maps: bool) -> Itera
         yield Finding(node.lineno, saw, "synk.size(); or as it is, with axis_name= of the function", "certain")
     elif name == "jax.random.split" and len(node.args) > 1 and _is_device_count(program, node.args[1]):
         yield Finding(node.lineno, saw, _KEYS, "certain" if maps else "perhaps")
-    elif last == "reshape" and _first_is_device_count(program, node, name):
+    elif last == "reshape" and _makes_an_axis_of_devices(program, node, name):
         yield Finding(node.lineno, saw, "nothing: pass the rows as they are", "perhaps")
     elif name in TREE_MAPS and _takes_first(first) and _is_result(program, node.args[1:2]):
         yield Finding(node.lineno, saw, _FIRST, "certain")
-    elif _repeats(program, node, name) and _reaches_a_mapped_call(program, node):
-        yield Finding(node.lineno, saw, _ONE_VALUE, "perhaps")
     elif last == "Optimizer" and name.startswith("kfac_jax") and "multi_device" in given:
         yield Finding(node.lineno, saw, "not synk's: K-FAC calls pmap itself. Use jax.shard_map", "certain")
-    elif name.endswith(".process_allgather"):
-        yield Finding(node.lineno, saw, "results are readable in every process already", "perhaps")
     for keyword, value in given.items():
-        is_norm = (
-            last.endswith("Norm")
-            or last == "DynamicScale"
-            or keyword in ("cross_replica_axis", "bn_cross_replica_axis")
-        )
-        if keyword in ("axis_name", "cross_replica_axis") and is_norm and axis_of(program, value) in axes:
+        is_of_norm = keyword == "axis_name" and (last.endswith("Norm") or last == "DynamicScale")
+        if (is_of_norm or keyword == "cross_replica_axis") and axis_of(program, value) in axes:
             advice = "keep it, with axis_name= of the function; numbers of rows must divide"
             yield Finding(value.lineno, f"{last}({keyword}={short(value)})", advice, "certain")
-        elif keyword == "batch_dims" and any(_is_device_count(program, n) for n in ast.walk(value)):
-            yield Finding(value.lineno, f"batch_dims={short(value)}", "batches of plain rows", "perhaps")
+        elif keyword == "drop_remainder" and maps and isinstance(value, ast.Constant) and value.value is True:
+            yield Finding(value.lineno, "drop_remainder=True", _NEEDLESS, "perhaps")
 
 
 def elsewhere(program: Program, tree: ast.Module) -> Iterator[Finding]:
@@ -120,9 +112,9 @@ def _is_device_count(program: Program, node: ast.AST) -> bool:
     return program.dotted(found.func) in _COUNTS
 
 
-def _first_is_device_count(program: Program, node: ast.Call, name: str) -> bool:
+def _makes_an_axis_of_devices(program: Program, node: ast.Call, name: str) -> bool:
     """Tell whether a reshape's first axis is that of the devices."""
-    shape = node.args[1:] if name.startswith(_ARRAYS) else node.args
+    shape = node.args[1:] if name.startswith(("jax.numpy.", "numpy.")) else node.args
     first = shape[0] if shape else None
     while isinstance(first, ast.BinOp) and isinstance(first.op, ast.Add):
         first = first.left
@@ -140,22 +132,3 @@ def _is_result(program: Program, nodes: list[ast.expr]) -> bool:
     """Tell whether a mapped call gave a name its value."""
     value = program.bound(nodes[0]) if nodes and isinstance(nodes[0], ast.Name) else None
     return isinstance(value, ast.Call) and program.is_mapped(value.func)
-
-
-def _repeats(program: Program, node: ast.Call, name: str) -> bool:
-    """Recognise `jnp.stack([x] * n)` and `jnp.broadcast_to(x, (n, ...))`, with as many as there are devices."""
-    if not name.startswith(_ARRAYS) or not node.args:
-        return False
-    if name.endswith(".stack") and isinstance(node.args[0], ast.BinOp):
-        return _is_device_count(program, node.args[0].right)
-    return name.endswith(".broadcast_to") and _first_is_device_count(program, node, name)
-
-
-def _reaches_a_mapped_call(program: Program, node: ast.AST) -> bool:
-    """Tell whether the name that a value gets is an argument of a mapped call in this function."""
-    statement = next((outer for outer in program.ancestors(node) if isinstance(outer, ast.Assign)), None)
-    names = (
-        {n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)} if statement else set[str]()
-    )
-    calls = [n for n in ast.walk(program.scope(node)) if isinstance(n, ast.Call) and program.is_mapped(n.func)]
-    return any(isinstance(arg, ast.Name) and arg.id in names for call in calls for arg in call.args)
