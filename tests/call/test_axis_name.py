@@ -106,11 +106,16 @@ def test_then_and_variables(on_group):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"num_slices": 2}, {"batch": [6, 0, 1, 5, 2]}, {"batch": 7, "num_slices": 3}],
+    ("on_group", "options"),
+    [
+        (("devices", 4), {}),
+        (("devices", 4), {"batch": 7, "num_slices": 3}),
+        (("simulated", 4), {"batch": [6, 0, 1, 5, 2]}),
+    ],
     ids=str,
+    indirect=["on_group"],
 )
-def test_what_synk_itself_sends(options):
+def test_what_synk_itself_sends(on_group, options):
     """Collectives of synk's own, of each kind, go over the same axis, for any rows and slices."""
     x = numbers(11, 3)
 

@@ -34,8 +34,17 @@ def chain(key, start, scale):
     return {"x": x, "steps": steps, "one": 1}
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 7])
-def test_rows(rows):
+@pytest.mark.parametrize(
+    ("on_group", "rows"),
+    [
+        *[(("devices", 1), rows) for rows in (1, 3)],
+        *[(("devices", 4), rows) for rows in (3, 4, 7)],
+        *[(("simulated", 3), rows) for rows in (1, 7)],
+    ],
+    ids=str,
+    indirect=["on_group"],
+)
+def test_rows(on_group, rows):
     """As jax.vmap of it on one device: eager, warm, serial, checked, sliced, picked, and under jit and vmap."""
     keys, starts = jax.random.split(jax.random.key(0), rows), np.linspace(-1, 1, rows, dtype=np.float32)
     f, want = synk.map(chain, {"scale": "broadcast"}), jax.vmap(chain, (0, 0, None))(keys, starts, np.float32(0.5))
