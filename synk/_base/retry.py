@@ -1,7 +1,10 @@
 """Retry: let an elastic group make a public call again after it has lost a process."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class MembersChanged(BaseException):
@@ -22,3 +25,14 @@ class _Retry:
 
 
 RETRY = _Retry()
+
+
+def in_parts(fn: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function for `public_api`: what it does cannot be made again as a whole, and it calls `made_again`."""
+    fn.is_in_parts = True  # type: ignore[attr-defined]
+    return fn
+
+
+def made_again(fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function, and again after a loss."""
+    return fn(*args, **kwargs) if RETRY.run is None else RETRY.run(fn, args, kwargs)

@@ -146,6 +146,8 @@ def can_go_ahead(group: Group, source: Any) -> bool:
 
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
     """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
+    # In an elastic group they outlive the devices.
+    is_cut = is_cut and not group._peers.keeps_values
     host, rows, size = to_host(group, source), selection.rows, group.size
     # Without a source on the host, programs pick the rows on devices.
     with LOCK if host is None else nullcontext():

@@ -184,16 +184,15 @@ def connect(address: str, rank: int, count: int) -> Any:
 
 
 def use(client: Any, address: str, rank: int, count: int) -> None:
-    """Let JAX's backend start with a client."""
+    """Start JAX's backend with a client."""
     state = distributed.global_state
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, count, address
+    # Kept, since the end of a backend on CPUs waits for its threads.
+    _devices.append(jax.devices())
 
 
 def forget_devices() -> None:
     """Let JAX start its backend anew when it is next used."""
-    # Arrays keep the devices that they lie on. These are kept as a whole: the end of a CPU client waits for threads.
-    if distributed.global_state.client is not None:
-        _devices.append(jax.local_devices())
     jax.clear_caches()
     jax.extend.backend.clear_backends()
 

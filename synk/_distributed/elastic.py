@@ -48,12 +48,12 @@ class ElasticPeers(JaxPeers):
 
     keeps_values = True
 
-    def __init__(self, address: tuple[str, int], me: int, heartbeat: float, exit_hook: bool) -> None:
+    def __init__(self, address: tuple[str, int], me: int, heartbeat: float, start: float, exit_hook: bool) -> None:
         super().__init__()
         self.losses: Sequence[Loss] = ()
         self._heartbeat, self._exit_hook, self._start = heartbeat, exit_hook, monotonic()
         self._depth, self._is_leaving, self._starting = 0, False, threading.Lock()
-        self.gang = Gang(address, me, heartbeat, self._left_behind)
+        self.gang = Gang(address, me, heartbeat, start, self._left_behind)
 
     # What the rest of synk asks of its peers.
 
@@ -70,13 +70,15 @@ class ElasticPeers(JaxPeers):
             with jax.enable_x64(has_64_bits):
                 return jax.block_until_ready(program(*args))
 
+        return self._run_together(work)
+
+    def _run_together(self, work: Callable[[], Any], patience: float = 0.0) -> Any:
+        """Run something that waits for the others on a thread. Raise MembersChanged for what a loss makes it raise."""
         try:
             return self.gang.run(work)
         except Exception as error:
-            if not GONE.search(str(error)):
-                raise
             # The launcher tells of the loss as soon as it sees it. A process that is frozen it sees after a heartbeat.
-            self.gang.wait(lambda: False, self._heartbeat + PATIENCE)
+            self.gang.wait(lambda: False, self._heartbeat + PATIENCE if GONE.search(str(error)) else patience)
             raise
 
     def after_failure(self, what: str, error: Exception) -> Exception:
@@ -160,12 +162,14 @@ class ElasticPeers(JaxPeers):
             generation = self.gang.follow()
             rank, count = generation.members.index(self.gang.me), len(generation.members)
             coordinator.forget_devices()
-
             try:
-                self.gang.run(partial(self._start_backend, generation, rank, count))
+                self._run_together(partial(self._start_backend, generation, rank, count), PATIENCE)
                 return
             except MembersChanged:
-                coordinator.wake_start(count)
+                # The thread may be about to wait.
+                while not self._starting.acquire(timeout=0.05):
+                    coordinator.wake_start(count)
+                self._starting.release()
 
     def _start_backend(self, generation: Generation, rank: int, count: int) -> None:
         """Start JAX's backend with the processes of a generation, unless it is over before all have come."""
@@ -174,7 +178,6 @@ class ElasticPeers(JaxPeers):
         with self._starting:
             if generation is self.gang.generation and not self.gang.has_changed:
                 coordinator.use(client, generation.address, rank, count)
-                jax.devices()
 
     def renew(self) -> None:
         """Go on with the processes that are left."""
@@ -230,7 +233,7 @@ class ElasticPeers(JaxPeers):
             os._exit(EXIT_PEER_FAILED)
 
 
-def join_elastic(is_distributed: bool, heartbeat: int, exit_hook: bool) -> None:
+def join_elastic(is_distributed: bool, heartbeat: int, start: int, exit_hook: bool) -> None:
     """Join the elastic group whose launcher has started this process. Arguments are those of `synk.init`."""
     if CURRENT.peers is not None:
         return
@@ -248,7 +251,7 @@ def join_elastic(is_distributed: bool, heartbeat: int, exit_hook: bool) -> None:
     if devices := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         jax.config.update("jax_cuda_visible_devices", devices)
     me = int(os.environ["SYNK_PROCESS_ID"])
-    peers = ElasticPeers((address[1], int(address[2])), me, heartbeat, exit_hook)
+    peers = ElasticPeers((address[1], int(address[2])), me, heartbeat, start, exit_hook)
     peers.join()
     CURRENT.peers = peers
     peers.attend()

@@ -44,7 +44,9 @@ class Gang:
       is_stopping: whether the whole run has been asked to end.
     """
 
-    def __init__(self, address: tuple[str, int], me: int, heartbeat: float, on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: tuple[str, int], me: int, heartbeat: float, start: float, on_end: Callable[[str], None]
+    ) -> None:
         """Connect to the launcher. `on_end` is called, on another thread, if this process is left behind."""
         self.me, self.generation, self.is_stopping = me, None, False
         self._changed, self._has_left = threading.Condition(), False
@@ -52,7 +54,7 @@ class Gang:
         self._go, self._end, self._values = 0, "", list[Any]()
         self._exchanges, self._worker, self._on_end = 0, _Worker(self._changed), on_end
         self._line = Line(socket.create_connection(address))
-        self._line.send({"hello": me, "heartbeat": heartbeat})
+        self._line.send({"hello": me, "heartbeat": heartbeat, "start": start})
         for work, *arguments in ((self._hear,), (self._beat, heartbeat / BEATS)):
             threading.Thread(target=work, args=arguments, name="synk-gang", daemon=True).start()
 

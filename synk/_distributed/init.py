@@ -95,7 +95,7 @@ def init(
     if elastic:
         from .elastic import join_elastic
 
-        join_elastic(distributed, heartbeat, exit_hook)
+        join_elastic(distributed, heartbeat, start, exit_hook)
     elif distributed:
         from .coordinator import initialize
         from .liveness import attend

@@ -101,7 +101,7 @@ def _run(options: argparse.Namespace, attempt: int, console: "Console", signals:
     program = ["-m", options.program] if options.is_module else [options.program]
     command = [sys.executable, *program, *options.arguments]
     members: list[Member] = []
-    guard = _start_guard()
+    guard, membership = _start_guard(), None
     assert guard.stdin is not None
     try:
         with reserve_port() as reserved:
@@ -118,6 +118,8 @@ def _run(options: argparse.Namespace, attempt: int, console: "Console", signals:
             _watch(members, signals, membership)
     finally:
         _end(members, guard)
+        if membership is not None:
+            membership.close()
     is_interrupted = signal.SIGINT in signals or len(signals) > 1
     if is_interrupted:
         return -signal.SIGINT
@@ -264,14 +266,14 @@ def _watch(members: Sequence[Member], signals: Sequence[int], membership: "Membe
     """
     start, until, is_passed_on = monotonic(), float("inf"), False
     while True:
-        left_behind = () if membership is None or membership.is_ending else membership.lost
+        hanging = () if membership is None else membership.hanging
         for member in members:
             if member.seconds is None and member.process.poll() is not None:
                 member.seconds = monotonic() - start
-                if membership is not None and member.process.returncode:
+                if membership is not None:
                     membership.lose(member.rank, how_it_ended(member.process.returncode))
-            elif member.seconds is None and member.rank in left_behind:
-                # It hangs. If it came back, it might write where the others write.
+            elif member.seconds is None and member.rank in hanging:
+                # If it came back, it might write where the others write.
                 member.process.kill()
         if all(m.seconds is not None for m in members) or monotonic() > until or len(signals) > 1:
             return

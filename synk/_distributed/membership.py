@@ -16,11 +16,12 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
-# Lines from a process: {"hello": id, "heartbeat": s}, {"ready": generation}, {"exchange": number, ...}, {"beat": 1},
-# {"leave": why, "is_end": b}.
+# Lines from a process: {"hello": id, "heartbeat": s, "start": s}, {"ready": generation}, {"exchange": number, ...},
+# {"beat": 1}, {"leave": why, "is_end": b}.
 # Lines to a process: {"generation": g, "members": [id, ...], "address": a, "lost": {id: why}}, {"go": generation},
 # {"values": [...], "number": n, "is_stopping": b}, {"end": why}.
 MAX_LINE = 1 << 26
+LOOK = 0.2  # seconds between two looks for silent processes
 
 
 class Line:
@@ -79,6 +80,7 @@ class Membership:
 
     Attributes:
       lost: why each process that was left behind is gone.
+      hanging: processes that were left behind since they sent nothing, and that may still be there.
       is_ending: whether a program has ended well, so that all are about to.
     """
 
@@ -94,10 +96,12 @@ class Membership:
           serve: starts a coordination service for so many processes, and returns its address.
           say: prints a line of the launcher's.
         """
-        self._count, self._least, self._serve, self._say = count, least, serve, say
+        self._least, self._serve, self._say = least, serve, say
         self._lock = threading.RLock()
         self._generation, self._members = 0, dict[int, _Process]()
-        self.lost, self.is_ending = dict[int, str](), False
+        # Processes that have not come yet, and until when they are awaited: for so long after the first has come.
+        self._missing, self._until = set(range(count)), float("inf")
+        self.lost, self.hanging, self.is_ending = dict[int, str](), set[int](), False
         self._is_stopping, self._ended = False, ""
         self._socket = socket.create_server(address)
         for work in (self._accept, self._watch):
@@ -112,16 +116,22 @@ class Membership:
         """Let `synk.preempted` say yes: the whole run has been asked to end."""
         self._is_stopping = True
 
+    def close(self) -> None:
+        """Listen no longer."""
+        self._socket.close()
+
     def lose(self, process: int, why: str) -> None:
         """Leave a process behind, and tell the others."""
         with self._lock:
             gone = self._members.pop(process, None)
-            if gone is None:
+            if gone is not None:
+                gone.line.send({"end": f"this process was left behind: {why}"})
+                gone.line.close()
+            elif process not in self._missing:
                 return
-            gone.line.send({"end": f"this process was left behind: {why}"})
-            gone.line.close()
+            self._missing.discard(process)
             self.lost[process] = why
-            if self._generation:
+            if not self._missing:
                 self._next_generation()
 
     def _accept(self) -> None:
@@ -140,12 +150,14 @@ class Membership:
             return
         number, process = int(hello["hello"]), _Process(line, float(hello["heartbeat"]))
         with self._lock:
-            if self._ended or self._generation or number in self._members:
+            if self._ended or number not in self._missing:
                 line.send({"end": self._ended or f"process {number} cannot join a group that has started"})
                 line.close()
                 return
+            self._missing.discard(number)
             self._members[number] = process
-            if len(self._members) == self._count:
+            self._until = min(self._until, monotonic() + float(hello["start"]))
+            if not self._missing:
                 self._next_generation()
         while (message := line.receive()) is not None:
             with self._lock:
@@ -193,10 +205,21 @@ class Membership:
         self._tell({"generation": self._generation, "members": members, "address": address, "lost": lost})
 
     def _watch(self) -> None:
-        """Leave behind processes that send nothing any more."""
-        while not threading.Event().wait(0.2):
+        """Leave behind processes that send nothing any more, or have not come in time."""
+        last = monotonic()
+        while not threading.Event().wait(LOOK):
             with self._lock:
                 now = monotonic()
+                # While this process slept, as a whole machine may, it has heard nobody.
+                slept, last = max(0.0, now - last - 2 * LOOK), now
+                self._until += slept
+                for process in self._members.values():
+                    process.seen += slept
                 for number, process in list(self._members.items()):
                     if now - process.seen > process.heartbeat:
+                        self.hanging.add(number)
                         self.lose(number, f"it has sent nothing for {process.heartbeat:g} s")
+                if now > self._until:
+                    for number in list(self._missing):
+                        self.hanging.add(number)
+                        self.lose(number, "it has not come in time to the start")
