@@ -28,7 +28,7 @@ from ._reductions.reduction import Weighted
 from ._runtime.group import Group
 from ._synkhronos import build_inputs, fork
 from ._tracing.context import part_key, rank, row_numbers, size
-from ._variables import survival as _survival  # noqa: F401  # takes part when an elastic group loses a process
+from ._variables import survival as _survival  # noqa: F401  # pyright: ignore[reportUnusedImport]  # takes part after a loss
 from ._variables.collectives import (
     all_gather,
     all_reduce,

@@ -60,7 +60,8 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         if host is None:
             group._peers.before_launch("rows picked from an array that lies over the processes")
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
-            return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
+            rows = group._peers.run(_take, source, index.astype(np.int32))
+            return put(group, rows.astype(dtype), "rows")
         source = host
     row, size, has_one = source.shape[1:], group.size, group._has_one_device
     # Replicas on one device share an array; others have one each.

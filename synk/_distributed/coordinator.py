@@ -159,15 +159,20 @@ _NEVER = 10**6
 _services: list[Any] = []
 _clients: list[Any] = []
 _devices: list[Any] = []
+_ports: set[int] = set()  # at which gloo listens in this process
 
 
 def serve(host: str, count: int) -> str:
     """Start a coordination service for so many processes in this process, and return its address."""
-    with socket.create_server((host, 0)) as trial:
-        address = f"{host}:{trial.getsockname()[1]}"
+    # Nobody else is given a port that is bound. The service may listen there.
+    reserved = socket.socket()
+    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
+    reserved.bind((host, 0))
+    address = f"{host}:{reserved.getsockname()[1]}"
     # Services are kept: a process whose service is gone is ended by JAX's runtime.
     timeouts = {"heartbeat_timeout": _NEVER, "shutdown_timeout": 1}
-    _services.append(_jax.get_distributed_runtime_service(address, count, **timeouts))
+    _services.append((reserved, _jax.get_distributed_runtime_service(address, count, **timeouts)))
     return address
 
 
@@ -187,14 +192,38 @@ def use(client: Any, address: str, rank: int, count: int) -> None:
     """Start JAX's backend with a client."""
     state = distributed.global_state
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, count, address
+    before = _sockets(is_listening=True).keys()
     # Kept, since the end of a backend on CPUs waits for its threads.
     _devices.append(jax.devices())
+    _ports.update(port for number, port in _sockets(is_listening=True).items() if number not in before)
 
 
 def forget_devices() -> None:
     """Let JAX start its backend anew when it is next used."""
+    hang_up()
     jax.clear_caches()
     jax.extend.backend.clear_backends()
+
+
+def hang_up() -> None:
+    """Close the connections that others have made to gloo here: threads at both ends that wait there come back."""
+    for descriptor, port in _sockets(is_listening=False).items():
+        if port in _ports:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+    _ports.clear()
+
+
+def _sockets(is_listening: bool) -> dict[int, int]:
+    """Return the descriptors of this process's TCP sockets, and their ports; where a system does not tell, none."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        # Another thread may have closed it, or it is no socket.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
+            if is_tcp and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == is_listening:
+                found[int(name)] = one.getsockname()[1]
+    return found
 
 
 def wake_start(count: int) -> None:

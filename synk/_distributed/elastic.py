@@ -36,6 +36,7 @@ from .gang import Gang, Generation
 from .liveness import EXIT_PEER_FAILED
 
 OLDEST = (0, 10)  # the jaxlib that this was tried with
+THREAD_SECONDS = 2.0  # for threads to come back that were left alone
 PATIENCE = 5.0  # seconds in which the launcher tells of the loss that a program has died of, unless it is of silence
 
 
@@ -62,10 +63,10 @@ class ElasticPeers(JaxPeers):
             raise MembersChanged
         super().before_launch(what)
 
-    def run(self, program: Callable[..., list[jax.Array]], *args: Any) -> list[jax.Array]:
+    def run(self, program: Callable[..., Any], *args: Any) -> Any:
         has_64_bits = config.jax_enable_x64
 
-        def work() -> list[jax.Array]:
+        def work() -> Any:
             # An option of the thread that calls.
             with jax.enable_x64(has_64_bits):
                 return jax.block_until_ready(program(*args))
@@ -209,11 +210,27 @@ class ElasticPeers(JaxPeers):
     def attend(self) -> None:
         """Make the public calls of this process, and tell the launcher when it ends."""
         RETRY.run = self.call
-        atexit.register(self.gang.leave, "it has ended its program", is_end=True)
+        atexit.register(self._at_exit)
+        os.register_at_fork(after_in_child=partial(self._leave_alone, sys.excepthook))
         if self._exit_hook:
             sys.excepthook = self._at_error(sys.excepthook)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._stop)
+
+    def _at_exit(self) -> None:
+        """Tell the launcher that the program has ended."""
+        self.gang.leave("it has ended its program", is_end=True)
+        # A thread that comes back from the runtime when Python has ended aborts the process.
+        coordinator.hang_up()
+        self.gang.wait_for_threads(THREAD_SECONDS)
+
+    def _leave_alone(self, excepthook: Any) -> None:
+        """Make a forked helper end as any program does: it is no process of the group, and has none of its threads."""
+        RETRY.run = None
+        atexit.unregister(self._at_exit)
+        sys.excepthook = excepthook
+        if signal.getsignal(signal.SIGTERM) == self._stop:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _stop(self, number: int, frame: Any) -> None:
         self._is_leaving = True

@@ -53,6 +53,7 @@ class Gang:
         self._next: Generation | None = None
         self._go, self._end, self._values = 0, "", list[Any]()
         self._exchanges, self._worker, self._on_end = 0, _Worker(self._changed), on_end
+        self._left_alone: list[_Worker] = []
         self._line = Line(socket.create_connection(address))
         self._line.send({"hello": me, "heartbeat": heartbeat, "start": start})
         for work, *arguments in ((self._hear,), (self._beat, heartbeat / BEATS)):
@@ -94,6 +95,8 @@ class Gang:
         except MembersChanged:
             if not job.is_done:
                 # Another thread for the next program: nobody knows when this one comes back.
+                self._left_alone.append(worker)
+                worker.end()
                 self._worker = _Worker(self._changed)
             raise
         if job.error is not None:
@@ -120,6 +123,12 @@ class Gang:
                     return False
                 self._changed.wait(left)
         return True
+
+    def wait_for_threads(self, seconds: float) -> None:
+        """Wait until threads that were left alone have come back."""
+        until = monotonic() + seconds
+        for worker in self._left_alone:
+            worker.thread.join(max(0.0, until - monotonic()))
 
     def follow(self) -> Generation:
         """Wait until all that are left are ready for the newest generation, and return it.
@@ -188,9 +197,14 @@ class _Worker:
     """A thread that does one piece of work after another."""
 
     def __init__(self, changed: threading.Condition) -> None:
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = changed
-        threading.Thread(target=self._work, name="synk-programs", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, name="synk-programs", daemon=True)
+        self.thread.start()
+
+    def end(self) -> None:
+        """Let the thread end, once it has done what it was given."""
+        self._jobs.put(None)
 
     def give(self, work: Callable[[], Any]) -> _Job:
         """Let the thread do something."""
@@ -199,8 +213,7 @@ class _Worker:
         return job
 
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
             assert job.work is not None
             try:
                 job.result = job.work()

@@ -72,7 +72,7 @@ class Peers:
     keeps_values = False
     losses: Sequence[Loss] = ()
 
-    def run(self, program: Callable[..., list[jax.Array]], *args: Any) -> list[jax.Array]:
+    def run(self, program: Callable[..., Any], *args: Any) -> Any:
         """Run a program that communicates with the other processes."""
         return program(*args)
 
@@ -273,6 +273,10 @@ class _CurrentGroup:
         self._made = None
         self.group = group
         return before
+
+    def communicate(self, program: Callable[..., Any], *args: Any) -> Any:
+        """Run a program that communicates with other processes, whichever the group."""
+        return program(*args) if self.peers is None else self.peers.run(program, *args)
 
     def forget(self) -> None:
         """Forget the current group."""

@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -446,8 +447,8 @@ def play(case):
         me = int(os.environ["SYNK_PROCESS_ID"])
         faults = Faults(fault for fault in case.faults if fault.process == me)
         faults.put_in()
-        is_short = any(fault.kind == "freeze" for fault in case.faults)
-        synk.init(distributed=True, elastic=True, heartbeat=SHORT_HEARTBEAT if is_short else HEARTBEAT)
+        heartbeat = SHORT_HEARTBEAT if any(fault.kind == "freeze" for fault in case.faults) else HEARTBEAT
+        synk.init(distributed=True, elastic=True, heartbeat=heartbeat, start=10)
 
     def done():
         times.append(time.monotonic())
@@ -455,7 +456,8 @@ def play(case):
         time.sleep(0.005)
 
     values = PROGRAMS[case.program](case, done)
-    say("end", values={name: described(value) for name, value in values.items()}, times=times)
+    stuck = [thread for thread in threading.enumerate() if thread.name == "synk-programs"][1:]
+    say("end", values={name: described(v) for name, v in values.items()}, times=times, stuck=len(stuck))
     faults.at("at its end")
 
 
@@ -682,17 +684,20 @@ def main():
         print(one.output, told(one.case), one.why or f"ended well {one.seconds}", sep="\n")
         sys.exit(bool(one.why))
     first, end = map(int, options.seeds.split(":"))
-    times, failures, fired, start = [], [], 0, time.monotonic()
+    times, failures, fired, stuck, start = [], [], 0, 0, time.monotonic()
     for one in runs(range(first, end), options.jobs):
         times += one.seconds
         fired += '"what": "fault"' in one.output
-        seconds = [round(s, 2) for kind, s in one.seconds]
+        stuck += sum(line.get("stuck", 0) for line in said(re.sub(r"(?m)^\[\d+\] ", "", one.output)))
+        seconds = [round(pair[1], 2) for pair in one.seconds]
         print(f"{'FAILED' if one.why else 'ok'} {told(one.case)} {seconds}", flush=True)
         if one.why:
             failures.append(one.case.seed)
             print(one.why[-3000:], one.output[-6000:], sep="\n", flush=True)
     spent = time.monotonic() - start
-    print(f"{end - first} seeds in {spent:.0f} s, {fired} with a fault; failed: {failures or 'none'}")
+    print(
+        f"{end - first} seeds in {spent:.0f} s, {fired} with a fault, {stuck} threads stuck; failed: {failures or 'none'}"
+    )
     for what in ("kill", "terminate", "freeze"):
         some = [s for kind, s in times if kind == what]
         if some:
