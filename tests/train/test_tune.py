@@ -163,7 +163,12 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", ["plain", *(slow(name) for name in STEPS if name != "plain")])
+@pytest.mark.parametrize(
+    ("replicas", "name"),
+    [*((group, "plain") for group in GROUPS), *(slow(("devices", 2), name) for name in STEPS if name != "plain")],
+    ids=str,
+    indirect=["replicas"],
+)
 def test_changes_nothing(replicas, name, capsys):
     """Before the first step and after some: variables, stats and all later steps are as without tune."""
     step, untouched = made(**STEPS[name]), made(**STEPS[name])
