@@ -17,6 +17,7 @@ from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
 from .._reductions.reduction import REDUCTIONS
 from .._runtime.axis import AXIS
+from .._runtime.group import CURRENT, Loss
 from .binding import ArgumentBinder, ArgumentSpec
 
 
@@ -31,6 +32,7 @@ class Stats:
       selecting: seconds spent checking arguments and batches.
       sending: seconds spent picking rows and starting to bring them to the devices.
       dispatching: seconds spent starting programs, compilation included.
+      lost: the processes that the elastic group has lost so far: which, when and why.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -46,6 +48,10 @@ class Stats:
         self.calls = self.compilations = self.rows = 0
         self.slices = 1
         self.selecting = self.sending = self.dispatching = 0.0
+
+    @property
+    def lost(self) -> Sequence[Loss]:
+        return () if CURRENT.peers is None else CURRENT.peers.losses
 
     def __repr__(self) -> str:
         return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in self.__slots__)})"

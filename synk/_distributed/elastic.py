@@ -54,6 +54,7 @@ class ElasticPeers(JaxPeers):
         self.losses: Sequence[Loss] = ()
         self._heartbeat, self._exit_hook, self._start = heartbeat, exit_hook, monotonic()
         self._depth, self._is_leaving, self._starting = 0, False, threading.Lock()
+        self._gives_state = False
         self.gang = Gang(address, me, heartbeat, start, self._left_behind)
 
     # What the rest of synk asks of its peers.
@@ -110,7 +111,9 @@ class ElasticPeers(JaxPeers):
         if self.ended is not None:
             raise self.ended
         self.exchanges += 1
-        parts = self.gang.exchange(f"{what} as its program {self.progress[0] + 1}", value)
+        if self.is_waiting:
+            return [value]
+        parts = self.gang.exchange(f"{what} as its program {self.progress[0] + 1}", value, self._gives_state)
         doing = [what for what, _ in parts]
         if len(set(doing)) > 1:
             raise self.end(
@@ -124,9 +127,30 @@ class ElasticPeers(JaxPeers):
     @property
     def rank(self) -> int:
         """Return the place of this process among those of its generation."""
+        return self._members.index(self.gang.me)
+
+    @property
+    def _members(self) -> Sequence[int]:
+        """Return the processes of the generation, by the launcher's numbers."""
+        return [self.gang.me] if self.gang.generation is None else self.gang.generation.members
+
+    # How a process joins.
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.gang.generation is None
+
+    def meet_new(self, give_state: Callable[[], None]) -> None:
+        if self.is_waiting:
+            self.gang.wait_to_join()
         generation = self.gang.generation
         assert generation is not None
-        return generation.members.index(self.gang.me)
+        self.gang.can_join()
+        if generation.new:
+            give_state()
+            self._gives_state = True
+        elif self.gang.is_awaited and all(keeper.can_move() for keeper in KEEPERS):
+            self.gang.admit()
 
     # How calls are made again.
 
@@ -143,8 +167,10 @@ class ElasticPeers(JaxPeers):
                     result = fn(*args, **kwargs)
                     if (self.progress[0], self.exchanges) != before:
                         self._exchange("the end of a call", "")
+                    self._gives_state = False
                     break
                 except MembersChanged:
+                    self._gives_state = False
                     self.progress = before[0], "a call that is made again"
                     for restore in restores:
                         restore()
@@ -161,6 +187,8 @@ class ElasticPeers(JaxPeers):
         # Losses come while others are followed up: the newest generation counts.
         while True:
             generation = self.gang.follow()
+            if generation is None:
+                return
             rank, count = generation.members.index(self.gang.me), len(generation.members)
             coordinator.forget_devices()
             try:
@@ -182,28 +210,26 @@ class ElasticPeers(JaxPeers):
 
     def renew(self) -> None:
         """Go on with the processes that are left."""
-        begun = monotonic()
-        before = self.gang.generation
-        assert before is not None
-        devices = {group: _places(group.devices, before.members) for group in list(GROUPS)}
+        begun, before, everywhere = monotonic(), self._members, set(jax.devices())
+        devices = {group: _places(group.devices, before) for group in list(GROUPS)}
+        whole = [group for group in devices if group._peers is self and everywhere <= {*group.devices}]
         IN_FLIGHT.clear()
         places = [keeper.to_host() for keeper in KEEPERS]
         self.join()
-        now = self.gang.generation
-        assert now is not None
+        # Processes that join have launched other programs than those that go on.
+        self.progress = 0, "nothing"
         for group, at in devices.items():
-            group._take_devices(_devices_at(at, now.members))
+            group._take_devices(tuple(jax.devices()) if group in whole else _devices_at(at, self._members))
         for place in places:
             place()
-        gone = {int(number): why for number, why in now.lost.items() if int(number) in before.members}
+        lost = {} if self.gang.generation is None else self.gang.generation.lost
+        gone = {int(number): why for number, why in lost.items() if int(number) in before}
         self.losses = [*self.losses, *(Loss(number, begun - self._start, why) for number, why in gone.items())]
         if self.rank == 0:
-            whys = "; ".join(f"process {number} ({why})" for number, why in gone.items())
-            print(
-                f"synk: lost {whys}; {len(now.members)} go on after {monotonic() - begun:.2f} s.",
-                file=sys.stderr,
-                flush=True,
-            )
+            news = [f"process {number} is lost: {why}" for number, why in gone.items()]
+            news += [f"process {number} has joined" for number in self._members if number not in before]
+            after = f"{len(self._members)} go on after {monotonic() - begun:.2f} s"
+            print(f"synk: {'; '.join([*news, after])}.", file=sys.stderr, flush=True)
 
     # How this process ends.
 

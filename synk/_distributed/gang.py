@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from .._base.errors import PeerError
 from .._base.retry import MembersChanged
@@ -27,12 +27,14 @@ class Generation(NamedTuple):
       members: the processes, by the numbers that the launcher gave them; their places are their ranks.
       address: where the coordination service of this generation listens.
       lost: why each process that is not there any more is gone.
+      new: the processes that have joined, and have no values yet.
     """
 
     number: int
     members: Sequence[int]
     address: str
     lost: dict[str, str]
+    new: Sequence[int]
 
 
 class Gang:
@@ -42,13 +44,16 @@ class Gang:
       me: the number that the launcher gave this process.
       generation: the generation that this process has joined; None before the first.
       is_stopping: whether the whole run has been asked to end.
+      is_awaited: whether a process waits to join; all processes of a generation read the same.
+      is_alone: whether this process is yet to join the others.
     """
 
     def __init__(
         self, address: tuple[str, int], me: int, heartbeat: float, start: float, on_end: Callable[[str], None]
     ) -> None:
         """Connect to the launcher. `on_end` is called, on another thread, if this process is left behind."""
-        self.me, self.generation, self.is_stopping = me, None, False
+        self.me, self.is_stopping, self.is_awaited, self.is_alone = me, False, False, False
+        self.generation: Generation | None = None
         self._changed, self._has_left = threading.Condition(), False
         self._next: Generation | None = None
         self._go, self._end, self._values = 0, "", list[Any]()
@@ -69,8 +74,27 @@ class Gang:
         self._has_left = True
         self._line.send({"leave": why, "is_end": is_end})
 
-    def exchange(self, what: str, value: str) -> list[tuple[str, str]]:
+    def can_join(self) -> None:
+        """Tell the launcher that processes may join this program."""
+        self._line.send({"can_join": 1})
+
+    def wait_to_join(self) -> NoReturn:
+        """Wait until the others let this process join, which MembersChanged tells."""
+        self._line.send({"wait": 1})
+        self.wait(lambda: False)
+        raise AssertionError
+
+    def admit(self) -> NoReturn:
+        """Let those join who wait, once all processes have come here, which MembersChanged tells."""
+        assert self.generation is not None
+        self._line.send({"admit": self.generation.number})
+        self.wait(lambda: False)
+        raise AssertionError
+
+    def exchange(self, what: str, value: str, gives_state: bool = False) -> list[tuple[str, str]]:
         """Wait until all processes are about to do something; return what each does, and its value, by rank.
+
+        `gives_state` says that processes which are new have the values of the others now.
 
         Raises:
           MembersChanged: a process was lost before all had come.
@@ -78,7 +102,8 @@ class Gang:
         assert self.generation is not None
         self._exchanges += 1
         number, self._values = self._exchanges, []
-        self._line.send({"exchange": number, "generation": self.generation.number, "what": what, "value": value})
+        about = {"generation": self.generation.number, "gives_state": gives_state}
+        self._line.send({"exchange": number, "what": what, "value": value, **about})
         self.wait(lambda: bool(self._values))
         return [(part["what"], part["value"]) for part in self._values]
 
@@ -130,18 +155,21 @@ class Gang:
         for worker in self._left_alone:
             worker.thread.join(max(0.0, until - monotonic()))
 
-    def follow(self) -> Generation:
-        """Wait until all that are left are ready for the newest generation, and return it.
+    def follow(self) -> Generation | None:
+        """Wait until all that are left are ready for the newest generation, and return it; None if this process is yet
+        to join one.
 
         Raises:
           PeerError: too few are left, or the launcher is gone.
         """
         while True:
             with self._changed:
-                while self._next is None and not self._end:
+                while self._next is None and not self._end and not self.is_alone:
                     self._changed.wait()
                 newest = self._next
-            self.generation, self._exchanges = newest, 0
+            if newest is None and self.is_alone:
+                return None
+            self.generation, self._exchanges, self.is_alone = newest, 0, False
             try:
                 self._line.send({"ready": newest.number if newest else 0})
                 self.wait(lambda newest=newest: newest is not None and self._go == newest.number)
@@ -155,12 +183,13 @@ class Gang:
         while (message := self._line.receive()) is not None:
             with self._changed:
                 if "generation" in message:
-                    self._next = Generation(
-                        message["generation"], message["members"], message["address"], message["lost"]
-                    )
+                    about = (message[name] for name in ("generation", "members", "address", "lost", "new"))
+                    self._next = Generation(*about)
                 self._go = message.get("go", self._go)
                 self._values = message.get("values", self._values)
                 self.is_stopping = message.get("is_stopping", self.is_stopping)
+                self.is_awaited = message.get("is_awaited", self.is_awaited)
+                self.is_alone |= "alone" in message
                 self._end = self._end or message.get("end", "")
                 self._changed.notify_all()
             if self._end:

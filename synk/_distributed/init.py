@@ -191,9 +191,11 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
             f"synk.init: the devices {devices} are those of several processes, but none is of process {min(missing)}. "
             f"Give some of each process, or of this one alone."
         )
-    peers = CURRENT.peers
-    if peers is None and len(local) < len(devices):
+    peers = None
+    if len(local) < len(devices):
         from .agreement import PEERS as peers
+    if CURRENT.peers is not None and len(devices) == jax.device_count():
+        peers = CURRENT.peers
     return CURRENT.use(make_group(devices, is_simulated, peers, memory=memory))
 
 

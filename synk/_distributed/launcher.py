@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -109,13 +109,25 @@ def _run(options: argparse.Namespace, attempt: int, console: "Console", signals:
             membership = _start_membership(options, coordinator, console) if options.elastic else None
             if membership is not None and not options.coordinator:
                 coordinator = f"127.0.0.1:{membership.port}"
-            for i in range(options.processes):
-                rank = options.node_rank * options.processes + i
+
+            told = guard.stdin
+
+            def start(rank: int, attempt: int) -> None:
                 log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
                 members.append(Member(rank, command, _environment(options, rank, attempt, coordinator), log, console))
                 with suppress(BrokenPipeError):  # somebody has killed the guard
-                    guard.stdin.write(b"%d\n" % members[-1].process.pid)
-            _watch(members, signals, membership)
+                    told.write(b"%d\n" % members[-1].process.pid)
+
+            for i in range(options.processes):
+                start(options.node_rank * options.processes + i, attempt)
+            attempts = iter(range(attempt + 1, options.restarts + 1))
+
+            def restart(rank: int) -> None:
+                if (attempt := next(attempts, None)) is not None:
+                    console.say(f"starting process {rank} again, to join ({attempt} of {options.restarts})")
+                    start(rank, attempt)
+
+            _watch(members, signals, membership, restart)
     finally:
         _end(members, guard)
         if membership is not None:
@@ -257,23 +269,32 @@ def _end(members: Sequence[Member], guard: Popen[bytes]) -> None:
         member.reader.join(max(0.0, until - monotonic()))
 
 
-def _watch(members: Sequence[Member], signals: Sequence[int], membership: "Membership | None") -> None:
+def _watch(
+    members: Sequence[Member],
+    signals: Sequence[int],
+    membership: "Membership | None",
+    restart: Callable[[int], None],
+) -> None:
     """Wait for all processes. Return early some seconds after one has failed or Ctrl-C has come, or at a second signal.
 
     The first of `signals` is passed on to all. SIGTERM sets no limit, so that programs may save: `synk.preempted`
-    reports it. In an elastic group it is reported to all by `membership`, and nobody is waited for who was left behind.
-    The caller ends the processes that are left.
+    reports it. In an elastic group it is reported to all by `membership`, nobody is waited for who was left behind, and
+    `restart` starts a process that joins in the place of one that has failed. The caller ends the processes that are
+    left.
     """
     start, until, is_passed_on = monotonic(), float("inf"), False
     while True:
-        hanging = () if membership is None else membership.hanging
-        for member in members:
+        hanging = set[int]() if membership is None else membership.hanging
+        for member in list(members):
             if member.seconds is None and member.process.poll() is not None:
                 member.seconds = monotonic() - start
                 if membership is not None:
                     membership.lose(member.rank, how_it_ended(member.process.returncode))
+                    if member.process.returncode and membership.can_join and not membership.is_ending:
+                        restart(member.rank)
             elif member.seconds is None and member.rank in hanging:
                 # If it came back, it might write where the others write.
+                hanging.discard(member.rank)
                 member.process.kill()
         if all(m.seconds is not None for m in members) or monotonic() > until or len(signals) > 1:
             return

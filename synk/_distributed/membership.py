@@ -5,6 +5,9 @@ two send lines of JSON. A connection that closes, or brings no line for `heartbe
 gone. Those left then form the next *generation*: the launcher starts a coordination service of JAX's for as many
 processes, and tells them its address and their new order.
 
+A process that is started later, in place of a lost one, waits until the others come to a point where it may join
+(`synk.join`). They all hear of it in the answer to one exchange, so they stop at the same point.
+
 Processes exchange values by this connection too. The launcher answers an exchange when the values of all are there. So
 it alone decides whether an exchange came before a loss: either all that are left get its answer, or none.
 """
@@ -17,9 +20,11 @@ from time import monotonic
 from typing import Any
 
 # Lines from a process: {"hello": id, "heartbeat": s, "start": s}, {"ready": generation}, {"exchange": number, ...},
-# {"beat": 1}, {"leave": why, "is_end": b}.
-# Lines to a process: {"generation": g, "members": [id, ...], "address": a, "lost": {id: why}}, {"go": generation},
-# {"values": [...], "number": n, "is_stopping": b}, {"end": why}.
+# {"beat": 1}, {"leave": why, "is_end": b}, {"wait": 1} of a process that waits to join, {"admit": generation} of one
+# that lets it, {"can_join": 1} of one whose program has a point to join at.
+# Lines to a process: {"generation": g, "members": [id, ...], "address": a, "lost": {id: why}, "new": [id, ...],
+# "is_awaited": b}, {"go": generation}, {"values": [...], "is_stopping": b, "is_awaited": b}, {"alone": 1} to one that
+# is to join, {"end": why}.
 MAX_LINE = 1 << 26
 LOOK = 0.2  # seconds between two looks for silent processes
 
@@ -67,11 +72,13 @@ class _Process:
       seen: when its last line came.
       ready: the newest generation that it is ready for.
       exchange: its part of the exchange that it waits in; None if it waits in none.
+      admits: whether it waits for another process to join.
+      waits: whether it waits to join.
     """
 
     def __init__(self, line: Line, heartbeat: float) -> None:
         self.line, self.heartbeat, self.seen = line, heartbeat, monotonic()
-        self.ready = 0
+        self.ready, self.admits, self.waits = 0, False, False
         self.exchange: dict[str, Any] | None = None
 
 
@@ -82,6 +89,7 @@ class Membership:
       lost: why each process that was left behind is gone.
       hanging: processes that were left behind since they sent nothing, and that may still be there.
       is_ending: whether a program has ended well, so that all are about to.
+      can_join: whether the program has a point at which a process may join.
     """
 
     def __init__(
@@ -98,7 +106,10 @@ class Membership:
         """
         self._least, self._serve, self._say = least, serve, say
         self._lock = threading.RLock()
-        self._generation, self._members = 0, dict[int, _Process]()
+        # Members in the order of their ranks, those that are to join, and members that have no values yet.
+        self._generation, self._members, self._joining = 0, dict[int, _Process](), dict[int, _Process]()
+        self._new: set[int] = set()
+        self.can_join = False
         # Processes that have not come yet, and until when they are awaited: for so long after the first has come.
         self._missing, self._until = set(range(count)), float("inf")
         self.lost, self.hanging, self.is_ending = dict[int, str](), set[int](), False
@@ -123,6 +134,8 @@ class Membership:
     def lose(self, process: int, why: str) -> None:
         """Leave a process behind, and tell the others."""
         with self._lock:
+            if joining := self._joining.pop(process, None):
+                joining.line.close()
             gone = self._members.pop(process, None)
             if gone is not None:
                 gone.line.send({"end": f"this process was left behind: {why}"})
@@ -130,6 +143,7 @@ class Membership:
             elif process not in self._missing:
                 return
             self._missing.discard(process)
+            self._new.discard(process)
             self.lost[process] = why
             if not self._missing:
                 self._next_generation()
@@ -150,38 +164,59 @@ class Membership:
             return
         number, process = int(hello["hello"]), _Process(line, float(hello["heartbeat"]))
         with self._lock:
-            if self._ended or number not in self._missing:
-                line.send({"end": self._ended or f"process {number} cannot join a group that has started"})
+            if self._ended or number in self._members or number in self._joining:
+                line.send({"end": self._ended or f"there is a process {number} already"})
                 line.close()
                 return
-            self._missing.discard(number)
-            self._members[number] = process
             self._until = min(self._until, monotonic() + float(hello["start"]))
-            if not self._missing:
-                self._next_generation()
+            if number not in self._missing:
+                self._joining[number] = process
+                line.send({"alone": 1})
+            else:
+                self._missing.discard(number)
+                self._members[number] = process
+                if not self._missing:
+                    self._next_generation()
         while (message := line.receive()) is not None:
             with self._lock:
                 process.seen = monotonic()
                 if self._members.get(number) is process:
                     self._take(number, process, message)
-        self.lose(number, "its connection has closed")
+                elif self._joining.get(number) is process and "wait" in message:
+                    process.waits = True
+        if process in (self._members.get(number), self._joining.get(number)):
+            self.lose(number, "its connection has closed")
 
     def _take(self, number: int, process: _Process, message: dict[str, Any]) -> None:
         """Act on a line of a process that belongs to the group."""
         if "leave" in message:
             self.is_ending |= message["is_end"]
             self.lose(number, message["leave"])
+        elif "can_join" in message:
+            self.can_join = True
+        elif "admit" in message and message["admit"] == self._generation:
+            process.admits = True
+            if all(other.admits for other in self._members.values()):
+                self._next_generation()
         elif "ready" in message:
             process.ready = message["ready"]
             if all(other.ready == self._generation for other in self._members.values()):
                 self._tell({"go": self._generation})
         elif "exchange" in message and message["generation"] == self._generation:
             process.exchange = message
-            parts = [self._members[other].exchange for other in sorted(self._members)]
+            parts = [other.exchange for other in self._members.values()]
             if None not in parts:
                 for other in self._members.values():
                     other.exchange = None
-                self._tell({"values": parts, "number": message["exchange"], "is_stopping": self._is_stopping})
+                if message["gives_state"]:
+                    self._new.clear()
+                about = {"is_stopping": self._is_stopping, "is_awaited": self._is_awaited}
+                self._tell({"values": parts, "number": message["exchange"], **about})
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Tell whether a process waits to join."""
+        return any(process.waits for process in self._joining.values())
 
     def _tell(self, message: dict[str, Any]) -> None:
         for process in self._members.values():
@@ -189,20 +224,36 @@ class Membership:
 
     def _next_generation(self) -> None:
         """Tell all processes that are left who they are now. End them if they are too few."""
-        members = sorted(self._members)
-        if not members:
+        if not self._members:
+            self._ended = "the others have ended their programs"
+            for process in self._joining.values():
+                process.line.send({"end": self._ended})
             return
+        if not self._generation:
+            self._members = dict(sorted(self._members.items()))
+        elif all(process.admits for process in self._members.values()):
+            waiting = [number for number, process in self._joining.items() if process.waits]
+            for number in waiting:
+                self._members[number] = self._joining.pop(number)
+                self.lost.pop(number, None)
+                self._new.add(number)
+        members = list(self._members)
         whys = "; ".join(f"process {number}: {why}" for number, why in self.lost.items())
         if len(members) < self._least and not self.is_ending:
             self._ended = f"{len(members)} processes are left, and the group needs {self._least}. {whys}"
             self._tell({"end": self._ended})
             return
+        if self._new.issuperset(members):
+            self._ended = f"no process is left that has the values. {whys}"
+            self._tell({"end": self._ended})
+            return
         self._generation += 1
         for process in self._members.values():
-            process.exchange = None
+            process.exchange, process.admits = None, False
         address = self._serve(len(members))
         lost = {str(number): why for number, why in self.lost.items()}
-        self._tell({"generation": self._generation, "members": members, "address": address, "lost": lost})
+        about = {"lost": lost, "new": sorted(self._new), "is_awaited": self._is_awaited}
+        self._tell({"generation": self._generation, "members": members, "address": address, **about})
 
     def _watch(self) -> None:
         """Leave behind processes that send nothing any more, or have not come in time."""
@@ -213,9 +264,10 @@ class Membership:
                 # While this process slept, as a whole machine may, it has heard nobody.
                 slept, last = max(0.0, now - last - 2 * LOOK), now
                 self._until += slept
-                for process in self._members.values():
+                processes = [*self._members.items(), *self._joining.items()]
+                for _, process in processes:
                     process.seen += slept
-                for number, process in list(self._members.items()):
+                for number, process in processes:
                     if now - process.seen > process.heartbeat:
                         self.hanging.add(number)
                         self.lose(number, f"it has sent nothing for {process.heartbeat:g} s")

@@ -67,10 +67,15 @@ class Peers:
     Attributes:
       keeps_values: whether programs must leave old values of variables as they are, since a call may be made again.
       losses: the processes that an elastic group has lost.
+      is_waiting: whether this process is yet to join an elastic group.
     """
 
     keeps_values = False
     losses: Sequence[Loss] = ()
+    is_waiting = False
+
+    def meet_new(self, give_state: Callable[[], None]) -> None:
+        """Let processes that wait join an elastic group, or join it. Where some are new, all call `give_state`."""
 
     def run(self, program: Callable[..., Any], *args: Any) -> Any:
         """Run a program that communicates with the other processes."""
@@ -166,6 +171,11 @@ class Group:
     def _is_multi_process(self) -> bool:
         """Check whether the group spans several processes."""
         return len(self._local_ranks) < self.size
+
+    @property
+    def _is_elastic(self) -> bool:
+        """Check whether the group goes on with other devices when it loses a process."""
+        return self._peers.keeps_values
 
     @cached_property
     def _per_process(self) -> int:

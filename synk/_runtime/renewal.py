@@ -11,6 +11,10 @@ class Keeper(Protocol):
         """Return what brings back the values as they are now, on the devices as they are now."""
         ...
 
+    def can_move(self) -> bool:
+        """Tell whether every process has all values, so that another one may get them."""
+        ...
+
     def to_host(self) -> Callable[[], None]:
         """Copy all values to host memory. Return what places them on the devices that groups have then."""
         ...

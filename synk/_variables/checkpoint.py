@@ -86,9 +86,12 @@ def save(
     extra, place = checked_extra(extra, "save"), Path(folder).absolute()
     with eager():
         group, call = common_group(variables, "save"), f"synk.save(step={number}, variables={[*variables]})"
+        # The others, which this process is yet to join, have saved later steps.
+        if group._peers.is_waiting:
+            return
         group._peers.from_process_0(call, WRITER.wait)
         is_writer = jax.process_index() == 0 or not group._is_multi_process
-        arrays = dict(_arrays(variables, is_writer, is_copy=background))
+        arrays = dict(arrays_of(variables, is_writer, is_copy=background))
         about = {"extra": extra, "variables": [[name, described(v)] for name, v in variables.items()]}
 
         def act() -> str:
@@ -151,7 +154,7 @@ def load(
         compare(variables, kept, f"synk.load: {path}", partial)
         names = list(kept)
         arrays = files.enter_context(opened_here[0].arrays()) if opened_here else None
-        states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
+        states = [(v, loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
         commit_all(states)
     return about["step"], about["extra"]
 
@@ -216,7 +219,7 @@ def described(variable: Shared) -> dict[str, Any]:
     }
 
 
-def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
+def arrays_of(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the leaves of all variables in host memory, by their names in the file."""
     for number, variable in enumerate(variables.values()):
         for rank, leaves in _entries(variable, is_writer):
@@ -306,7 +309,7 @@ def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{here['path']}'s {what}", there[field], here[field]
 
 
-def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:
+def loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:
     """Make the state of a variable from a checkpoint; `arrays` is None in processes other than 0."""
     spec, group, lengths = variable._spec, group_of(variable), kept["lengths"]
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from .._base.errors import PeerError
 from .._runtime.executable import copy_to_replicas
-from .._runtime.group import Group
-from .._runtime.layout import local_replica_to_host
+from .._runtime.layout import local_replica_to_host, put
 from .._runtime.renewal import KEEPERS
-from .state import VariableState
 from .variable import Shared
 
 
@@ -26,18 +26,23 @@ class _Variables:
 
         return restore
 
+    def can_move(self) -> bool:
+        """Tell whether every process has the values of all variables."""
+        return not any(_what_is_apart(variable) for variable in _living())
+
     def to_host(self) -> Callable[[], None]:
         """Copy the values to host memory. Return what places them on the devices that groups have then."""
-        kept = [(v, v._state, _on_host(v._group, v)) for v in _living() if v._group is not None]
+        kept = [(variable, variable._state, _on_host(variable)) for variable in _living()]
 
         def place() -> None:
             for variable, state, leaves in kept:
+                group = variable._group
                 if isinstance(leaves, PeerError):
                     variable._state = replace(state, failure=(variable.name, leaves))
-                else:
-                    assert variable._group is not None
-                    copies = copy_to_replicas(variable._group, leaves, state.layout)
-                    variable._state = VariableState(copies, state.abstract, failure=state.failure)
+                elif group is not None and group._is_elastic:
+                    variable._state = replace(state, leaves=copy_to_replicas(group, leaves, state.layout))
+                elif group is not None:
+                    variable._state = replace(state, leaves=[put(group, leaf, state.layout) for leaf in leaves])
 
         return place
 
@@ -46,23 +51,30 @@ def _living() -> list[Shared]:
     return [variable for reference in list(Shared._living.values()) if (variable := reference()) is not None]
 
 
-def _on_host(group: Group, variable: Shared) -> list[Any] | PeerError:
-    """Return the stored leaves in host memory, or the error of a value that a lost process alone held a part of."""
-    state = variable._state
-    what = ""
+def _what_is_apart(variable: Shared) -> str:
+    """Say how the processes of an elastic group have different parts of a value; "" if each has all of it."""
+    state, group = variable._state, variable._group
+    if group is None or not group._is_elastic or state.failure is not None:
+        return ""
     if state.rows_per_replica is not None:
-        what = "it holds rows, of which each process has its own"
-    elif variable._spec.is_cut is not None:
-        what = "it lies in shards, of which each process has its own"
-    elif not state.is_equal:
-        what = f"its replicas differ, since {state.diverged_by} updated it on each"
-    if what and group._is_multi_process:
+        return "it holds rows, of which each process has its own"
+    if variable._spec.is_cut is not None:
+        return "it lies in shards, of which each process has its own"
+    return "" if state.is_equal else f"its replicas differ, since {state.diverged_by} updated it on each"
+
+
+def _on_host(variable: Shared) -> list[Any] | PeerError:
+    """Return the stored leaves in host memory, or the error of a value that a lost process alone held a part of."""
+    state, group = variable._state, variable._group
+    if group is None or state.failure is not None:
+        return []
+    if what := _what_is_apart(variable):
         return PeerError(
             f"{variable.name}: a process of the elastic group is gone with a part of its value: {what}. Start all "
-            f"processes again from the last checkpoint, or give it a new value."
+            f"processes again from the last checkpoint."
         )
-    if state.failure is not None:
-        return []
+    if not group._is_elastic:
+        return [np.array(leaf) for leaf in state.leaves]
     rank = group._local_ranks.start
     return [local_replica_to_host(group, leaf, state.layout, rank, None).copy() for leaf in state.leaves]
 
