@@ -14,10 +14,10 @@ from .._data.feed import InputFeed
 from .._data.overlap import widened, with_neighbours
 from .._data.process_rows import rows_of_replicas
 from .._data.selection import IndexKind, ReplicaSelection, Selection
-from .._data.transfer import PartRows, gather_rows, send_index, send_rows
+from .._data.transfer import PartRows, cut_rows, gather_rows, is_cut_by_host, send_index, send_rows
 from .._runtime.executable import Executable
 from .._runtime.group import Group
-from .._runtime.layout import constant, put, takes
+from .._runtime.layout import constant, takes
 from .binding import no_rows
 from .parts import split_into_launches
 
@@ -190,8 +190,10 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
     indexes: dict[Any, Any] = {}
     for spec, source, selection in zip(rows.inputs, rows.sources, rows.selections, strict=True):
         if spec.is_whole:
-            is_there = source.sharding == group.stacked or takes(group, source, "rows")
-            values.append(source if is_there else put(group, source, "rows"))
+            is_there = source.sharding == group.stacked or (
+                takes(group, source, "rows") and not is_cut_by_host(group, source)
+            )
+            values.append(source if is_there else cut_rows(group, source))
             continue
         layout, index, overlap = spec.feed.layout, spec.feed.index, spec.feed.overlap
         if layout == "rows":

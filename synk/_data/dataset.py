@@ -135,6 +135,21 @@ class Data:
             array = relayout(group, [resident(self, group)], self._home.layout, layout)[0]
         return array if self._key is None else as_keys(array, self._key)
 
+    def block_until_ready(self) -> Data:
+        """Wait until the rows that are on the devices are made, as `jax.block_until_ready` does, and return the data.
+
+        Example:
+          >>> import jax, numpy as np, synk
+          >>> f = synk.function(lambda x: 2 * x, reduce="scatter")
+          >>> len(jax.block_until_ready(f(np.arange(4.0))))
+          4
+        """
+        # A result of another thread's call may replace the copy meanwhile.
+        copy = self._copy
+        if copy is not None:
+            copy.block_until_ready()
+        return self
+
     @public_api
     def __getitem__(self, index: Any) -> Any:
         source = source_of(self)

@@ -9,11 +9,14 @@ import numpy as np
 
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
-from .._runtime.layout import everywhere, is_everywhere, is_placed, put
+from .._runtime.layout import everywhere, host_copy, is_everywhere, is_placed, put
 from .host_buffers import acquire
 from .selection import Selection
 from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
 from .staging import send_staged, staging_buffers
+
+# A copy of more bytes takes longer than the start of a program that cuts them.
+CUT_BY_HOST_BYTES = 2**20
 
 
 class PartRows(NamedTuple):
@@ -55,7 +58,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
     if isinstance(source, jax.Array):
         is_all = selection.indexes is None and len(source) == selection.rows == max_rows * group.size
         if is_all and source.dtype == dtype:
-            return source if is_placed(group, source, "rows") else put(group, source, "rows")
+            return source if is_placed(group, source, "rows") else cut_rows(group, source)
         host = to_host(group, source)
         if host is None:
             group._peers.before_launch("rows picked from an array that lies over the processes")
@@ -85,6 +88,22 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         return arrays[(index[0].start or 0) // max_rows - ranks.start]
 
     return jax.make_array_from_callback((max_rows * size, *row), group.stacked, part_at)
+
+
+def is_cut_by_host(group: Group, source: jax.Array) -> bool:
+    """Check whether the host cuts the rows of an array sooner than a program does: small ones, on one CPU device."""
+    is_on_cpus = group.platform == "cpu" and not (group._has_one_device or group._is_multi_process)
+    is_small = is_on_cpus and source.nbytes <= CUT_BY_HOST_BYTES
+    # jaxlib 0.10 crashes if a deleted array is asked whether it is ready.
+    return is_small and len(source.sharding.device_set) == 1 and not source.is_deleted() and source.is_ready()
+
+
+def cut_rows(group: Group, source: jax.Array) -> jax.Array:
+    """Cut an array of JAX, whose rows divide, over the replicas."""
+    if not is_cut_by_host(group, source):
+        return put(group, source, "rows")
+    host = host_copy(source)
+    return jax.make_array_from_callback(host.shape, group.stacked, host.__getitem__)
 
 
 def fill_parts(

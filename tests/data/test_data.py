@@ -557,10 +557,26 @@ X8 = numbers(8)
 def test_members_of_data(group, place):
     """Before and after a call."""
     given, f = synk.data(X8, place=place), synk.function(lambda x: x.sum())
-    wanted = "name is_minibatch place shape dtype ndim size array set_value set_length to free"
+    wanted = "name is_minibatch place shape dtype ndim size array block_until_ready set_value set_length to free"
     for _ in range(2):
         assert members(given) == set(wanted.split())
         f(given)
+
+
+def test_waits_as_an_array_does(four):
+    """jax.block_until_ready waits for results that stay on the replicas."""
+    done = []
+
+    def late(x):
+        time.sleep(0.2)
+        done.append(1)
+        return np.asarray(x)
+
+    f = synk.function(lambda x: jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), x), reduce="scatter")
+    made = f(numbers(4))
+    assert jax.block_until_ready(made) is made and len(done) == 4
+    on_host = synk.data(numbers(4))
+    assert jax.block_until_ready(on_host) is on_host
 
 
 class TestArray:
@@ -597,3 +613,14 @@ class TestArray:
                 x.to("host").array
             with pytest.raises(synk.SynkError, match=r"x is a synk\.Data, used as an array of JAX's.*its \.array"):
                 jnp.mean(x)
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_small_arrays_on_one_cpu_device(four, is_committed):
+    """The host cuts them; what the user does with the array afterwards changes nothing."""
+    x = numbers(8, 3)
+    array = jax.device_put(x, jax.devices()[1] if is_committed else None)
+    keys = jax.random.split(jax.random.key(0), 8)
+    made = synk.function(lambda x, keys: (x, keys), reduce="scatter")(jax.block_until_ready(array), keys)
+    array.delete()
+    assert_same([np.asarray(made[0]), jax.random.key_data(made[1].array)], [x, jax.random.key_data(keys)])
