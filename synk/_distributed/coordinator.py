@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import socket
+import stat
 import sys
 import threading
 from collections.abc import Generator
@@ -218,7 +219,11 @@ def _sockets(is_listening: bool) -> dict[int, int]:
     """Return the descriptors of this process's TCP sockets, and their ports; where a system does not tell, none."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        # Another thread may have closed it, or it is no socket.
+        # Another thread may have closed it.
+        with contextlib.suppress(OSError):
+            # A copy of what is no socket would stay open.
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
             is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
             if is_tcp and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == is_listening:

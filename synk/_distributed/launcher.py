@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace, attempt: int, console: "Console", signals:
                     console.say(f"starting process {rank} again, to join ({attempt} of {options.restarts})")
                     start(rank, attempt)
 
-            _watch(members, signals, membership, restart)
+            _watch(members, signals, membership, restart if options.elastic else None)
     finally:
         _end(members, guard)
         if membership is not None:
@@ -273,7 +273,7 @@ def _watch(
     members: Sequence[Member],
     signals: Sequence[int],
     membership: "Membership | None",
-    restart: Callable[[int], None],
+    restart: Callable[[int], None] | None,
 ) -> None:
     """Wait for all processes. Return early some seconds after one has failed or Ctrl-C has come, or at a second signal.
 
@@ -290,7 +290,7 @@ def _watch(
                 member.seconds = monotonic() - start
                 if membership is not None:
                     membership.lose(member.rank, how_it_ended(member.process.returncode))
-                    if member.process.returncode and membership.can_join and not membership.is_ending:
+                    if member.process.returncode and restart and membership.can_join and not membership.is_ending:
                         restart(member.rank)
             elif member.seconds is None and member.rank in hanging:
                 # If it came back, it might write where the others write.
@@ -305,7 +305,7 @@ def _watch(
             else:
                 for member in members:
                     member.process.send_signal(signals[0])
-        has_failed = any(member.process.returncode for member in members) and membership is None
+        has_failed = any(member.process.returncode for member in members) and restart is None
         if signal.SIGINT in signals or has_failed:
             until = min(until, monotonic() + GRACE_SECONDS)
         sleep(0.02)

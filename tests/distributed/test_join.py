@@ -1,0 +1,99 @@
+"""Joining: a process that is started in the place of a lost one takes values and place in the loop from the others."""
+
+import re
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+import synk
+from synk._distributed.elastic import OLDEST
+from synk._runtime.dispatch import JAXLIB
+
+from . import gang
+
+PROGRAM = """
+    import os, signal, sys, time
+    import numpy as np
+    import synk
+
+    synk.init(distributed=True, elastic=True)
+    is_first, total = os.environ["SYNK_ATTEMPT"] == "0", synk.shared(np.float64(0), name="total")
+    names = {"total": total, "key": synk.shared(np.arange(int(os.environ.get("KEYS", "2")) if not is_first else 2))}
+    add = synk.function(lambda x: x.sum(), inputs=["x"])
+
+    @add.then
+    def add(sum):
+        total.value = total.value / 2 + sum
+
+    rest = 5
+    for step in synk.join(range(10**6), names):
+        add(np.arange(13, dtype=np.float64) + step)
+        if is_first and step == 10 and os.environ["SYNK_PROCESS_ID"] == os.environ["VICTIM"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+        # The others go on alone until it has come, and is gone again where it brings other variables.
+        rest -= len(add.stats.lost) == 2 if "KEYS" in os.environ else step > 10 and synk.group().size == 3
+        if not rest:
+            break
+    print("ends at", step, "with", float(total.value), "of", synk.group().size, flush=True)
+"""
+needs_elastic = pytest.mark.skipif(JAXLIB < OLDEST, reason=f"elastic groups need jaxlib {OLDEST}")
+
+
+def launch(tmp_path, **environment):
+    """Run the program on three processes. Return the exit code, the output, and what each process that ends says."""
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(PROGRAM))
+    options = ["-n", 3, "--elastic", "--restarts", 1]
+    with gang.Launcher(tmp_path, *options, file, JAX_ENABLE_X64="1", **environment) as launcher:
+        end = launcher.wait(120)[0]
+    ends = re.findall(r"\[(\d)\] ends at (\d+) with (\S+) of (\d)", end.output)
+    return end.code, end.output, {int(rank): (int(step), float(value), int(size)) for rank, step, value, size in ends}
+
+
+@needs_elastic
+@pytest.mark.gang
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_joins(tmp_path, victim):
+    """Whichever process was lost, three end with the values of a run in which none was."""
+    code, output, ends = launch(tmp_path, VICTIM=str(victim))
+    assert code == 0 and {*ends} == {0, 1, 2}, output
+    ((last, value, size),) = {*ends.values()}
+    want = 0.0
+    for step in range(last + 1):
+        want = want / 2 + (np.arange(13) + step).sum()
+    assert size == 3
+    np.testing.assert_allclose(value, want, rtol=1e-12)
+
+
+@needs_elastic
+@pytest.mark.gang
+def test_a_process_of_another_program_does_not_join(tmp_path):
+    """Its variables have other shapes: it alone raises, and the others go on without it."""
+    code, output, ends = launch(tmp_path, VICTIM="1", KEYS="3")
+    assert code == 0 and {*ends} == {0, 2}, output
+    assert "shape was [2]" in output and "ValueError" in output
+
+
+def test_elsewhere_it_is_a_loop(group):
+    """In other groups all items come, and nothing else happens."""
+    w = synk.shared(np.float32(0), name="w")
+    assert [*synk.join("abc", {"w": w})] == ["a", "b", "c"]
+    assert [*synk.join(synk.minibatches(5, 2, shuffle=False), {})] != []
+
+
+@pytest.mark.parametrize(("items", "variables", "error"), [(3, {}, "iterable"), ([], [], "mapping")])
+def test_wrong_arguments(items, variables, error):
+    """Raise at once."""
+    with pytest.raises(TypeError, match=error):
+        synk.join(items, variables)
+
+
+def test_a_waiting_process_saves_nothing(tmp_path, monkeypatch):
+    """The others have saved later steps, which a save would put aside."""
+    w, group = synk.shared(np.float32(0), name="w"), synk.group()
+    monkeypatch.setattr(type(group._peers), "is_waiting", True)
+    synk.save(tmp_path / "run", {"w": w}, step=0)
+    assert not (tmp_path / "run").exists() and jax.process_index() == 0
