@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from .._base.errors import checked_integer, public_api, shown
-from .._base.old_names import instead_of
+from .._base.old_names import refuse_keywords
 from .._base.units import counted, parse_memory
 from .._runtime.compilation_cache import checked_folder, use_folder
 from .._runtime.dispatch import drain, leave_to_runtime
@@ -63,6 +63,9 @@ def init(
         "14GB" or "14GiB", or a fraction of what the device tells. CPUs tell nothing, and need bytes. Over processes
         the value of process 0 counts.
       distributed: whether other processes take part.
+      elastic: whether the group goes on without a process that dies, with `distributed=True` in a program that `python
+        -m synk launch --elastic` has started: calls that were under way are made again, and no row is lost. A call
+        then waits for its results in all processes.
       coordinator: "host:port" of process 0.
       num_processes: how many processes there are.
       process_id: the number of this process, from 0.
@@ -78,6 +81,7 @@ def init(
     Raises:
       ValueError: fewer devices exist than were asked for, a device is named twice, no launcher is found, or files
         cannot be written in the folder of `cache`.
+      SynkError: JAX is too old for an elastic group.
       TypeError: `devices`, `cache` or `memory` is of another type.
 
     Example:
@@ -86,8 +90,7 @@ def init(
       ...     group.size
       1
     """
-    for name in removed:
-        raise TypeError(f"synk.init() got an unexpected keyword argument {name!r}{instead_of(name)}")
+    refuse_keywords("synk.init", removed)
     if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     most, folder = parse_memory(memory, "synk.init"), checked_folder(cache, "synk.init")

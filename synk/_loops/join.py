@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from .._base.errors import public_api, shown
+from .._base.retry import in_parts, made_again
 from .._runtime.group import current_group
 from .._tracing.context import eager
 from .._variables.checkpoint import arrays_of, check_variables, compare, described, loaded_state
@@ -62,14 +63,19 @@ class _Joined(Iterator[T], Generic[T]):
         self._items, self._variables, self.taken = items, variables, 0
         self._iterator: Iterator[T] | None = None
 
+    # An item that was taken must not be lost, and what gives items may make calls of its own.
     @public_api
+    @in_parts
     def __next__(self) -> T:
-        current_group()._peers.meet_new(self._take_state)
+        made_again(self._meet)
         if self._iterator is None:
             self._iterator = islice(self._items, self.taken, None)
         item = next(self._iterator)
         self.taken += 1
         return item
+
+    def _meet(self) -> None:
+        current_group()._peers.meet_new(self._take_state)
 
     def _take_state(self) -> None:
         """Give all processes the values and the place in the loop that process 0 has."""
