@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from time import monotonic
 from typing import Any, NoReturn
 
@@ -27,7 +26,7 @@ from .._base.errors import DisagreementError, PeerError, SynkError
 from .._base.jax_context import config
 from .._base.pytree import as_data, as_keys, key_of
 from .._base.retry import RETRY, MembersChanged
-from .._runtime.dispatch import IN_FLIGHT, JAXLIB, LOCK
+from .._runtime.dispatch import IN_FLIGHT, LOCK
 from .._runtime.group import CURRENT, GROUPS, Loss
 from .._runtime.renewal import KEEPERS
 from . import coordinator
@@ -35,7 +34,6 @@ from .agreement import GONE, SHARED_ERRORS, JaxPeers, sides
 from .gang import Gang, Generation
 from .liveness import EXIT_PEER_FAILED
 
-OLDEST = (0, 10)  # the jaxlib that this was tried with
 THREAD_SECONDS = 2.0  # for threads to come back that were left alone
 PATIENCE = 5.0  # seconds in which the launcher tells of the loss that a program has died of, unless it is of silence
 
@@ -106,6 +104,11 @@ class ElasticPeers(JaxPeers):
         if kind is None:
             return text
         raise SHARED_ERRORS.get(kind, OSError)(text)
+
+    def is_told_to_stop(self, what: str) -> bool:
+        self._exchange(what, "")
+        # The next answer cannot come before this process asks again.
+        return self.gang.is_stopping
 
     def _exchange(self, what: str, value: str) -> list[str]:
         if self.ended is not None:
@@ -285,10 +288,6 @@ def join_elastic(is_distributed: bool, heartbeat: int, start: int, exit_hook: bo
         raise ValueError(
             "synk.init: elastic=True goes with distributed=True, in a program that `python -m synk launch --elastic` "
             "has started."
-        )
-    if JAXLIB < OLDEST:
-        raise SynkError(
-            f"synk.init: elastic=True needs jaxlib {OLDEST[0]}.{OLDEST[1]} or newer; here is {version('jaxlib')}."
         )
     jax.config.update("jax_enable_preemption_service", False)
     if devices := os.environ.get("JAX_LOCAL_DEVICE_IDS"):

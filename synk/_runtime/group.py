@@ -97,6 +97,10 @@ class Peers:
     def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:
         """Raise DisagreementError if processes have different values. Compare them `always`, or if users ask for it."""
 
+    def is_told_to_stop(self, what: str) -> bool:
+        """Return whether the launcher of an elastic group was told to stop, the same in all processes that ask."""
+        return False
+
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
         """Let process 0 act, and return its result in every process, or raise its error there."""
         return act()

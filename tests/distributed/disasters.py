@@ -214,24 +214,63 @@ def resident(case, done):
     return {"seen": seen, "w": w.value, "total": total}
 
 
+# Programs of tests alone.
+
+
+def until_stopped(case, done):
+    """Train until all are told to stop."""
+    (gain, w, seen), (x, _, n), i = counting(case), rows_of(case), 0
+    while not synk.preempted(i):
+        gain(x[i % STEPS], n[i % STEPS])
+        i += 1
+        done()
+    return {"steps": np.array(i), "seen": seen.value, "w": w.value}
+
+
+def local_rows(case, done):
+    """Train on rows that each process alone holds."""
+    (gain, w, seen), (x, _, n) = counting(case), rows_of(case)
+    for i in range(STEPS):
+        gain(synk.local(x[i]), synk.local(n[i]))
+        done()
+    return {"seen": seen.value, "w": w.value}
+
+
+def forks(case, done):
+    """Train beside a helper that is forked, told to stop, and ends as programs do."""
+    helper = os.fork()
+    if helper == 0:
+        signal.pause()
+    time.sleep(0.1)
+    os.kill(helper, signal.SIGTERM)
+    assert os.waitpid(helper, 0)[1] == signal.SIGTERM
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    return steps(case, done)
+
+
+TEST_PROGRAMS = PROGRAMS | {fn.__name__: fn for fn in (until_stopped, local_rows, forks)}
+
+
 # Faults.
 
 # Where faults come, and how often a process passes there at most, in most programs.
 POINTS = {
-    "before a launch": 40,
-    "inside a program": 40,
-    "before an exchange": 60,
-    "inside an exchange": 60,
-    "after an exchange": 60,
-    "while compiling": 6,
-    "in the user's code": STEPS - 1,
+    "before a launch": 20,
+    "inside a program": 20,
+    "before an exchange": 30,
+    "inside an exchange": 30,
+    "after an exchange": 30,
+    "while compiling": 3,
+    "in the user's code": STEPS // 2,
     "as it meets the launcher": 1,
     "before it connects": 1,
     "after it has connected": 1,
     "at its end": 1,
 }
 # Where they come besides in a program that saves.
-OF_FILES = {"before it acts for all": 14, "after it has acted for all": 14, "between the writes of a file": 20}
+OF_FILES = {"before it acts for all": 7, "after it has acted for all": 7, "between the writes of a file": 10}
 # Where a second process fails while the others go on without the first.
 AGAIN = (
     "as its values are copied",
@@ -241,7 +280,7 @@ AGAIN = (
     "before a launch",
     "while compiling",
 )
-# What happens, and how often of a hundred.
+# What happens, and how often of a hundred; besides, in tests, that all are told to stop.
 KINDS = {"kill": 66, "freeze": 10, "pause": 8, "delay": 8, "terminate": 8}
 
 
@@ -274,6 +313,7 @@ class Case:
       rows: rows of a step.
       slices: the number of slices.
       blocks: rows of a block; None without blocks.
+      least: how few processes may be left.
       is_cached: whether programs come from JAX's cache of compiled programs, once it has them.
       faults: what happens.
       folder: where the run may write.
@@ -285,7 +325,8 @@ class Case:
     rows: int
     slices: int
     blocks: int | None
-    is_cached: bool
+    is_cached: bool = False
+    least: int = 1
     faults: list[Fault] = field(default_factory=list)
     folder: str = ""
 
@@ -301,7 +342,7 @@ def drawn(seed):
     program = draw.choice([*PROGRAMS, "steps", "checkpoints"])
     case = Case(
         seed, draw.choice((3, 3, 4)), program, draw.choice((13, 12, 14)), draw.choice((1, 1, 2)),
-        draw.choice((None, None, 2)), draw.random() < 0.6,
+        draw.choice((None, None, 2)), is_cached=draw.random() < 0.6,
     )  # fmt: skip
     case.blocks = None if program == "over" else case.blocks  # which has none
     victims = draw.sample(range(case.processes), draw.choice((1, 1, 2)))
@@ -323,17 +364,16 @@ class Faults:
     """The faults of this process."""
 
     def __init__(self, faults):
-        self.waiting, self.visits, self.is_again = list(faults), dict.fromkeys([*POINTS, *OF_FILES, *AGAIN], 0), False
+        self.waiting, self.is_again = list(faults), False
 
     def at(self, point):
         """Let come what is due at a point."""
-        self.visits[point] += 1
         for fault in list(self.waiting):
             again = fault.point.endswith(", again")
             if fault.point.removesuffix(", again") != point or (again and not self.is_again):
                 continue
             fault.visit -= 1
-            if not fault.visit or (not again and self.visits[point] == fault.visit):
+            if not fault.visit:
                 self.waiting.remove(fault)
                 if fault.after:
                     threading.Timer(fault.after / 1000, self.strike, [fault]).start()
@@ -350,6 +390,8 @@ class Faults:
         say("fault", kind=fault.kind)
         if fault.kind == "delay":
             time.sleep(0.7)
+        elif fault.kind == "stop all":
+            os.kill(os.getppid(), signal.SIGTERM)
         else:
             number = {"kill": "KILL", "freeze": "STOP", "pause": "STOP", "terminate": "TERM"}[fault.kind]
             os.kill(me, getattr(signal, f"SIG{number}"))
@@ -455,7 +497,7 @@ def play(case):
         faults.at("in the user's code")
         time.sleep(0.005)
 
-    values = PROGRAMS[case.program](case, done)
+    values = TEST_PROGRAMS[case.program](case, done)
     stuck = [thread for thread in threading.enumerate() if thread.name == "synk-programs"][1:]
     say("end", values={name: described(v) for name, v in values.items()}, times=times, stuck=len(stuck))
     faults.at("at its end")
@@ -470,7 +512,7 @@ class Forked(subprocess.Popen):
     made = ()
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
-        if args[1] != __file__:
+        if args[1] != __file__:  # the launcher's guard
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
             return
         c2pwrite = more[6]
@@ -521,7 +563,16 @@ def case_of(text):
 
 def launch(case):
     """Run the launcher with a case, in this fork."""
-    options = ["launch", "-n", str(case.processes), "--elastic", __file__, json.dumps(asdict(case))]
+    options = [
+        "launch",
+        "-n",
+        str(case.processes),
+        "--elastic",
+        "--min",
+        str(case.least),
+        __file__,
+        json.dumps(asdict(case)),
+    ]
     with mock.patch.object(launcher, "Popen", Forked):
         code = launcher.main(options)
     say("codes", launcher=code, codes=[process.returncode for process in Forked.made])
@@ -534,8 +585,8 @@ class Ended(Exception):
 class Run:
     """A case that runs under the launcher."""
 
-    def __init__(self, seed):
-        self.case, self.until, self.why, self.seconds = drawn(seed), time.monotonic() + DEADLINE, "", []
+    def __init__(self, case):
+        self.case, self.until, self.why, self.seconds = case, time.monotonic() + DEADLINE, "", []
         self.case.folder = tempfile.mkdtemp(prefix="disaster-")
         self.log = Path(self.case.folder) / "log"
         self.log.touch()
@@ -559,9 +610,9 @@ class Run:
         return True
 
 
-def runs(seeds, jobs=1):
-    """Run seeds, so many at a time, and yield each run as it ends."""
-    waiting, under_way = list(seeds), []
+def runs(cases, jobs=1):
+    """Run cases, so many at a time, and yield each run as it ends."""
+    waiting, under_way = list(cases), []
     while waiting or under_way:
         while waiting and len(under_way) < jobs:
             under_way.append(Run(waiting.pop(0)))
@@ -626,7 +677,7 @@ def said(output, process=None):
 
 def verdict(case, output):
     """Return seconds from each loss to the next finished step. Raise Ended if the run is not as it must be."""
-    wanted = undisturbed(case)
+    wanted = undisturbed(case) if case.program in PROGRAMS else {}
     codes = next((line for line in said(output) if line["what"] == "codes"), None)
     if codes is None or codes["launcher"]:
         raise Ended(f"the launcher has ended with {codes}")
@@ -678,14 +729,15 @@ def main():
     parser.add_argument("seed", nargs="?")
     parser.add_argument("--seeds", help="A:B, from A to B - 1")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--case", help="a case, as JSON, in place of a seed's")
     options = parser.parse_args()
-    if options.seed:
-        (one,) = runs([int(options.seed)])
+    if options.seed or options.case:
+        (one,) = runs([case_of(options.case) if options.case else drawn(int(options.seed))])
         print(one.output, told(one.case), one.why or f"ended well {one.seconds}", sep="\n")
         sys.exit(bool(one.why))
     first, end = map(int, options.seeds.split(":"))
     times, failures, fired, stuck, start = [], [], 0, 0, time.monotonic()
-    for one in runs(range(first, end), options.jobs):
+    for one in runs(map(drawn, range(first, end)), options.jobs):
         times += one.seconds
         fired += '"what": "fault"' in one.output
         stuck += sum(line.get("stuck", 0) for line in said(re.sub(r"(?m)^\[\d+\] ", "", one.output)))
