@@ -23,6 +23,7 @@ SHORT = {
     "resnet50": "--replicas 1,2 --against 2 --steps 6",
     "calls": "--replicas 1,2 --rounds 9",
     "start": "--times 3",
+    "pmap": "--rounds 15",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 3",
     "uneven": "--rounds 9",
     "over": "--rounds 9",
@@ -35,6 +36,7 @@ TRIAL = {
     "--ways synk,jit(shard_map)",
     "calls": "--replicas 1,2 --small",
     "start": "--replicas 2 --times 1 --layers 1",
+    "pmap": "--replicas 2 --rounds 1 --small",
     "overhead": "--replicas 1,2 --leaves 10 --rounds 1",
     "uneven": "--rounds 1",
     "over": "--rounds 1 --replicas 2",
@@ -98,6 +100,19 @@ def rows_of_table(result):
             yield f"{row['figure']}, replicas {row['replicas']}", value, row["wanted"]
 
 
+def rows_of_pmap(result):
+    for kind in dict.fromkeys(row["kind"] for row in result["results"]):
+        of_kind = [row for row in result["results"] if row["kind"] == kind]
+        for how in dict.fromkeys(row["how"] for row in of_kind):
+            rows = [row for row in of_kind if row["how"] == how]
+            ratios = ", ".join(f"{row['synk'] / row['hand']:.2f}" for row in rows)
+            yield (
+                f"{kind} of examples/pmap, replicas {rows[0]['replicas']}, {how}: time / pmap",
+                ratios,
+                rows[0]["wanted"],
+            )
+
+
 def rows_of_overhead(result):
     for case in result["results"]:
         figure = f"step of {case['leaves']} leaves, replicas {case['replicas']}: time / best by hand"
@@ -151,6 +166,7 @@ ROWS = {
     "resnet50": rows_of_resnet50,
     "calls": rows_of_table,
     "start": rows_of_table,
+    "pmap": rows_of_pmap,
     "overhead": rows_of_overhead,
     "uneven": rows_of_uneven,
     "over": rows_of_over,

@@ -90,8 +90,8 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
     return jax.make_array_from_callback((max_rows * size, *row), group.stacked, part_at)
 
 
-def is_cut_by_host(group: Group, source: jax.Array) -> bool:
-    """Check whether the host cuts the rows of an array sooner than a program does: small ones, on one CPU device."""
+def is_cut_by_host(group: Group, source: Any) -> bool:
+    """Check whether the host cuts an array of JAX sooner than a program does: a small one, on one CPU device."""
     is_on_cpus = group.platform == "cpu" and not (group._has_one_device or group._is_multi_process)
     is_small = is_on_cpus and source.nbytes <= CUT_BY_HOST_BYTES
     # jaxlib 0.10 crashes if a deleted array is asked whether it is ready.
