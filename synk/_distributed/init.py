@@ -81,7 +81,6 @@ def init(
     Raises:
       ValueError: fewer devices exist than were asked for, a device is named twice, no launcher is found, or files
         cannot be written in the folder of `cache`.
-      SynkError: JAX is too old for an elastic group.
       TypeError: `devices`, `cache` or `memory` is of another type.
 
     Example:

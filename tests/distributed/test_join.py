@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 import synk
-from synk._distributed.elastic import OLDEST
-from synk._runtime.dispatch import JAXLIB
 
 from . import gang
 
@@ -39,7 +37,6 @@ PROGRAM = """
             break
     print("ends at", step, "with", float(total.value), "of", synk.group().size, flush=True)
 """
-needs_elastic = pytest.mark.skipif(JAXLIB < OLDEST, reason=f"elastic groups need jaxlib {OLDEST}")
 
 
 def launch(tmp_path, **environment):
@@ -53,7 +50,6 @@ def launch(tmp_path, **environment):
     return end.code, end.output, {int(rank): (int(step), float(value), int(size)) for rank, step, value, size in ends}
 
 
-@needs_elastic
 @pytest.mark.gang
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_process_joins(tmp_path, victim):
@@ -68,7 +64,6 @@ def test_a_process_joins(tmp_path, victim):
     np.testing.assert_allclose(value, want, rtol=1e-12)
 
 
-@needs_elastic
 @pytest.mark.gang
 def test_a_process_of_another_program_does_not_join(tmp_path):
     """Its variables have other shapes: it alone raises, and the others go on without it."""
