@@ -364,7 +364,12 @@ class Faults:
     """The faults of this process."""
 
     def __init__(self, faults):
-        self.waiting, self.is_again = list(faults), False
+        self.waiting, self.is_again, self.alarm = list(faults), False, -1
+        if any(fault.kind == "pause" for fault in self.waiting):
+            # Somebody else must wake a process that sleeps. Started later, beside JAX's threads, the helper may hang.
+            waits, self.alarm = os.pipe()
+            subprocess.Popen(["sh", "-c", f"read line && sleep 0.8 && kill -CONT {os.getpid()}"], stdin=waits)
+            os.close(waits)
 
     def at(self, point):
         """Let come what is due at a point."""
@@ -380,13 +385,11 @@ class Faults:
                 else:
                     self.strike(fault)
 
-    @staticmethod
-    def strike(fault):
+    def strike(self, fault):
         """Let a fault happen."""
         me = os.getpid()
         if fault.kind == "pause":
-            # Somebody else must wake it.
-            subprocess.Popen(["sh", "-c", f"sleep 0.8; kill -CONT {me}"])
+            os.write(self.alarm, b"\n")
         say("fault", kind=fault.kind)
         if fault.kind == "delay":
             time.sleep(0.7)
@@ -432,6 +435,16 @@ class Faults:
         self.before(coordinator, "use", "after it has connected")
         for keeper in KEEPERS:
             self.before(keeper, "to_host", "as its values are copied")
+        agree = elastic.ElasticPeers.agree
+
+        def agreeing(peers, what, text):
+            try:
+                agree(peers, what, text)
+            except synk.DisagreementError:
+                say("disagrees", about=what, text=text)
+                raise
+
+        elastic.ElasticPeers.agree = agreeing
         send, renew, told = membership.Line.send, elastic.ElasticPeers.renew, elastic.ElasticPeers.from_process_0
 
         def sent(line, message):
