@@ -12,7 +12,7 @@ import synk
 
 from . import gang
 from .disasters import Case, Fault, said
-from .test_processes import alone  # noqa: F401  # a fixture: these tests run once at a time
+from .test_processes import alone  # noqa: F401  # pyright: ignore[reportUnusedImport]  # a fixture: one run at a time
 
 DISASTERS = Path(__file__).with_name("disasters.py")
 
