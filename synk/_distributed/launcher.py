@@ -290,7 +290,10 @@ def _watch(
                 member.seconds = monotonic() - start
                 if membership is not None:
                     membership.lose(member.rank, how_it_ended(member.process.returncode))
-                    if member.process.returncode and restart and membership.can_join and not membership.is_ending:
+                    # One that was told to stop has left on purpose.
+                    has_failed = member.process.returncode not in (0, 128 + signal.SIGTERM)
+                    is_over = membership.is_ending or signals
+                    if has_failed and restart and membership.can_join and not is_over:
                         restart(member.rank)
             elif member.seconds is None and member.rank in hanging:
                 # If it came back, it might write where the others write.
@@ -305,8 +308,8 @@ def _watch(
             else:
                 for member in members:
                     member.process.send_signal(signals[0])
-        has_failed = any(member.process.returncode for member in members) and restart is None
-        if signal.SIGINT in signals or has_failed:
+        ends_all = restart is None and any(member.process.returncode for member in members)
+        if signal.SIGINT in signals or ends_all:
             until = min(until, monotonic() + GRACE_SECONDS)
         sleep(0.02)
 
