@@ -112,7 +112,7 @@ def test_without_its_launcher():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", [20, 30])
 def test_disasters(first):
     """Faults at points that seeds draw lose no row, and no survivor."""
     is_well, output = disaster("--seeds", f"{first}:{first + 10}")
