@@ -29,7 +29,7 @@ RETRY = _Retry()
 
 def in_parts(fn: Callable[P, R]) -> Callable[P, R]:
     """Mark a function for `public_api`: what it does cannot be made again as a whole, and it calls `made_again`."""
-    fn.is_in_parts = True  # type: ignore[attr-defined]
+    fn.is_in_parts = True  # type: ignore[attr-defined]  # functions take any attribute
     return fn
 
 

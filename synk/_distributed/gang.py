@@ -54,7 +54,7 @@ class Gang:
         """Connect to the launcher. `on_end` is called, on another thread, if this process is left behind."""
         self.me, self.is_stopping, self.is_awaited, self.is_alone = me, False, False, False
         self.generation: Generation | None = None
-        self._changed, self._has_left = threading.Condition(), False
+        self._changed, self._has_left, self._is_told = threading.Condition(), False, False
         self._next: Generation | None = None
         self._go, self._end, self._values = 0, "", list[Any]()
         self._exchanges, self._worker, self._on_end = 0, _Worker(self._changed), on_end
@@ -75,8 +75,9 @@ class Gang:
         self._line.send({"leave": why, "is_end": is_end})
 
     def can_join(self) -> None:
-        """Tell the launcher that processes may join this program."""
-        self._line.send({"can_join": 1})
+        """Tell the launcher, once, that processes may join this program."""
+        if not self._is_told:
+            self._is_told = self._line.send({"can_join": 1})
 
     def wait_to_join(self) -> NoReturn:
         """Wait until the others let this process join, which MembersChanged tells."""

@@ -84,6 +84,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is {value}; give at least {least}")
     if not 0 <= options.node_rank < options.nodes:
         parser.error(f"--node-rank is {options.node_rank} of --nodes {options.nodes}; give 0 to {options.nodes - 1}")
+    if not 1 <= options.least <= options.nodes * options.processes:
+        parser.error(f"--min is {options.least}; give 1 to {options.nodes * options.processes}, of all processes")
     if options.nodes > 1 and options.coordinator is None:
         parser.error("--nodes needs --coordinator HOST:PORT, the same on all machines")
     if options.coordinator is not None and not re.fullmatch(r"\S+:\d+", options.coordinator):

@@ -9,8 +9,8 @@ from .._base.errors import public_api, shown
 from .._base.retry import in_parts, made_again
 from .._runtime.group import current_group
 from .._tracing.context import eager
-from .._variables.checkpoint import arrays_of, check_variables, compare, described, loaded_state
-from .._variables.variable import Shared, commit_all
+from .._variables.checkpoint import arrays_of, check_variables, compare, described, take_values
+from .._variables.variable import Shared
 
 T = TypeVar("T")
 
@@ -26,7 +26,8 @@ def join(items: Iterable[T], variables: Mapping[str, Shared]) -> Iterator[T]:
 
     Args:
       items: the steps, the same in every process, again from the first each time that the program is run:
-        `range(1000)`, `synk.minibatches(...)`. Those that are left out are asked for too.
+        `range(1000)`, `synk.minibatches(...)`. Those that are left out are asked for too. Number them inside,
+        `synk.join(enumerate(batches), ...)`: a count outside begins at 0 in a process that joins.
       variables: from name to shared variable: all that the program trains or counts in, as for `synk.save`. What else
         changes from step to step must follow from the step.
 
@@ -90,7 +91,5 @@ class _Joined(Iterator[T], Generic[T]):
             kept = dict(kept)
             compare(variables, kept, "synk.join: another process")
             arrays = dict(arrays_of(variables, True, False)) if group._local_ranks.start == 0 else None
-            names = list(kept)
-            states = [(v, loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
-            commit_all(states)
+            take_values(variables, kept, arrays)
         self.taken = taken

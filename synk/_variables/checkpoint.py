@@ -152,10 +152,7 @@ def load(
             warnings.warn(f"synk.load: {why} Step {about['step']} is loaded in its place.", stacklevel=3)
         kept = dict(about["variables"])
         compare(variables, kept, f"synk.load: {path}", partial)
-        names = list(kept)
-        arrays = files.enter_context(opened_here[0].arrays()) if opened_here else None
-        states = [(v, loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
-        commit_all(states)
+        take_values(variables, kept, files.enter_context(opened_here[0].arrays()) if opened_here else None)
     return about["step"], about["extra"]
 
 
@@ -309,7 +306,15 @@ def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{here['path']}'s {what}", there[field], here[field]
 
 
-def loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:
+def take_values(
+    variables: Mapping[str, Shared], kept: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
+) -> None:
+    """Give variables the values that are described in `kept`, whose arrays process 0 has; others pass None."""
+    names = list(kept)
+    commit_all([(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()])
+
+
+def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:
     """Make the state of a variable from a checkpoint; `arrays` is None in processes other than 0."""
     spec, group, lengths = variable._spec, group_of(variable), kept["lengths"]
 
