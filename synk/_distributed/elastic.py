@@ -35,6 +35,7 @@ from .gang import Gang, Generation
 from .liveness import EXIT_PEER_FAILED
 
 THREAD_SECONDS = 2.0  # for threads to come back that were left alone
+TOGETHER_SECONDS = 0.3  # in which the launcher hears of a SIGTERM that goes to all, as SLURM sends it
 PATIENCE = 5.0  # seconds in which the launcher tells of the loss that a program has died of, unless it is of silence
 
 
@@ -51,7 +52,7 @@ class ElasticPeers(JaxPeers):
         super().__init__()
         self.losses: Sequence[Loss] = ()
         self._heartbeat, self._exit_hook, self._start = heartbeat, exit_hook, monotonic()
-        self._depth, self._is_leaving, self._starting = 0, False, threading.Lock()
+        self._depth, self._leaves_at, self._starting = 0, float("inf"), threading.Lock()
         self._gives_state = False
         self.gang = Gang(address, me, heartbeat, start, self._left_behind)
 
@@ -180,7 +181,7 @@ class ElasticPeers(JaxPeers):
                     self.renew()
                 finally:
                     self._depth -= 1
-        if self._is_leaving:
+        if monotonic() > self._leaves_at and not self.gang.is_stopping:
             self.gang.leave("it was told to stop (SIGTERM)")
             raise SystemExit(128 + signal.SIGTERM)
         return jax.tree.map(_local, result)
@@ -262,7 +263,7 @@ class ElasticPeers(JaxPeers):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _stop(self, number: int, frame: Any) -> None:
-        self._is_leaving = True
+        self._leaves_at = min(self._leaves_at, monotonic() + TOGETHER_SECONDS)
 
     def _at_error(self, before: Callable[..., Any]) -> Callable[..., None]:
         def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:

@@ -16,6 +16,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -214,6 +215,18 @@ def resident(case, done):
     return {"seen": seen, "w": w.value, "total": total}
 
 
+@program
+def joins(case, done):
+    """Train, and let a process that was started again join between two steps."""
+    (x, y, n), step = rows_of(case), adam(case)
+    seen = synk.shared(np.zeros(2, int), "seen")
+    for i in synk.join(range(4 * STEPS), step.variables | {"seen": seen}):
+        _, rows = step(x[i % STEPS], y[i % STEPS], n[i % STEPS], num_slices=case.slices)
+        seen.value = seen.value + rows
+        done()
+    return {"seen": seen.value, "params": step.params.value, "opt": step.opt_state.value}
+
+
 # Programs of tests alone.
 
 
@@ -280,7 +293,21 @@ AGAIN = (
     "before a launch",
     "while compiling",
 )
-# What happens, and how often of a hundred; besides, in tests, that all are told to stop.
+# Where a process fails that was started again, to join.
+AS_IT_JOINS = {
+    "as it meets the launcher": 1,
+    "before it waits to join": 1,
+    "as it waits to join": 1,
+    "before it follows": 1,
+    "before it connects": 1,
+    "after it has connected": 1,
+    "before an exchange": 12,
+    "after an exchange": 12,
+    "before a launch": 3,
+    "while compiling": 2,
+}
+# What happens, and how often of a hundred; besides, in tests, that all are told to stop,
+# by the launcher or each.
 KINDS = {"kill": 66, "freeze": 10, "pause": 8, "delay": 8, "terminate": 8}
 
 
@@ -294,6 +321,7 @@ class Fault:
       point: where in the program it happens.
       visit: how many times the process passes there before it does.
       after: milliseconds later, on another thread; 0 for at once.
+      life: 0 for one of the first processes; k for the process that the launcher starts again as its k-th.
     """
 
     process: int
@@ -301,6 +329,7 @@ class Fault:
     point: str
     visit: int
     after: int
+    life: int = 0
 
 
 @dataclass
@@ -314,6 +343,7 @@ class Case:
       slices: the number of slices.
       blocks: rows of a block; None without blocks.
       least: how few processes may be left.
+      restarts: how often a lost process is started again.
       is_cached: whether programs come from JAX's cache of compiled programs, once it has them.
       faults: what happens.
       folder: where the run may write.
@@ -327,6 +357,7 @@ class Case:
     blocks: int | None
     is_cached: bool = False
     least: int = 1
+    restarts: int = 0
     faults: list[Fault] = field(default_factory=list)
     folder: str = ""
 
@@ -357,6 +388,13 @@ def drawn(seed):
             point += ", again"
         after = draw.choice((0, draw.randint(1, 30))) * (8 if "compil" in point else 1)
         case.faults.append(Fault(process, kind, point, visit, after))
+    if program == "joins":
+        case.restarts = 3
+        if draw.random() < 0.5:
+            point = draw.choice([*AS_IT_JOINS])
+            visit, after = draw.randint(1, AS_IT_JOINS[point]), draw.choice((0, draw.randint(1, 30)))
+            kind = draw.choices([*KINDS], [*KINDS.values()])[0]
+            case.faults.append(Fault(victims[0], kind, point, visit, after, life=1))
     return case
 
 
@@ -393,8 +431,11 @@ class Faults:
         say("fault", kind=fault.kind)
         if fault.kind == "delay":
             time.sleep(0.7)
-        elif fault.kind == "stop all":
-            os.kill(os.getppid(), signal.SIGTERM)
+        elif fault.kind.startswith("stop"):
+            launcher = os.getppid()
+            children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+            for process in (launcher, *(map(int, children) if fault.kind == "stop each" else ())):
+                os.kill(process, signal.SIGTERM)
         else:
             number = {"kill": "KILL", "freeze": "STOP", "pause": "STOP", "terminate": "TERM"}[fault.kind]
             os.kill(me, getattr(signal, f"SIG{number}"))
@@ -431,6 +472,7 @@ class Faults:
             self.before(checkpoint_files, name, "between the writes of a file")
         self.before(gang.Gang, "__init__", "as it meets the launcher")
         self.before(gang.Gang, "follow", "before it follows")
+        self.before(gang.Gang, "wait_to_join", "before it waits to join")
         self.before(coordinator, "connect", "before it connects")
         self.before(coordinator, "use", "after it has connected")
         for keeper in KEEPERS:
@@ -451,6 +493,8 @@ class Faults:
             result = send(line, message)
             if "exchange" in message:
                 self.at("inside an exchange")
+            if "wait" in message:
+                self.at("as it waits to join")
             return result
 
         def renewed(peers):
@@ -499,9 +543,12 @@ def play(case):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     faults, times = Faults([]), []
     if "SYNK_MEMBERSHIP" in os.environ:
-        me = int(os.environ["SYNK_PROCESS_ID"])
-        faults = Faults(fault for fault in case.faults if fault.process == me)
+        me, life = int(os.environ["SYNK_PROCESS_ID"]), int(os.environ["SYNK_ATTEMPT"])
+        # The k-th that is started again may be started in the place of any.
+        faults = Faults(fault for fault in case.faults if fault.life == life and (life or fault.process == me))
         faults.put_in()
+        if any(fault.kind == "terminate" for fault in case.faults):
+            elastic.TOGETHER_SECONDS = 0.02  # the programs take a third of a second
         heartbeat = SHORT_HEARTBEAT if any(fault.kind == "freeze" for fault in case.faults) else HEARTBEAT
         synk.init(distributed=True, elastic=True, heartbeat=heartbeat, start=10)
 
@@ -522,20 +569,43 @@ def play(case):
 class Forked(subprocess.Popen):
     """A process that is a fork of this one in place of a new Python. The rest is `subprocess.Popen`."""
 
-    made = ()
+    made, spares = (), []
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
         if args[1] != __file__:  # the launcher's guard
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
             return
         c2pwrite = more[6]
-        self.pid = os.fork()
-        if self.pid == 0:
-            become(env, os.open(os.devnull, os.O_RDONLY), c2pwrite)
-            end_as_python(lambda: play(case_of(args[2])))
+        if env["SYNK_ATTEMPT"] == "0":
+            self.pid = os.fork()
+            if self.pid == 0:
+                take_over(args[2], env, c2pwrite)
+        else:
+            self.pid, line = self.spares.pop()
+            socket.send_fds(line, [json.dumps(env).encode()], [c2pwrite])
         self._child_created = True
         os.close(c2pwrite)
         Forked.made = (*Forked.made, self)
+
+
+def spare(case):
+    """Fork a process that waits to be started. Later the launcher runs JAX's services, which outlive no fork."""
+    here, there = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        here.close()
+        environment, descriptors, *_ = socket.recv_fds(there, 1 << 20, 1)
+        if not environment:  # the launcher has ended
+            os._exit(0)
+        take_over(case, json.loads(environment), *descriptors)
+    there.close()
+    return pid, here
+
+
+def take_over(case, environment, stdout):
+    """Run a case in this fork, and end."""
+    become(environment, os.open(os.devnull, os.O_RDONLY), stdout)
+    end_as_python(lambda: play(case_of(case)))
 
 
 def become(environment, stdin, stdout):
@@ -576,16 +646,10 @@ def case_of(text):
 
 def launch(case):
     """Run the launcher with a case, in this fork."""
-    options = [
-        "launch",
-        "-n",
-        str(case.processes),
-        "--elastic",
-        "--min",
-        str(case.least),
-        __file__,
-        json.dumps(asdict(case)),
-    ]
+    about = json.dumps(asdict(case))
+    numbers = {"-n": case.processes, "--min": case.least, "--restarts": case.restarts}
+    options = ["launch", "--elastic", *(str(part) for pair in numbers.items() for part in pair), __file__, about]
+    Forked.spares = [spare(about) for _ in range(case.restarts)]
     with mock.patch.object(launcher, "Popen", Forked):
         code = launcher.main(options)
     say("codes", launcher=code, codes=[process.returncode for process in Forked.made])
@@ -697,13 +761,14 @@ def verdict(case, output):
     lost, ends = [], {}
     for process in range(case.processes):
         lines = {line["what"]: line for line in said(output, process)}
-        is_victim = "fault" in lines and lines["fault"]["kind"] in ("kill", "freeze", "terminate")
-        if is_victim:
-            lost.append(lines["fault"])
+        losses = [line for line in said(output, process) if line.get("kind") in ("kill", "freeze", "terminate")]
+        lost += losses
+        if losses and "end" not in lines:
             continue
-        if "end" not in lines or codes["codes"][process]:
+        if "end" not in lines or (codes["codes"][process] and not losses):
             raise Ended(f"process {process} has ended with {codes['codes'][process]}")
-        ends[process] = lines["end"]
+        if not losses:
+            ends[process] = lines["end"]
         compare(process, wanted, lines["end"]["values"], case.blocks is not None)
     seconds = []
     for fault in lost:
@@ -730,7 +795,10 @@ def compare(process, wanted, got, is_exact):
 def told(case):
     """Describe a case."""
     faults = "; ".join(
-        f"{f.process} {f.kind} {f.point} #{f.visit}" + (f" +{f.after} ms" if f.after else "") for f in case.faults
+        ("its successor" if f.life else f"{f.process}")
+        + f" {f.kind} {f.point} #{f.visit}"
+        + (f" +{f.after} ms" if f.after else "")
+        for f in case.faults
     )
     how = f"{case.program} rows={case.rows} slices={case.slices} blocks={case.blocks}"
     return f"seed {case.seed}: {case.processes} processes, {how}{', cached' if case.is_cached else ''}: {faults}"
@@ -741,6 +809,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("seed", nargs="?")
     parser.add_argument("--seeds", help="A:B, from A to B - 1")
+    parser.add_argument("--program", help="only seeds that draw this program")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--case", help="a case, as JSON, in place of a seed's")
     options = parser.parse_args()
@@ -750,7 +819,8 @@ def main():
         sys.exit(bool(one.why))
     first, end = map(int, options.seeds.split(":"))
     times, failures, fired, stuck, start = [], [], 0, 0, time.monotonic()
-    for one in runs(map(drawn, range(first, end)), options.jobs):
+    cases = [case for case in map(drawn, range(first, end)) if options.program in (None, case.program)]
+    for one in runs(cases, options.jobs):
         times += one.seconds
         fired += '"what": "fault"' in one.output
         stuck += sum(line.get("stuck", 0) for line in said(re.sub(r"(?m)^\[\d+\] ", "", one.output)))
@@ -761,7 +831,7 @@ def main():
             print(one.why[-3000:], one.output[-6000:], sep="\n", flush=True)
     spent = time.monotonic() - start
     print(
-        f"{end - first} seeds in {spent:.0f} s, {fired} with a fault, {stuck} threads stuck; failed: {failures or 'none'}"
+        f"{len(cases)} seeds in {spent:.0f} s, {fired} with a fault, {stuck} threads stuck; failed: {failures or 'none'}"
     )
     for what in ("kill", "terminate", "freeze"):
         some = [s for kind, s in times if kind == what]

@@ -88,9 +88,10 @@ def test_local_rows_are_lost():
 
 
 @pytest.mark.gang
-def test_all_are_told_to_stop():
-    """SIGTERM to the launcher makes `synk.preempted` say yes in all processes at the same step."""
-    output = run((1, "stop all", "in the user's code", 8, 0), program="until_stopped")[1]
+@pytest.mark.parametrize("who", ["all", "each"])
+def test_all_are_told_to_stop(who):
+    """SIGTERM to the launcher, or to all processes too, makes `synk.preempted` say yes in all at the same step."""
+    output = run((1, f"stop {who}", "in the user's code", 8, 0), program="until_stopped")[1]
     ends = [line["values"]["steps"]["digits"][0] for i in range(3) for line in said(output, i) if line["what"] == "end"]
     assert codes(output) == (0, [0, 0, 0]) and ends[0] == ends[1] == ends[2]
     assert 8 <= int(ends[0][0]) < 20
@@ -114,7 +115,7 @@ def test_without_its_launcher():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [20, 30])
+@pytest.mark.parametrize("first", range(0, 60, 10))
 def test_disasters(first):
     """Faults at points that seeds draw lose no row, and no survivor."""
     is_well, output = disaster("--seeds", f"{first}:{first + 10}")
