@@ -53,7 +53,8 @@ class ElasticPeers(JaxPeers):
         self.losses: Sequence[Loss] = ()
         self._heartbeat, self._exit_hook, self._start = heartbeat, exit_hook, monotonic()
         self._depth, self._leaves_at, self._starting = 0, float("inf"), threading.Lock()
-        self._gives_state = False
+        # The generation whose new processes have been given the values.
+        self._gives_state, self._given = False, 0
         self.gang = Gang(address, me, heartbeat, start, self._left_behind)
 
     # What the rest of synk asks of its peers.
@@ -150,7 +151,7 @@ class ElasticPeers(JaxPeers):
         generation = self.gang.generation
         assert generation is not None
         self.gang.can_join()
-        if generation.new:
+        if generation.new and generation.number != self._given:
             give_state()
             self._gives_state = True
         elif self.gang.is_awaited and all(keeper.can_move() for keeper in KEEPERS):
@@ -171,7 +172,8 @@ class ElasticPeers(JaxPeers):
                     result = fn(*args, **kwargs)
                     if (self.progress[0], self.exchanges) != before:
                         self._exchange("the end of a call", "")
-                    self._gives_state = False
+                    if self._gives_state and self.gang.generation is not None:
+                        self._gives_state, self._given = False, self.gang.generation.number
                     break
                 except MembersChanged:
                     self._gives_state = False
@@ -185,6 +187,16 @@ class ElasticPeers(JaxPeers):
             self.gang.leave("it was told to stop (SIGTERM)")
             raise SystemExit(128 + signal.SIGTERM)
         return jax.tree.map(_local, result)
+
+    def enter(self) -> None:
+        """Join the processes that start. All return with the same generation, or wait to join one."""
+        while True:
+            try:
+                self.join()
+                self._exchange("the end of synk.init", "")
+                return
+            except MembersChanged:
+                pass
 
     def join(self) -> None:
         """Join the processes of the newest generation."""
@@ -209,8 +221,9 @@ class ElasticPeers(JaxPeers):
         client = coordinator.connect(generation.address, rank, count)
         # A thread that was left alone here must not come between the next one.
         with self._starting:
-            if generation is self.gang.generation and not self.gang.has_changed:
-                coordinator.use(client, generation.address, rank, count)
+            if generation is not self.gang.generation or self.gang.has_changed:
+                raise MembersChanged
+            coordinator.use(client, generation.address, rank, count)
 
     def renew(self) -> None:
         """Go on with the processes that are left."""
@@ -295,7 +308,7 @@ def join_elastic(is_distributed: bool, heartbeat: int, start: int, exit_hook: bo
         jax.config.update("jax_cuda_visible_devices", devices)
     me = int(os.environ["SYNK_PROCESS_ID"])
     peers = ElasticPeers((address[1], int(address[2])), me, heartbeat, start, exit_hook)
-    peers.join()
+    peers.enter()
     CURRENT.peers = peers
     peers.attend()
 

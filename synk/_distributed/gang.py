@@ -170,7 +170,7 @@ class Gang:
                 newest = self._next
             if newest is None and self.is_alone:
                 return None
-            self.generation, self._exchanges, self.is_alone = newest, 0, False
+            self.generation, self._exchanges, self.is_alone, self.is_awaited = newest, 0, False, False
             try:
                 self._line.send({"ready": newest.number if newest else 0})
                 self.wait(lambda newest=newest: newest is not None and self._go == newest.number)
@@ -189,6 +189,7 @@ class Gang:
                 self._go = message.get("go", self._go)
                 self._values = message.get("values", self._values)
                 self.is_stopping = message.get("is_stopping", self.is_stopping)
+                # Answers come to all or none, so all read the same.
                 self.is_awaited = message.get("is_awaited", self.is_awaited)
                 self.is_alone |= "alone" in message
                 self._end = self._end or message.get("end", "")

@@ -196,7 +196,7 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
     peers = None
     if len(local) < len(devices):
         from .agreement import PEERS as peers
-    if CURRENT.peers is not None and len(devices) == jax.device_count():
+    if CURRENT.peers is not None and not is_simulated and len(devices) == jax.device_count():
         peers = CURRENT.peers
     return CURRENT.use(make_group(devices, is_simulated, peers, memory=memory))
 

@@ -14,18 +14,21 @@ it alone decides whether an exchange came before a loss: either all that are lef
 
 import json
 import socket
+import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
 # Lines from a process: {"hello": id, "heartbeat": s, "start": s}, {"ready": generation}, {"exchange": number, ...},
 # {"beat": 1}, {"leave": why, "is_end": b}, {"wait": 1} of a process that waits to join, {"admit": generation} of one
 # that lets it, {"can_join": 1} of one whose program has a point to join at.
-# Lines to a process: {"generation": g, "members": [id, ...], "address": a, "lost": {id: why}, "new": [id, ...],
-# "is_awaited": b}, {"go": generation}, {"values": [...], "is_stopping": b, "is_awaited": b}, {"alone": 1} to one that
+# Lines to a process: {"generation": g, "members": [id, ...], "address": a, "lost": {id: why}, "new": [id, ...]},
+# {"go": generation}, {"values": [...], "is_stopping": b, "is_awaited": b}, {"alone": 1} to one that
 # is to join, {"end": why}.
 MAX_LINE = 1 << 26
+SEND_SECONDS = 5  # after which a process that takes no more of a line counts as dead
 LOOK = 0.2  # seconds between two looks for silent processes
 
 
@@ -43,6 +46,7 @@ class Line:
             with self._lock:
                 self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
+            self.close()
             return False
         return True
 
@@ -56,10 +60,8 @@ class Line:
 
     def close(self) -> None:
         """Close the connection, and wake whoever waits for a line of it."""
-        try:
+        with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
         self._connection.close()
 
 
@@ -129,6 +131,9 @@ class Membership:
 
     def close(self) -> None:
         """Listen no longer."""
+        # Which wakes the thread that waits for connections; else the port stays taken.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def lose(self, process: int, why: str) -> None:
@@ -154,6 +159,8 @@ class Membership:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
+            # A process that is frozen takes nothing any more, and the others must not wait for it.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_SECONDS, 0))
             threading.Thread(target=self._follow, args=(Line(connection),), daemon=True).start()
 
     def _follow(self, line: Line) -> None:
@@ -252,7 +259,7 @@ class Membership:
             process.exchange, process.admits = None, False
         address = self._serve(len(members))
         lost = {str(number): why for number, why in self.lost.items()}
-        about = {"lost": lost, "new": sorted(self._new), "is_awaited": self._is_awaited}
+        about = {"lost": lost, "new": sorted(self._new)}
         self._tell({"generation": self._generation, "members": members, "address": address, **about})
 
     def _watch(self) -> None:
