@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import DisagreementError, PeerError, SynkError
+from .._base.errors import DisagreementError, DivergedError, LawError, PeerError, SynkError
 from .._base.jax_context import config
 from .._base.pytree import as_data, as_keys, key_of
 from .._base.retry import RETRY, MembersChanged
@@ -34,6 +34,8 @@ from .agreement import GONE, SHARED_ERRORS, JaxPeers, sides
 from .gang import Gang, Generation
 from .liveness import EXIT_PEER_FAILED
 
+# Errors that follow from values which all processes have, so that all raise them, and may go on.
+OF_ALL = (FloatingPointError, DivergedError, LawError)
 THREAD_SECONDS = 2.0  # for threads to come back that were left alone
 TOGETHER_SECONDS = 0.3  # in which the launcher hears of a SIGTERM that goes to all, as SLURM sends it
 PATIENCE = 5.0  # seconds in which the launcher tells of the loss that a program has died of, unless it is of silence
@@ -60,6 +62,7 @@ class ElasticPeers(JaxPeers):
     # What the rest of synk asks of its peers.
 
     def before_launch(self, what: str) -> None:
+        _check_thread()
         if self.gang.has_changed:
             raise MembersChanged
         super().before_launch(what)
@@ -113,6 +116,7 @@ class ElasticPeers(JaxPeers):
         return self.gang.is_stopping
 
     def _exchange(self, what: str, value: str) -> list[str]:
+        _check_thread()
         if self.ended is not None:
             raise self.ended
         self.exchanges += 1
@@ -165,19 +169,14 @@ class ElasticPeers(JaxPeers):
             return fn(*args, **kwargs)
         with LOCK:
             while True:
-                restores = [keeper.snapshot() for keeper in KEEPERS]
-                before = self.progress[0], self.exchanges
+                restores, before = [keeper.snapshot() for keeper in KEEPERS], self.progress[0]
                 self._depth += 1
                 try:
-                    result = fn(*args, **kwargs)
-                    if (self.progress[0], self.exchanges) != before:
-                        self._exchange("the end of a call", "")
-                    if self._gives_state and self.gang.generation is not None:
-                        self._gives_state, self._given = False, self.gang.generation.number
+                    result = self._call_together(fn, args, kwargs)
                     break
                 except MembersChanged:
                     self._gives_state = False
-                    self.progress = before[0], "a call that is made again"
+                    self.progress = before, "a call that is made again"
                     for restore in restores:
                         restore()
                     self.renew()
@@ -187,6 +186,21 @@ class ElasticPeers(JaxPeers):
             self.gang.leave("it was told to stop (SIGTERM)")
             raise SystemExit(128 + signal.SIGTERM)
         return jax.tree.map(_local, result)
+
+    def _call_together(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function, and return its result, or raise its error, when all have it."""
+        before, error, result = (self.progress[0], self.exchanges), None, None
+        try:
+            result = fn(*args, **kwargs)
+        except OF_ALL as raised:
+            error = raised
+        if (self.progress[0], self.exchanges) != before:
+            self._exchange("the end of a call", "")
+        if self._gives_state and self.gang.generation is not None:
+            self._gives_state, self._given = False, self.gang.generation.number
+        if error is not None:
+            raise error
+        return result
 
     def enter(self) -> None:
         """Join the processes that start. All return with the same generation, or wait to join one."""
@@ -311,6 +325,15 @@ def join_elastic(is_distributed: bool, heartbeat: int, start: int, exit_hook: bo
     peers.enter()
     CURRENT.peers = peers
     peers.attend()
+
+
+def _check_thread() -> None:
+    """Raise SynkError on another thread than the main one: calls of two threads cannot be made again in one order."""
+    if threading.current_thread() is not threading.main_thread():
+        raise SynkError(
+            "synk: in an elastic group, call what all processes take part in from the main thread, which alone makes "
+            "calls again after a loss."
+        )
 
 
 def _leave(code: int) -> NoReturn:

@@ -102,11 +102,13 @@ class Gang:
         """
         assert self.generation is not None
         self._exchanges += 1
-        number, self._values = self._exchanges, []
+        number, place = self._exchanges, self.generation.members.index(self.me)
         about = {"generation": self.generation.number, "gives_state": gives_state}
-        self._line.send({"exchange": number, "what": what, "value": value, **about})
-        self.wait(lambda: bool(self._values))
-        return [(part["what"], part["value"]) for part in self._values]
+        self._line.send({"exchange": number, "what": f"{what}, exchange {number}", "value": value, **about})
+        # An earlier one may have been left by an error, as of Ctrl-C, before its answer came.
+        self.wait(lambda: bool(self._values) and self._values[place]["exchange"] == number)
+        values, self._values = self._values, []
+        return [(part["what"], part["value"]) for part in values]
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Run something that waits for other processes on a thread, and return its result, or raise its error.
@@ -170,7 +172,8 @@ class Gang:
                 newest = self._next
             if newest is None and self.is_alone:
                 return None
-            self.generation, self._exchanges, self.is_alone, self.is_awaited = newest, 0, False, False
+            self.generation, self.is_alone, self.is_awaited = newest, False, False
+            self._exchanges, self._values = 0, []
             try:
                 self._line.send({"ready": newest.number if newest else 0})
                 self.wait(lambda newest=newest: newest is not None and self._go == newest.number)

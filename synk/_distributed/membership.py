@@ -218,7 +218,7 @@ class Membership:
                 if message["gives_state"]:
                     self._new.clear()
                 about = {"is_stopping": self._is_stopping, "is_awaited": self._is_awaited}
-                self._tell({"values": parts, "number": message["exchange"], **about})
+                self._tell({"values": parts, **about})
 
     @property
     def _is_awaited(self) -> bool:
