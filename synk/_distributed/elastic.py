@@ -152,6 +152,9 @@ class ElasticPeers(JaxPeers):
     def meet_new(self, give_state: Callable[[], None]) -> None:
         if self.is_waiting:
             self.gang.wait_to_join()
+        if len(self._members) == 1:
+            # A process that is left alone has no other exchange, whose answer tells that somebody waits.
+            self._exchange("synk.join", "")
         generation = self.gang.generation
         assert generation is not None
         self.gang.can_join()

@@ -196,8 +196,14 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
     peers = None
     if len(local) < len(devices):
         from .agreement import PEERS as peers
-    if CURRENT.peers is not None and not is_simulated and len(devices) == jax.device_count():
-        peers = CURRENT.peers
+    if CURRENT.peers is not None and not is_simulated:
+        if len(devices) == jax.device_count():
+            peers = CURRENT.peers
+        elif peers is not None:
+            raise ValueError(
+                f"synk.init: an elastic group has all {jax.device_count()} devices of its processes, or those of one "
+                f"process; here are {len(devices)} of several."
+            )
     return CURRENT.use(make_group(devices, is_simulated, peers, memory=memory))
 
 

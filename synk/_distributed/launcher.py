@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
 GRACE_SECONDS = 3.0  # for other processes to print why they end, once one has failed
 DRAIN_SECONDS = 2.0  # for the last output of a process that has ended
+TOGETHER_SECONDS = 0.5  # in which processes fail that have the same error
 STALL_SECONDS = 2.0  # without progress, after which nobody seems to read standard output
 MAX_LINE_BYTES = 1 << 16  # longer lines are cut
 PROGRESS_SECONDS = 1.0  # between two printed states of a progress bar
@@ -285,24 +286,31 @@ def _watch(
     left.
     """
     start, until, is_passed_on = monotonic(), float("inf"), False
+    # When to start which process again. If all fail of one cause, nobody is left to join.
+    lost: list[tuple[float, int]] = []
     while True:
         hanging = set[int]() if membership is None else membership.hanging
         for member in list(members):
             if member.seconds is None and member.process.poll() is not None:
                 member.seconds = monotonic() - start
+                hanging.discard(member.rank)
                 if membership is not None:
+                    if member.process.returncode:  # as of sys.exit(1), which tells membership of a good end
+                        membership.is_ending = any(other.has_ended_well for other in members)
                     membership.lose(member.rank, how_it_ended(member.process.returncode))
                     # One that was told to stop has left on purpose.
                     has_failed = member.process.returncode not in (0, 128 + signal.SIGTERM)
                     is_over = membership.is_ending or signals
-                    if has_failed and restart and membership.can_join and not is_over:
-                        restart(member.rank)
+                    if has_failed and membership.can_join and not is_over:
+                        lost.append((monotonic() + TOGETHER_SECONDS, member.rank))
             elif member.seconds is None and member.rank in hanging:
                 # If it came back, it might write where the others write.
                 hanging.discard(member.rank)
                 member.process.kill()
         if all(m.seconds is not None for m in members) or monotonic() > until or len(signals) > 1:
             return
+        if restart and lost and monotonic() > lost[0][0]:
+            restart(lost.pop(0)[1])
         if signals and not is_passed_on:
             is_passed_on = True
             if membership is not None and signals[0] == signal.SIGTERM:

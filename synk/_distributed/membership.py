@@ -191,8 +191,10 @@ class Membership:
                     self._take(number, process, message)
                 elif self._joining.get(number) is process and "wait" in message:
                     process.waits = True
-        if process in (self._members.get(number), self._joining.get(number)):
-            self.lose(number, "its connection has closed")
+        with self._lock:
+            if process in (self._members.get(number), self._joining.get(number)):
+                self.hanging.add(number)  # if it is still there
+                self.lose(number, "its connection has closed")
 
     def _take(self, number: int, process: _Process, message: dict[str, Any]) -> None:
         """Act on a line of a process that belongs to the group."""
@@ -257,7 +259,12 @@ class Membership:
         self._generation += 1
         for process in self._members.values():
             process.exchange, process.admits = None, False
-        address = self._serve(len(members))
+        try:
+            address = self._serve(len(members))
+        except Exception as error:  # no descriptors are left, say
+            self._ended = f"the launcher cannot start JAX's coordination service: {error}"
+            self._tell({"end": self._ended})
+            return
         lost = {str(number): why for number, why in self.lost.items()}
         about = {"lost": lost, "new": sorted(self._new)}
         self._tell({"generation": self._generation, "members": members, "address": address, **about})
@@ -274,8 +281,10 @@ class Membership:
                 processes = [*self._members.items(), *self._joining.items()]
                 for _, process in processes:
                     process.seen += slept
+                # Processes that are silent together, as while all read a large file, wait for nobody.
+                latest = max((process.seen for _, process in processes), default=now)
                 for number, process in processes:
-                    if now - process.seen > process.heartbeat:
+                    if now - process.seen > process.heartbeat and latest - process.seen > process.heartbeat / 2:
                         self.hanging.add(number)
                         self.lose(number, f"it has sent nothing for {process.heartbeat:g} s")
                 if now > self._until:
