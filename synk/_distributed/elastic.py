@@ -318,7 +318,7 @@ def join_elastic(is_distributed: bool, heartbeat: int, start: int, exit_hook: bo
     if not is_distributed or address is None:
         raise ValueError(
             "synk.init: elastic=True goes with distributed=True, in a program that `python -m synk launch --elastic` "
-            "has started."
+            "has started; with -n 1 it is one process, as to debug."
         )
     jax.config.update("jax_enable_preemption_service", False)
     if devices := os.environ.get("JAX_LOCAL_DEVICE_IDS"):

@@ -68,7 +68,10 @@ def test_a_process_joins(tmp_path, count, victim):
 @pytest.mark.gang
 @pytest.mark.parametrize(
     ("odd", "message"),
-    [({"KEYS": "3"}, "shape was [2]"), ({"BEGIN": "4"}, "begin with (4); the others, at its synk.join number 1, whose items begin")],
+    [
+        ({"KEYS": "3"}, "shape was [2]"),
+        ({"BEGIN": "4"}, "begin with (4); the others, at its synk.join number 1, whose items begin"),
+    ],
 )
 def test_a_process_of_another_program_does_not_join(tmp_path, odd, message):
     """Its variables have other shapes, or its items begin elsewhere: it alone raises; the others go on without it."""
