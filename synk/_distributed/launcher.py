@@ -295,8 +295,8 @@ def _watch(
                 member.seconds = monotonic() - start
                 hanging.discard(member.rank)
                 if membership is not None:
-                    if member.process.returncode:  # as of sys.exit(1), which tells membership of a good end
-                        membership.is_ending = any(other.has_ended_well for other in members)
+                    if member.process.returncode:
+                        membership.fail(any(other.has_ended_well for other in members))
                     membership.lose(member.rank, how_it_ended(member.process.returncode))
                     # One that was told to stop has left on purpose.
                     has_failed = member.process.returncode not in (0, 128 + signal.SIGTERM)

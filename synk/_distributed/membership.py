@@ -136,6 +136,16 @@ class Membership:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
+    def fail(self, has_ended_well: bool) -> None:
+        """Note that a process has failed that may have told of a good end, as by `sys.exit(1)`.
+
+        `has_ended_well` says whether another has ended well.
+        """
+        with self._lock:
+            self.is_ending = has_ended_well
+            if self._generation:
+                self._end_too_few()
+
     def lose(self, process: int, why: str) -> None:
         """Leave a process behind, and tell the others."""
         with self._lock:
@@ -231,6 +241,18 @@ class Membership:
         for process in self._members.values():
             process.line.send(message)
 
+    @property
+    def _whys(self) -> str:
+        return "; ".join(f"process {number}: {why}" for number, why in self.lost.items())
+
+    def _end_too_few(self) -> bool:
+        """End the processes that are left if they are too few. Return whether they are."""
+        if self.is_ending or len(self._members) >= self._least:
+            return False
+        self._ended = f"{len(self._members)} left of the {self._least} processes that the group needs. {self._whys}"
+        self._tell({"end": self._ended})
+        return True
+
     def _next_generation(self) -> None:
         """Tell all processes that are left who they are now. End them if they are too few."""
         if not self._members:
@@ -247,13 +269,10 @@ class Membership:
                 self.lost.pop(number, None)
                 self._new.add(number)
         members = list(self._members)
-        whys = "; ".join(f"process {number}: {why}" for number, why in self.lost.items())
-        if len(members) < self._least and not self.is_ending:
-            self._ended = f"{len(members)} processes are left, and the group needs {self._least}. {whys}"
-            self._tell({"end": self._ended})
+        if self._end_too_few():
             return
         if self._new.issuperset(members):
-            self._ended = f"no process is left that has the values. {whys}"
+            self._ended = f"no process is left that has the values. {self._whys}"
             self._tell({"end": self._ended})
             return
         self._generation += 1

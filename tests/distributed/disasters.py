@@ -12,6 +12,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -216,6 +217,27 @@ def resident(case, done):
 
 
 @program
+def skips(case, done):
+    """Train on rows of which some are NaN, and leave out the batches that raise."""
+    (x, _, n), w, seen = rows_of(case), synk.shared(np.ones(4, x_dtype(case)), "w"), np.zeros(2, int)
+    x[::3, 1] = np.nan
+
+    @synk.function(outputs=("mean", "sum"), blocks=case.blocks, nan="raise")
+    def gain(x, n):
+        return jnp.tanh(x * w.value).mean(0), jnp.stack([n.sum(), jnp.asarray(n.size, n.dtype)])
+
+    for i in range(STEPS):
+        try:
+            mean, rows = gain(x[i], n[i], num_slices=case.slices)
+        except FloatingPointError:
+            mean, rows = 0.0, [0, 1000]
+        w.value = 0.9 * w.value + mean
+        seen = seen + np.asarray(rows)
+        done()
+    return {"seen": seen, "w": w.value}
+
+
+@program
 def joins(case, done):
     """Train, and let a process that was started again join between two steps."""
     (x, y, n), step = rows_of(case), adam(case)
@@ -263,7 +285,35 @@ def forks(case, done):
     return steps(case, done)
 
 
-TEST_PROGRAMS = PROGRAMS | {fn.__name__: fn for fn in (until_stopped, local_rows, forks)}
+def exits(case, done):
+    """Train; process 1 exits with a code."""
+
+    def done_or_exit():
+        done()
+        if jax.process_index() == 1:
+            sys.exit(1)
+
+    return steps(case, done_or_exit)
+
+
+def threads(case, done):
+    """Call from another thread, and train."""
+    errors = queue.SimpleQueue()
+
+    def call():
+        try:
+            counting(case)[0](np.ones((case.rows, 4)), np.ones(case.rows, int))
+        except synk.SynkError as error:
+            errors.put(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors.get_nowait())
+    return steps(case, done)
+
+
+TEST_PROGRAMS = PROGRAMS | {fn.__name__: fn for fn in (until_stopped, local_rows, forks, exits, threads)}
 
 
 # Faults.

@@ -76,7 +76,22 @@ def test_too_few_are_left():
     """Below --min all raise PeerError, and end with the code that says so; the launcher ends with that of the first."""
     _, output = run((1, "kill", "inside a program", 20, 0), least=3)
     assert codes(output) == (128 + 9, [75, -9, 75])
-    assert output.count("PeerError: the elastic group has come to its end: 2 processes are left, and the") >= 2
+    assert output.count("PeerError: the elastic group has come to its end: 2 left of the 3 processes that the") >= 2
+
+
+@pytest.mark.gang
+def test_one_exits_early():
+    """An exit with a code is no good end: --min counts."""
+    _, output = run(program="exits", least=3)
+    assert codes(output) == (1, [75, 1, 75]), output
+    assert output.count("2 left of the 3 processes") >= 2
+
+
+@pytest.mark.gang
+def test_calls_of_threads():
+    """Threads that are not the main one could not make their calls again, so they raise."""
+    is_well, output = run(program="threads")
+    assert is_well and "lost" not in output, output
 
 
 @pytest.mark.gang
