@@ -192,18 +192,21 @@ class ElasticPeers(JaxPeers):
 
     def _call_together(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function, and return its result, or raise its error, when all have it."""
-        before, error, result = (self.progress[0], self.exchanges), None, None
+        before = self.progress[0], self.exchanges
         try:
             result = fn(*args, **kwargs)
-        except OF_ALL as raised:
-            error = raised
+        except OF_ALL:
+            self._end_call(before)
+            raise
+        self._end_call(before)
+        return result
+
+    def _end_call(self, before: tuple[int, int]) -> None:
+        """Wait until all have come to the end of a call, unless nothing was launched or exchanged since `before`."""
         if (self.progress[0], self.exchanges) != before:
             self._exchange("the end of a call", "")
         if self._gives_state and self.gang.generation is not None:
             self._gives_state, self._given = False, self.gang.generation.number
-        if error is not None:
-            raise error
-        return result
 
     def enter(self) -> None:
         """Join the processes that start. All return with the same generation, or wait to join one."""

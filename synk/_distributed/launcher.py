@@ -296,7 +296,7 @@ def _watch(
                 hanging.discard(member.rank)
                 if membership is not None:
                     if member.process.returncode:
-                        membership.fail(any(other.has_ended_well for other in members))
+                        membership.fail(member.rank)
                     membership.lose(member.rank, how_it_ended(member.process.returncode))
                     # One that was told to stop has left on purpose.
                     has_failed = member.process.returncode not in (0, 128 + signal.SIGTERM)

@@ -90,7 +90,6 @@ class Membership:
     Attributes:
       lost: why each process that was left behind is gone.
       hanging: processes that were left behind since they sent nothing, and that may still be there.
-      is_ending: whether a program has ended well, so that all are about to.
       can_join: whether the program has a point at which a process may join.
     """
 
@@ -114,7 +113,7 @@ class Membership:
         self.can_join = False
         # Processes that have not come yet, and until when they are awaited: for so long after the first has come.
         self._missing, self._until = set(range(count)), float("inf")
-        self.lost, self.hanging, self.is_ending = dict[int, str](), set[int](), False
+        self.lost, self.hanging, self._ended_well = dict[int, str](), set[int](), set[int]()
         self._is_stopping, self._ended = False, ""
         self._socket = socket.create_server(address)
         for work in (self._accept, self._watch):
@@ -136,14 +135,16 @@ class Membership:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def fail(self, has_ended_well: bool) -> None:
-        """Note that a process has failed that may have told of a good end, as by `sys.exit(1)`.
+    @property
+    def is_ending(self) -> bool:
+        """Tell whether a program has ended well, so that all are about to."""
+        return bool(self._ended_well)
 
-        `has_ended_well` says whether another has ended well.
-        """
+    def fail(self, process: int) -> None:
+        """Note that a process has ended with a code. It may have told of a good end, as with `sys.exit(1)`."""
         with self._lock:
-            self.is_ending = has_ended_well
-            if self._generation:
+            if process in self._ended_well:
+                self._ended_well.discard(process)
                 self._end_too_few()
 
     def lose(self, process: int, why: str) -> None:
@@ -209,7 +210,8 @@ class Membership:
     def _take(self, number: int, process: _Process, message: dict[str, Any]) -> None:
         """Act on a line of a process that belongs to the group."""
         if "leave" in message:
-            self.is_ending |= message["is_end"]
+            if message["is_end"]:
+                self._ended_well.add(number)
             self.lose(number, message["leave"])
         elif "can_join" in message:
             self.can_join = True

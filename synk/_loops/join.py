@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from .._base.errors import checked_integer, public_api, shown
-from .._base.pytree import as_data
 from .._base.retry import in_parts, made_again
 from .._runtime.group import current_group
 from .._tracing.context import eager
@@ -121,12 +120,11 @@ class _Joined(Iterator[T], Generic[T]):
 
 
 def _described(items: Sequence[object]) -> str:
-    """Describe items by what is equal in every process: numbers and text, arrays by a checksum, else types."""
+    """Describe items by what is equal in every process: numbers, text, arrays of NumPy by a checksum, else types."""
     texts = list[str]()
     for leaf in jax.tree.leaves(items):
-        if isinstance(leaf, np.ndarray | np.generic | jax.Array):
-            array = np.asarray(as_data(leaf))
-            texts.append(f"{array.dtype}{[*array.shape]} [{zlib.crc32(array.tobytes()):08x}]")
+        if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+            texts.append(f"{leaf.dtype}{[*leaf.shape]} [{zlib.crc32(leaf.tobytes()):08x}]")
         else:
-            texts.append(shown(leaf) if isinstance(leaf, int | float | str) else type(leaf).__name__)
+            texts.append(shown(leaf) if isinstance(leaf, int | float | str | np.generic) else type(leaf).__name__)
     return "(" + ", ".join(texts) + ")"
