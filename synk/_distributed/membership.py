@@ -302,10 +302,8 @@ class Membership:
                 processes = [*self._members.items(), *self._joining.items()]
                 for _, process in processes:
                     process.seen += slept
-                # Processes that are silent together, as while all read a large file, wait for nobody.
-                latest = max((process.seen for _, process in processes), default=now)
                 for number, process in processes:
-                    if now - process.seen > process.heartbeat and latest - process.seen > process.heartbeat / 2:
+                    if now - process.seen > process.heartbeat:
                         self.hanging.add(number)
                         self.lose(number, f"it has sent nothing for {process.heartbeat:g} s")
                 if now > self._until:
