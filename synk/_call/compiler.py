@@ -13,12 +13,14 @@ from jax import lax
 from .._data.feed import InputFeed, index_shape
 from .._data.overlap import with_halos
 from .._runtime.axis import axis_named, replica_axis
+from .._runtime.constants import Constant
 from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.layout import Layout, Layouts, layouts
+from .._tracing.tracer import TracedFunction
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
-from .parts import TABLE_ROWS, Part, any_not_finite, arrays_of, part_of, split_into_launches
+from .parts import TABLE_ROWS, Part, PartArrays, any_not_finite, arrays_of, part_of, split_into_launches
 from .program import Epilogue
 from .traces import State
 
@@ -44,9 +46,9 @@ class _Launch(NamedTuple):
     carry: tuple[jax.ShapeDtypeStruct, ...] = ()
 
 
-# Arguments of a program on one replica: leaves of variables; states so far; rows or indexes of rows, and broadcast
-# arguments; and the part that the replica runs.
-_Taken = tuple[State, list[jax.Array], list[jax.Array], Part]
+# Arguments of a program on one replica: leaves of variables; states so far; rows or indexes of rows, broadcast
+# arguments and captured arrays; and the part that the replica runs.
+_Taken = tuple[State, list[jax.Array], PartArrays, Part]
 
 
 class Compiler:
@@ -106,9 +108,7 @@ class Compiler:
         about = (*about, self.refuses_nan, builder.function.wires is None)
 
         def cached(launch: _Launch) -> Executable:
-            traces = [builder.traced[size] for size in launch.sizes if size in builder.traced]
-            traces += [self.epilogue.then[0]] if launch.is_last and self.epilogue.then else []
-            fingerprints = tuple([traced.fingerprint for traced in traces])
+            fingerprints = tuple([traced.fingerprint for traced in self._traced_in(launch)])
             key = ("program", launch, fingerprints, *about)
             return self.group._cached(owner, key, partial(self._compile, launch))
 
@@ -118,6 +118,19 @@ class Compiler:
         programs = {counts or sizes: cached(_Launch(sizes, counts, False, self.carry)) for sizes, counts in kinds}
         start = self.group._cached(owner, ("start", self.carry), self._compile_start)
         return programs, start, None if call.is_over else cached(_Launch((), (), True, self.carry))
+
+    def _traced_in(self, launch: _Launch) -> list[TracedFunction]:
+        """List the functions that a program runs."""
+        traced = self.builder.traced
+        # Blocks have other sizes than the parts that they make.
+        sizes = traced if self.call.block is not None else [size for size in launch.sizes if size in traced]
+        of_then = [self.epilogue.then[0]] if launch.is_last and self.epilogue.then else []
+        return [*(traced[size] for size in sizes), *of_then]
+
+    def _constants(self, launch: _Launch) -> list[Constant]:
+        """List the large arrays that the functions of a program have captured."""
+        known = chain(*(traced.known() for traced in self._traced_in(launch)))
+        return list(dict.fromkeys(value for value in known if isinstance(value, Constant)))
 
     def _compile_start(self) -> Executable:
         """Compile the program that makes the states of all replicas before the first launch.
@@ -160,6 +173,7 @@ class Compiler:
             variables=tuple(variable._given_name for variable in self.builder.traces.touched),
             takes_all_replicas=takes_all_replicas,
             has_fixed_kernels=self.call.block is not None,
+            constants=self._constants(launch),
         )
         return self._executable(spec)
 
@@ -167,7 +181,8 @@ class Compiler:
         """Sort the arguments of a program on one replica."""
         arguments = iter(values)
         state = self.traces.leaves_of(self.reads[launch.is_last], arguments)
-        carry, rest = list(islice(arguments, len(launch.carry))), list(arguments)
+        carry, rest, constants = list(islice(arguments, len(launch.carry))), list(arguments), self._constants(launch)
+        rest, placed = rest[: len(rest) - len(constants)], rest[len(rest) - len(constants) :]
         table = None if self.call.is_plain else rest.pop()
         rank = lax.axis_index(replica_axis()) if rank is None else rank
         max_rows = launch.sizes[0] if launch.sizes else None
@@ -176,20 +191,21 @@ class Compiler:
         part = part_of(table, rank, max_rows, self.group.size, count)
         if self.call.is_over:
             part = part._replace(weight=jnp.asarray(part.count, jnp.result_type(float)))
-        return state, carry, rest, part
+        arrays = arrays_of(self.call, rest) if launch.sizes else PartArrays([], None, rest)
+        return state, carry, arrays._replace(constants=dict(zip(constants, placed, strict=True))), part
 
     def _run(self, launch: _Launch, taken: _Taken, sizes: Sequence[int | None]) -> list[jax.Array]:
         """Run the part of a replica, which has one of these sizes, and return its states."""
-        state, carry, rest, part = taken
+        state, carry, arrays, part = taken
         if not launch.sizes:
             return self._all_states([leaf[0] for leaf in carry])
-        return self.builder.states(sizes, state, arrays_of(self.call, rest), part, launch.sizes[0])
+        return self.builder.states(sizes, state, arrays, part, launch.sizes[0])
 
     def _finish(self, launch: _Launch, taken: _Taken, states: Arrays) -> list[jax.Array]:
         """Return what a program returns: the results of the call in the last launch, else the states so far."""
-        state, carry, rest, part = taken
+        state, carry, arrays, part = taken
         if launch.is_last:
-            return self._results(states, state, rest[len(rest) - len(self.call.broadcast) :], part)
+            return self._results(states, state, arrays, part)
         states = self.builder.accumulate(self._all_states(carry), states, part)
         return [*(states[i] for i in self.carried), *(states[i] for i in self.kept)]
 
@@ -232,6 +248,7 @@ class Compiler:
         """Find the arguments, of `count`, that are rows whose neighbours lie on other replicas."""
         feeds: dict[int, InputFeed] = {}
         at = count - len(self.call.broadcast) - (not self.call.is_plain) - (self.call.held_index is not None)
+        at -= len(self._constants(launch))
         for feed in reversed(self.call.feeds if launch.sizes else ()):
             at -= 1 + (feed.index is not None)
             if feed.held_rows:
@@ -261,7 +278,11 @@ class Compiler:
         rest.extend(("replicated", shape) for shape in call.broadcast_shapes)
         if not call.is_plain:
             rest.append(("replicated", jax.ShapeDtypeStruct((TABLE_ROWS, size), np.int32)))
-        return [*leaves, carry, rest]
+        constants: Placed = [
+            ("replicated", jax.ShapeDtypeStruct(constant.value.shape, constant.value.dtype))
+            for constant in self._constants(launch)
+        ]
+        return [*leaves, carry, rest, *([constants] if constants else [])]
 
     def _outs(self, launch: _Launch) -> list[Layout]:
         if not launch.is_last:
@@ -277,11 +298,11 @@ class Compiler:
             return (len(self.reads[0]),)
         return tuple(i for i, v in enumerate(self.reads[1]) if v in self.updates) if self.call.donate else ()
 
-    def _results(self, states: Arrays, state: State, broadcast: Arrays, part: Part) -> list[jax.Array]:
+    def _results(self, states: Arrays, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
         """Compute the results of the program that ends a call: new values, outputs and perhaps a flag."""
         if self.call.is_sliced:
             states = self.builder.states_of_present(states, part.count > 0)
-        results, new = self.epilogue.finish_values(states, state, broadcast, part)
+        results, new = self.epilogue.finish_values(states, state, arrays, part)
         picked = [results[i] for i in self.epilogue.result.picked]
         if not self.refuses_nan:
             return [*chain(*(new[v] for v in self.updates)), *picked]

@@ -205,7 +205,7 @@ def _make(
 
     def finish(states: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.Array]:
         part = part_of(table, lax.axis_index(replica_axis()), max_rows, group.size)
-        results, _ = epilogue.finish_values(states, {}, arrays_of(call, values).broadcast, part)
+        results, _ = epilogue.finish_values(states, {}, arrays_of(call, values), part)
         return [results[i] for i in result.picked]
 
     def body(*values: jax.Array) -> list[jax.Array]:

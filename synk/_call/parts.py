@@ -14,6 +14,7 @@ from .._base.partition import split_rows
 from .._data.feed import read_rows
 from .._data.transfer import PartRows
 from .._reductions.collectives import all_gather
+from .._runtime.constants import Constant
 from .spec import CallSpec
 
 
@@ -75,12 +76,14 @@ class PartArrays(NamedTuple):
       broadcast: the broadcast arguments.
       spares: a real row for each array that has none behind the replica's rows, by the array's number. It fills parts
         that a replica runs although it has fewer rows.
+      constants: the arguments that captured arrays are.
     """
 
     arrays: list[tuple[jax.Array, jax.Array | None]]
     held_index: jax.Array | None
     broadcast: list[jax.Array]
     spares: Mapping[int, jax.Array] = MappingProxyType({})
+    constants: Mapping[Constant, jax.Array] = MappingProxyType({})
 
     def read(self, size: int, halos: Sequence[int], count: Any) -> list[jax.Array]:
         """Read the rows of a part of this size, with so many neighbours, from each array; the replica has `count`."""

@@ -18,6 +18,7 @@ from .._reductions.outputs import OutputSpec
 from .._reductions.reduction import REDUCTIONS, UPDATES, Reduction, combine_replicas, constant_unless, prepare_part
 from .._reductions.results import ResultSpec, result_spec
 from .._runtime.axis import axis_named, replica_axis
+from .._runtime.constants import resolve
 from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
@@ -145,8 +146,7 @@ class ProgramBuilder:
             rows = {i: row for i, row in enumerate(self._read(1, state, arrays, part)) if i not in sent}
             arrays = arrays._replace(spares=spare_rows(rows, part.count > 0, 0 in sizes))
 
-        # XLA folds constants only outside branches and loops.
-        known = {size: traced.known(traced.consts) for size, traced in self.traced.items()}
+        known = {size: resolve(traced.known(), arrays.constants) for size, traced in self.traced.items()}
 
         def run(size: int | None) -> list[jax.Array]:
             # A branch that is not selected must not give gradients: NaN times 0 is NaN.
@@ -398,7 +398,10 @@ class ProgramBuilder:
         """Run `fn` over a replica's blocks one by one, each by the same computation on whichever replica it lies."""
         blocks, states = Blocks(self.call), self.empty_states()
         # XLA folds constants on one device and not on several, so they come from behind a barrier.
-        consts = {size: fusion_barrier(self.group, list(self.traced[size].consts), part) for size in blocks.sizes}
+        known = {
+            size: fusion_barrier(self.group, resolve(self.traced[size].known(), arrays.constants), part)
+            for size in blocks.sizes
+        }
 
         def add(before: list[jax.Array], chunk: Any, size: int = blocks.size) -> tuple[list[jax.Array], None]:
             slot, first, is_there = chunk
@@ -414,7 +417,7 @@ class ProgramBuilder:
                 part_slot=slot,
                 total=part.total,
             )
-            return self.accumulate(before, self._run_block(size, state, arrays, block, consts[size]), block), None
+            return self.accumulate(before, self._run_block(size, state, arrays, block, known[size]), block), None
 
         if blocks.most:
             slots = np.arange(blocks.most, dtype=np.int32)
@@ -431,19 +434,18 @@ class ProgramBuilder:
         return self.states_of_present(states, part.count > 0)
 
     def _run_block(
-        self, size: int, state: State, arrays: PartArrays, block: Part, consts: Sequence[jax.Array]
+        self, size: int, state: State, arrays: PartArrays, block: Part, known: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Run `fn` over one block, behind barriers; return zeros if this replica has no such block."""
         seen = [rows_from(array, index, block.offset, size) for array, index in arrays.arrays]
 
         def run(seen: Any, others: Any) -> list[jax.Array]:
-            leaves, block_consts, broadcast = others
+            leaves, block_known, broadcast = others
             inputs = PartArrays([(rows, None) for rows in seen], None, broadcast)
             block_state = dict(zip(state, leaves, strict=True))
-            known = self.traced[size].known(block_consts)
-            return self.run_part(size, state=block_state, arrays=inputs, part=block, max_rows=size, known=known)
+            return self.run_part(size, state=block_state, arrays=inputs, part=block, max_rows=size, known=block_known)
 
-        others = (list(state.values()), consts, arrays.broadcast)
+        others = (list(state.values()), known, arrays.broadcast)
         if self.selects_branches:
             states = run(*fusion_barrier(self.group, (seen, others), block))
             return fusion_barrier(self.group, states, block)
@@ -583,7 +585,7 @@ class Epilogue:
         return self.function.has_barrier and may_help
 
     def finish_values(
-        self, states: Sequence[jax.Array], state: State, broadcast: Sequence[jax.Array], part: Part
+        self, states: Sequence[jax.Array], state: State, arrays: PartArrays, part: Part
     ) -> tuple[list[jax.Array], State]:
         """Compute the call's results, and the new values of variables on this replica, from all states."""
         count = len(self.builder.from_first) + len(self.reduced)
@@ -600,9 +602,9 @@ class Epilogue:
             fenced = iter(lax.optimization_barrier([*compress(results, is_fenced)]))
             results = [next(fenced) if is_in else result for is_in, result in zip(is_fenced, results, strict=True)]
         traced, extra = self.then
-        chosen = [broadcast[i] for i in extra]
+        chosen = [arrays.broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)
-        state_leaves, known = chain(*(state[v] for v in traced.variables)), traced.known(traced.consts)
+        state_leaves, known = chain(*(state[v] for v in traced.variables)), resolve(traced.known(), arrays.constants)
 
         def run(known: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
             return traced.run(*args, known=known)

@@ -17,6 +17,7 @@ from jax.profiler import TraceAnnotation
 from .._base.pytree import bits_of
 from .axis import axis_named, replica_axis
 from .compilation_cache import noticed_hits
+from .constants import Constant
 from .dispatch import (
     IN_FLIGHT,
     JAXLIB,
@@ -66,6 +67,7 @@ class ProgramSpec:
       options: options of the compiler, in addition to those of the group's platform.
       takes_all_replicas: whether `body` takes the arrays of all replicas, and is not mapped.
       has_fixed_kernels: whether its bits are the same in every process and run, on one kind of device.
+      constants: captured arrays. They are a last list of arguments, which callers do not pass.
     """
 
     body: Body
@@ -79,6 +81,7 @@ class ProgramSpec:
     options: tuple[tuple[str, Any], ...] = ()
     takes_all_replicas: bool = False
     has_fixed_kernels: bool = False
+    constants: Sequence[Constant] = ()
 
 
 class Program:
@@ -163,7 +166,8 @@ class Executable(Program):
         if group._is_multi_process:
             name += f"({describe_shapes([*chain(*structs)])})"
             text = lowered.as_text()
-            group._peers.agree(name, "\n".join([*spec.variables, text]))
+            captured = [str(constant.key) for constant in spec.constants]
+            group._peers.agree(name, "\n".join([*spec.variables, *captured, text]))
             # A callback may raise in one process, while the others go on.
             self.may_fail_alone = "callback" in text
         start = perf_counter()
@@ -173,7 +177,12 @@ class Executable(Program):
         # Compiled programs refuse arrays of numbers below a byte ("input layouts that disagree"). jax.jit takes them,
         # but compiles once more. Drop this when we require jaxlib>=0.12.
         is_refused = _REFUSES_SUB_BYTES and any([bits_of(s.dtype) < 8 for s in chain(*structs)])
-        super().__init__(group, name, _jit(group, spec, options) if is_refused else self.compiled)
+        run = _jit(group, spec, options) if is_refused else self.compiled
+        super().__init__(group, name, partial(_with_constants, group, spec.constants, run) if spec.constants else run)
+
+
+def _with_constants(group: Group, constants: Sequence[Constant], run: Any, *args: Sequence[Any]) -> list[jax.Array]:
+    return run(*args, [constant.on(group) for constant in constants])
 
 
 def compiler_options(group: Group, has_fixed_kernels: bool = False) -> dict[str, Any]:

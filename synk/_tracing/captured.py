@@ -1,6 +1,7 @@
-"""Captured: arrays that a function closes over. They enter its programs as NumPy arrays, wherever they lie."""
+"""Captured: arrays that a function closes over. They enter its programs from the host, wherever they lie."""
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ from jax.extend import linear_util
 from jax.extend.core import Jaxpr, Literal
 
 from .._base.errors import SynkError
-from .._base.pytree import key_of
+from .._base.jax_context import transfers_on_purpose
+from .._base.pytree import key_of, narrow
+from .._runtime.constants import LARGE, Constant, constant_of
 from .equations import equations_inside, is_over_axis
 
 # Equations that only change where an array lies.
@@ -21,8 +24,8 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
-def without_places(closed: Any, name: str) -> Any:
-    """Return a jaxpr whose constants lie on the host and whose types name no mesh.
+def without_places(closed: Any, name: str) -> tuple[Any, list[Constant]]:
+    """Return a jaxpr whose constants lie on the host and whose types name no mesh, and its large constants.
 
     JAX writes the mesh of a captured array into the type of all values computed from it. Inside `jax.shard_map` the
     mesh is another one, and JAX 0.8 to 0.12 refuse to mix the two ("Mesh for all inputs should be equal"). See
@@ -33,7 +36,36 @@ def without_places(closed: Any, name: str) -> Any:
       name: the function that messages name.
     """
     with jax.ensure_compile_time_eval():
-        return _Rewriter(name).closed(closed)
+        rewriter = _Rewriter(name)
+        return rewriter.closed(_with_constants_on_top(closed)), rewriter.large
+
+
+def _with_constants_on_top(closed: Any) -> Any:
+    """Put the equations of inner jits that hold constants in the place of their calls."""
+    constants, values, eqns = list(closed.jaxpr.constvars), list(closed.consts), list[Any]()
+    instead: dict[Any, Any] = {}
+    for equation in closed.jaxpr.eqns:
+        equation = equation.replace(invars=_replaced(equation.invars, instead))
+        inner = _with_constants_on_top(equation.params["jaxpr"]) if equation.primitive.name == "jit" else None
+        if inner is None or not inner.consts:
+            eqns.append(equation)
+            continue
+        # Fresh variables, since a jaxpr may be called twice.
+        new = {variable: type(variable)(variable.aval) for variable in inner.jaxpr.constvars}
+        constants += new.values()
+        values += inner.consts
+        new |= zip(inner.jaxpr.invars, equation.invars, strict=True)
+        for called in inner.jaxpr.eqns:
+            ins = _replaced(called.invars, new)
+            new |= {variable: type(variable)(variable.aval) for variable in called.outvars}
+            eqns.append(called.replace(invars=ins, outvars=_replaced(called.outvars, new)))
+        instead |= zip(equation.outvars, _replaced(inner.jaxpr.outvars, new), strict=True)
+    outs = _replaced(closed.jaxpr.outvars, instead)
+    return closed.replace(jaxpr=closed.jaxpr.replace(constvars=constants, eqns=eqns, outvars=outs), consts=values)
+
+
+def _replaced(atoms: Sequence[Any], instead: dict[Any, Any]) -> list[Any]:
+    return [atom if isinstance(atom, Literal) else instead.get(atom, atom) for atom in atoms]
 
 
 class _Rewriter:
@@ -41,6 +73,7 @@ class _Rewriter:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.large: list[Constant] = []
         # By id: the old jaxpr or constant, kept alive so that its id stays its own, and the new one.
         self._done: dict[int, tuple[Any, Any]] = {}
 
@@ -82,8 +115,11 @@ class _Rewriter:
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         if key in _RULES:
             return linear_util.wrap_init(self._rule(value), debug_info=value.debug_info)
-        if isinstance(value, jax.sharding.NamedSharding):
-            return None
+        if key == "bwd" and hasattr(value, "call_wrapped"):
+            return linear_util.wrap_init(partial(self._backward, value), debug_info=value.debug_info)
+        if isinstance(value, jax.sharding.Sharding):
+            # The function runs on one device, which holds all of its arguments.
+            return _unspecified() if key.endswith("_shardings") else None
         if hasattr(value, "jaxpr"):
             return self._once(value, self.closed)
         return self._once(value, self._jaxpr) if hasattr(value, "eqns") else value
@@ -95,6 +131,26 @@ class _Rewriter:
                 return self._once(jaxpr, self._jaxpr), self._constants(consts), *rest
 
         return traced
+
+    def _backward(self, rule: Any, *args: Any) -> Any:
+        """Run the backward rule of a `jax.custom_vjp`, which JAX does not trace before."""
+        # Symbolic zeros are no arguments of a trace.
+        if not all(isinstance(arg, jax.Array) for arg in args):
+            return rule.call_wrapped(*args)
+        results: list[Any] = []
+
+        def arrays(*args: jax.Array) -> list[jax.Array]:
+            # In the place of None JAX returns zeros of its own.
+            results[:] = jax.tree.flatten(rule.call_wrapped(*args))
+            return [leaf for leaf in results[0] if isinstance(leaf, jax.Array)]
+
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            closed = jax.make_jaxpr(arrays)(*(jax.ShapeDtypeStruct(arg.shape, arg.dtype) for arg in args))
+        with jax.ensure_compile_time_eval():
+            closed = self.closed(closed)
+        values = iter(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+        leaves, treedef = results
+        return treedef.unflatten([next(values) if isinstance(leaf, jax.Array) else leaf for leaf in leaves])
 
     def _constants(self, consts: Sequence[Any]) -> list[Any]:
         return [self._once(const, self._constant) for const in consts]
@@ -113,7 +169,7 @@ class _Rewriter:
             )
         if not isinstance(const, jax.Array):
             # A copy, since the user may change the array in place.
-            return np.array(const)
+            return self._kept(np.asarray(const), is_copied=True)
         if not (const.is_fully_addressable or const.is_fully_replicated):
             raise ValueError(
                 f"{self.name}: it uses an array from outside, {const.dtype.name}{list(const.shape)}, whose parts lie "
@@ -121,8 +177,22 @@ class _Rewriter:
             )
         impl = key_of(const)
         if impl is None:
-            return np.asarray(const)
+            return self._kept(np.asarray(const), is_copied=False)
         return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(const))), impl=impl)
+
+    def _kept(self, array: np.ndarray, is_copied: bool) -> np.ndarray:
+        array = array.astype(narrow(array.dtype), copy=False)
+        if array.nbytes <= LARGE:
+            return np.array(array) if is_copied else array
+        self.large.append(constant_of(array, is_copied))
+        return self.large[-1].value
+
+
+@cache
+def _unspecified() -> Any:
+    """Return what stands for the sharding of an argument of `jax.jit` that was given none."""
+    with jax.ensure_compile_time_eval():
+        return jax.make_jaxpr(jax.jit(lambda x: x))(1.0).eqns[0].params["in_shardings"][0]
 
 
 def _outside_meshes(context: Any) -> Any:
@@ -141,29 +211,53 @@ def _without_mesh(aval: Any) -> Any:
     return aval if sharding is None or sharding.mesh.empty else aval.update(sharding=None)
 
 
-def split(closed: Any) -> tuple[Jaxpr, Jaxpr]:
+def split(closed: Any, large: Sequence[Constant]) -> tuple[Callable[[], list[Any]], Jaxpr]:
     """Split off the equations on captured arrays alone, unless their results are larger than the arrays.
 
-    The constants of the first part are the captured arrays. The constants of the second part are the results of the
-    first. XLA does not fold constants inside branches and loops, so without this a program of uneven rows would compute
-    `table / table.max()` in each call, and carry a copy of the table in each branch.
+    `large` are the large constants. The equations run once, before any program: XLA folds no large constants, and none
+    inside branches and loops, so a program would compute `table / table.max()` in each call. Without a large array
+    nothing is gained.
+
+    Returns:
+      What computes the constants of the second part, large ones as `Constant`s; and the second part.
     """
-    jaxpr = closed.jaxpr
+    jaxpr, constants = closed.jaxpr, {id(constant.value): constant for constant in large}
+    is_worth_it = any(id(const) in constants for const in closed.consts)
     known = dict.fromkeys(jaxpr.constvars)
     early: list[Any] = []
     late: list[Any] = []
     for equation in jaxpr.eqns:
-        is_early = _is_known(equation, known) and _size(equation.outvars) <= _size(equation.invars)
+        is_early = is_worth_it and _is_known(equation, known) and _size(equation.outvars) <= _size(equation.invars)
         (early if is_early else late).append(equation)
         known |= dict.fromkeys(equation.outvars) if is_early else {}
     used = {atom for equation in late for atom in equation.invars if not isinstance(atom, Literal)}
     used |= {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
     passed = [variable for variable in known if variable in used]
-    of_none = jaxpr.debug_info._replace(arg_names=(), result_paths=None)
-    return (
-        Jaxpr(jaxpr.constvars, [], passed, early, debug_info=of_none),
-        Jaxpr(passed, jaxpr.invars, jaxpr.outvars, late, jaxpr.effects, jaxpr.debug_info),
+    made = [variable for variable in passed if variable not in jaxpr.constvars]
+    first = Jaxpr(
+        jaxpr.constvars, [], made, early, debug_info=jaxpr.debug_info._replace(arg_names=(), result_paths=None)
     )
+
+    @cache
+    def compute() -> list[Any]:
+        values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        if made:
+            # A trace may be under way around the call, with a mesh.
+            no_mesh = jax.sharding.use_abstract_mesh(_NO_MESH)
+            with jax.ensure_compile_time_eval(), no_mesh, jax.disable_jit(False), transfers_on_purpose():
+                results = jax.jit(partial(jax.core.eval_jaxpr, first))(closed.consts)
+            values |= zip(made, results, strict=True)
+        return [constants.get(id(values[variable])) or _as_constant(values[variable]) for variable in passed]
+
+    return compute, Jaxpr(passed, jaxpr.invars, jaxpr.outvars, late, jaxpr.effects, jaxpr.debug_info)
+
+
+def _as_constant(value: Any) -> Any:
+    """Return the constant of a large array that nobody changes, any other value as it is."""
+    if key_of(value) is not None:
+        return value
+    array = np.asarray(value)
+    return constant_of(array, is_copied=False) if array.nbytes > LARGE else array
 
 
 def _is_known(equation: Any, known: dict[Any, None]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .._base.pytree import key_of
+from .._runtime.constants import known_constant
 from .names import content
 
 # Callbacks hold functions in their cells, which hold functions in theirs: look so many levels deep.
@@ -85,6 +86,8 @@ class _Teller:
         return tell(value)
 
     def _array(self, const: Any) -> Any:
+        if (constant := known_constant(const)) is not None:
+            return constant.key
         array = np.asarray(jax.random.key_data(const) if key_of(const) is not None else const)
         return array.dtype.name, array.shape, sha256(array.tobytes()).digest() if array.size > 64 else array.tobytes()
 

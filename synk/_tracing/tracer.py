@@ -55,9 +55,8 @@ class TracedFunction:
     """A function of plain arrays: it maps leaves of variables and arguments, the rank and the first row to leaves.
 
     Attributes:
-      run: runs the function. It takes the results of `known` by that name, and returns outputs, then new leaves.
-      consts: the arrays that it closes over.
-      known: computes what depends on `consts` alone.
+      run: runs the function. It takes the values of `known` by that name, and returns outputs, then new leaves.
+      known: computes what depends on captured arrays alone, once; large arrays are `Constant`s.
       blame_line: takes the arguments of `run`, and returns the line that makes the first number that is not finite.
       variables: the variables whose leaves come first, in this order.
       reads: the variables in the order in which they are read.
@@ -77,8 +76,7 @@ class TracedFunction:
     """
 
     run: Callable[..., list[jax.Array]]
-    consts: Sequence[Any]
-    known: Callable[[Sequence[Any]], Sequence[Any]]
+    known: Callable[[], Sequence[Any]]
     blame_line: Callable[..., str | None]
     variables: tuple[Any, ...]
     reads: tuple[Any, ...]
@@ -117,7 +115,7 @@ def _trace(request: TraceRequest) -> TracedFunction:
         if set(learned["reads"]) <= set(variables):
             break
         variables = tuple(dict.fromkeys((*variables, *learned["reads"])))
-    closed = without_places(closed, request.sees.name)
+    closed, large = without_places(closed, request.sees.name)
     closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
     # A wrong guess leaves leaves of variables in the jaxpr that nothing uses.
     is_used = [variable in learned["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
@@ -125,11 +123,10 @@ def _trace(request: TraceRequest) -> TracedFunction:
     closed = closed.replace(jaxpr=closed.jaxpr.replace(invars=invars))
     all_equations = list(equations(closed.jaxpr))
     learned["uses_rank"] |= any(map(_tells_ranks_apart, all_equations))
-    early, late = split(closed)
+    known, late = split(closed, large)
     return TracedFunction(
         run=functools.partial(_run, closed, late),
-        consts=closed.consts,
-        known=lambda consts: jax.core.eval_jaxpr(early, consts),
+        known=known,
         blame_line=lambda *args: first_bad_line(closed.jaxpr, closed.consts, args),
         variables=tuple(variable for variable in variables if variable in learned["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),

@@ -1,5 +1,7 @@
 """Arrays that a function captures do what NumPy arrays do there, wherever they lie."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,10 +115,7 @@ def test_gradients_go_through_what_meets_captured_arrays(value):
         c = VALUES[value]()
 
         def loss(c, w, x):
-            found = kinds(c, x * w)
-            if value == "explicit":  # its custom_vjp wants gradients on the mesh that its arguments had when traced
-                del found["custom"]
-            return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(found))
+            return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(kinds(c, x * w)))
 
         f = synk.function(lambda w, x: loss(c, w, x), ["broadcast", "scatter"])
         wanted = jax.jit(jax.grad(lambda w: loss(jnp.asarray(V), w, X)))(0.5)
@@ -171,14 +170,103 @@ def test_small_numbers_of_half_a_byte_may_be_captured():
         assert f(np.arange(7)).tolist() == [-4, -3, -2, -1, 0, 1, 2]
 
 
-@needs_devices(4)
-def test_what_captured_arrays_alone_determine_is_made_outside_branches():
-    """Where rows do not divide, a branch holds no computation on the table; larger things than it stay inside."""
+@pytest.mark.smoke
+@pytest.mark.parametrize("value", VALUES)
+def test_backward_rules_may_capture_values(value):
+    """JAX traces the backward rule of a custom_vjp only when it is asked for a gradient; None is a gradient of it too."""
     with group_of("devices", 4):
-        table = np.ones((1000, 10), np.float32)
-        f = synk.function(lambda i: (jnp.asarray(table) / jnp.max(jnp.asarray(table)))[i].sum(1), reduce="concat")
-        text = f.compile(np.arange(7)).as_text() or ""
-        assert "conditional" in text
-        branches = [part for part in text.split("\n\n") if "branch" in part.split("\n")[0]]
-        assert not any("divide" in part for part in branches)
-        assert f(np.arange(7)).tolist() == [10.0] * 7
+        c = VALUES[value]()
+
+        @jax.custom_vjp
+        def doubled(x, unused):
+            return 2 * x
+
+        doubled.defvjp(lambda x, unused: (2 * x, x), lambda x, g: (g * jax.jit(jnp.cos)(c) * x, None))
+        f = synk.function(lambda w, x: jnp.sum(doubled(w * x, x)), inputs=["x"])
+        wanted = (np.cos(V) * 0.5 * X * X).sum()
+        for _ in range(2):
+            close(jax.grad(f)(0.5, X), wanted)
+        close(jax.jit(jax.vmap(jax.grad(lambda w: f(w, X, num_slices=2))))(jnp.full(2, 0.5)), [wanted] * 2)
+
+
+@pytest.mark.smoke
+def test_inner_jits_may_name_shardings():
+    """Inside a replica a sharding has nothing to place."""
+    with group_of("devices", 4) as group:
+        where = NamedSharding(group.mesh, PartitionSpec())
+        for options in ({"in_shardings": where}, {"out_shardings": where}):
+            inner = jax.jit(lambda x: 2 * x, **options)
+            f = synk.function(lambda x, inner=inner: inner(x), reduce="concat", inputs={"inner": "static"})
+            for x in (X, X[:4]):
+                close(f(x), 2 * x)
+            close(f.serial(X), 2 * X)
+            close(jax.jit(f)(X), 2 * X)
+
+
+@needs_devices(4)
+@pytest.mark.parametrize("capture", ["array", "NumPy", "inner jit"])
+@pytest.mark.smoke
+def test_large_captured_arrays_are_arguments_of_programs(capture):
+    """XLA folds nothing that they make, copies none of them in branches, and compiles without their numbers."""
+    table = np.random.default_rng(0).random((4000, 10), np.float32)
+    taken = jnp.asarray(table) if capture != "NumPy" else table
+
+    def scaled(i):
+        rows = (jnp.asarray(taken) / jnp.max(jnp.asarray(taken)))[i].sum(1)
+        return {"rows": rows, "last": jnp.asarray(taken)[i]}
+
+    fn = jax.jit(scaled) if capture == "inner jit" else scaled
+    i = np.arange(4000 - 8, 4000)
+    for kind, replicas in (("devices", 4), ("devices", 1), ("simulated", 3)):
+        with group_of(kind, replicas):
+            f = synk.function(lambda i: fn(i), reduce="concat")
+            for rows in (8, 7, 8):
+                wanted = scaled(i[:rows])
+                for options in ({}, {"num_slices": 2}):
+                    close(f(i[:rows], **options), wanted)
+                close(f.serial(i[:rows]), wanted)
+            close(f.over(i, batches=synk.minibatches(8, 3, shuffle=False)), scaled(i))
+            close(jax.jit(f)(i), scaled(i))
+            f.check(i[:7])
+            text = f.compile(i[:7]).as_text() or ""
+            assert "divide" not in text and "f32[4000,10]{1,0} constant" not in text
+            blocks = synk.function(lambda i: fn(i)["rows"].sum(), blocks=2)
+            np.testing.assert_allclose(blocks(i), scaled(i)["rows"].sum(), rtol=1e-5)
+            ended = synk.function(lambda i: i, reduce="concat", then=fn)
+            close(ended(i), scaled(i))
+
+
+def test_a_captured_array_that_is_written_keeps_its_old_numbers():
+    """As under jax.jit; the serial run has the new ones, and check says so. A donated array stays readable."""
+    with group_of("devices", 2):
+        table = np.ones((300, 100), np.float32)
+        f = synk.function(lambda x: (x * jnp.asarray(table).sum()).sum())
+        x = np.ones(3, np.float32)
+        assert f(x) == 90_000
+        table[:] = 2
+        assert (f(x), f.serial(x)) == (90_000, 180_000)
+        with pytest.raises(synk.LawError, match="has changed since it was traced"):
+            f.check(x)
+        array = jnp.asarray(table)
+        g = synk.function(lambda x: (x * array.sum()).sum())
+        assert g(x) == 180_000
+        jax.jit(lambda a: a + 1, donate_argnums=0)(array)
+        assert g(x) == 180_000
+
+
+def test_equal_captured_arrays_lie_on_the_devices_once(group):
+    """Two functions, and programs of other numbers of rows, share them; they go with the functions."""
+    table = np.ones((100_000,), np.float32)
+    functions = [synk.function(lambda i: jnp.asarray(table)[i].sum()) for _ in range(2)]
+
+    def count():
+        gc.collect()
+        return sum(array.shape == table.shape for array in jax.live_arrays())
+
+    before = count()
+    for f in functions:
+        for rows in (4, 5):
+            f(np.arange(rows))
+    assert count() == before + 1
+    del functions, f
+    assert count() == before
