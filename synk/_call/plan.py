@@ -221,7 +221,7 @@ class PlanCache:
             return entry.plan
         made, traced = newest(), trace()
         # Names are read after the trace, in which a function may count its traces.
-        names = Names([function.fn, function.then])
+        names = Names(function.by_user)
         # Plans of serial runs are kept apart: calls go on with what they run, whatever a serial run has met since.
         now: list[Kept] = self.kept(group, ("as it is now", key), list, holds_function)
         # A copy, since another thread may drop entries meanwhile.

@@ -86,6 +86,7 @@ class FunctionSpec:
       gathers_all: whether outputs that would stay on the replicas are gathered.
       inside: what messages advise where the function is called inside another one.
       advice: what messages advise where the function breaks the law.
+      log: the function of the user's that `then` calls, for a function of synk's own.
       output_names: for synk's own functions, what users call the outputs whose paths begin so, and whether the user
         named their op.
     """
@@ -113,6 +114,7 @@ class FunctionSpec:
     gathers_all: bool = False
     inside: str | None = None
     advice: str = "Name ops with outputs= or reduce=, and update shared variables in then."
+    log: Callable[..., PyTree] | None = None
     output_names: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
 
     def name_of_output(self, path: str) -> tuple[str, bool]:
@@ -137,6 +139,16 @@ class FunctionSpec:
     def exact(self) -> "FunctionSpec":
         """Return the function whose sums travel as they are."""
         return replace(self, wires=None, blocks=None)
+
+    @cached_property
+    def by_user(self) -> tuple[Any, ...]:
+        """Return the functions of the user's, whose names calls look up."""
+        return (self.fn, self.then, self.log, *self.ops_by_user)
+
+    @cached_property
+    def ops_by_user(self) -> list[Any]:
+        """Return the ops that are functions of the user's."""
+        return [op.finalize for op in jax.tree.leaves(self.ops) if op.name == "callable"]
 
     @cached_property
     def flags(self) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from .._data.overlap import halo_of
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import Group
 from .._tracing.context import TraceContext
-from .._tracing.fingerprint import fingerprint
+from .._tracing.fingerprint import ByIdentity, fingerprint
 from .._tracing.names import named_objects
 from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.state import AbstractState, VariableState, refuse_narrow
@@ -158,7 +158,9 @@ class CallTraces:
         outputs = traced.outputs
         returned = outputs.record(fingerprint) if isinstance(outputs, OutputSpec) else outputs
         trusted = tuple([variable._number for variable in traced.trusted])
-        self.record += (*reads, *writes, trusted, traced.fingerprint, returned)
+        # Ops that are functions are not traced here, so what they read tells them from earlier ones.
+        ops = [ByIdentity(value) for _, value in named_objects(self.function.ops_by_user)]
+        self.record += (*reads, *writes, trusted, traced.fingerprint, returned, *ops)
         return traced
 
     def _check_updates(self, traced: TracedFunction) -> None:

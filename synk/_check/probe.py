@@ -62,6 +62,7 @@ def _flagging(function: FunctionSpec) -> FunctionSpec:
             kinds += [kinds_of(leaf, olds) & counts for leaf in leaves]
         return jnp.stack(kinds).any(0)
 
+    flagged.__wrapped__ = function.fn  # type: ignore[attr-defined]  # calls look up the names of the function
     # The probe has statistics of its own, so that those of the function count the user's calls alone.
     ops = REDUCTIONS["any"]
     return replace(

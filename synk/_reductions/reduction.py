@@ -179,7 +179,7 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
     if isinstance(op, Reduction):
         return op
     if callable(op):
-        return Reduction("callable", "gather", _as_entry, finalize=lambda entries, _: op(entries), is_lawful=False)
+        return Reduction("callable", "gather", _as_entry, finalize=_folded_by(op), is_lawful=False)
     hint = f"use one of {', '.join(_NAMES)}, None or a callable."
     if not isinstance(op, str):
         raise TypeError(f"{where}: op {op!r} is none of synk's; {hint}")
@@ -188,6 +188,14 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
     if close := difflib.get_close_matches(op, _MEANT, 1, 0.4):
         hint = f'did you mean "{_MEANT[close[0]]}"?'
     raise ValueError(f"{where}: op {op!r} is none of synk's; {hint}")
+
+
+def _folded_by(op: Callable[[jax.Array], Any]) -> Callable[[Any, Any], Any]:
+    def fold(entries: Any, weight: Any) -> Any:
+        return op(entries)
+
+    fold.__wrapped__ = op  # type: ignore[attr-defined]  # calls look up the names of the op
+    return fold
 
 
 class OutputLeaf(NamedTuple):

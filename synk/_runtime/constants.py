@@ -40,7 +40,7 @@ _by_array: WeakValueDictionary[int, Constant] = WeakValueDictionary()
 def constant_of(array: np.ndarray, is_copied: bool) -> Constant:
     """Return the constant of an array, which `is_copied` where its owner may change it."""
     whole = np.ascontiguousarray(array)
-    key = sha256(whole.reshape(-1).view(np.uint8)).digest(), array.dtype, array.shape
+    key = sha256(whole.reshape(-1).view(np.uint8).data).digest(), array.dtype, array.shape
     constant = _by_key.get(key)
     if constant is None:
         constant = Constant(_aligned_copy(whole) if is_copied else whole, key)

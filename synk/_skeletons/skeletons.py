@@ -28,6 +28,7 @@ from .._runtime.executable import Executable, ProgramSpec
 from .._runtime.group import Group
 from .._runtime.layout import layouts
 from .._tracing.context import current_trace, stateless
+from .._tracing.names import Names
 from .._variables.collectives import rows_held
 from .._variables.variable import Shared
 
@@ -90,7 +91,7 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
 def without_state(fn: Callable[..., PyTree], name: str) -> Callable[..., PyTree]:
     """Return a user's function of rows as one that refuses shared variables and calls over all replicas.
 
-    Programs are kept by the function alone, so they may depend on nothing else.
+    Programs are kept by the function and its names, so they may depend on nothing else.
     """
     if not (callable(fn) and isinstance(fn, Hashable)):
         raise TypeError(f"{name}: it is given {shown(fn)}; give a function of rows, which has a hash.")
@@ -153,7 +154,12 @@ def run_skeleton(group: Group, skeleton: Skeleton, arguments: Sequence[RowTree])
         fn: Any = skeleton.fn
         # A plain function equals itself alone, and its programs go with it. Other callables may be equal to a new one.
         owner, which = (fn, None) if isinstance(fn, FunctionType) else (run_skeleton, told_apart(fn))
-        program: Executable = group._cached(owner, (which, *key), compile)
+        kept: list[tuple[Names, Executable]] = group._cached(owner, (which, *key), list)
+        if not (kept and kept[0][0].are_same()):
+            # The names are read after the trace, in which the function may change them.
+            program = compile()
+            kept[:] = [(Names([fn]), program)]
+        program = kept[0][1]
         results = run(name, program, [arrays], advice='Let results stay where they are made ("scatter").')
     return [data_of_replicas(group, leaf, rows, None, f"{name}(...)") for leaf in results] if stays else results
 

@@ -20,6 +20,8 @@ from .._runtime.dispatch import LOCK, retire_finished
 from .._runtime.group import current_group
 
 _local = threading.local()
+# A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
+_fresh = jax.make_user_context(None)
 
 
 @dataclass
@@ -155,7 +157,8 @@ def tracing(context: TraceContext) -> Generator[None]:
     """Set the context of the function that this thread traces."""
     before, _local.context = current_trace(), context
     try:
-        yield
+        with _fresh(object()):
+            yield
     finally:
         _local.context = before
 

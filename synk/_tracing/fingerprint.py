@@ -36,11 +36,11 @@ def fingerprint(closed: Any) -> Hashable:
 def without_objects(record: Hashable) -> Hashable:
     """Leave out the objects without a text from fingerprints in a record."""
     if isinstance(record, tuple):
-        return tuple([without_objects(entry) for entry in record if not isinstance(entry, _Object)])
+        return tuple([without_objects(entry) for entry in record if not isinstance(entry, ByIdentity)])
     return record
 
 
-class _Object:
+class ByIdentity:
     """An object without a text. It is equal to itself; objects of JAX are equal by their own rules."""
 
     def __init__(self, value: Any) -> None:
@@ -50,7 +50,7 @@ class _Object:
         return hash(type(self.value))
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Object) or type(self.value) is not type(other.value):
+        if not isinstance(other, ByIdentity) or type(self.value) is not type(other.value):
             return False
         is_by_value = isinstance(self.value, CodeType) or _is_of_jax(self.value)
         return self.value is other.value or (is_by_value and bool(self.value == other.value))
@@ -70,7 +70,7 @@ class _Teller:
     """A writer of jaxprs as nested tuples of exact values. A jaxpr or constant that occurs again is a number."""
 
     def __init__(self) -> None:
-        self.objects: list[_Object] = []
+        self.objects: list[ByIdentity] = []
         # By id: the object, kept alive so that its id stays its own, and its number.
         self._told: dict[int, tuple[Any, int]] = {}
 
@@ -132,7 +132,7 @@ class _Teller:
             # A record of JAX's, which is a new object in each trace.
             entries = [(name, getattr(value, name, None)) for name in names]
             return name, self._once(value, lambda _: [(key, self._value(entry, depth)) for key, entry in entries])
-        self.objects.append(_Object(value))
+        self.objects.append(ByIdentity(value))
         return name, "object", len(self.objects)
 
 

@@ -19,9 +19,6 @@ from .equations import equations, equations_at_top, flops, is_over_axis, merge_e
 from .fingerprint import fingerprint
 from .nan_origin import first_bad_line
 
-# A user's inner jax.jit caches what it traced; a fresh value of this context makes it trace anew.
-_context = jax.make_user_context(None)
-
 
 @dataclass(frozen=True)
 class TraceRequest:
@@ -152,7 +149,7 @@ def _run_traced(
     @functools.wraps(request.fn)
     def named(*args: Any, **kwargs: Any) -> list[Any]:
         context = replace(request.sees, rank=rank, first_row=first_row, values=values)
-        with tracing(context), _context(object()):
+        with tracing(context):
             out, learned["outputs"] = request.pack(request.call(*args, **kwargs))
             context.check_values_unchanged()
         # Keep no more of the context: tracers must not outlive their trace.

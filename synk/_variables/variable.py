@@ -249,6 +249,7 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False) -> S
 
     Raises:
       TypeError: a leaf is no array.
+      SynkError: it is called inside a synk function.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -263,6 +264,11 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False) -> S
       >>> round(float(w.value), 3)
       0.8
     """
+    if (context := current_trace()) is not None:
+        raise SynkError(
+            f"{context.name}: it makes the shared variable {name or 'without a name'} inside, so another one whenever "
+            f"it is traced. Call synk.shared once, outside."
+        )
     return Shared(value, name, borrow)
 
 

@@ -94,6 +94,7 @@ class TrainingModel:
         self.call, self.name = call, name or getattr(loss, "__name__", type(loss).__name__)
         self.loss, self.donate, self.inputs, self.axis_name = loss, donate, inputs, axis_name
         self.nan: Literal["raise"] | None = nan
+        self._log = log
         narrow = None if isinstance(wire, PowerSGD) else check_wire(wire, call)
         self.options, self.blocks = ProgramOptions(narrow, compiler_options), blocks
         self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
@@ -157,8 +158,9 @@ class TrainingModel:
         }
         inside = f"Read {self.params.name}.value there."
         spec = replace(
-            made._spec, made_by=self.call, advice=_ADVICE, output_names=names, inside=inside, has_barrier=has_barrier
-        )
+            made._spec, made_by=self.call, advice=_ADVICE, output_names=names, inside=inside, has_barrier=has_barrier,
+            log=self._log,
+        )  # fmt: skip
         if self._low_rank is not None or (self._sharded is not None and narrow is None):
             unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
             spec = replace(spec, ops=unreduced, then=then_of_unreduced, plain=spec)

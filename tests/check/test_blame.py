@@ -565,3 +565,19 @@ def test_debug_nans(group, rows):
         logarithm(np.ones(rows, np.float32))
     logarithm(np.full(rows, np.e, np.float32))
     assert_close(total.value, 2.0)
+
+
+def test_probes_follow_the_names_of_the_function(group):
+    """A probe runs the function as calls do now: another bad row under a name is found, and none where all are fine."""
+    bad = 2.0
+    f = synk.function(lambda x: jnp.where(x == bad, np.nan, x).sum())
+    raising = synk.function(lambda x: jnp.where(x == bad, np.nan, x).sum(), nan="raise")
+    x = np.arange(8, dtype=np.float32)
+    for bad in (2.0, 5.0, 9.0, 2.0):
+        found = f.blame(x)
+        assert (found and found.row) == (None if bad == 9.0 else int(bad))
+        if bad == 9.0:
+            assert raising(x) == x.sum()
+        else:
+            with pytest.raises(FloatingPointError, match=f"row {int(bad)} makes it not finite"):
+                raising(x)

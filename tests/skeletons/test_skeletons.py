@@ -302,3 +302,25 @@ def test_functions_of_rows_do_not_communicate(four):
     """Those of `synk.scan` and `synk.pairs` see rows alone."""
     with pytest.raises(ValueError, match=r"synk\.all_reduce communicates inside.* Do it outside"):
         synk.scan(lambda a, b: synk.all_reduce(a, "sum") + b, np.ones(8, np.float32))
+
+
+CAP = 10
+
+
+def capped(a, b):
+    """Add, up to a number under a global name."""
+    return jnp.minimum(a + b, CAP)
+
+
+@pytest.mark.parametrize("op", [capped, jax.jit(capped)], ids=["plain", "jit"])
+@pytest.mark.parametrize(("kind", "n"), [("devices", 3), ("simulated", 2)])
+def test_programs_follow_the_names_of_their_functions(monkeypatch, op, kind, n):
+    """Another object under a global name or in a cell is noticed, as by `synk.function`, and the first one again."""
+    x = np.array([1, 1, 1, 5], np.int32)
+    with group_of(kind, n):
+        for cap in (10, 2, 10, 2):
+            monkeypatch.setitem(globals(), "CAP", cap)
+            assert synk.scan(op, x).tolist() == np.minimum(np.cumsum(x), cap).tolist()
+            wanted = np.minimum(x[:, None] + x, cap).max(1)
+            assert synk.pairs(op, x, reduce="max").tolist() == wanted.tolist()
+            assert jax.jit(lambda x: synk.scan(op, x))(x).tolist() == np.minimum(np.cumsum(x), cap).tolist()

@@ -4,8 +4,13 @@ import gc
 from functools import wraps
 from weakref import ref
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import synk
+import synk.train
 from synk._tracing.names import Names
 
 found = None
@@ -99,3 +104,19 @@ def test_functions_inside_and_behind():
     finally:
         globals()["found"] = None
     assert Names([len, None]).are_same()
+
+
+def test_ops_and_logs_follow_their_names(four):
+    """They are functions of the user's too."""
+    by, factor = 0.5, 1.0
+    f = synk.function(lambda x: x.sum(), reduce=lambda parts: jnp.quantile(parts, by))
+    step = synk.train.step(
+        lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), log=lambda grads, updates, params: factor
+    )
+    x = np.arange(8, dtype=np.float32)
+    parts = x.reshape(4, 2).sum(1)
+    for by, factor in ((0.5, 1.0), (1.0, 2.0), (0.5, 1.0)):
+        assert f(x) == np.quantile(parts, by)
+        assert step(x)[1] == factor
+    # The trace for the first numbers is known: nothing is compiled again.
+    assert f.stats.compilations <= 3

@@ -844,3 +844,21 @@ def test_a_number_that_does_not_fit():
     w = synk.shared({"i": np.int32(0)}, name="w")
     with pytest.raises(ValueError, match=r"w\['i'\] is 1099511627776, more than int32 holds"):
         w.set_value({"i": 2**40})
+
+
+@pytest.mark.parametrize("way", ["fn", "then", "check", "over", "scan"])
+def test_variables_are_made_outside_functions(group, way):
+    """Made inside, there would be another one in each trace, and no trace would ever serve a call."""
+
+    def reads(x):
+        return synk.shared(np.float32(1), name="w").value * x
+
+    f = synk.function(reads) if way != "then" else synk.function(lambda x: x.sum(), then=reads)
+    x = np.ones(3, np.float32)
+    call = {
+        "check": f.check,
+        "over": lambda x: f.over(x, batches=[2]),
+        "scan": lambda x: synk.scan(lambda a, b: reads(a), x),
+    }
+    with pytest.raises(synk.SynkError, match="makes the shared variable w inside"):
+        call.get(way, f)(x)
