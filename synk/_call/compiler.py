@@ -307,16 +307,11 @@ class Compiler:
         if not self.refuses_nan:
             return [*chain(*(new[v] for v in self.updates)), *picked]
         leaves = [*chain(*(new[v] for v in self.updates))]
-        own = {j for j, leaves in enumerate(self.builder.outputs.sources) if set(leaves) & set(self.builder.from_first)}
         # A value that was infinite and stays so is not the fault of this call: an optimizer's best loss so far.
         before = dict(enumerate(chain(*(state.get(v, [None] * len(new[v])) for v in self.updates))))
         before = {i: leaf for i, leaf in before.items() if leaf is not None}
-        is_bad = any_not_finite([result for j, result in enumerate(results) if j not in own])
-        is_bad |= any_not_finite(leaves, before)
-        # Outputs taken from the first replica with rows count on that replica alone.
-        has_first = (jnp.asarray(part.first_row) == 0) & (part.count is None or part.count > 0)
-        is_bad |= has_first & any_not_finite([results[j] for j in own])
-        differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True))) or self.builder.from_first
+        is_bad = any_not_finite(results) | any_not_finite(leaves, before)
+        differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True)))
         flag = lax.psum(is_bad.astype(jnp.int32), replica_axis()) > 0 if differs else is_bad
         return [*leaves, *picked, flag]
 

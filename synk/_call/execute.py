@@ -15,7 +15,7 @@ from .._data.transfer import PartRows
 from .._runtime.dispatch import ignore_failure, uninterrupted
 from .._runtime.executable import Executable, relayout, translate_peer_errors
 from .._runtime.group import Group
-from .._runtime.layout import constant, shard_of_rank
+from .._runtime.layout import constant
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind, divergence, invalidate
 from .failures import FEWER_ROWS, NotFinite, translate_error
@@ -81,8 +81,6 @@ def execute(ready: ReadyCall) -> Any:
     arguments = _arguments(ready, states)
     if not plan.updates:
         values = run(name, plan.last, arguments)
-        if plan.from_first:
-            _take_first(ready, values)
         if plan.has_flag and _is_refused(ready, values):
             raise NotFinite
         return _tree(ready, values)
@@ -99,8 +97,6 @@ def execute(ready: ReadyCall) -> Any:
     with uninterrupted():
         try:
             values = run(name, plan.last, arguments, lose)
-            if plan.from_first:
-                _take_first(ready, values)
             if plan.has_flag and _is_refused(ready, values):
                 raise NotFinite
         except Exception as error:
@@ -135,7 +131,6 @@ def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -
     """Run a call without committing its updates."""
     states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
     values = run(ready.function.name, ready.plan.last, _arguments(ready, states))
-    _take_first(ready, values)
     is_refused = ready.plan.has_flag and _is_refused(ready, values)
     if ready.group._is_multi_process:
         with translate_peer_errors(ready.group):
@@ -232,14 +227,6 @@ def place_table(ready: ReadyCall, parts: PartRows, row_slot: int = 0, part_slot:
     assert ready.rows.lengths is not None
     table = part_table(parts, ready.rows.lengths, row_slot, part_slot)
     return constant(ready.group, "replicated", table, "int32")
-
-
-def _take_first(ready: ReadyCall, values: list[jax.Array]) -> None:
-    """Take outputs of "first" from the first replica that has rows."""
-    lengths = ready.rows.lengths
-    rank = next((r for r, n in enumerate(lengths) if n), 0) if lengths else 0
-    for i in [ready.plan.num_updated + place for place in ready.plan.from_first]:
-        values[i] = shard_of_rank(ready.group, values[i], rank)
 
 
 def run(

@@ -68,9 +68,7 @@ class CallPlan:
         which adds up itself updates.
       layouts: the layout of each variable as programs take it.
       updates: the updates of variables.
-      trusted: the variables updated whose new values are equal on all replicas by the user's word.
       result: the structure of what the call returns.
-      from_first: numbers of the leaves of the result that are taken from the first replica.
       staying: numbers of the leaves of the result that stay on the replicas that made them.
       outputs: the structure of what `fn` returned.
       has_flag: whether the last program also tells that a number is not finite, and then updates nothing.
@@ -91,9 +89,7 @@ class CallPlan:
     must_be_equal: tuple[Shared, ...]
     layouts: dict[Shared, Layout]
     updates: tuple[UpdateSlice, ...]
-    trusted: tuple[Shared, ...]
     result: ResultSpec
-    from_first: tuple[int, ...]
     staying: tuple[int, ...]
     outputs: OutputSpec
     has_flag: bool
@@ -328,7 +324,7 @@ class Site(NamedTuple):
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Return the key of a plan: the kind of call, and how `f.check` or a later `then` has changed the function."""
     flags = function.then is None, function.per_part, function.gathers_all, function.refuses_nan
-    return call, *flags, function.wires is None, function.trusts_equal
+    return call, *flags, function.wires is None
 
 
 @dataclass(eq=False)
@@ -481,7 +477,6 @@ def _make_plan(
         stop = at + len(state.shapes)
         updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
         at = stop
-    first = {j for j, leaves in enumerate(builder.outputs.sources) if set(leaves) & set(builder.from_first)}
     return CallPlan(
         programs=programs,
         start=start,
@@ -492,9 +487,7 @@ def _make_plan(
         must_be_equal=_must_be_equal(traces, tuple(depends_on)),
         layouts=layouts,
         updates=tuple(updates),
-        trusted=builder.first.trusted,
         result=result,
-        from_first=tuple(j for j, i in enumerate(result.picked) if i in first),
         staying=tuple(j for j, i in enumerate(result.picked) if i in epilogue.staying),
         outputs=builder.outputs,
         has_flag=compiler.refuses_nan,
@@ -530,8 +523,6 @@ def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...
     first = epilogue.builder.first
     for variable, _ in first.writes:
         depends_on[variable] = None if epilogue.call.has_rows or first.uses_rank else first.variables
-        if variable in first.trusted and epilogue.function.trusts_equal:
-            depends_on[variable] = ()
     if epilogue.then is None:
         return depends_on
     then, _ = epilogue.then

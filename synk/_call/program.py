@@ -30,13 +30,11 @@ from .traces import CallTraces, State
 class ProgramBuilder:
     """Builder of the computation on one replica, up to the point where replicas combine.
 
-    Running `fn` on one part produces a flat list of states, in this order: outputs taken from the first replica,
-    outputs to combine, updates of variables.
+    Running `fn` on one part produces a flat list of states, in this order: outputs to combine, updates of variables.
 
     Attributes:
       traced: the trace of `fn` for each number of rows that parts have, most first.
       outputs: the structure of what `fn` returns.
-      from_first: numbers of the wanted outputs that are taken from the first replica.
       combined: numbers of the wanted outputs that combine.
       reduced: how each of the combined outputs combines.
       updates: the variables that `fn` writes, and how slices of each combine.
@@ -52,15 +50,10 @@ class ProgramBuilder:
             self._check_like_first(self.traced[size])
         self.outputs: OutputSpec = self.first.outputs
         self._check_present()
-        # The value of "first" lies on the first replica's device alone, unless something that runs on all follows.
-        has_devices = not (self.group._is_multi_process or self.group.is_simulated or self.call.is_composed)
-        is_on_one = has_devices and self.function.then is None
-        leaves, wanted = self.outputs.leaves, self._wanted()
-        self.from_first = [i for i in wanted if is_on_one and leaves[i].reduction == REDUCTIONS["first"]]
-        self.combined = [i for i in wanted if i not in self.from_first]
+        self.combined = self._wanted()
         self.reduced = [
             leaf if leaf.weight is None else leaf._replace(weight=self.combined.index(leaf.weight))
-            for leaf in (leaves[i] for i in self.combined)
+            for leaf in (self.outputs.leaves[i] for i in self.combined)
         ]
         last = UPDATES["last"]
         self.updates: list[tuple[Shared, Reduction]] = [
@@ -68,7 +61,7 @@ class ProgramBuilder:
             for variable, slices in self.first.writes
         ]
         of_updates = [reduction for variable, reduction in self.updates for _ in traces.abstract(variable).shapes]
-        self.reductions = [*(last for _ in self.from_first), *(leaf.reduction for leaf in self.reduced), *of_updates]
+        self.reductions = [*(leaf.reduction for leaf in self.reduced), *of_updates]
         # `f.over` does not know yet how many rows and parts there will be: it keeps outputs with an entry for each.
         self.kept = [i for i, op in enumerate(self.reductions) if self.call.is_over and op.collective == "gather"]
 
@@ -96,7 +89,7 @@ class ProgramBuilder:
     @property
     def used(self) -> list[int]:
         """Return the numbers of the results of `fn` that are needed, updates among them."""
-        return [*self.from_first, *self.combined, *range(len(self.outputs.leaves), len(self.first.shapes))]
+        return [*self.combined, *range(len(self.outputs.leaves), len(self.first.shapes))]
 
     def _slices(self, rows: int | None) -> list[RowRange]:
         """Cut a replica's rows into the slices that one traced program runs."""
@@ -119,13 +112,12 @@ class ProgramBuilder:
             )
 
     def _check_present(self) -> None:
-        """Check that every replica has rows, if an output or an update is to be the same on all of them."""
-        if any(0 in sizes for sizes in self.call.part_sizes):
-            same = [f"output{leaf.path}" for leaf in self.outputs.leaves if leaf.reduction == REDUCTIONS["same"]]
-            for what in (*same, *(f"the new value of {variable.name}" for variable in self.first.trusted)):
+        """Check that every replica has rows, if an output is to be the same on all of them."""
+        for leaf in self.outputs.leaves if any(0 in sizes for sizes in self.call.part_sizes) else ():
+            if leaf.reduction == REDUCTIONS["same"]:
                 raise ValueError(
-                    f"{self.function.name}: {what} is to be equal on all replicas, but a replica without rows does not "
-                    f"make it. Give at least {self.group.size} rows."
+                    f"{self.function.name}: output{leaf.path} is to be equal on all replicas, but a replica without "
+                    f"rows does not make it. Give at least {self.group.size} rows."
                 )
 
     # The states of parts.
@@ -224,7 +216,6 @@ class ProgramBuilder:
             results = self._fence_weights(results, part)
         is_first = (first_row == 0) & (part.count is None or part.count > 0)
         states = [
-            *(results[i] for i in self.from_first),
             *prepare_part([results[i] for i in self.combined], self.reduced, part.weight, is_first),
             *self._prepare_updates(state, results[len(self.outputs.leaves) :], part),
         ]
@@ -278,7 +269,6 @@ class ProgramBuilder:
         outs = self.first.shapes
         combined = [outs[i] for i in self.combined]
         shapes = [
-            *(outs[i] for i in self.from_first),
             *jax.eval_shape(lambda *values: prepare_part(values, self.reduced, 1.0, True), *combined),
             *(
                 jax.eval_shape(reduction.prepare, shape, 1.0)
@@ -295,7 +285,7 @@ class ProgramBuilder:
     def _no_rows(self, state: State, max_rows: int | None) -> list[jax.Array]:
         """Return the states of a replica without rows: identities of the ops, and the old values of variables."""
         olds = [
-            *(None for _ in (*self.from_first, *self.reduced)),
+            *(None for _ in self.reduced),
             *chain(*(state[variable] for variable, _ in self.updates)),
         ]
         shapes = self.state_shapes(self.slots if self.call.is_composed else {True: max_rows or 0, False: 1})
@@ -360,7 +350,7 @@ class ProgramBuilder:
         for merge in self.outputs.merges:
             if merge.leaves.start not in self.combined:
                 continue
-            places = [len(self.from_first) + self.combined.index(i) for i in merge.leaves]
+            places = [self.combined.index(i) for i in merge.leaves]
             if all(self.reductions[i].collective == "merge" for i in places):
                 pair = [before[i].reshape(new[i].shape) for i in places], [new[i] for i in places]
                 both = merge.merge_present(*pair, part.seen > 0, part.count > 0)
@@ -519,17 +509,16 @@ class Epilogue:
     def _whole(
         self, states: Sequence[jax.Array], valid: Sequence[Any], present: Any, rows: Any = None
     ) -> list[jax.Array]:
-        builder, count, has_gradients = self.builder, len(self.builder.from_first), self.call.is_composed
         with self._parts_alone():
             whole = combine_replicas(
-                states[count:], self.reduced, valid, has_gradients, rows, per_process=self.group._per_process
+                states, self.reduced, valid, self.call.is_composed, rows, per_process=self.group._per_process
             )
         if self.staying and self.call.is_sliced:
             where = jnp.asarray(self._own_order)[lax.axis_index(replica_axis())]
             for i, leaf in enumerate(self.reduced):
                 if leaf.reduction.collective == "stay":
                     whole[i] = whole[i].at[where].get(mode="promise_in_bounds")
-        leaves = dict(zip((*builder.from_first, *builder.combined), (*states[:count], *whole), strict=True))
+        leaves = dict(zip(self.builder.combined, whole, strict=True))
         with self._parts_alone():
             return self.outputs.finish(leaves, present)
 
@@ -588,7 +577,7 @@ class Epilogue:
         self, states: Sequence[jax.Array], state: State, arrays: PartArrays, part: Part
     ) -> tuple[list[jax.Array], State]:
         """Compute the call's results, and the new values of variables on this replica, from all states."""
-        count = len(self.builder.from_first) + len(self.reduced)
+        count = len(self.reduced)
         results = self.combine(states[:count], part.present)
         new = self._finish_updates(states[count:], state, part)
         if self.then is None:

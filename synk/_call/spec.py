@@ -80,7 +80,6 @@ class FunctionSpec:
       wires: the formats in which sums travel, a prefix of what `fn` returns; None for their own.
       blocks: rows of a block, if rows are dealt out in blocks.
       plain: for a `then` that adds up unreduced sums: the same function with sums that synk has made.
-      trusts_equal: whether updates are equal on all replicas if the user says so; `f.check` looks at each.
       per_part: the outputs of which `f.check` keeps the parts.
       is_over: whether calls are batches of `f.over`.
       gathers_all: whether outputs that would stay on the replicas are gathered.
@@ -108,7 +107,6 @@ class FunctionSpec:
     wires: PyTree = None
     blocks: int | None = None
     plain: "FunctionSpec | None" = None
-    trusts_equal: bool = True
     per_part: PerPart = ""
     is_over: bool = False
     gathers_all: bool = False
@@ -155,7 +153,7 @@ class FunctionSpec:
         """Return what kinds of calls depend on, beside arguments and options."""
         return (
             self.then is None, self.per_part, self.gathers_all, self.refuses_nan, self.wires is None, self.blocks,
-            self.donate, self.is_over, self.gathers, self.trusts_equal,
+            self.donate, self.is_over, self.gathers,
         )  # fmt: skip
 
     @cached_property

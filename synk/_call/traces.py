@@ -157,10 +157,9 @@ class CallTraces:
         # Two traces may have the same equations and return different trees, or Monoids with other functions.
         outputs = traced.outputs
         returned = outputs.record(fingerprint) if isinstance(outputs, OutputSpec) else outputs
-        trusted = tuple([variable._number for variable in traced.trusted])
         # Ops that are functions are not traced here, so what they read tells them from earlier ones.
         ops = [ByIdentity(value) for _, value in named_objects(self.function.ops_by_user)]
-        self.record += (*reads, *writes, trusted, traced.fingerprint, returned, *ops)
+        self.record += (*reads, *writes, traced.fingerprint, returned, *ops)
         return traced
 
     def _check_updates(self, traced: TracedFunction) -> None:

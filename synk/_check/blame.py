@@ -67,19 +67,18 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
         drain()
         ready = prepare(site._replace(may_donate=False), bound, options)
         _refuse_rows(ready, bound)
-        outcome, from_first = evaluate(ready, None), ready.plan.from_first
+        outcome = evaluate(ready, None)
         after = list(_not_finite_after(ready, outcome))
         # NaN comes first, since infinity before the call may be meant.
         before = sorted(_not_finite_before(ready), key=lambda cause: not cause[0])
         nans = [(variable, what) for is_nan, variable, what in before if is_nan]
-        # Outputs of the first replica alone are not looked at in `after`, so probes must tell.
-        is_fine = not outcome.is_refused if function.refuses_nan else not (after or from_first)
+        is_fine = not outcome.is_refused if function.refuses_nan else not after
         if is_fine or (nans and (nans[0][0] is None or function.then is None)):
             return Blame(nans[0][1]) if nans else None
         rows = CallRows(bound, ready.rows) if ready.rows.inputs else None
         prober = Prober(ready, probe_plans, bound, rows)
         shown = ALL_KINDS
-        if after and len(nans) == len(before) and not from_first:
+        if after and len(nans) == len(before):
             shown = tuple(map(any, zip(*(kinds for _, kinds in after), strict=True)))
         span = prober.find(shown)
         # A variable that parts read comes before their rows, one that `then` alone reads comes after.
@@ -167,8 +166,6 @@ def _not_finite_after(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str,
     has_weights = any(leaf.weight is not None for leaf in plan.outputs.leaves)
     hint = " A synk.Weighted mean is NaN where the weights of all rows add up to 0." if has_weights else ""
     for i, (path, leaf) in enumerate(zip(plan.result.paths, outcome.leaves, strict=True)):
-        if i in plan.from_first:
-            continue
         kinds = _kinds_on_replicas(group, leaf, "stacked" if i in plan.staying else "replicated")
         if any(kinds):
             by = "then" if ready.function.then is not None else "combining its parts"

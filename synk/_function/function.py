@@ -159,7 +159,7 @@ class Function:
 
         Returns:
           What `fn` returns, combined by its ops, or what `then` returns: `jax.Array`s that lie on every replica
-          ("first": on the first alone; "scatter": a `synk.Data` whose rows stay where they were made).
+          ("scatter": a `synk.Data` whose rows stay where they were made).
 
         Raises:
           TypeError: an argument is no array, or a batch holds no integers.

@@ -70,18 +70,11 @@ class OutputSpec(NamedTuple):
         """Return the PRNG implementation of each leaf of the outputs."""
         return [leaf.key for leaf in self.results]
 
-    @property
-    def sources(self) -> list[range]:
-        """Return for each output the numbers of the leaves that it is made of, without weights."""
-        groups = [
-            [item.leaves] * len(item.results) if isinstance(item, Merge) else [range(item, item + 1)]
-            for item in self.items
-        ]
-        return [leaves for group in groups for leaves in group]
-
     def needed_for(self, picked: Sequence[int]) -> list[int]:
         """Return the numbers of the leaves that the picked outputs are made of, weights included."""
-        sources = self.sources
+        sources = list[Sequence[int]]()
+        for item in self.items:
+            sources += [item.leaves] * len(item.results) if isinstance(item, Merge) else [[item]]
         needed = {number for i in picked for number in sources[i]}
         return sorted(needed | {w for i in needed if (w := self.leaves[i].weight) is not None})
 

@@ -46,7 +46,6 @@ class TraceContext:
       state: JAX's trace at the start of the function.
       reads: the variables read, in order.
       writes: for each variable written, its new leaves and how slices combine.
-      trusted: the variables written whose new values are equal on all replicas by the user's word.
       uses_rank: whether results may differ between replicas with equal inputs.
       handed_out: for each read the variable, the tree handed out, and its leaves at that time.
     """
@@ -68,7 +67,6 @@ class TraceContext:
     state: Any = field(default_factory=trace_state, init=False)
     reads: dict[Any, None] = field(default_factory=dict, init=False)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict, init=False)
-    trusted: dict[Any, None] = field(default_factory=dict, init=False)
     uses_rank: bool = field(default=False, init=False)
     handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list, init=False)
 
@@ -95,7 +93,7 @@ class TraceContext:
                 f"synk.row_numbers or synk.part_key, or ask in then."
             )
 
-    def write(self, variable: Any, new: PyTree, slices: str | None, is_trusted: bool = False) -> None:
+    def write(self, variable: Any, new: PyTree, slices: str | None) -> None:
         """Note a new value of a shared variable, which takes effect when the call ends."""
         if trace_state() != self.state:
             raise SynkError(
@@ -118,9 +116,6 @@ class TraceContext:
             # Slices add the difference from the old value, so that is read.
             self.reads[variable] = None
         self.writes[variable] = variable._conform(new, self.shapes_of(variable), self.name), slices
-        self.trusted.pop(variable, None)
-        if is_trusted:
-            self.trusted[variable] = None
 
     def without_axis(self, what: str, can_move: bool) -> str:
         """Return the message for communication where the axis of the replicas is missing.

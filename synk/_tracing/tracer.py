@@ -58,7 +58,6 @@ class TracedFunction:
       variables: the variables whose leaves come first, in this order.
       reads: the variables in the order in which they are read.
       writes: the variables written, each with how slices combine.
-      trusted: the variables written whose new values are equal on all replicas by the user's word.
       outputs: the description of the returned value by `pack`.
       shapes: the shapes of the outputs, then of the new leaves.
       uses_rank: whether results may differ between replicas with equal inputs.
@@ -78,7 +77,6 @@ class TracedFunction:
     variables: tuple[Any, ...]
     reads: tuple[Any, ...]
     writes: tuple[tuple[Any, str | None], ...]
-    trusted: tuple[Any, ...]
     outputs: Any
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     uses_rank: bool
@@ -154,7 +152,7 @@ def _run_traced(
             context.check_values_unchanged()
         # Keep no more of the context: tracers must not outlive their trace.
         writes = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
-        learned.update(reads=tuple(context.reads), writes=writes, trusted=tuple(context.trusted))
+        learned.update(reads=tuple(context.reads), writes=writes)
         learned["uses_rank"] = context.uses_rank
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 

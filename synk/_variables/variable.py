@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, NoReturn
 from weakref import ref
 
 import jax
@@ -132,18 +132,16 @@ class Shared:
             commit_all([(self, state_of_value(self, new, f"{self.name}.value", any_rows=any_rows))])
 
     @public_api
-    def update(self, new: PyTree, slices: str | None = None, *, replicas: Literal["equal"] | None = None) -> None:
-        """Assign inside a function, naming how the slices of one call combine, or that replicas agree.
+    def update(self, new: PyTree, slices: str | None = None) -> None:
+        """Assign inside a function, naming how the slices of one call combine.
 
         Args:
           new: the new value (per replica), of the same tree, shapes and dtypes.
           slices: "mean" (by rows; floats), "max", "min", "last" (the last slice's) or "add" (the old value plus the
             sum of each slice's change).
-          replicas: "equal" if all replicas compute the same, as after `jax.lax.pmean` in a loop; then `value` can be
-            read outside. `f.check` and `synk.check_replicas` tell whether it is so.
 
         Raises:
-          ValueError: `slices` or `replicas` is none of these, or a replica without rows cannot compute the same.
+          ValueError: `slices` is none of these.
           SynkError: called outside a function, or inside a transformation within one.
 
         Example:
@@ -162,10 +160,8 @@ class Shared:
             raise SynkError(f"{self.name}.update: it is for use inside a function; outside, assign {self.name}.value.")
         if slices is not None and slices not in UPDATES:
             raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(UPDATES)}.")
-        if replicas not in (None, "equal"):
-            raise ValueError(f'{self.name}.update: replicas={replicas!r}; give "equal", or leave it out.')
         refuse_shards(self, context.name)
-        context.write(self, new, slices, replicas == "equal")
+        context.write(self, new, slices)
 
     @public_api
     def get_value(self, rank: int = 0, borrow: bool = False) -> PyTree:

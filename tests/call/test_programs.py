@@ -38,7 +38,7 @@ def collectives(f, *args, **options):
 
 def test_the_count_sees_collectives():
     """Two that depend on each other are two."""
-    f = synk.function(lambda x: synk.all_reduce(synk.all_reduce(x.sum(), "sum") * x.sum(), "sum"), reduce="first")
+    f = synk.function(lambda x: synk.all_reduce(synk.all_reduce(x.sum(), "sum") * x.sum(), "sum"), reduce="same")
     assert collectives(f, numbers(8)) == ["all-reduce"] * 2
 
 
@@ -86,10 +86,11 @@ def test_one_collective_a_kind_and_dtype(rows):
     assert collectives(f, numbers(rows)) == ["all-gather", "all-reduce", "all-reduce"]
 
 
-@pytest.mark.parametrize("outputs", [(None, None), ("first", None)])
-def test_no_communication_where_every_op_is_none(outputs):
-    """Each keeps its own."""
-    assert collectives(synk.function(lambda x: (x.sum(), x.max()), outputs=outputs), numbers(8)) == []
+@pytest.mark.parametrize(("op", "count"), [("first", 1), (None, 1), ("same", 0)])
+def test_what_the_first_replica_has_goes_to_all_at_once(op, count):
+    """Values travel together; equal ones do not travel."""
+    f = synk.function(lambda x: (0 * x.sum(), len(x)), outputs=op, reduce=op)
+    assert collectives(f, numbers(8)) == ["all-reduce"] * count
 
 
 def test_no_communication_of_an_update_in_fn():

@@ -120,57 +120,21 @@ def test_refusals(on_group):
 # Variables that functions update on each replica alike.
 
 
-def learner(word, axis="replica"):
+def learner(axis="replica"):
     w = synk.shared(np.zeros(3, np.float32), name="w")
 
     @synk.function(reduce="mean", axis_name=axis)
     def learn(x):
         new = w.value + lax.pmean(x.mean(0), axis)
-        w.update(new, replicas=word)
+        w.value = new
         return new.sum()
 
     return w, learn
 
 
-def test_updates_that_are_equal_by_the_users_word(on_group):
-    """Their value can be read, in each kind of call, warm and fresh; check agrees."""
-    w, learn = learner("equal", "i")
-    x, total = numbers(8, 3), np.zeros(3, np.float32)
-    for _ in range(3):
-        learn(x)
-        total = total + x.mean(0)
-        assert_close(w.value, total)
-        assert w._state.layout == "replicated"
-        learn.check(x)
-        synk.check_replicas(w)
-    with pytest.raises(ValueError, match='give "equal"'):
-        learner("unequal")[1](x)
-    if on_group.size > 1:
-        w = synk.shared(np.float32(0), name="w")
-        f = synk.function(lambda x: w.update(w.value + 1, replicas="equal"), name="f")
-        with pytest.raises(ValueError, match=r"f: the new value of w is to be equal on all replicas.*at least 4 rows"):
-            f(numbers(3))
-        f(numbers(7))
-        assert float(w.value) == 1
-
-
-def test_updates_that_are_not_equal_after_all(on_group):
-    """Check sees each replica's."""
-    w = synk.shared(np.zeros(3, np.float32), name="w")
-    f = synk.function(lambda x: w.update(w.value + x.mean(0), replicas="equal"), name="f")
-    x = numbers(8, 3)
-    if on_group.size > 1:
-        with pytest.raises(synk.LawError, match=r"w updated on replica \d"):
-            f.check(x)
-    if len(set(on_group.devices)) > 1:
-        f(x)
-        with pytest.raises(synk.DivergedError, match="w: on ranks 1, 2, 3"):
-            synk.check_replicas(w)
-
-
 def test_a_check_of_replicas_takes_the_mark_away(on_group):
     """Of variables that are equal, until the next update; of others it raises, and the mark stays."""
-    w, learn = learner(None)
+    w, learn = learner()
     x = numbers(8, 3)
     for i in range(1, 4):
         learn(x)
