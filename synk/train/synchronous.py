@@ -21,7 +21,6 @@ from .._function.decorator import Inputs, checked_options
 from .._function.function import Function
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._reductions.wire import WireName, check_wire
-from .._runtime.dispatch import LOCK
 from .._tracing.context import current_trace
 from .._variables.variable import Shared, map_value, shared
 from .model import LeafKind, ProgramOptions, TrainingModel, checked_number, kinds_of
@@ -201,14 +200,15 @@ class Step:
 
         It tries one setting after the other against the best so far, prints what it finds, and changes nothing: no
         step is kept, and neither Ctrl-C nor an error leaves a trace in the variables or `stats`. Slices are tried
-        everywhere. On several GPUs also: how many bytes of gradients XLA packs into one all-reduce, the barrier before
-        the update, and XLA's latency hiding scheduler.
+        everywhere, except with `blocks`, where they change nothing. On several GPUs also: how many bytes of gradients
+        XLA packs into one all-reduce, the barrier before the update, and XLA's latency hiding scheduler.
 
-        Steps are awaited one by one, each from the same values, and the two settings take turns. The table shows the
-        median, over the rounds, of a setting's time relative to the best's, and its margin: three times the distance
-        of the quartiles, divided by the root of the number of rounds. A setting wins if the median is below 1 by more
-        than that, and by at least 1 %; otherwise the best so far stays. What does not compile, does not fit into
-        memory or gives another answer to more than rounding (see `check`) is listed and not chosen.
+        Steps are awaited one by one, and the two settings take turns; other threads may make calls in between, which
+        then disturb the times. The table shows the median, over the rounds, of a setting's time relative to the best's,
+        and its margin: three times the distance of the quartiles, divided by the root of the number of rounds. A
+        setting wins if the median is below 1 by more than that, and by at least 1 %; otherwise the best so far stays.
+        What does not compile, does not fit into memory or gives another answer to more than rounding (see `check`) is
+        listed and not chosen.
 
         Args:
           *args, **kwargs: the rows, as in a call: as many, and from the same place, as in training.
@@ -245,13 +245,13 @@ class Step:
         slices = self._options.num_slices or 1 if num_slices is None else num_slices
         call = CallOptions(batch, batch_s, slices)
         bound = self.function._bind(args, kwargs, call, "tune")
-        tried = (1, 2, 4) if num_slices is None and slices != AUTO else ()
+        # With blocks a program is the same for any slices.
+        has_slices = num_slices is None and slices != AUTO and self.function._spec.blocks is None
 
         def build(**settings: Any) -> Function:
             return self.with_options(**settings).function
 
-        with LOCK:
-            return Tuner(self.function, build, (bound, call), seconds).search(tried, wires)
+        return Tuner(self.function, build, (bound, call), seconds).search((1, 2, 4) if has_slices else (), wires)
 
 
 @public_api
