@@ -106,6 +106,10 @@ class Peers:
         return act()
 
 
+# The peers of a group in one process.
+ALONE = Peers()
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Group:
     """The replicas: one device each, on a mesh axis named `"replica"`, or all simulated on one device.
@@ -319,13 +323,13 @@ def current_group() -> Group:
 def make_group(
     devices: tuple[Device, ...],
     is_simulated: bool,
-    peers: Peers | None = None,
+    peers: Peers = ALONE,
     accelerator: Accelerator | None = None,
     memory: int | float | None = None,
 ) -> Group:
     """Make a group of devices."""
     mesh = _mesh_of(devices[:1] if is_simulated else devices)
-    group = Group(devices, mesh, is_simulated, peers or Peers(), accelerator, memory)
+    group = Group(devices, mesh, is_simulated, peers, accelerator, memory)
     if accelerator is None:
         GROUPS.add(group)
     return group
