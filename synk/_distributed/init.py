@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from .._base.errors import checked_integer, public_api, shown
-from .._base.old_names import refuse_keywords
 from .._base.units import counted, parse_memory
 from .._runtime.compilation_cache import checked_folder, use_folder
 from .._runtime.dispatch import drain, leave_to_runtime
@@ -33,7 +32,6 @@ def init(
     heartbeat: int = 30,
     shutdown: int = 30,
     start: int = 120,
-    **removed: Any,
 ) -> Group:
     """Make a group of devices and make it the current one.
 
@@ -92,7 +90,6 @@ def init(
       ...     group.size
       1
     """
-    refuse_keywords("synk.init", removed)
     if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     most, folder = parse_memory(memory, "synk.init"), checked_folder(cache, "synk.init")

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from .._base.errors import public_api, shown
-from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._call.binding import AUTO, CallOptions, check_slices
 from .._call.spec import Stats
@@ -246,12 +245,12 @@ class Step:
         call = CallOptions(batch, batch_s, slices)
         bound = self.function._bind(args, kwargs, call, "tune")
         # With blocks a program is the same for any slices.
-        has_slices = num_slices is None and slices != AUTO and self.function._spec.blocks is None
+        is_free = num_slices is None and slices != AUTO and self.function._spec.blocks is None
 
         def build(**settings: Any) -> Function:
             return self.with_options(**settings).function
 
-        return Tuner(self.function, build, (bound, call), seconds).search((1, 2, 4) if has_slices else (), wires)
+        return Tuner(self.function, build, (bound, call), seconds).search((1, 2, 4) if is_free else (), wires)
 
 
 @public_api
@@ -274,7 +273,6 @@ def step(
     axis_name: str = "replica",
     compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
-    **removed: Never,
 ) -> Step:
     """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
 
@@ -336,7 +334,6 @@ def step(
       >>> print(f"{step(x, 3 * x):.1f} {step.params.value['w']:.1f}")
       117.0 7.8
     """
-    refuse_keywords("synk.train.step", removed)
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name, nan=nan, wire=wire,
