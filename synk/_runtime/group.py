@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from traceback import walk_stack
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 import jax
@@ -243,6 +243,9 @@ class Group:
         self._caches.clear()
         for name, value in {"devices": devices, "mesh": mesh, "_devices_now": object()}.items():
             object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self}: a group has the devices of a process, and is not copied or pickled. Make one there.")
 
     def __repr__(self) -> str:
         if self.accelerator is not None:

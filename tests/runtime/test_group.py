@@ -1,8 +1,10 @@
 """Groups: which devices, which one is current, and what a machine with CPUs only makes of it."""
 
 import contextlib
+import copy
 import ctypes
 import operator
+import pickle
 import subprocess
 import sys
 import threading
@@ -243,17 +245,14 @@ AGAIN = [lambda: synk.init(2), lambda: synk.init(jax.devices()[:2]), lambda: syn
 @pytest.mark.parametrize("make", AGAIN)
 def test_a_cell_that_runs_twice(make):
     """The group of the same devices is the current one, whose variables and programs go on."""
-    made = []
-    for value in (1.0, 2.0):
-        made.append(make())
-        if value == 1.0:
-            w = synk.shared(np.float32(0))
-            total = synk.function(lambda x: x.sum() * w.value)
-        w.value = np.float32(value)
-        assert float(total(np.ones(7, np.float32))) == 7 * value
-    assert made[0] is made[1] is synk.group() and total.stats.compilations == 1
+    first, w = make(), synk.shared(np.float32(2))
+    total = synk.function(lambda x: x.sum() * w.value)
+    assert float(total(np.ones(7, np.float32))) == 14
+    assert make() is first is synk.group()
+    w.value = np.float32(3)
+    assert float(total(np.ones(7, np.float32))) == 21 and total.stats.compilations == 1
     synk.close()
-    assert make() is not made[0]
+    assert make() is not first
 
 
 @pytest.mark.parametrize(
@@ -297,6 +296,13 @@ def test_with_of_the_current_group(make):
     with group:
         assert make() is group
     assert synk.group() is group
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_group_is_not_copied(group, take):
+    """Its devices are those of one process, and a copy would be another group."""
+    with pytest.raises(TypeError, match=r"Group\(2 replicas .*not copied or pickled. Make one there"):
+        take({"group": group}["group"])
 
 
 def test_groups_in_turn():
