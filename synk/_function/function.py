@@ -286,8 +286,8 @@ class Function:
             plans = [made() for made, *_ in [*self._plans.compiled]]
             if order in self._orders and any(plan.updates for plan in plans if plan is not None):
                 warn(
-                    f"{self.name}: {order} deals out the batches of an earlier loop again, in the same order. For each "
-                    f"epoch give another seed (seed=epoch), or let one loop go through all (epochs=)."
+                    f"{self.name}: this loop has the batches of an earlier one, in the same order. For each epoch give "
+                    f"synk.minibatches another seed (seed=epoch), or let one loop go through all (epochs=)."
                 )
             self._orders.add(order)
         yield from calls
