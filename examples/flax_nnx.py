@@ -78,7 +78,7 @@ with synk.simulate(3):  # another number of replicas, from the checkpoint on
     resumed, its_accuracy = make_step(Net(nnx.Rngs(SEED + 1)))
     start, _ = synk.load(folder, resumed.variables)
     rest = synk.minibatches(1500, BATCH, seed=SEED, epochs=EPOCHS, start=start)
-    for _ in resumed.iterate(x[train], y[train], synk.each(keys[start:]), batches=rest):
+    for _ in resumed.iterate(x[train], y[train], synk.each(keys), batches=rest):
         pass
     found = 100 * float(its_accuracy(x[test], y[test]))
 

@@ -97,6 +97,16 @@ def heal_jax():
         core.trace_ctx.set_trace(core.eval_trace)
 
 
+class Bar:
+    """A progress bar, as tqdm's."""
+
+    def __init__(self, iterable):
+        self.iterable = iterable
+
+    def __iter__(self):
+        yield from self.iterable
+
+
 def parts_of(x, replicas, slices=1):
     """The oracle's split: for each replica the list of its slices, longer first; none where it has no rows."""
     return [

@@ -42,7 +42,9 @@ def report(tmp_path, capsys):
         assert status == any(each["sure"] == "certain" for one in found for each in one["findings"])
         return found[0]
 
-    return reports
+    limit = sys.getrecursionlimit()
+    yield reports
+    sys.setrecursionlimit(limit)
 
 
 def lines(report):
@@ -76,12 +78,46 @@ def test_a_sum_of_gradients(report):
         'from flax import nnx\np = nnx.pmap(train_step, axis_name="batch")',
         'NAME = "batch"\np = jax.pmap(jax.checkpoint(train_step), axis_name=NAME)',
         'p = jax.pmap(fun=train_step, axis_name="batch")',
+        'p = jax.pmap(axis_name="batch", fun=train_step)',
     ],
 )
 def test_spellings_of_pmap(report, mapping):
     """Names are followed through imports, assignments and partials."""
     found = report(STEP + mapping)
     assert (found["kind"], found["understood"], found["mapped"]) == ("training step", 1, 1)
+
+
+@pytest.mark.parametrize("deep", [" + x", " if x else x", ".step(x)", "[0]"])
+def test_deep_expressions(report, deep):
+    """A chain of 300 operators, as programs that write programs make, is read like a short one."""
+    text = "def f(x):\n    y = x{0}\n    return lax.pmean(y, 'i')\nx = f\np = jax.pmap(f, 'i')\nq = jax.pmap(x{0}, 'i')"
+    found, short = (report(text.format(deep * times)) for times in (300, 1))
+    assert [each["sure"] for each in found["findings"]] == [each["sure"] for each in short["findings"]]
+    assert found["mapped"] == 2 and found["kind"] == "combines results"
+
+
+def test_too_deep_for_python(tmp_path, capsys):
+    """A file that Python cannot compile is named, and the others are read."""
+    path, other = tmp_path / "deep.py", tmp_path / "other.py"
+    path.write_text("x = " + " + ".join("x" * 100_000))
+    other.write_text("import jax\np = jax.pmap(lambda x: x)")
+    assert migrate([str(path), str(other)]) == 2
+    told = capsys.readouterr()
+    assert f"{path}: it cannot be read" in told.err and "pmap of lambda" in told.out
+
+
+def test_functions_given_by_keyword(report):
+    """What communicates in the body of a loop is seen there too."""
+    found = report(
+        """
+        def f(x):
+            def body(carry, _):
+                return lax.psum(carry, "i"), None
+            return lax.scan(f=body, init=x, length=3)
+        p = jax.pmap(f, axis_name="i")
+        """
+    )
+    assert found["kind"] == "communicates in loops"
 
 
 def test_decorators(report):

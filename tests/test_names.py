@@ -5,6 +5,7 @@ import sys
 from functools import partial
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -91,6 +92,60 @@ def test_training_answers_pmap(make, keyword, answer):
         start(**{keyword: 0})
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'no_such'$"):
         start(no_such=0)
+
+
+F = synk.function(lambda x, rate: rate * x.sum(), inputs=["x"], name="f")
+X, BATCHES = np.ones(4, np.float32), [2]
+STEP = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), name="train")
+MISTYPED = {
+    "call": (lambda: F(X, 1.0, num_slice=2), "f: .*'num_slice'", "num_slices"),
+    "iterate": (lambda: F.iterate(X, 1.0, batchs=BATCHES, batches=BATCHES), "f: .*'batchs'", "batches"),
+    "stream": (lambda: F.stream([], prefech=2), r"Function\.stream\(\) .*'prefech'", "prefetch"),
+    "over": (lambda: F.over(X, 1.0, batches=BATCHES, slices=2), "f: .*'slices'", "num_slices"),
+    "check": (lambda: F.check(X, 1.0, rtl=2), "f: .*'rtl'", "rtol"),
+    "serial": (lambda: F.serial(X, 1.0, updates=True), "f: .*'updates'", "update"),
+    "a step": (lambda: STEP(X, batchs=2), "train: .*'batchs'", "batch"),
+    "iterate of a step": (lambda: STEP.iterate(X, batches=BATCHES, pre_fetch=2), "train: .*'pre_fetch'", "prefetch"),
+    "tune": (lambda: STEP.tune(X, second=2), "train: .*'second'", "seconds"),
+    "with_options": (lambda: STEP.with_options(slices=2), r"Step\.with_options\(\) .*'slices'", "num_slices"),
+    "synk.function": (lambda: synk.function(jnp.sum, output="mean"), r"synk\.function\(\) .*'output'", "outputs"),
+    "a decorator": (lambda: synk.function(reduces="mean"), r"synk\.function\(\) .*'reduces'", "reduce"),
+    "synk.map": (lambda: synk.map(jnp.sin, input=["x"]), r"synk\.map\(\) .*'input'", "inputs"),
+    "synk.init": (lambda: synk.init(caches="x"), r"synk\.init\(\) .*'caches'", "cache"),
+    "synk.data": (lambda: synk.data(X, plase="scatter"), r"synk\.data\(\) .*'plase'", "place"),
+    "synk.minibatches": (lambda: synk.minibatches(4, 2, epoch=3), r"synk\.minibatches\(\) .*'epoch'", "epochs"),
+    "synk.train.step": (
+        lambda: synk.train.step(jnp.mean, X, optax.sgd(0.1), shard_optimiser=True),
+        r"synk\.train\.step\(\) .*'shard_optimiser'",
+        "shard_optimizer",
+    ),
+    "synk.train.local_steps": (
+        lambda: synk.train.local_steps(jnp.mean, X, optax.sgd(0.1), evry=2),
+        r"synk\.train\.local_steps\(\) .*'evry'",
+        "every",
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("call", MISTYPED)
+def test_mistyped_options(call):
+    """A keyword that is nearly an option of the call names that option, once."""
+    act, told, meant = MISTYPED[call]
+    with pytest.raises(TypeError, match=rf"{told}.*did you mean '{meant}\w*'\?") as raised:
+        act()
+    assert str(raised.value).lower().count("did you mean") == 1
+
+
+def test_a_keyword_that_a_function_inside_does_not_know_is_its_own():
+    """What the user's code raises arrives as it is."""
+
+    def inner(x, batch_size):
+        return x
+
+    with pytest.raises(TypeError, match=r"inner\(\) got an unexpected keyword argument 'num_slice'") as raised:
+        synk.function(lambda x: inner(x, 3, num_slice=2))(X)
+    assert "num_slices" not in str(raised.value)
 
 
 def test_unknown_names_are_unknown():

@@ -1,8 +1,10 @@
 """Errors: the exceptions of synk, texts of messages, and the frames that a traceback shows."""
 
 import functools
+import inspect
 import linecache
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import jax
 import numpy as np
 
 from .jax_context import default_jax_context, has_user_jax_context, is_traced, leave_traces
+from .old_names import instead_of
 from .retry import RETRY, made_again
 
 P = ParamSpec("P")
@@ -24,6 +27,7 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 
 
 LONGEST_SHOWN = 100  # characters
+_UNKNOWN_KEYWORD = re.compile(r"(\S+)( got an unexpected keyword argument '(\w+)')(.*)", re.DOTALL)
 
 
 def shown(value: Any) -> str:
@@ -138,7 +142,7 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
                 raise
             if _hides_interrupt(error):
                 raise KeyboardInterrupt from error
-            hide_internal_frames(error)
+            hide_internal_frames(error, synk_call)
             raise
 
     return synk_call
@@ -162,7 +166,7 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def hide_internal_frames(error: Exception) -> None:
+def hide_internal_frames(error: Exception, call: Callable[..., Any]) -> None:
     """Cut the traceback of an error to the frames that help.
 
     An error that synk raises on purpose shows the public call alone. An error in the user's function shows the user's
@@ -175,7 +179,7 @@ def hide_internal_frames(error: Exception) -> None:
         traceback = traceback.tb_next
     first = next((i for i, frame in enumerate(frames) if i and not _is_internal(frame)), None)
     if first is None:
-        if frames and _is_deliberate(frames[-1]):
+        if frames and (_explain_keyword(error, call) or _is_deliberate(frames[-1])):
             # Raised again, the error shows the public call alone.
             error.__traceback__ = None
         return
@@ -183,6 +187,26 @@ def hide_internal_frames(error: Exception) -> None:
     for frame in reversed([frame for frame in frames[first:] if not _is_ours(frame)]):
         linked = TracebackType(linked, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     error.__traceback__ = linked
+
+
+def _explain_keyword(error: Exception, call: Callable[..., Any]) -> bool:
+    """Say what an unknown keyword of a public call is meant for; return whether Python has raised the error."""
+    found = _UNKNOWN_KEYWORD.fullmatch(str(error))
+    if found is None or not isinstance(error, TypeError):
+        return False
+    from difflib import get_close_matches
+
+    who, what, keyword, rest = found.groups()
+    is_of_python = who == f"{call.__qualname__}()"
+    is_of_module = is_of_python and "." not in who
+    if "(did you mean" not in rest:
+        code = inspect.unwrap(call).__code__
+        options = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        what += "".join(f" (did you mean {close!r}?)" for close in get_close_matches(keyword, options, 1, 0.7))
+    # Python 3.13 has a proposal of its own in the rest.
+    rest = instead_of(keyword) if is_of_module else "" if is_of_python else rest
+    error.args = (f"{call.__module__}." * is_of_module + who + what + rest,)
+    return is_of_python
 
 
 def _is_ours(frame: TracebackType) -> bool:

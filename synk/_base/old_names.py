@@ -1,7 +1,5 @@
 """Old names: what replaces names that others have, for messages."""
 
-from collections.abc import Iterable
-
 _SYNKHRONOS, _PMAP, _LAX, _FLAX = "Synkhronos had", "jax.pmap has", "jax.lax has", "Flax has"
 # Name: who has it, and what replaces it.
 _INSTEAD = {
@@ -42,12 +40,6 @@ _INSTEAD = {
     "prefetch_to_device": (_FLAX, "f.iterate(x, y, batches=...), or f.stream(batches, prefetch=2)"),
     "pad_shard_unpad": (_FLAX, "pass any number of rows; f.over(x, batches=...) for a whole dataset"),
 }
-
-
-def refuse_keywords(call: str, keywords: Iterable[str]) -> None:
-    """Raise the TypeError of keywords that a call does not take."""
-    for name in keywords:
-        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{instead_of(name)}")
 
 
 def instead_of(name: str) -> str:

@@ -255,10 +255,11 @@ class ArgumentBinder:
             elif name in self.static_names:
                 try:
                     hash(argument)
-                except TypeError:
+                except TypeError as error:
                     raise TypeError(
-                        f"{self.name}: the static argument {name} is a {type(argument).__name__}, which has no hash. "
-                        f'Static ones are compile-time constants; pass arrays as "broadcast", and {KEEP_OUTSIDE}.'
+                        f"{self.name}: the static argument {name} is a {type(argument).__name__}, which has no hash: "
+                        f"{error}. Static ones are compile-time constants; pass arrays as "
+                        f'"broadcast", and {KEEP_OUTSIDE}.'
                     ) from None
                 statics[name] = argument
         return statics

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -40,6 +41,11 @@ class Minibatches:
                 yield order[i * self.batch_size : (i + 1) * self.batch_size]
 
 
+def behind_bar(batches: Any) -> Any:
+    """Return the iterable that a progress bar such as tqdm's goes through; other iterables as they are."""
+    return getattr(batches, "iterable", batches)
+
+
 @public_api
 def minibatches(
     rows: int, batch_size: int, *,
@@ -54,7 +60,8 @@ def minibatches(
       seed: from 0 to 2**32 - 1; the same on every platform and in every process.
       drop_last: whether to leave out a last batch that is shorter.
       epochs: how often to go through the rows, >= 1.
-      start: how many batches to leave out at the start: a resumed run sees what the first would have seen.
+      start: how many batches to leave out at the start: a resumed run sees what the first would have seen. Their values
+        of `synk.each` are left out too.
 
     Returns:
       An iterable of integer arrays of shape (batch_size,), the last of an epoch shorter; `len` says how many, so that

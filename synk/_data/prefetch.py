@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
+from types import GeneratorType
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -16,6 +17,7 @@ from .._base.jax_context import is_traced
 from .._base.pytree import SCALARS, PyTree, narrow
 from .._base.retry import in_parts, made_again
 from .._runtime.group import Group, current_group
+from .minibatches import behind_bar
 from .selection import Selection
 from .sources import as_source
 from .transfer import can_go_ahead, place_rows_ahead
@@ -138,6 +140,15 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self.close()
 
 
+def check_iterable(value: Any, what: str, wanted: str) -> None:
+    """Raise TypeError for what is no iterable, and ValueError for a used-up generator, whose loop would run nothing."""
+    if not isinstance(value, Iterable):
+        raise TypeError(f"{what} is {shown(value)}; give an iterable of {wanted}.")
+    generator = behind_bar(value)
+    if isinstance(generator, GeneratorType) and generator.gi_frame is None:
+        raise ValueError(f"{what} is a generator that is used up. Make another one for each loop, or give a list.")
+
+
 @public_api
 def prefetch(
     iterator: Iterable[PyTree], size: int = 2, transform: Callable[[PyTree], PyTree] | None = None
@@ -176,8 +187,7 @@ def prefetch(
             raise RuntimeError("synk.prefetch: transform raised StopIteration: an iterator in it has ended.") from error
         return _place_batch(group, transformed)
 
-    if not isinstance(iterator, Iterable):
-        raise TypeError(f"synk.prefetch: {shown(iterator)} is no iterable; give an iterable of batches.")
+    check_iterable(iterator, "synk.prefetch: iterator", "batches")
     return Prefetch(iterator, map(prepare, iterator), lambda tree: tree, size, "synk.prefetch: size", _refuse_trace)
 
 

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 from .._base.errors import checked_integer, public_api, shown
-from .._base.old_names import refuse_keywords
 from .._base.units import counted, parse_memory
 from .._runtime.compilation_cache import checked_folder, use_folder
 from .._runtime.dispatch import drain, leave_to_runtime
-from .._runtime.group import CURRENT, Device, Group, current_group, make_group
+from .._runtime.group import ALONE, CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
 
 
@@ -33,9 +32,11 @@ def init(
     heartbeat: int = 30,
     shutdown: int = 30,
     start: int = 120,
-    **removed: Any,
 ) -> Group:
     """Make a group of devices and make it the current one.
+
+    If the current group has these devices and this `memory`, it is returned as it is, with its variables: a cell of a
+    notebook may run twice. After `synk.close()` the group is a new one.
 
     On a machine with CPUs only, before JAX has started its backend, `init(n)` makes n virtual CPU devices (the
     option `jax_num_cpu_devices`).
@@ -89,7 +90,6 @@ def init(
       ...     group.size
       1
     """
-    refuse_keywords("synk.init", removed)
     if watchdog is not None and (isinstance(watchdog, bool) or not isinstance(watchdog, int | float) or watchdog <= 0):
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     most, folder = parse_memory(memory, "synk.init"), checked_folder(cache, "synk.init")
@@ -124,7 +124,8 @@ def simulate(n: int, *, memory: int | float | str | None = None) -> Group:
     """Make a group of `n` replicas that share one device, and make it the current one.
 
     The program of a replica is mapped by `jax.vmap` with a named axis. The answers are the same to rounding, and
-    nothing is communicated. Use it in tests, on laptops, and on one GPU for a program that is meant for eight.
+    nothing is communicated. Use it in tests, on laptops, and on one GPU for a program that is meant for eight. As
+    `synk.init` does, it returns the current group if that is the one asked for.
     `SYNK_CACHE` in the environment counts as for `synk.init`.
 
     Args:
@@ -179,7 +180,10 @@ CURRENT.make_default = init
 
 
 def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | None) -> Group:
-    """Make a group of the devices the current one. The ranks of each process must be consecutive."""
+    """Make a group of the devices, or the current group if it has these, the current one.
+
+    The ranks of each process must be consecutive.
+    """
     here = jax.process_index()
     local = [rank for rank, device in enumerate(devices) if device.process_index == here]
     if not local or local != [*range(local[0], local[-1] + 1)]:
@@ -193,18 +197,22 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
             f"synk.init: the devices {devices} are those of several processes, but none is of process {min(missing)}. "
             f"Give some of each process, or of this one alone."
         )
-    peers = None
+    peers = ALONE
     if len(local) < len(devices):
         from .agreement import PEERS as peers
     if CURRENT.peers is not None and not is_simulated:
         if len(devices) == jax.device_count():
             peers = CURRENT.peers
-        elif peers is not None:
+        elif peers is not ALONE:
             raise ValueError(
                 f"synk.init: an elastic group has all {jax.device_count()} devices of its processes, or those of one "
                 f"process; here are {len(devices)} of several."
             )
-    return CURRENT.use(make_group(devices, is_simulated, peers, memory=memory))
+    group, settings = CURRENT.group, (devices, is_simulated, peers, memory)
+    # A cell of a notebook may run twice, and variables live in the group of its first run.
+    if group is None or (group.devices, group.is_simulated, group._peers, group._memory) != settings:
+        group = make_group(devices, is_simulated, peers, memory=memory)
+    return CURRENT.use(group)
 
 
 def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:

@@ -6,7 +6,6 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import jax
 
 from .._base.errors import checked_integer, public_api, shown
-from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._call.binding import ArgumentBinder
 from .._call.spec import FunctionSpec, Stats, with_then
@@ -57,7 +56,6 @@ def function(
     blocks: int | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
-    **removed: Any,
 ) -> Any:
     """Make a serial function run on every replica: rows scattered, outputs combined, the serial answer back.
 
@@ -108,7 +106,6 @@ def function(
       >>> [round(float(value), 4) for value in statistics(np.arange(7.0), 2.0)]
       [6.0, 6.0]
     """
-    refuse_keywords("synk.function", removed)
     ops = reduce if outputs is None else outputs
 
     def make(fn: Callable[..., PyTree]) -> Function:

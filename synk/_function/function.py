@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
-from .._base.errors import SynkError, checked_integer, public_api
+from .._base.errors import SynkError, checked_integer, public_api, warn
 from .._base.jax_context import is_traced
 from .._base.old_names import instead_of
 from .._base.pytree import PyTree
@@ -26,6 +26,7 @@ from .._call.kinds import prepare, start
 from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Site
 from .._call.spec import FunctionSpec, with_then
+from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import Prefetch
 from .._loops.iterate import Batches, LoopCall, check_batches, launch, warn_of_keys
 from .._loops.stream import Items
@@ -60,6 +61,7 @@ class Function:
         self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
         self._spec, self._binder = spec, binder
         self._plans, self._probe_plans = PlanCache(), PlanCache()
+        self._orders: set[Minibatches] = set()
         update_wrapper(self, spec.fn, updated=())
 
     def __repr__(self) -> str:
@@ -213,7 +215,7 @@ class Function:
         `batches` and the values of `synk.each` are asked for on the thread of the loop, right after a call is launched.
 
         A PRNG key given whole draws the same noise in every batch, which a warning says: give each batch its own by
-        `synk.each(jax.random.split(key, number_of_batches))`.
+        `synk.each(jax.random.split(key, number_of_all_batches))`.
 
         Args:
           *args: as in a call.
@@ -258,7 +260,7 @@ class Function:
         bound = self._bind(*arguments, options, member)
         group._refuse_if_absent(name)
         if member == "iterate":
-            warn_of_keys(name, bound, "synk.each(jax.random.split(key, number_of_batches))")
+            warn_of_keys(name, bound, "synk.each(jax.random.split(key, number_of_all_batches))")
         return check_batches(self._spec, bound, options, group, name, batches)
 
     def _items(self, member: Literal["stream", "over"], options: CallOptions) -> Items:
@@ -274,8 +276,21 @@ class Function:
     ) -> Prefetch[LoopCall, PyTree]:
         """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
-        run = partial(launch, self._launch, options, count())
-        return Prefetch(source, items.calls(source), run, prefetch, name, refuse, take_early=items.take_early)
+        run, calls = partial(launch, self._launch, options, count()), self._in_order(source, items.calls(source))
+        return Prefetch(source, calls, run, prefetch, name, refuse, take_early=items.take_early)
+
+    def _in_order(self, source: Iterable[Any], calls: Iterable[LoopCall]) -> Iterator[LoopCall]:
+        """Yield the calls of a loop. Warn if they update variables, in the order of rows of an earlier loop."""
+        order = behind_bar(source)
+        if isinstance(order, Minibatches) and order.shuffle:
+            plans = [made() for made, *_ in [*self._plans.compiled]]
+            if order in self._orders and any(plan.updates for plan in plans if plan is not None):
+                warn(
+                    f"{self.name}: this loop has the batches of an earlier one, in the same order. For each epoch give "
+                    f"synk.minibatches another seed (seed=epoch), or let one loop go through all (epochs=)."
+                )
+            self._orders.add(order)
+        yield from calls
 
     @public_api
     def stream(

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from .._base.errors import public_api
-from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._call.row_map import check_row_ops
 from .decorator import Inputs, function
@@ -20,7 +18,6 @@ def map(
     outputs: PyTree = "concat",
     axis_name: str | None = None,
     name: str | None = None,
-    **removed: Any,
 ) -> Function:
     """Make a function of one row run for every row: any number of rows, on any number of replicas.
 
@@ -52,7 +49,6 @@ def map(
       >>> [round(float(y), 2) for y in root(np.array([4.0, 9.0, 2.0]))]
       [2.0, 3.0, 1.41]
     """
-    refuse_keywords("synk.map", removed)
     made = function(fn, inputs, outputs, axis_name=axis_name or "replica", name=name)
     check_row_ops(made._spec.ops, made.name)
     made._spec = replace(made._spec, made_by="synk.map", of_one_row="alone" if axis_name is None else "axis")

@@ -1,7 +1,8 @@
 """Iterate: pick the rows of each batch, send them while the call before runs, and call a function with them."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from copy import deepcopy
+from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,6 +15,8 @@ from .._call.leaves import check_leaves, look, spec_of_part
 from .._call.rows import common_rows, refuse_together
 from .._call.spec import FunctionSpec
 from .._data.dataset import Data, source_of
+from .._data.minibatches import Minibatches, behind_bar
+from .._data.prefetch import check_iterable
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
 from .._data.sources import copied
@@ -35,7 +38,7 @@ class PerBatch:
 
     # A static argument must have a hash. All batches would share it, so there is none.
     def __hash__(self) -> int:
-        raise TypeError("values of batches have no hash")
+        raise TypeError("synk.each gives each batch a value of its own")
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("synk.each gives a value to each batch of iterate or over; give a call one value.")
@@ -46,14 +49,18 @@ def each(values: Iterable[Any]) -> Any:
     """Give each batch of `f.iterate` or `f.over` its own value, for an input that is broadcast.
 
     Args:
-      values: an iterable with as many values as there are batches, or more: learning rates, PRNG keys.
+      values: an iterable with as many values as there are batches, or more: learning rates, PRNG keys. Beside
+        `synk.minibatches(..., start=n)`, where a run goes on, the values of all batches, of which the first n are left
+        out, or those of the batches that are left. `synk.each(synk.row_keys(key, number_of_all_batches))` gives a batch
+        the same key whatever `start` and the number of epochs are.
 
     Returns:
       What to pass as the argument.
 
     Raises:
       TypeError: it is not iterable.
-      ValueError: there are fewer values than batches; when the loop comes to that batch.
+      ValueError: there are fewer values than batches; when the loop comes to that batch. Beside `start=n`, if there are
+        neither as many values as batches in all, nor as many as are left.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -259,18 +266,35 @@ def check_batches(
     function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str, batches: Any
 ) -> Batches:
     """Check the arguments of a loop over batches, and return what makes its calls."""
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"{name}: batches is {shown(batches)}; give an iterable of batches, e.g. synk.minibatches.")
-    for i in bound.spec.scattered:
-        if isinstance(bound.leaves[i], PerBatch):
-            raise ValueError(
-                f"{name}: argument {bound.spec.names[i]} is scattered, and synk.each gives each batch a value that is "
-                f'broadcast. Make the input "broadcast"; rows of each batch come by stream.'
-            )
+    check_iterable(batches, f"{name}: batches", "batches, e.g. synk.minibatches")
+    bound = bound._replace(leaves=_values_left(batches, bound, name))
     rows = Batches(function, bound, options, group, name)
     if not rows.picked:
         raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
     return rows
+
+
+def _values_left(batches: Any, bound: BoundArguments, name: str) -> list[Any]:
+    """Return the leaves, with the values of `synk.each` for batches that are not left out at the start."""
+    order, leaves = behind_bar(batches), list(bound.leaves)
+    start, left = (order.start, len(order)) if isinstance(order, Minibatches) else (0, 0)
+    for i, leaf in enumerate(bound.leaves):
+        if not isinstance(leaf, PerBatch):
+            continue
+        argument, have = bound.spec.names[i], len(leaf.values) if isinstance(leaf.values, Sized) else "unknown"
+        if i in bound.spec.scattered:
+            raise ValueError(
+                f"{name}: argument {argument} is scattered, and synk.each gives each batch a value that is "
+                f'broadcast. Make the input "broadcast"; rows of each batch come by stream.'
+            )
+        if start and have not in (left, start + left):
+            raise ValueError(
+                f"{name}: synk.each of argument {argument}: its number of values is {have}, and batches have "
+                f"start={start}. Give the values of all {start + left} batches, or of the {left} that are left."
+            )
+        if start and have == start + left:
+            leaves[i] = PerBatch(islice(leaf.values, start, None))
+    return leaves
 
 
 def launch(

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import is_
 from typing import Any
 
-from .._base.errors import shown
 from .._base.pytree import is_prng_key
 from .._call.binding import ArgumentBinder, BoundArguments, CallOptions
 from .._call.spec import FunctionSpec
+from .._data.prefetch import check_iterable
 from .._data.sources import copied
 from .._runtime.group import Group
 from .iterate import Batches, LoopCall, PerBatch, warn_of_keys
@@ -24,10 +24,7 @@ class Items:
 
     def calls(self, source: Iterable[Any]) -> Iterator[LoopCall]:
         """Return an iterator of the call of each item, which comes when it is asked for."""
-        if not isinstance(source, Iterable):
-            raise TypeError(
-                f"{self._name}: its source is {shown(source)}; give an iterable of arguments, e.g. a data loader."
-            )
+        check_iterable(source, f"{self._name}: its source", "arguments, e.g. a data loader")
         return map(self._call, source)
 
     def _call(self, item: Any) -> LoopCall:

@@ -180,8 +180,9 @@ class _Reader:
         may_be_told = last in _TOLD or f"jax.lax.{last}" in COLLECTIVES
         if may_be_told or (name != "jax.lax.axis_index" and self._is_told_the_axis(node)):
             self._communicates(node, last, place, is_told=True)
-        callees = [self.program.function(each) for each in (node.func, *node.args, *(k.value for k in node.keywords))]
-        for each, (function, loops) in zip((node.func, *node.args), callees, strict=False):
+        given = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
+        callees = [self.program.function(each) for each in given]
+        for each, (function, loops) in zip(given, callees, strict=True):
             if function is not None:
                 self.read(function, "loop" if loops else self._place(node, each, name, place))
         is_known = name.split(".")[0] in _LIBRARIES or last in _PLAIN or last[:1].isupper()

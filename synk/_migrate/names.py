@@ -53,12 +53,13 @@ class Program:
         self._bindings: dict[ast.AST, dict[str, list[tuple[ast.AST, Value]]]] = {}
 
     def add(self, path: str, text: str) -> ast.Module:
-        """Read a file; SyntaxError or ValueError where it is no program."""
+        """Read a file; SyntaxError, ValueError or RecursionError where Python cannot."""
         tree = ast.parse(text)
         # jax.pmap(fun=f) is jax.pmap(f).
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and not node.args and node.keywords and node.keywords[0].arg == "fun":
-                node.args = [node.keywords.pop(0).value]
+            if isinstance(node, ast.Call) and not node.args:
+                node.args = [keyword.value for keyword in node.keywords if keyword.arg == "fun"]
+                node.keywords = [keyword for keyword in node.keywords if keyword.arg != "fun"]
         self.modules[PurePath(path).with_suffix("").parts] = tree
         self.parents.update({child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)})
         for node in ast.walk(tree):

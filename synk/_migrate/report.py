@@ -28,9 +28,11 @@ def migrate(arguments: Sequence[str]) -> int:
     for path in options.files:
         try:
             trees[path] = program.add(path, Path(path).read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             print(f"{path}: it cannot be read: {error}", file=sys.stderr)
             failed = True
+    # Chains of operators nest as deeply as they are long. Frames of Python, unlike those of its parser, need no stack.
+    sys.setrecursionlimit(100_000)
     reports = [file_report(program, path, tree) for path, tree in trees.items()]
     print(json.dumps(reports, indent=1) if options.json else "\n\n".join(map(_text, reports)))
     found = any(each["sure"] == "certain" for report in reports for each in report["findings"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from traceback import walk_stack
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 import jax
@@ -104,6 +104,10 @@ class Peers:
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
         """Let process 0 act, and return its result in every process, or raise its error there."""
         return act()
+
+
+# The peers of a group in one process.
+ALONE = Peers()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -240,6 +244,9 @@ class Group:
         for name, value in {"devices": devices, "mesh": mesh, "_devices_now": object()}.items():
             object.__setattr__(self, name, value)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self}: a group has the devices of a process, and is not copied or pickled. Make one there.")
+
     def __repr__(self) -> str:
         if self.accelerator is not None:
             hosts = len({device.process_index for device in self.devices})
@@ -319,13 +326,13 @@ def current_group() -> Group:
 def make_group(
     devices: tuple[Device, ...],
     is_simulated: bool,
-    peers: Peers | None = None,
+    peers: Peers = ALONE,
     accelerator: Accelerator | None = None,
     memory: int | float | None = None,
 ) -> Group:
     """Make a group of devices."""
     mesh = _mesh_of(devices[:1] if is_simulated else devices)
-    group = Group(devices, mesh, is_simulated, peers or Peers(), accelerator, memory)
+    group = Group(devices, mesh, is_simulated, peers, accelerator, memory)
     if accelerator is None:
         GROUPS.add(group)
     return group

@@ -8,14 +8,13 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import checked_integer, public_api
-from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._data.prefetch import Prefetch
 from .._function.decorator import Inputs, function
@@ -275,7 +274,6 @@ def local_steps(
     donate: bool = True,
     axis_name: str = "replica",
     name: str | None = None,
-    **removed: Never,
 ) -> LocalSteps:
     """Make local steps: each replica trains its own copy on its own rows, and now and then all take the average.
 
@@ -315,7 +313,6 @@ def local_steps(
       >>> print(f"{step.params.value['w']:.2f} after {step.steps} steps")
       2.44 after 3 steps
     """
-    refuse_keywords("synk.train.local_steps", removed)
     model = TrainingModel(
         "synk.train.local_steps", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name,

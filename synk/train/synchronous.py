@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from .._base.errors import public_api, shown
-from .._base.old_names import refuse_keywords
 from .._base.pytree import PyTree
 from .._call.binding import AUTO, CallOptions, check_slices
 from .._call.spec import Stats
@@ -21,7 +20,6 @@ from .._function.decorator import Inputs, checked_options
 from .._function.function import Function
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._reductions.wire import WireName, check_wire
-from .._runtime.dispatch import LOCK
 from .._tracing.context import current_trace
 from .._variables.variable import Shared, map_value, shared
 from .model import LeafKind, ProgramOptions, TrainingModel, checked_number, kinds_of
@@ -201,14 +199,15 @@ class Step:
 
         It tries one setting after the other against the best so far, prints what it finds, and changes nothing: no
         step is kept, and neither Ctrl-C nor an error leaves a trace in the variables or `stats`. Slices are tried
-        everywhere. On several GPUs also: how many bytes of gradients XLA packs into one all-reduce, the barrier before
-        the update, and XLA's latency hiding scheduler.
+        everywhere, except with `blocks`, where they change nothing. On several GPUs also: how many bytes of gradients
+        XLA packs into one all-reduce, the barrier before the update, and XLA's latency hiding scheduler.
 
-        Steps are awaited one by one, each from the same values, and the two settings take turns. The table shows the
-        median, over the rounds, of a setting's time relative to the best's, and its margin: three times the distance
-        of the quartiles, divided by the root of the number of rounds. A setting wins if the median is below 1 by more
-        than that, and by at least 1 %; otherwise the best so far stays. What does not compile, does not fit into
-        memory or gives another answer to more than rounding (see `check`) is listed and not chosen.
+        Steps are awaited one by one, and the two settings take turns; other threads may make calls in between, which
+        then disturb the times. The table shows the median, over the rounds, of a setting's time relative to the best's,
+        and its margin: three times the distance of the quartiles, divided by the root of the number of rounds. A
+        setting wins if the median is below 1 by more than that, and by at least 1 %; otherwise the best so far stays.
+        What does not compile, does not fit into memory or gives another answer to more than rounding (see `check`) is
+        listed and not chosen.
 
         Args:
           *args, **kwargs: the rows, as in a call: as many, and from the same place, as in training.
@@ -245,13 +244,13 @@ class Step:
         slices = self._options.num_slices or 1 if num_slices is None else num_slices
         call = CallOptions(batch, batch_s, slices)
         bound = self.function._bind(args, kwargs, call, "tune")
-        tried = (1, 2, 4) if num_slices is None and slices != AUTO else ()
+        # With blocks a program is the same for any slices.
+        is_free = num_slices is None and slices != AUTO and self.function._spec.blocks is None
 
         def build(**settings: Any) -> Function:
             return self.with_options(**settings).function
 
-        with LOCK:
-            return Tuner(self.function, build, (bound, call), seconds).search(tried, wires)
+        return Tuner(self.function, build, (bound, call), seconds).search((1, 2, 4) if is_free else (), wires)
 
 
 @public_api
@@ -274,7 +273,6 @@ def step(
     axis_name: str = "replica",
     compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
-    **removed: Never,
 ) -> Step:
     """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
 
@@ -336,7 +334,6 @@ def step(
       >>> print(f"{step(x, 3 * x):.1f} {step.params.value['w']:.1f}")
       117.0 7.8
     """
-    refuse_keywords("synk.train.step", removed)
     model = TrainingModel(
         "synk.train.step", loss, params, optimizer,
         state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name, nan=nan, wire=wire,

@@ -21,7 +21,7 @@ from .._check.serial import Runner
 from .._check.views import stored_on_host
 from .._explain.explain import Rehearsal, rehearse
 from .._function.function import Function
-from .._runtime.dispatch import drain
+from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import translate_peer_errors
 
 # Rounds in which two settings take turns.
@@ -45,13 +45,14 @@ class _Trial(NamedTuple):
 
     def ready(self) -> ReadyCall:
         """Prepare the call; compile it first, if that has not been done yet."""
-        return prepare(self.site, self.bound, self.options)
+        with LOCK:
+            return prepare(self.site, self.bound, self.options)
 
     def run(self) -> Rehearsal:
         """Run the call on copies of its variables, and wait for it."""
-        drain()
         try:
-            with translate_peer_errors(self.site.group):
+            with LOCK, translate_peer_errors(self.site.group):
+                drain()
                 return rehearse(self.ready)
         except Exception as error:
             translated = translate_error(error, self.site.function.name)
@@ -91,7 +92,7 @@ class Tuner:
         if outcome.is_refused:
             raise FloatingPointError(f"{self._name}: outputs or updates of the step are not finite.")
         self._variables, self._lengths = list(outcome.updates), self._best.ready().rows.lengths or (1,)
-        self._answer, self._tried = self._numbers(outcome), {self._best.digest()}
+        self._tried = {self._best.digest()}
         # New values of variables, beside which a copy may not fit.
         del outcome
         self._say(f"tuning {function.name}: {self._group}, {sum(self._lengths)} rows")
@@ -141,7 +142,9 @@ class Tuner:
             return "", "", "the same program as one before"
         self._tried |= {digest} - {None}
         try:
-            answer, is_right = self._compare(trial, trial.run().outcome)
+            # Between two answers no other thread may update a variable.
+            with LOCK:
+                answer, is_right = self._compare(trial)
             pairs = self._race(label, trial, start + (self._deadline - start) / left)
         except Exception as error:
             # The other processes cannot know that this program has died here.
@@ -181,9 +184,9 @@ class Tuner:
             failure = failure or "does not compile in another process"
         return failure
 
-    def _compare(self, trial: _Trial, outcome: Outcome) -> tuple[str, bool]:
+    def _compare(self, trial: _Trial) -> tuple[str, bool]:
         """Tell how far an answer is from that of the step as it is, and whether rounding explains it."""
-        pairs = [*zip(self._answer, self._numbers(outcome), strict=True)]
+        pairs = [*zip(*(self._numbers(each.run().outcome) for each in (self._as_it_is, trial)), strict=True)]
         if all(a.tobytes() == b.tobytes() for a, b in pairs):
             return "same bits", True
         answer, admits = f"differs by {max(distance(a, b) for a, b in pairs):.0e}", Tolerance().admits

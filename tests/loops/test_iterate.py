@@ -2,16 +2,19 @@
 
 import itertools
 import signal
+import warnings
 import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import synk
+import synk.train
 
-from ..helpers import assert_close, assert_same, group_of, numbers, raised_by, unchanged
+from ..helpers import Bar, assert_close, assert_same, group_of, numbers, raised_by, unchanged
 
 X = numbers(11)
 PLACES = ("raw", "host", "scatter", "broadcast")
@@ -452,6 +455,94 @@ def test_one_key_for_all_batches_warns(key):
         with pytest.warns(UserWarning, match=r"f\.stream: key is one PRNG key"):
             list(f.stream([(x, one), (x, one)]))
         assert len(list(f.stream([(x, one), (x, key(1)), (x[:2], key(2))]))) == 3
+
+
+def loops_of(make):
+    """Make what goes through batches of 8 rows, and updates variables or not; and its name in messages."""
+    x = numbers(8)
+    if make == "function":
+        w = synk.shared(np.float32(0))
+        f = synk.function(lambda x: x.sum(), name="f").then(lambda total: setattr(w, "value", w.value + total))
+        return lambda batches: list(f.iterate(x, batches=batches))
+    if make == "update in fn":
+        w = synk.shared(np.float32(0))
+        f = synk.function(lambda x: setattr(w, "value", w.value + x.sum()), name="f")
+        return lambda batches: list(f.iterate(x, batches=batches))
+    if make == "reads":
+        w = synk.shared(np.float32(2))
+        f = synk.function(lambda x: x.sum() * w.value, name="f")
+        return lambda batches: list(f.iterate(x, batches=batches))
+    kind = {"step": synk.train.step, "local": synk.train.local_steps}[make]
+    step = kind(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1), name="f")
+    return lambda batches: list(step.iterate(x, batches=batches))
+
+
+def orders(bar=lambda batches: batches, **options):
+    """Three epochs of batches."""
+    return [bar(synk.minibatches(8, 3, **options)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("group", [("devices", 1), ("devices", 2), ("simulated", 3)])
+@pytest.mark.parametrize("bar", [lambda batches: batches, Bar])
+@pytest.mark.parametrize("make", ["function", "update in fn", "step", "local"])
+def test_an_epoch_that_repeats_the_last_one_warns(group, make, bar):
+    """It has the batches of the epoch before in the same order; a warning says so at the loop, once a place."""
+    with group_of(*group), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        loop = loops_of(make)
+        for batches in [*orders(bar), *orders(bar, seed=1)]:
+            loop(batches)
+    [warning] = caught
+    assert warning.filename == __file__ and warning.category is UserWarning
+    assert str(warning.message).startswith("f: this loop has the batches") and "seed=epoch" in str(warning.message)
+    assert "epochs=" in str(warning.message)
+
+
+@pytest.mark.parametrize("make", ["function", "step", "local", "reads"])
+def test_other_epochs_do_not_warn(make):
+    """Other seeds, no shuffling, one loop of all epochs, what goes on after a start, what updates nothing, and what
+    has not begun."""
+    loop = loops_of(make)
+    for batches in [*(synk.minibatches(8, 3, seed=epoch) for epoch in range(3)), *orders(shuffle=False)]:
+        loop(batches)
+    loop(synk.minibatches(8, 3, seed=7, epochs=3))
+    loop(synk.minibatches(8, 3, seed=7, epochs=3, start=4))
+    loops_of(make)(synk.minibatches(8, 3))
+    if make == "reads":
+        for batches in orders():
+            loop(batches)
+
+
+def test_a_loop_that_has_not_begun_repeats_nothing():
+    """`len` of a loop, and one that is made and dropped, deal out no batch."""
+    step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1))
+    step(X)
+    with pytest.warns(RuntimeWarning, match="ran nothing"):
+        assert len(step.iterate(X, batches=synk.minibatches(11, 3))) == 4
+    assert len(list(step.iterate(X, batches=synk.minibatches(11, 3)))) == 4
+
+
+def used_up(make=lambda: iter(())):
+    generator = (batch for batch in make())
+    list(generator)
+    return generator
+
+
+@pytest.mark.parametrize("bar", [lambda batches: batches, Bar])
+def test_a_used_up_generator_raises(bar):
+    """It gives its batches once, so a second loop would run nothing in silence."""
+    step = synk.train.step(lambda w, x: ((w - x) ** 2).mean(), np.float32(0), optax.sgd(0.1))
+    batches = (slice(4 * i, 4 * i + 4) for i in range(2))
+    assert len(list(step.iterate(X, batches=bar(batches)))) == 2
+    for call in (step.iterate, rows.iterate, rows.over):
+        with pytest.raises(ValueError, match=r"batches is a generator that is used up.* Make another"):
+            call(X, batches=bar(batches))
+    for call in (rows.stream, step.stream, lambda source: rows.over(source=source)):
+        with pytest.raises(ValueError, match="source is a generator that is used up"):
+            call(bar(used_up()))
+    with pytest.raises(ValueError, match=r"synk\.prefetch: iterator is a generator that is used up"):
+        synk.prefetch(bar(used_up()))
+    assert list(rows.iterate(X, batches=[])) == []
 
 
 X8 = numbers(8)

@@ -9,7 +9,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import GROUPS, assert_same, group_of, numbers, slow, slow_but
+from ..helpers import GROUPS, Bar, assert_close, assert_same, group_of, numbers, slow, slow_but
 
 ITEMS = [(numbers(rows, 3, seed), np.float32(seed + 1)) for seed, rows in enumerate((4, 7, 4, 1, 9, 4))]
 of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
@@ -270,12 +270,55 @@ def test_each_that_does_not_fit(four):
         list(scaled.iterate(x, synk.each([np.ma.array([1.0], mask=True)] * 2), batches=synk.minibatches(8, 4)))
     f = synk.function(lambda x, flag: x.sum() if flag else -x.sum(), inputs={"flag": "static"})
     for call in (f.iterate, f.over):
-        with pytest.raises(TypeError, match="static argument flag is a PerBatch, which has no hash"):
+        with pytest.raises(
+            TypeError, match=r"static argument flag .*synk\.each gives each batch a value of its own.*broadcast"
+        ):
             list(call(x, synk.each([True, False]), batches=synk.minibatches(8, 4)))
     with pytest.raises(TypeError, match=r"synk\.each: 3 is no iterable"):
         synk.each(3)
     with pytest.raises(TypeError, match="argument rate"):
         list(scaled.iterate(x, synk.each([1.0, "a"]), batches=synk.minibatches(8, 4)))
+
+
+@pytest.mark.parametrize("group", [("devices", 1), ("devices", 3), ("devices", 4), ("simulated", 3)])
+@pytest.mark.parametrize("bar", [lambda batches: batches, Bar])
+@pytest.mark.parametrize("start", [1, 5, 8])
+def test_each_of_a_run_that_goes_on(group, start, bar):
+    """Values go with their batches, whether those that are left out are given too or not; in a second epoch too."""
+    x, rates = numbers(11, 3), np.arange(1, 9, dtype=np.float32)
+    with group_of(*group):
+        order = {"seed": 2, "epochs": 2}
+        whole = [total for total, _ in scaled.iterate(x, synk.each(rates), batches=synk.minibatches(11, 3, **order))]
+        for values in (rates, list(rates), jnp.asarray(rates), rates[start:]):
+            for _ in range(2):
+                rest = bar(synk.minibatches(11, 3, start=start, **order))
+                assert_same([total for total, _ in scaled.iterate(x, synk.each(values), batches=rest)], whole[start:])
+            if start < 8:
+                assert_close(scaled.over(x, synk.each(values), batches=rest)[0], sum(whole[start:]), atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [np.ones(5), np.ones(9), np.ones(1), iter(np.ones(8)), (1.0 for _ in range(5))])
+def test_each_of_another_number_than_start_tells(group, values):
+    """Nobody could tell which of them belong to the batches that are left."""
+    step = synk.train.step(lambda w, x, rate: ((w - rate * x) ** 2).mean(), np.float32(0), optax.sgd(0.1), inputs=["x"])
+    for call in (scaled.iterate, scaled.over, step.iterate):
+        for batches in (synk.minibatches(8, 1, start=2), Bar(synk.minibatches(4, 1, epochs=2, start=2))):
+            with pytest.raises(ValueError, match=r"argument rate.* start=2.* all 8 batches.* the 6 that are left"):
+                call(numbers(8, 3), synk.each(values), batches=batches)
+
+
+def test_each_key_of_a_run_that_goes_on(group):
+    """Keys of `row_keys` are the same for a batch, however many batches there will be."""
+    key, order = jax.random.key(3), {"epochs": 2, "shuffle": False}
+    draw = synk.function(lambda x, key: jax.random.normal(synk.part_key(key), x.shape), inputs=["x"], reduce="concat")
+    runs = []
+    for epochs, start in ((2, 0), (2, 3), (5, 3)):
+        order = {"epochs": epochs, "shuffle": False}
+        keys = synk.row_keys(key, len(synk.minibatches(8, 4, **order)))
+        batches = synk.minibatches(8, 4, start=start, **order)
+        runs.append(list(draw.iterate(np.zeros(8, np.float32), synk.each(keys), batches=batches)))
+    assert_same(runs[1], runs[0][3:])
+    assert_same(runs[2][:1], runs[0][3:])
 
 
 def test_each_is_of_batches(group):

@@ -1,8 +1,10 @@
 """Groups: which devices, which one is current, and what a machine with CPUs only makes of it."""
 
 import contextlib
+import copy
 import ctypes
 import operator
+import pickle
 import subprocess
 import sys
 import threading
@@ -143,6 +145,7 @@ def test_a_later_group_of_that_kind():
     w = synk.shared(np.float32(3), name="w")
     f = synk.function(lambda x: x.sum() * w.value)
     assert f(np.ones(4, np.float32)) == 12
+    synk.close()
     synk.simulate(2)
     with pytest.raises(synk.SynkError, match=r"w: it lives in .* the current group is a later one of that kind"):
         f(np.ones(4, np.float32))
@@ -234,6 +237,72 @@ def test_with_restores_the_group_of_before(make):
     with contextlib.ExitStack() as stack:
         stack.enter_context(make(4))
     assert synk.group() is before
+
+
+AGAIN = [lambda: synk.init(2), lambda: synk.init(jax.devices()[:2]), lambda: synk.simulate(3), synk.init, synk.fork]
+
+
+@pytest.mark.parametrize("make", AGAIN)
+def test_a_cell_that_runs_twice(make):
+    """The group of the same devices is the current one, whose variables and programs go on."""
+    first, w = make(), synk.shared(np.float32(2))
+    total = synk.function(lambda x: x.sum() * w.value)
+    assert float(total(np.ones(7, np.float32))) == 14
+    assert make() is first is synk.group()
+    w.value = np.float32(3)
+    assert float(total(np.ones(7, np.float32))) == 21 and total.stats.compilations == 1
+    synk.close()
+    assert make() is not first
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: synk.init(3),
+        lambda: synk.init(2, memory="1GB"),
+        lambda: synk.simulate(2),
+        lambda: synk.init(jax.devices()[1::-1]),
+    ],
+)
+def test_a_group_of_other_settings_is_another(other):
+    """Other devices, another order, another kind and other memory make a new group, there and back."""
+    first = synk.init(2)
+    second = other()
+    assert second is not first and synk.group() is second
+    assert synk.init(2) not in (first, second)
+
+
+@pytest.mark.parametrize("make", AGAIN)
+def test_with_of_the_current_group(make):
+    """A block of the same group, nested or in turn, leaves current what was so before it."""
+    before = synk.simulate(5)
+    with make() as outer:
+        for _ in range(2):
+            with make() as inner:
+                assert inner is outer is synk.group()
+                with before:
+                    assert make() is not outer
+                    with make(), outer:
+                        assert synk.group() is outer
+                assert synk.group() is outer
+            assert synk.group() is outer
+        with pytest.raises(KeyError), make():
+            raise KeyError
+        assert make() is outer is synk.group()
+    assert synk.group() is before
+    group = make()
+    with make():
+        pass
+    with group:
+        assert make() is group
+    assert synk.group() is group
+
+
+@pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_group_is_not_copied(group, take):
+    """Its devices are those of one process, and a copy would be another group."""
+    with pytest.raises(TypeError, match=r"Group\(2 replicas .*not copied or pickled. Make one there"):
+        take({"group": group}["group"])
 
 
 def test_groups_in_turn():

@@ -1,5 +1,6 @@
 """Step.with_options and Step.tune: other programs over the same variables, and which of them is fastest here."""
 
+import threading
 import time
 
 import jax
@@ -213,6 +214,35 @@ def test_stays_with_what_is_fastest(group, capsys):
     assert step.tune(X, Y, seconds=30) == {} and "=> as it is" in rows_of(capsys.readouterr().out)
     assert step.tune(X, Y, seconds=30, num_slices=2) == {} and "num_slices" not in capsys.readouterr().out
     assert step.with_options(num_slices=4).tune(X, Y, batch=22, seconds=30) == {"num_slices": 1}
+
+
+@pytest.mark.parametrize("blocks", [4, None])
+def test_slices_are_tried_where_they_matter(group, blocks, capsys):
+    """With blocks a program is the same in any number of slices, so there is nothing to race."""
+    assert made(blocks=blocks).tune(X, Y, seconds=0.01) == {}
+    assert ("num_slices" in capsys.readouterr().out) == (blocks is None)
+
+
+def test_other_threads_go_on(group, capsys):
+    """A thread that trains meanwhile waits for one step at a time, and makes no answer another one."""
+    step, is_over, times = made(waits(lambda rows: 0.01 * (rows > 8))), threading.Event(), []
+
+    def train():
+        while not is_over.wait(0.01):
+            start = time.perf_counter()
+            step(X, Y)
+            times.append(time.perf_counter() - start)
+
+    step(X, Y)
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        step.tune(X, Y, seconds=4)
+    finally:
+        is_over.set()
+        thread.join()
+    assert len(times) > 10 and sorted(times)[len(times) // 2] < 1
+    assert "more than rounding" not in capsys.readouterr().out
 
 
 def test_refuses_another_answer(group, capsys):
