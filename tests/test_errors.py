@@ -36,6 +36,12 @@ def act(x, w):
     return (x * w).sum()
 
 
+class DataSet:
+    """Columns of Hugging Face's `datasets`."""
+
+    column_names, shape = ("x", "y"), (9, 2)
+
+
 def mean():
     return synk.function(loss, reduce="mean")
 
@@ -231,10 +237,12 @@ ERRORS = {
     "a seed as an argument": (lambda: synk.function(lambda x, key: x + synk.part_key(key), ["x"])(X, 0), TypeError, r"synk.part_key: the key is .*; give a PRNG key"),
     "variables for each batch": (lambda: next(synk.function(lambda w, x: x.sum(), ["x"], name="f").iterate(synk.each([held()]), X, batches=[[0]])), TypeError, "synk.each gives values, not shared variables"),
     "a misspelt attribute": (lambda: setattr(held(), "valeu", 1), AttributeError, "valeu"),
-    "a shared variable": (lambda: synk.function(lambda tree: tree["w"])({"w": held()}), TypeError, r"argument tree\['w'\] is the shared variable held; read held.value"),
+    "a shared variable": (lambda: synk.function(lambda tree: tree["w"])({"w": held()}), TypeError, r"argument tree\['w'\] is the shared variable held; read held.value .* an argument of its own"),
     "a scalar to scatter": (lambda: mean()(1.0), ValueError, 'x is a scalar .* inputs={"x": "broadcast"}'),
     "rows differ": (lambda: synk.function(act)(X, X[:5]), ValueError, "argument w has 5 rows, but x has 9"),
     "no rows": (lambda: mean()(X[:0]), ValueError, "argument x has 0 rows"),
+    "an item without rows": (lambda: mean().over(source=[X, X[:0]]), ValueError, "argument x has 0 rows.* Let loaders skip such items"),
+    "a data set": (lambda: mean()(DataSet()), TypeError, r"argument x is a DataSet; give each column as an array, np.asarray\(dataset"),
     "modes are no prefix": (
         lambda: synk.function(loss, {"x": ["scatter", "broadcast"]})(X), ValueError, "modes .* of x are no prefix",
     ),
@@ -354,7 +362,7 @@ ERRORS = {
     "half a length": (lambda: synk.data(X, name="x").set_length(1.5), TypeError, "x.set_length: rows is 1.5; give an integer"),
     "length of freed data": (lambda: freed().set_length(1), synk.SynkError, "x: it was freed.* x.set_value"),
     "freed data read": (lambda: freed()[0], synk.SynkError, "x: it was freed.* x.set_value"),
-    "number too large": (lambda: sum_with_w()(X, 2**40), OverflowError, "act: argument w is 1099511627776, which is no int32. Give a float, or set jax_enable_x64"),
+    "number too large": (lambda: sum_with_w()(X, 2**40), ValueError, "act: argument w: .* 1099511627776 out of bounds for int32.* or set jax_enable_x64"),
     "freed data broadcast": (lambda: sum_with_w()(X, freed()), synk.SynkError, "x: it was freed.* x.set_value"),
     "data differs in rows": (
         lambda: synk.function(act)(data("scatter"), resident(8)), ValueError, "act: argument w has 8 rows, but x has 9",

@@ -1,5 +1,7 @@
 """Pytree: leaves of trees: typed PRNG keys and their raw data, dtypes, and tracers, which nothing may keep."""
 
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
@@ -99,23 +101,57 @@ def _number_dtype(kind: type, is_x64: bool) -> np.dtype:
     return jnp.asarray(kind()).dtype
 
 
-def check_fits(number: int, what: str) -> None:
-    """Raise OverflowError for a number that JAX's integers cannot hold."""
-    dtype = number_dtype(number)
-    if dtype.kind == "i" and not np.iinfo(dtype).min <= number <= np.iinfo(dtype).max:
-        raise OverflowError(f"{what} is {number}, which is no {dtype.name}. Give a float, or set jax_enable_x64.")
+@lru_cache(maxsize=256)
+def most_of(have: np.dtype, dtype: np.dtype) -> int:
+    """Return the largest number of a dtype to which a cast may wrap integers around, 0 for other casts."""
+    may_wrap = have.kind in "iu" and dtype.kind in "iu" and not np.can_cast(have, dtype)
+    return np.iinfo(dtype).max if may_wrap else 0
+
+
+def fitting(numbers: Any, dtype: np.dtype) -> Any:
+    """Return numbers that will be cast to a dtype. Raise OverflowError for integers that would wrap around."""
+    if most := most_of(numbers.dtype, dtype):
+        numbers = np.asarray(numbers)
+        # A disjunction has every bit of its numbers. It takes one pass, and the extremes take two.
+        if numbers.size and not 0 <= np.bitwise_or.reduce(numbers, axis=None) <= most:
+            # NumPy refuses Python integers that do not fit, and casts its own ones silently.
+            np.array([int(numbers.min()), int(numbers.max())], dtype)
+    return numbers
+
+
+def too_large(what: str, error: OverflowError) -> ValueError:
+    """Return the error of an argument or a variable whose integers do not fit."""
+    return ValueError(f"{what}: {error}. Give smaller numbers (e.g. ids % size), floats, or set jax_enable_x64.")
+
+
+@contextmanager
+def named(what: str) -> Generator[None]:
+    """Name the argument or variable in an error of integers that do not fit."""
+    try:
+        yield
+    except OverflowError as error:
+        raise too_large(what, error) from None
 
 
 def array_of_list(values: list[Any], what: str) -> np.ndarray:
-    """Return a list of numbers as an array. Raise ValueError for a ragged list, OverflowError for huge integers."""
+    """Return a list of numbers as an array. Raise ValueError for a ragged list."""
     try:
-        array = np.asarray(values)
+        return np.asarray(values)
     except ValueError as error:
         raise ValueError(f"{what} is a list that makes no array: {error}") from None
-    if array.dtype.kind in "iu" and array.size and narrow(array.dtype) != array.dtype:
-        for number in (array.min(), array.max()):
-            check_fits(int(number), f"{what}: an entry")
-    return array
+
+
+def refuse_sparse(what: str, tree: PyTree, broadcast: Collection[Any] = ()) -> None:
+    """Raise TypeError for a sparse array. Its static part has the number of all rows, also where a replica has fewer.
+
+    One whose leaves are all in `broadcast` may stay.
+    """
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: hasattr(node, "todense")):
+        if hasattr(node, "todense") and not all(leaf in broadcast for leaf in jax.tree.leaves(node)):
+            raise TypeError(
+                f"{what}{jax.tree_util.keystr(path)} is a {type(node).__name__}, a sparse array, whose parts are none. "
+                f"Give arrays of its indices and values, padded to as many in each row, or its .todense()."
+            )
 
 
 def is_weak(leaf: Any) -> bool:
@@ -125,18 +161,22 @@ def is_weak(leaf: Any) -> bool:
     return getattr(leaf, "weak_type", False)
 
 
-def to_jax(leaf: Any) -> jax.Array:
+def to_jax(leaf: Any, what: str) -> jax.Array:
     """Return an array or a number as a `jax.Array`. Inside a transformation the result may be a tracer."""
-    if isinstance(leaf, (jax.Array, *SCALARS)):
-        return narrowed(jnp.asarray(leaf))
-    return jnp.asarray(np.asarray(leaf, narrow(leaf.dtype)))
+    with named(what):
+        if isinstance(leaf, (jax.Array, *SCALARS)):
+            return narrowed(jnp.asarray(leaf))
+        return jnp.asarray(np.asarray(fitting(leaf, narrow(leaf.dtype)), narrow(leaf.dtype)))
 
 
 def narrowed(array: jax.Array) -> jax.Array:
     """Return an array without 64-bit numbers, unless they are enabled now."""
     # Typed PRNG keys have dtypes of their own.
-    is_plain = isinstance(array.dtype, np.dtype)
-    return array.astype(narrow(array.dtype)) if is_plain and array.dtype != narrow(array.dtype) else array
+    if not isinstance(array.dtype, np.dtype) or array.dtype == narrow(array.dtype):
+        return array
+    if not isinstance(array, jax.core.Tracer) and (array.is_fully_addressable or array.is_fully_replicated):
+        fitting(array, narrow(array.dtype))
+    return array.astype(narrow(array.dtype))
 
 
 def abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:

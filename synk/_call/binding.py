@@ -17,7 +17,7 @@ from jax.tree_util import keystr, tree_flatten
 
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import checked_integer, shown
-from .._base.pytree import PyTree, array_of_list
+from .._base.pytree import PyTree, array_of_list, refuse_sparse
 from .._data.overlap import Overlap, halo_of
 from .._tracing.names import links
 from .._variables.variable import Shared
@@ -291,10 +291,10 @@ class ArgumentBinder:
                         f"{self.name}: the modes {mode!r} of {parameter} are no prefix of the argument, whose tree is "
                         f"{jax.tree.structure(value)}; a list of numbers is one array.{_PMAP_AXES * (mode is None)}"
                     ) from error
+            refuse_sparse(f"{self.name}: argument {parameter}", tree, [i for i in modes if modes[i] == "broadcast"])
         parameters = {p: tree for p, tree in given.items() if p not in statics}
         defaults = {p: q.default for p, q in self.parameters.items() if q.default is not q.empty}
         scattered = tuple(i for i in places if modes[i] != "broadcast")
-        overlaps = [mode if isinstance(mode, Overlap) else None for mode in map(modes.get, scattered)]
         return ArgumentSpec(
             treedef=treedef,
             scattered=scattered,
@@ -304,7 +304,7 @@ class ArgumentBinder:
             statics=statics,
             constants={p: value for p, value in {**defaults, **statics}.items() if p not in parameters},
             positions=self.positions,
-            overlaps=tuple(overlap if halo_of(overlap) else None for overlap in overlaps),
+            overlaps=tuple(m if isinstance(m, Overlap) and halo_of(m) else None for m in map(modes.get, scattered)),
         )
 
 

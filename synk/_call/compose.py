@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract
 from .._base.errors import SynkError
 from .._base.jax_context import named_axes, trace_options, trace_surroundings, transfers_on_purpose
 from .._base.partition import lengths_of
-from .._base.pytree import PyTree, to_jax
+from .._base.pytree import PyTree, named, narrowed, to_jax
 from .._data.feed import SENT
 from .._data.overlap import Overlap, halo_of, with_neighbours
 from .._data.process_rows import ProcessLocalRows
@@ -59,7 +59,7 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     leaves, parts = look(bound, name)
     specs = [spec_of_part(part) for part in parts]
     sources = _picked(site, spec, (leaves, specs), options.batch)
-    broadcast = [to_jax(leaves[i]) for i in spec.broadcast]
+    broadcast = [to_jax(leaves[i], f"{name}: argument {spec.names[i]}") for i in spec.broadcast]
     rows = len(sources[0]) if sources else None
     if rows is None and options.num_slices > 1:
         raise ValueError(f"{name}: num_slices cuts rows, but no argument is scattered.")
@@ -146,17 +146,20 @@ def _picked(
         # Traced indexes cannot be checked. A row that is not there is NaN (of integers the least or the largest
         # number), and never another row.
         wide = batch if batch.dtype.itemsize >= 4 else batch.astype(jnp.int32)
-        return [to_jax(leaf).at[wide].get(mode="fill") for leaf in rows.sources]
+        sources = [to_jax(leaf, of.what) for of, leaf in zip(rows.inputs, rows.sources, strict=True)]
+        return [source.at[wide].get(mode="fill") for source in sources]
     picked: list[jax.Array] = []
     options = CallOptions(batch)
     _, rows = Kind(site, spec, specs, options).select(site, leaves, options)
     for of_argument, array, selection in zip(rows.inputs, rows.sources, rows.selections, strict=True):
-        # A constant of the trace holds only the rows that are picked.
-        if not isinstance(array, jax.Array):
-            picked.append(jnp.asarray(gather_rows(array, selection, of_argument.dtype)))
-            continue
-        index = slice(selection.start, selection.start + selection.rows)
-        picked.append(array[index if selection.indexes is None else selection.indexes].astype(of_argument.dtype))
+        with named(of_argument.what):
+            # A constant of the trace holds only the rows that are picked.
+            if not isinstance(array, jax.Array):
+                picked.append(jnp.asarray(gather_rows(array, selection, of_argument.dtype)))
+                continue
+            index = slice(selection.start, selection.start + selection.rows)
+            array = narrowed(array[index if selection.indexes is None else selection.indexes])
+            picked.append(array.astype(of_argument.dtype))
     return picked
 
 

@@ -12,7 +12,7 @@ from .._base.bounded_cache import BoundedCache
 from .._base.errors import shown
 from .._base.jax_context import checks_floats, trace_options
 from .._base.partition import lengths_of
-from .._base.pytree import narrow
+from .._base.pytree import most_of, named, narrow, too_large
 from .._data.dataset import abstract_rows, resident
 from .._data.feed import SENT
 from .._data.places import PLACES, Picks
@@ -113,6 +113,9 @@ class Kind:
             )
         self._minibatch_rows = self._common_rows(self._minibatch)
 
+    def _what(self, leaf: int) -> str:
+        return f"{self.name}: argument {self._spec.names[leaf]}"
+
     def _common_rows(self, which: Sequence[int]) -> int:
         return common_rows(self.name, self._spec.scattered_names, self._scattered, which)
 
@@ -184,7 +187,7 @@ class Kind:
                 feed, is_exchanged = taken
                 read = read_abstract if site.is_abstract else read_resident
                 held = leaf.shape[0] if is_exchanged else None
-                return InputSpec(place, read, feed, leaf.shape[1:], narrow(leaf.dtype), held)
+                return InputSpec(place, self._what(place), read, feed, leaf.shape[1:], narrow(leaf.dtype), held)
         feed = SENT if overlap is None else SENT._replace(overlap=overlap)
         raw = leaf.raw
         dtype = narrow(raw.dtype)
@@ -195,7 +198,7 @@ class Kind:
             and lengths is not None and is_run and count == leaf.shape[0] and len(set(lengths)) == 1
             and self._slices == 1 and self._block is None
         )  # fmt: skip
-        return InputSpec(place, read, feed, raw.shape[1:], dtype, None, is_whole)
+        return InputSpec(place, self._what(place), read, feed, raw.shape[1:], dtype, None, is_whole)
 
     # What depends on values.
 
@@ -211,7 +214,7 @@ class Kind:
             form, selections, lengths, on_replicas = self._select_picked(site, options)
         if sources is None:
             sources = []
-            for leaf, read, *_ in form.inputs:
+            for leaf, _, read, *_ in form.inputs:
                 sources.append(leaves[leaf] if read is None else read(leaves[leaf], site.group))
         return form, Rows(form.inputs, sources, selections, lengths, on_replicas, rows_before)
 
@@ -275,6 +278,11 @@ class Kind:
         try:
             rows = common_rows(name, names, sources, range(len(sources)), may_be_empty=is_multi_process)
             selection = select(options.batch, rows, name, names[0], is_part=is_multi_process) if rows else _NO_ROWS
+            # Rows that do not fit raise here, where the other processes are told.
+            for i, source in zip(self._spec.scattered, sources, strict=True):
+                if is_multi_process and most_of(source.dtype, narrow(source.dtype)):
+                    with named(self._what(i)):
+                        gather_rows(source, selection, narrow(source.dtype))
         except Exception:
             if is_multi_process:
                 refuse_together(home, name)
@@ -327,7 +335,11 @@ class Kind:
 
     def place_broadcast(self, group: Group, leaves: Sequence[Any]) -> list[Any]:
         """Bring the broadcast arguments to every replica; of a call that does not run, return their shapes."""
-        return [place(group, leaves[i]) for i, place in self._placers] if self._placers else []
+        at = 0
+        try:
+            return [place(group, leaves[at := i]) for i, place in self._placers]
+        except OverflowError as error:
+            raise too_large(self._what(at), error) from None
 
     def values_on_host(self, rows: Rows, leaves: Sequence[Any]) -> list[Any]:
         """Return the values that all processes must have alike."""

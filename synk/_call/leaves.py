@@ -13,7 +13,6 @@ from .._base.pytree import (
     SCALARS,
     as_data,
     as_keys,
-    check_fits,
     is_number,
     is_weak,
     key_of,
@@ -30,9 +29,6 @@ from .._runtime.layout import host_copy, put, replicate, takes
 from .._variables.collectives import rows_held
 from .._variables.variable import Shared
 from .binding import KEEP_OUTSIDE, ArgumentSpec, BoundArguments, no_rows
-
-# Integers in this range are numbers of every dtype that JAX gives them.
-_LEAST, _MOST = -(2**31), 2**31 - 1
 
 
 class LeafSpec(NamedTuple):
@@ -101,7 +97,7 @@ def look(
         cls = type(leaf)
         if cls is np.ndarray:
             parts.append((leaf.shape, leaf.dtype))
-        elif cls is float or (cls is int and _LEAST <= leaf <= _MOST):
+        elif cls is float or cls is int:
             parts.append(cls)
         elif _is_array_type(cls):
             dtype = leaf.dtype
@@ -151,8 +147,6 @@ def _look_closely(
     if isinstance(leaf, np.generic) and is_number(leaf.dtype):
         return leaf, LeafSpec("number", (), leaf.dtype)
     if isinstance(leaf, SCALARS):
-        if isinstance(leaf, int):
-            check_fits(leaf, what)
         return leaf, LeafSpec("number", (), number_dtype(leaf), is_weak(leaf))
     source = _as_source(leaf, what)
     if isinstance(source, jax.Array):
@@ -169,7 +163,8 @@ def spec_of_data(data: Data) -> LeafSpec:
 def _as_source(leaf: Any, what: str) -> Any:
     if isinstance(leaf, Shared):
         raise TypeError(
-            f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead."
+            f"{what} is the shared variable {leaf.name}; read {leaf.name}.value inside the function instead, or pass "
+            f"each variable as an argument of its own, outside lists, trees and *args."
         )
     if isinstance(leaf, Mapping):
         raise TypeError(f"{what} is a {type(leaf).__name__}, whose items JAX does not see: pass dict(...) of it.")

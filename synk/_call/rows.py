@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.pytree import as_data
+from .._base.pytree import as_data, too_large
 from .._data.dataset import Data, is_result, source_of
 from .._data.exchange import exchange, exchange_program
 from .._data.feed import InputFeed
@@ -27,6 +27,7 @@ class InputSpec(NamedTuple):
 
     Attributes:
       leaf: the number of the argument among the leaves of the call.
+      what: the argument in messages.
       read: takes the leaf and the group, and returns the rows on the host or the array on the devices; None if the leaf
         is that itself.
       feed: how the rows reach a replica's program.
@@ -37,6 +38,7 @@ class InputSpec(NamedTuple):
     """
 
     leaf: int
+    what: str
     read: Callable[[Any, Group], Any] | None
     feed: InputFeed
     shape: tuple[int, ...]
@@ -120,7 +122,7 @@ def common_rows(
                 f"share their rows. {_instead_of_other_rows({names[j]: leaves[j] for j in (i, which[0])})}"
             )
     if which and not rows and not may_be_empty:
-        raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows; a call needs at least one.")
+        raise ValueError(f"{name}: argument {names[which[0]]} has 0 rows, but needs one. Let loaders skip such items.")
     return rows
 
 
@@ -153,7 +155,7 @@ def values_on_host(rows: Rows, leaves: Sequence[Any], broadcast: Sequence[int]) 
         source = source_of(leaf) if isinstance(leaf, Data) else as_data(leaf)
         if source.is_fully_addressable if isinstance(source, jax.Array) else not is_result(source):
             host = np.asarray(source) if isinstance(source, jax.Array) else source
-            values.append(gather_rows(host, selection, spec.dtype))
+            values.append(gather_rows(host, selection, np.dtype(host.dtype)))
     if rows.on_replicas is not None:
         values += [selection.positions(0, selection.rows) for selection in rows.on_replicas.chosen]
     whole = [leaf[:] if isinstance(leaf, Data) else as_data(leaf) for leaf in (leaves[i] for i in broadcast)]
@@ -200,7 +202,10 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
             here = widened(parts, overlap)
             if rows.rows_before is not None:
                 here = here._replace(starts=tuple([start - rows.rows_before for start in parts.starts]))
-            values.append(send_rows(group, source, selection, here, spec.dtype))
+            try:
+                values.append(send_rows(group, source, selection, here, spec.dtype))
+            except OverflowError as error:
+                raise too_large(spec.what, error) from None
             continue
         values.append(source)
         if index is None:

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
 
 from .._base.errors import SynkError, checked_integer, public_api
-from .._base.pytree import as_keys, key_of, narrow
+from .._base.pytree import as_keys, fitting, key_of, named, narrow
 from .._base.refusals import refuse_use
 from .._runtime.dispatch import LOCK, uninterrupted
 from .._runtime.executable import relayout
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout
-from .first_rows import index_within, read_within, touched_rows
+from .first_rows import index_within, read_within, rows_shared, touched_rows
 from .places import PLACES, Place, PlaceName, ReplicaRows
 from .sources import Reader, Source, as_number_dtype, as_rows
 
 _numbers = itertools.count()
+# Each `Data` by its id, since a write through one may change rows that others hold.
+_alive: WeakValueDictionary[int, Data] = WeakValueDictionary()
 
 
 class Data:
     """Rows for the inputs of functions; made by `synk.data`.
 
     It holds the array given, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call that
-    reads copies on devices sends them what was written; a write past the `Data` goes unseen.
+    reads copies on devices, of this `Data` or of another one that holds the array, sends them what was written. A
+    write to the array itself goes unseen.
 
     Attributes:
       name: what messages call it.
@@ -39,6 +43,12 @@ class Data:
       >>> x, len(x), x.size, float(x[2:].sum())
       (Data(x: float32[5, 2], place="host"), 5, 10, 2.0)
     """
+
+    # Copies are made by it alone.
+    def __new__(cls, *_: Any, **__: Any) -> Data:
+        made = super().__new__(cls)
+        _alive[id(made)] = made
+        return made
 
     def __init__(
         self,
@@ -53,7 +63,6 @@ class Data:
         self.name = name
         self.is_minibatch = minibatch
         self._place: PlaceName = place
-        self._source: Source | None = source
         self._length = len(source)
         self._row_shape = source.shape[1:]
         self._dtype = source.dtype if dtype is None else as_number_dtype(dtype, name)
@@ -65,6 +74,8 @@ class Data:
         self._devices: object = None
         self._copy: jax.Array | None = None
         self._stale: range | None = None
+        # Last: writes by other threads reach a `Data` that has one.
+        self._source: Source | None = source
 
     def __repr__(self) -> str:
         return f'Data({self.name}: {self.dtype.name}{list(self.shape)}, place="{self.place}")'
@@ -157,7 +168,8 @@ class Data:
             rows = source[index] if self._length == len(source) else read_within(source, self._length, index)
         else:
             rows = np.asarray(source)[: self._length][index]
-        return rows if rows.dtype == self._dtype else rows.astype(self._dtype)
+        with named(self.name):
+            return rows if rows.dtype == self._dtype else fitting(rows, self._dtype).astype(self._dtype)
 
     @public_api
     def __setitem__(self, index: Any, rows: Any) -> None:
@@ -170,14 +182,14 @@ class Data:
         touched = touched_rows(index, self._length)
         # Marked before and after: a write that fails midway, or ends by Ctrl-C, has changed some rows, and another
         # thread may have sent them in between.
-        self._mark(touched)
+        _mark(source, touched)
         try:
             if isinstance(source, Reader):
                 source[index_within(index, self._length)] = rows
             else:
                 source[: self._length][index] = rows
         finally:
-            self._mark(touched)
+            _mark(source, touched)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype) if copy else np.asarray(self[:], dtype)
@@ -256,7 +268,7 @@ class Data:
         """
         self._become(_source=None, _length=0)
 
-    def _mark(self, written: range | None) -> None:
+    def _note(self, written: range | None) -> None:
         """Note written rows, which copies on devices do not have yet."""
         self._version += 1
         if written:
@@ -279,6 +291,14 @@ refuse_use(
         f"Pass it to a synk function; its .array is an array of JAX, np.asarray of it one of NumPy."
     ),
 )
+
+
+def _mark(source: Source, written: range) -> None:
+    """Note written rows of a source in each `Data` that holds them."""
+    for reference in _alive.valuerefs():
+        data = reference()
+        if data is not None and (shared := rows_shared(source, written, getattr(data, "_source", None))):
+            data._note(shared)
 
 
 def _check_place(place: str, name: str) -> None:
@@ -324,9 +344,10 @@ def resident(data: Data, group: Group) -> jax.Array:
     # Rows that another thread writes from here on are sent next time.
     stale, data._stale = data._stale, None
     try:
-        data._copy = data._home.bring(group, host, data._length, dtype, copy, stale or range(data._length))
+        with named(data.name):
+            data._copy = data._home.bring(group, host, data._length, dtype, copy, stale or range(data._length))
     except BaseException:
-        data._mark(stale)
+        data._note(stale)
         raise
     data._devices = group._devices_now
     return data._copy

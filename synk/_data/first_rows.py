@@ -52,3 +52,19 @@ def touched_rows(index: Any, length: int) -> range:
         else:
             return range(length)
     return range(int(touched.min()), int(touched.max()) + 1) if touched.size else range(0)
+
+
+def rows_shared(source: Any, written: range, other: Any) -> range:
+    """Return the range of rows of another source that a write to these rows of a source may have changed."""
+    if source is other:
+        return written
+    if isinstance(source, Reader) and isinstance(other, Reader):
+        # Each `file["x"]` of h5py is another object, and equal. What has no hash may compare numbers.
+        is_one = source.of is other.of or (type(source.of).__hash__ and (source.of == other.of) is True)
+        return written if is_one else range(0)
+    are_arrays = isinstance(source, np.ndarray) and isinstance(other, np.ndarray)
+    # Work enough to tell columns apart.
+    if not (are_arrays and np.may_share_memory(source, other, max_work=99)):  # type: ignore[arg-type]  # any number
+        return range(0)
+    is_one = (source.ctypes.data, source.strides) == (other.ctypes.data, other.strides)
+    return written if is_one else range(len(other))

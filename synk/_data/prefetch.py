@@ -14,7 +14,7 @@ import numpy as np
 
 from .._base.errors import SynkError, checked_integer, public_api, shown
 from .._base.jax_context import is_traced
-from .._base.pytree import SCALARS, PyTree, narrow
+from .._base.pytree import SCALARS, PyTree, named, narrow
 from .._base.retry import in_parts, made_again
 from .._runtime.group import Group, current_group
 from .minibatches import behind_bar
@@ -222,6 +222,7 @@ def _place_batch(group: Group, tree: PyTree) -> PyTree:
             )
         if not can_go_ahead(group, source):
             return leaf
-        return place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
+        with named(f"synk.prefetch: {name}"):
+            return place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
 
     return jax.tree_util.tree_map_with_path(place, tree)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.errors import shown
-from .._base.pytree import array_of_list, as_data, is_number, refuse_tracer
+from .._base.pytree import array_of_list, as_data, fitting, is_number, refuse_tracer
 from .._runtime.dispatch import LOCK
 
 # Bytes that are converted at a time, so that they stay in a core's cache.
@@ -103,6 +103,8 @@ def as_source(value: Any, what: str, advice: str) -> Source:
         elif hasattr(value, "__array__") and not isinstance(value, str | bytes):
             value = np.asarray(value)
         else:
+            if hasattr(value, "column_names") or hasattr(value, "column_name"):
+                advice = 'give each column as an array, np.asarray(dataset["x"][:])'
             raise TypeError(f"{what} is a {type(value).__name__}; {advice}.")
     if not is_number(value.dtype):
         raise TypeError(f"{what} has dtype {value.dtype}; give numbers or booleans that JAX has.")
@@ -225,13 +227,13 @@ def _copy_all(source: np.ndarray, indexes: np.ndarray | None, copies: Iterator[C
     for buffer, start in copies:
         stop = start + len(buffer)
         if indexes is None:
-            buffer[...] = source[start:stop]
+            buffer[...] = fitting(source[start:stop], buffer.dtype)
         elif source.dtype == buffer.dtype and source.flags.c_contiguous and source.flags.aligned:
             # The indexes were checked once; "clip" is the mode that neither checks nor copies again.
             source.take(indexes[start:stop], 0, buffer, "clip")
         else:
             for block in _pieces(Copy(buffer, start), BLOCK):
-                block.buffer[...] = source[indexes[block.start : block.stop]]
+                block.buffer[...] = fitting(source[indexes[block.start : block.stop]], buffer.dtype)
 
 
 def _pieces(copy: Copy, size: int) -> list[Copy]:
@@ -247,13 +249,13 @@ def _read(source: Reader, indexes: np.ndarray | None, copies: Sequence[Copy]) ->
         rows, at = source.find(np.concatenate([indexes[copy.start : copy.stop] for copy in copies]))
         for copy in copies:
             here, at = at[: len(copy.buffer)], at[len(copy.buffer) :]
-            copy.buffer[...] = rows[here]
+            copy.buffer[...] = fitting(rows[here], copy.buffer.dtype)
         return
     for run in _runs([piece for copy in copies for piece in _pieces(copy, AT_ONCE)]):
         first = run[0].start
         rows = source[first : max(copy.stop for copy in run)]
         for copy in run:
-            copy.buffer[...] = rows[copy.start - first : copy.stop - first]
+            copy.buffer[...] = fitting(rows[copy.start - first : copy.stop - first], copy.buffer.dtype)
 
 
 def _runs(copies: Sequence[Copy]) -> list[list[Copy]]:

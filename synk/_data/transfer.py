@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._base.pytree import narrowed
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group
 from .._runtime.layout import everywhere, host_copy, is_everywhere, is_placed, put
@@ -64,7 +65,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             group._peers.before_launch("rows picked from an array that lies over the processes")
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
             rows = group._peers.run(_take, source, index.astype(np.int32))
-            return put(group, rows.astype(dtype), "rows")
+            return put(group, narrowed(rows).astype(dtype), "rows")
         source = host
     row, size, has_one = source.shape[1:], group.size, group._has_one_device
     # Replicas on one device share an array; others have one each.
@@ -182,7 +183,8 @@ def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: 
             return copied_on_device(sent) if is_shared else sent
         if host is not None:
             return gather_rows(host, selection, dtype)
-        return source[selection.positions(0, rows)].astype(dtype)  # type: ignore[index]  # here an array of JAX
+        picked: Any = source[selection.positions(0, rows)]  # type: ignore[index]  # here an array of JAX
+        return narrowed(picked).astype(dtype)
 
 
 @jax.jit

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax
 
 from .._base.errors import SynkError, public_api, shown, warn
-from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, narrow
+from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, named, narrow
 from .._call.binding import BoundArguments, CallOptions
 from .._call.leaves import check_leaves, look, spec_of_part
 from .._call.rows import common_rows, refuse_together
@@ -244,7 +244,8 @@ class Batches:
         leaves = list(arguments.leaves)
         for i in self.picked:
             if i not in self.on_devices:
-                leaves[self.bound.spec.scattered[i]] = self._rows_of(i, batch, selection)
+                with named(f"{self.function.name}: argument {self.bound.spec.scattered_names[i]}"):
+                    leaves[self.bound.spec.scattered[i]] = self._rows_of(i, batch, selection)
         self.function.stats.sending += perf_counter() - start
         return arguments._replace(leaves=leaves, numbers=None if self.on_devices else selection.with_copied_indexes())
 

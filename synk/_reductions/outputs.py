@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path, tree_map_with_path
 
-from .._base.pytree import PyTree, as_data, key_of, narrowed, refuse_two_bits
+from .._base.pytree import SCALARS, PyTree, as_data, key_of, refuse_sparse, refuse_two_bits, to_jax
 from .monoid import Merge, Monoid
 from .reduction import (
     MERGE_IN_ORDER,
@@ -208,6 +208,8 @@ def _match(prefix: PyTree, out: PyTree, name: str, option: str) -> list[tuple[st
     matches: list[tuple[str, Any, Any]] = []
 
     def match(start: Any, said: Any, subtree: Any) -> None:
+        if option == "outputs" and said.name not in ("same", "first"):
+            refuse_sparse(f"{name}: output{keystr(start)}", subtree)
         for path, value in tree_leaves_with_path(subtree, is_leaf=is_whole):
             matches.append((keystr((*start, *path)), said, value))
 
@@ -254,11 +256,9 @@ def _as_array(value: Any, what: str) -> jax.Array:
         )
     if isinstance(value, jax.Array):
         refuse_two_bits(value, what)
-        return narrowed(value)
-    is_number = isinstance(value, bool | int | float | complex | np.generic | np.ndarray)
-    if is_number and np.asarray(value).dtype.kind in "biufcV":
-        return jnp.asarray(value)
-    raise TypeError(f"{what} is a {type(value).__name__}; return arrays and numbers.")
+    elif not isinstance(value, (np.generic, np.ndarray, *SCALARS)) or np.asarray(value).dtype.kind not in "biufcV":
+        raise TypeError(f"{what} is a {type(value).__name__}; return arrays and numbers.")
+    return to_jax(value, what)
 
 
 def _check_leaf(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_monoid: bool) -> None:

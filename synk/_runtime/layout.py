@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from .._base.pytree import narrow, narrowed, number_dtype
+from .._base.pytree import fitting, narrow, narrowed, number_dtype
 from .dispatch import LOCK
 from .group import CURRENT, Group
 
@@ -88,7 +88,10 @@ def replicate(group: Group, leaf: Any) -> jax.Array:
 def host_copy(leaf: Any) -> np.ndarray:
     """Copy a leaf to a new NumPy array, in the dtype that JAX gives it."""
     # On CPUs JAX may share the memory of a NumPy array: https://github.com/jax-ml/jax/issues/37830
-    return np.array(leaf, narrow(leaf.dtype) if hasattr(leaf, "dtype") else number_dtype(leaf))
+    if not hasattr(leaf, "dtype"):
+        return np.array(leaf, number_dtype(leaf))
+    dtype = narrow(leaf.dtype)
+    return np.array(fitting(leaf, dtype), dtype)
 
 
 def constant(group: Group, layout: Layout, values: Any, dtype: str) -> jax.Array:

@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from .._base.errors import SynkError, shown
 from .._base.jax_context import is_traced, trace_options
 from .._base.partition import lengths_of
-from .._base.pytree import SCALARS, PyTree, key_of, narrow, to_jax
+from .._base.pytree import SCALARS, PyTree, key_of, narrow, refuse_sparse, to_jax
 from .._call.binding import told_apart
 from .._call.compose import in_blocks, own_mesh, place_traced, run_inlined
 from .._call.execute import run
@@ -58,6 +58,7 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
     """Check a tree of arrays, and bring its rows to the replicas."""
     if current_trace() is not None:
         raise SynkError(f"{name}: it runs over all replicas, so not inside a synk function, which has its own rows.")
+    refuse_sparse(f"{name}: {what}", tree)
     pairs, treedef = tree_flatten_with_path(tree)
     leaves: list[Any] = []
     for path, leaf in pairs:
@@ -74,7 +75,7 @@ def row_tree(tree: PyTree, what: str, name: str, group: Group) -> RowTree:
         elif isinstance(leaf, SCALARS) or np.ndim(leaf) == 0:
             raise ValueError(f"{where} is a scalar and has no rows; give arrays, rows first.")
         elif is_traced() or isinstance(leaf, jax.core.Tracer):
-            leaves.append(to_jax(leaf[:] if isinstance(leaf, Data) else leaf))
+            leaves.append(to_jax(leaf[:] if isinstance(leaf, Data) else leaf, where))
         else:
             is_there = isinstance(leaf, Data) and leaf.place == "scatter" and source_of(leaf) is not None
             leaves.append(leaf if is_there else Data(leaf, where, "scatter"))

@@ -12,7 +12,7 @@ from jax import lax
 from .._base.errors import public_api, shown
 from .._base.jax_context import trace_state
 from .._base.partition import lengths_of, split_rows
-from .._base.pytree import PyTree, as_data, as_keys, key_of
+from .._base.pytree import PyTree, as_data, as_keys, key_of, refuse_sparse
 from .._data.dataset import Data, data_of_replicas
 from .._data.selection import select
 from .._data.transfer import gather_rows
@@ -349,6 +349,7 @@ def _holds_variables(tree: Any) -> bool:
 
 def _split_value(variable: Shared, new: PyTree, batch: Any, parts: int, call: str) -> list[list[np.ndarray]]:
     """Select rows of a new value and cut them into parts, one a replica."""
+    refuse_sparse(f"synk.{call}: {variable.name}", new)
     leaves = [np.asarray(leaf) for leaf in new_leaves(variable, new, f"synk.{call}", borrow=True)]
     rows = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(rows) != 1 or None in rows:

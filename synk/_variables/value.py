@@ -20,9 +20,10 @@ from .._base.pytree import (
     as_data,
     as_keys,
     bits_of,
-    check_fits,
+    fitting,
     is_number,
     key_of,
+    named,
     narrow,
     narrowed,
     refuse_tracer,
@@ -152,7 +153,8 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
     for path, (_, leaf) in zip(paths, leaves, strict=True):
         refuse_tracer(leaf, f"{name}{path}: its value")
         is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
-        arrays.append(leaf if is_shape else as_array(leaf, f"{name}{path}"))
+        with named(f"{name}{path}"):
+            arrays.append(leaf if is_shape else as_array(leaf, f"{name}{path}"))
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
@@ -211,20 +213,17 @@ def conform(
 
 
 def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, call: str, any_rows: bool) -> Any:
-    if isinstance(leaf, SCALARS) and _kind(np.asarray(leaf).dtype) <= _kind(like.dtype):
-        try:
-            leaf = np.asarray(leaf, like.dtype)
-        except OverflowError:
-            raise ValueError(f"{call}: the new value of {name} is {leaf}, more than {like.dtype} holds.") from None
     if current_trace() is None:
         refuse_tracer(leaf, f"{call}: the new value of {name}")
-    if not isinstance(leaf, jax.Array):
+    with named(f"{call}: the new value of {name}"):
+        if isinstance(leaf, SCALARS) and _kind(np.asarray(leaf).dtype) <= _kind(like.dtype):
+            leaf = np.asarray(leaf, like.dtype)
         leaf = as_array(leaf, name)
     if key_of(leaf) != key:
         is_key = "is no PRNG key" if key_of(leaf) is None else f"is a PRNG key of {key_of(leaf)}"
         was_key = "is none" if key is None else f"one of {key}"
         raise TypeError(f"{call}: the new value of {name} {is_key}, but its old one {was_key}.")
-    leaf = narrowed(as_data(leaf))
+    leaf = as_data(leaf)
     if leaf.shape[any_rows:] != like.shape[any_rows:] or leaf.ndim != len(like.shape):
         raise ValueError(
             f"{call}: the new value of {name} has shape {leaf.shape}, but its old one has {like.shape}. "
@@ -253,12 +252,10 @@ def as_array(leaf: Any, name: str) -> Any:
             f"{name}: a shared variable holds arrays, but this leaf is a {type(leaf).__name__}. "
             f"Keep it outside, e.g. with equinox.partition(model, equinox.is_array)."
         )
-    if isinstance(leaf, int):
-        check_fits(leaf, f"{name}: this leaf")
     array = np.asarray(leaf)
     if not is_number(array.dtype):
         raise TypeError(f"{name}: a shared variable holds numbers that JAX has, but this leaf has dtype {array.dtype}.")
-    return array.astype(narrow(array.dtype), copy=False)
+    return fitting(array, narrow(array.dtype)).astype(narrow(array.dtype), copy=False)
 
 
 def copies_of(arrays: Sequence[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import sparse
 
 import synk
 
@@ -159,9 +160,9 @@ def test_integers_that_jax_does_not_have(four):
         lambda: total([[1, 2], [3, -(2**40)]]),
         lambda: synk.shared(2**40),
         lambda: synk.shared({"a": 1, "b": 2**63}),
-        lambda: synk.data([2**40, 1]),
+        lambda: total(synk.data([2**40, 1])),
     ):
-        with pytest.raises(OverflowError, match=r"which is no int32\. Give a float, or set jax_enable_x64"):
+        with pytest.raises(ValueError, match=r"out of bounds for u?int32\. Give smaller .* or set jax_enable_x64"):
             make()
     with jax.enable_x64(True):
         assert int(total([2**31, 1])) == 2**31 + 1
@@ -251,3 +252,40 @@ def test_defaults_are_dealt_out_as_arguments_are(four, w):
     )
     if not isinstance(w, list):
         assert scaled(x) == scaled(x, w)
+
+
+M = np.where(np.arange(60).reshape(12, 5) % 7, 0, np.arange(60).reshape(12, 5)).astype(np.float32)
+SPARSE = {
+    "BCOO of rows": lambda: sparse.BCOO.fromdense(M, n_batch=1),
+    "BCOO": lambda: sparse.BCOO.fromdense(M),
+    "BCSR": lambda: sparse.BCSR.fromdense(M),
+    "COO": lambda: sparse.COO.fromdense(M),
+    "CSR": lambda: sparse.CSR.fromdense(M),
+}
+
+
+@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("devices", 3), ("simulated", 4)])
+@pytest.mark.parametrize("form", SPARSE)
+def test_sparse_arrays(kind, n, form):
+    """Are refused where replicas would get parts, or combine some, and work where all have the whole."""
+    matrix, x = SPARSE[form](), np.ones(4, np.float32)
+    total = synk.function(lambda b: b.todense().sum(), name="f")
+    product = synk.function(lambda t: (t["b"] @ jnp.ones(5)).sum() * t["x"].sum(), [{"x": "scatter", "b": "broadcast"}])
+    with group_of(kind, n):
+        w = synk.shared(matrix, name="w")
+        for _ in range(2):
+            for call, what in (
+                (lambda: total(matrix), "f: argument b"),
+                (lambda: total.serial(matrix), "f: argument b"),
+                (lambda: list(total.iterate(matrix, batches=[4])), "f: argument b"),
+                (lambda: synk.function(lambda t: t, name="f")({"b": [matrix]}), r"f: argument t\['b'\]\[0\]"),
+                (lambda: synk.scatter(w, matrix), "synk.scatter: w"),
+                (lambda: synk.scan(lambda a, b: a, matrix), r"synk.scan\(<lambda>\): x"),
+                (lambda: synk.function(lambda x: {"g": matrix}, name="f")(x), r"f: output\['g'\]"),
+            ):
+                with pytest.raises(TypeError, match=f"{what} is a {form.split()[0]}, a sparse array.* its .todense"):
+                    call()
+            assert float(product({"x": x, "b": matrix})) == 4 * M.sum()
+            assert float(synk.function(lambda x: (w.value @ jnp.ones(5)).sum() * x.sum())(x)) == 4 * M.sum()
+            same = synk.function(lambda x: matrix, reduce="same")(x)
+            np.testing.assert_array_equal(same.todense(), M)

@@ -1,5 +1,6 @@
 """Data: whatever its place, a call sees the rows that NumPy picks, and devices follow what is written."""
 
+import copy
 import os
 import signal
 import threading
@@ -260,6 +261,92 @@ def test_a_few_rows_written_to_many(kind, n):
             rows(data, batch=[5])
             data[index] = -data[index]
             assert_same(rows(data), x)
+
+
+# Each gives two ways to hold rows of one memory, and the array that both see.
+SHARED = {
+    "one array": lambda x: (x, x),
+    "views": lambda x: (x[:], x[2:]),
+    "backwards": lambda x: (x, x[::-1]),
+    "columns that overlap": lambda x: (x[:, :1], x),
+    "one mapped file": lambda x: ((file := mapped(x)), file[1:]),
+    "by position": lambda x: ((file := File(x)), file),
+    "a data": lambda x: ((data := synk.data(x)), data),
+}
+
+
+class File:
+    """Rows that are read and written by position, as h5py's are."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+    def __setitem__(self, index, rows):
+        self.x[index] = rows
+
+
+@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("devices", 3), slow("devices", 8), ("simulated", 3)])
+@pytest.mark.parametrize("held", SHARED)
+@in_every_place
+def test_a_write_is_seen_by_all_that_hold_the_rows(kind, n, held, place):
+    """Whoever of them writes, and also by copies, which Python makes without asking."""
+    one, other = (synk.data(x, place=place) for x in SHARED[held](X.copy()))
+    every = [one, other, copy.copy(one), copy.copy(other)]
+    with group_of(kind, n):
+        for turn, writer in enumerate([every[0], *every]):
+            writer[3], writer[7:9] = turn, -turn
+            for data in every:
+                assert_same((rows(data), rows(data, batch=[0, -1, 3, 5, 4])), (data[:], data[[0, -1, 3, 5, 4]]))
+
+
+@pytest.mark.parametrize("place", ["scatter", "broadcast"])
+def test_a_write_beside_the_rows_moves_nothing(four, place):
+    """Other columns of one array, other rows, and a deep copy stay where they are."""
+    x = X.copy()
+    writer = synk.data(x[:4, :1])
+    others = [synk.data(x[:, 1:], place=place), synk.data(x[4:], place=place)]
+    others.append(copy.deepcopy(others[0]))
+    before = [resident(data, four) for data in others]
+    writer[2] = 7
+    assert all(resident(data, four) is array for data, array in zip(others, before, strict=True))
+    assert x[2, 0] == 7 and others[2][2] == X[2, 1]
+    others[2][2], others[0][3] = 8, 9
+    assert_same((rows(others[2]), rows(others[0])), (others[2][:], x[:, 1:]))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@in_every_place
+def test_a_loop_sees_writes_by_another_data(four, place, prefetch):
+    """Between two of its batches, as it sees those by its own data."""
+    x = X.copy()
+    data, writer = synk.data(x, place=place), synk.data(x)
+    batches = [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
+    for batch, got in zip(batches, rows.iterate(data, batches=batches, prefetch=prefetch), strict=True):
+        assert_same(got, x[batch])
+        writer[:] = x + 1
+
+
+def test_threads_that_make_and_write_data(four):
+    """Data is made and dropped while another thread writes: no write is lost, and none fails."""
+    x, ends = np.zeros((64, 2), np.float32), threading.Event()
+
+    def make():
+        while not ends.is_set():
+            synk.data(x), copy.copy(synk.data(x[1:]))
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        data, writer = synk.data(x, place="broadcast"), synk.data(x)
+        for turn in range(60):
+            writer[turn] = turn
+            assert_same(rows(data), x)
+    finally:
+        ends.set()
 
 
 def test_what_profiles_call_a_program_of_synks_own(monkeypatch):

@@ -503,6 +503,16 @@ def test_rows_beyond_the_length_stay(tmp_path, kind, index):
     assert_same(np.asarray(file[:]), want)
 
 
+def test_a_write_is_seen_by_another_object_of_the_file(tmp_path, four):
+    """Which h5py makes at each look."""
+    x = numbers(8)
+    file = hdf5(x, tmp_path).file
+    one, other = (synk.data(file["x"], place="scatter") for _ in range(2))
+    assert_same((rows(one), rows(other)), (x, x))
+    one[5] = x[5] = 70
+    assert_same((rows(one), rows(other)), (x, x))
+
+
 @pytest.mark.parametrize("kind", FILES)
 def test_files_as_broadcast_arguments_and_under_jit(tmp_path, kind):
     """Every replica sees all rows; a traced call picks them."""

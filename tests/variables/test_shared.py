@@ -572,7 +572,7 @@ def test_64_bits_that_are_switched_off(four, tmp_path, dtype):
     ):  # fmt: skip
         with pytest.raises(synk.SynkError, match=f"w: it holds {np.dtype(dtype)}, made while jax_enable_x64 was on"):
             call()
-    with pytest.raises(TypeError, match="Turn jax_enable_x64 on"):
+    with pytest.raises((TypeError, ValueError), match="jax_enable_x64"):
         placed.value = value
     np.testing.assert_array_equal(placed.get_value(), value)
     with jax.enable_x64(True):
@@ -842,7 +842,7 @@ def test_members_of_a_variable(group):
 def test_a_number_that_does_not_fit():
     """Is named with the variable and its leaf."""
     w = synk.shared({"i": np.int32(0)}, name="w")
-    with pytest.raises(ValueError, match=r"w\['i'\] is 1099511627776, more than int32 holds"):
+    with pytest.raises(ValueError, match=r"w\['i'\]: .* 1099511627776 out of bounds for int32"):
         w.set_value({"i": 2**40})
 
 
