@@ -37,8 +37,8 @@ def map(
       inputs: as for `synk.function`; "broadcast" arguments come whole to every row.
       outputs: an op, or a tree of ops that is a prefix of what `fn` returns: "concat" (one entry a row, in the order of
         the rows), "scatter" (the same, left on the replicas that made them), "sum", "mean", "max", "min", "prod",
-        "any", "all" over the rows, or "same" if all rows give the same value. "mean" of a `synk.Weighted` is the mean by
-        each row's weight.
+        "any", "all" over the rows, or "same" if all rows give the same value. "mean" of a `synk.Weighted` weighs each
+        row by its own weight.
       axis_name: a name under which rows communicate inside `fn`, as under `jax.pmap(fn, axis_name)`. Then there are as
         many rows as replicas, and no slices; a single replica takes any number. None for rows that know nothing of one
         another.
