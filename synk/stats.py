@@ -320,9 +320,9 @@ def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
 def _numbered(x: Any, name: str) -> tuple[jax.Array, jax.Array]:
     """Return the rows and their numbers; raise ValueError if the array has another number of rows."""
     x, rows = statistics.rows_of(x, name), row_numbers()
-    if len(x) != len(rows):
+    if x.shape[:1] != rows.shape:
         raise ValueError(
-            f"synk.stats.{name}: x has shape {x.shape} for {len(rows)} rows. Give it an entry a row; reshape the array "
+            f"synk.stats.{name}: x has shape {x.shape} for {rows.size} rows. Give it an entry a row; reshape the array "
             f"before the call."
         )
     return x, rows

@@ -99,7 +99,7 @@ class ArgumentSpec:
         values = dict(zip(places, (*scattered, *broadcast), strict=True))
         return tuple([values[i] for i in range(len(places))])
 
-    def call(self, fn: Callable[..., PyTree], args: Sequence[Any], kwargs: Mapping[str, Any]) -> PyTree:
+    def call(self, fn: Callable[..., PyTree], /, *args: Any, **kwargs: Any) -> PyTree:
         """Call `fn` with the static arguments put back in."""
         statics = {name: constant_of(value) for name, value in self.statics.items()}
         placed = map(statics.get, chain(self.positions, repeat("")), args)

@@ -1,63 +1,104 @@
 """Row map: run a function of one row over all rows of a part."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._base.pytree import PyTree
-from .._reductions.reduction import REDUCTIONS, Reduction
-from .binding import ArgumentSpec
-from .spec import FunctionSpec
+from .._reductions.monoid import Monoid
+from .._reductions.outputs import is_whole, match_prefix
+from .._reductions.reduction import ELEMENTWISE, WEIGHT, WEIGHTED, Reduction, Weighted, result_dtype
+from .._tracing.context import current_trace
+from .spec import CallSpec, FunctionSpec
 
-# Ops that combine rows, and then parts.
-_OF_ROWS = ("sum", "mean", "max", "min", "prod", "any", "all")
-# Ops of an output with an entry a row.
-_ENTRIES = ("concat", "scatter")
+_OPS = ("concat", "scatter", *ELEMENTWISE, "same")
 
 
 def check_row_ops(ops: PyTree, name: str) -> None:
     """Refuse ops that show parts, since a row knows none."""
     for op in jax.tree.leaves(ops):
-        if op.name not in (*_OF_ROWS, *_ENTRIES, "same"):
+        if op.name not in _OPS:
             raise ValueError(
-                f"{name}: the outputs of a row do not combine by {op.name!r}; use one of "
-                f"{', '.join([*_ENTRIES, *_OF_ROWS, 'same'])}."
+                f"{name}: the outputs of a row do not combine by {op.name!r}; use one of {', '.join(_OPS)}."
             )
 
 
-def map_rows(function: FunctionSpec, spec: ArgumentSpec, rows: int | None, *args: Any, **kwargs: Any) -> PyTree:
+def map_rows(function: FunctionSpec, call: CallSpec, rows: int | None, /, *args: Any, **kwargs: Any) -> PyTree:
     """Run `fn` on each of so many rows, and return its outputs with an entry a row, or combined over rows by their
     ops."""
     if rows is None:
         raise ValueError(f"{function.name}: it maps the rows of its arguments, but none of them is scattered.")
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    axes = [0 if i in spec.scattered else None for i in range(len(leaves))]
+    context = current_trace()
+    assert context is not None
+    is_axis = function.of_one_row == "axis"
+    if is_axis and not (context.has_axis and 1 in (rows, context.size)):
+        raise ValueError(
+            f'{function.name}: its rows communicate over "{function.axis_name}", which takes one row on each replica '
+            f"(here {context.size}), and no slices or batches. Give as many rows at once, or leave out axis_name."
+        )
+    # On a single replica rows that communicate take the places of replicas.
+    context.size *= rows if is_axis else 1
+    rank = context.rank
+    arguments, treedef = jax.tree.flatten((args, kwargs))
+    leaves = [jnp.arange(rows, dtype=jnp.int32), *arguments]
+    axes = [0, *(0 if i in call.arguments.scattered else None for i in range(len(arguments)))]
 
-    def run(*leaves: Any) -> PyTree:
+    def run(row: Any, *leaves: Any) -> PyTree:
         args, kwargs = treedef.unflatten(leaves)
-        return jax.tree.map(_as_array, spec.call(function.fn, args, kwargs))
+        context.row, context.rank = row, context.first_row + row if is_axis else rank
+        try:
+            return jax.tree.map(jnp.asarray, call.arguments.call(function.fn, *args, **kwargs))
+        finally:
+            context.row, context.rank = None, rank
+
+    def rows_at(index: Any) -> list[Any]:
+        return [leaf if axis is None else leaf[index] for leaf, axis in zip(leaves, axes, strict=True)]
 
     if rows == 1:
         # Without jax.vmap, loops and branches are those of a single row, and all bits are those of jax.pmap. Rows that
         # communicate do so over the replicas' axis.
-        alone = [leaf if axis is None else leaf[0] for leaf, axis in zip(leaves, axes, strict=True)]
-        mapped = jax.tree.map(lambda output: output[None], run(*alone))
+        mapped = jax.tree.map(lambda output: output[None], run(*rows_at(0)))
     else:
-        name = function.axis_name if function.of_one_row == "axis" else None
-        mapped = jax.vmap(run, tuple(axes), axis_name=name, axis_size=rows)(*leaves)
-    # Ops are a prefix of the outputs.
-    return jax.tree.map(
-        lambda op, outputs: jax.tree.map(lambda leaf: _combined(op, leaf), outputs), function.ops, mapped
-    )
+        run_all = jax.vmap(run, tuple(axes), axis_name=function.axis_name if is_axis else None, axis_size=rows)
+        mapped = _without_weightless(run_all, leaves, rows_at) if call.is_composed else run_all(*leaves)
+    matches = match_prefix(function.ops, mapped, function.name, "outputs")
+    outputs = [_combined(op, output, f"{function.name}: output{path}") for path, op, output in matches]
+    return jax.tree.structure(mapped, is_leaf=is_whole).unflatten(outputs)
 
 
-def _as_array(output: Any) -> Any:
-    return output if isinstance(output, jax.Array) else jnp.asarray(output)
+def _without_weightless(run: Callable[..., PyTree], leaves: list[Any], rows_at: Callable[[Any], list[Any]]) -> PyTree:
+    """Run all rows so that none of weight 0 brings NaN into gradients: for values, a row with a weight replaces it."""
+    outputs, treedef = jax.tree.flatten(run(*leaves), is_leaf=is_whole)
+    for i, output in enumerate(outputs):
+        # What has effects runs once.
+        if isinstance(output, Weighted) and output.weight.ndim == 1 and not jax.make_jaxpr(run)(*leaves).effects:
+            counts = output.weight != 0
+            again = run(*rows_at(jnp.where(counts, leaves[0], counts.argmax())))
+            outputs[i] = Weighted(jax.tree.leaves(again, is_leaf=is_whole)[i].value, output.weight)
+    return treedef.unflatten(outputs)
 
 
-def _combined(op: Reduction, output: jax.Array) -> jax.Array:
+def _combined(op: Reduction, output: Any, where: str) -> Any:
     """Combine an output over the rows of a part, on axis 0, if its op does so."""
-    if op == REDUCTIONS["same"]:
-        return output[0]
-    return getattr(jnp, op.name)(output, axis=0) if op.name in _OF_ROWS else output
+    if isinstance(output, Monoid):
+        raise ValueError(f"{where} is a Monoid, a statistic of many rows, but synk.map runs one: use synk.function.")
+    if isinstance(output, Weighted):
+        # What does not go with its op, or has no scalar for its weight, is refused with the other outputs of parts.
+        return _mean(output) if op.name == "mean" and output.weight.ndim == 1 else output
+    if op.name in ELEMENTWISE:
+        return getattr(jnp, op.name)(output, axis=0)
+    # Other ops take one row's value: "same", and "first", which a check puts in place of the user's.
+    return output if op.has_row_entries else output[0]
+
+
+def _mean(rows: Weighted) -> Weighted:
+    """Combine weighted rows into the weighted value of a part."""
+    weights = WEIGHT.prepare(rows.weight, None)
+
+    def mean(leaf: jax.Array) -> jax.Array:
+        total = jax.vmap(WEIGHTED.prepare)(leaf, weights).sum(0)
+        return WEIGHTED.finalize(total, weights.sum()).astype(result_dtype(leaf.dtype, "mean"))
+
+    return Weighted(jax.tree.map(mean, rows.value), weights.sum())

@@ -14,6 +14,7 @@ import numpy as np
 from .._base.errors import SynkError
 from .._base.pytree import refuse_two_bits
 from .._data.overlap import halo_of
+from .._data.row_keys import refuse_rbg
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._runtime.group import Group
 from .._tracing.context import TraceContext
@@ -86,21 +87,18 @@ class CallTraces:
         """Trace `fn` over so many rows of one replica."""
         function, call = self.function, self.call
         # A collective inside `fn` must see the rows of all replicas: not those of one slice or batch, nor branches.
-        is_whole = not (call.is_sliced or call.is_over)
+        # Rows of a map know nothing of one another, unless they have an axis of their own.
+        is_whole = not (call.is_sliced or function.of_one_row == "alone")
         has_axis = is_whole and call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
         seen = [(rows or 0) + halo_of(overlap) for overlap in call.arguments.overlaps]
         structs = [jax.ShapeDtypeStruct((n, *shape), dtype) for n, (shape, dtype) in zip(seen, call.rows, strict=True)]
         leaves = call.arguments.in_tree_order(structs, call.broadcast_shapes)
         for leaf, argument in zip(leaves, call.arguments.names, strict=True):
             refuse_two_bits(leaf, f"{function.name}: argument {argument}")
-        self._check_one_row(rows)
-
-        def call_once(*args: Any, **kwargs: Any) -> Any:
-            return call.arguments.call(function.fn, args, kwargs)
-
+        call_once = partial(call.arguments.call, function.fn)
         request = TraceRequest(
             fn=function.fn,
-            call=partial(map_rows, function, call.arguments, rows) if function.of_one_row else call_once,
+            call=partial(map_rows, function, call, rows) if function.of_one_row else call_once,
             arguments=call.arguments.treedef.unflatten(leaves),
             keys=call.keys,
             pack=partial(pack_outputs, self._output_rules(rows)),
@@ -113,8 +111,8 @@ class CallTraces:
                 is_sliced=call.is_sliced and not call.is_over,
                 has_axis=has_axis,
                 axis_name=function.axis_name,
-                instead=_instead_of_communicating(call, self.group.size),
-                or_in_then=not call.is_over,
+                instead=_instead_of_communicating(function, call, self.group.size),
+                or_in_then=not call.is_over and not function.of_one_row,
                 block=call.block,
             ),
             variables=[*self._expected(function.fn), *self.touched],
@@ -123,16 +121,9 @@ class CallTraces:
         )
         traced = self._trace(request)
         self._check_updates(traced)
+        if function.of_one_row == "alone" and traced.draws_by_rbg:
+            refuse_rbg("rbg", function.name)
         return traced
-
-    def _check_one_row(self, rows: int | None) -> None:
-        """Refuse other than one row a replica for functions of one row that communicate."""
-        function, replicas = self.function, self.group.size
-        if function.of_one_row == "axis" and replicas > 1 and not (self.call.is_even and rows == 1):
-            raise ValueError(
-                f'{function.name}: its rows communicate over "{function.axis_name}", which takes one row on each '
-                f"replica; there are {replicas} replicas. Give as many rows, or leave out axis_name."
-            )
 
     def _output_rules(self, rows: int | None) -> OutputRules:
         """Return the rules for outputs of a part of so many rows."""
@@ -148,7 +139,7 @@ class CallTraces:
         try:
             traced = trace(request)
         except NameError as error:
-            refused = _refused_axis(request, self.function.made_by, str(error))
+            refused = _refused_axis(request, self.function, str(error))
             if refused is None:
                 raise
             raise ValueError(refused) from error
@@ -237,7 +228,7 @@ class CallTraces:
         return state.shapes
 
 
-def _refused_axis(request: TraceRequest, made_by: str, error: str) -> str | None:
+def _refused_axis(request: TraceRequest, function: FunctionSpec, error: str) -> str | None:
     """Say why a function may not communicate over the axis that JAX's error names; None for another error."""
     sees, match = request.sees, re.search(r"unbound axis name: (\w+)", error)
     if match is None:
@@ -245,9 +236,9 @@ def _refused_axis(request: TraceRequest, made_by: str, error: str) -> str | None
     if match[1] != sees.axis_name:
         return (
             f'{sees.name}: it communicates over the axis "{match[1]}", but its replicas\' axis is "{sees.axis_name}": '
-            f'{made_by}(..., axis_name="{match[1]}").'
+            f'{function.made_by}(..., axis_name="{match[1]}").'
         )
-    if "axis_index" in error:
+    if "axis_index" in error and not function.of_one_row:
         return (
             f"{sees.name}: it calls jax.lax.axis_index({match[1]!r}), which takes as many rows on every replica. Use "
             f"synk.rank(), which takes any number."
@@ -256,7 +247,7 @@ def _refused_axis(request: TraceRequest, made_by: str, error: str) -> str | None
     with suppress(Exception):
         # With the axis JAX traces all of it, and shows where it communicates.
         traced = trace(replace(request, sees=replace(sees, has_axis=True)))
-        if not traced.communicates:
+        if not (traced.communicates or function.of_one_row):
             return (
                 f"{sees.name}: it counts the replicas, as jax.lax.psum(1, {match[1]!r}) does, which takes as many rows "
                 f"on every replica. Use synk.size(), which takes any number."
@@ -278,8 +269,10 @@ def rows_not_in_blocks(name: str, variable: str, block: int | None) -> ValueErro
     )
 
 
-def _instead_of_communicating(call: CallSpec, replicas: int) -> str:
+def _instead_of_communicating(function: FunctionSpec, call: CallSpec, replicas: int) -> str:
     """Say what to do instead of communicating inside a function in such a call, beside communicating in `then`."""
+    if function.of_one_row:
+        return 'rows of synk.map know nothing of one another: combine them by outputs=, or give it axis_name="...".'
     if call.is_over:
         return "call it on all rows at once, without over."
     if call.is_sliced or call.block is not None:

@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._base.errors import checked_integer, public_api
 from .._base.jax_context import config
-from .._base.pytree import check_key
+from .._base.pytree import check_key, key_of
 from .._tracing.context import current_trace, own_row_numbers
 
 
@@ -18,7 +17,8 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
 
     Inside a function, `row_keys(key)` of a broadcast key gives those of the part's rows. Outside, `row_keys(key, rows)`
     gives those of so many, to scatter beside the rows; they stay with their rows where `batch` picks some. Draw with
-    `jax.vmap`. A single key that is broadcast gives every replica the *same* noise.
+    `jax.vmap`. Inside a function of one row (`synk.map`) `row_keys(key)` is that row's one key, to draw with as it is.
+    A single key that is broadcast gives every replica the *same* noise.
     `jax.random.fold_in(key, synk.rank())` gives each replica its own, but repeats over slices; `synk.part_key(key)`
     gives each part its own. Both depend on how many replicas there are.
 
@@ -28,7 +28,7 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
 
     Returns:
       Keys, of shape (rows,) for a typed key, (rows, 2) for a raw one: row i has `jax.random.fold_in(key, i)`, for any
-      number of rows.
+      number of rows. Inside `synk.map` a key of the shape of `key`.
 
     Raises:
       ValueError: `rows` is below 1, or given on a replica, where the rows of each would have the same keys again; or
@@ -48,9 +48,10 @@ def row_keys(key: jax.Array, rows: int | None = None) -> jax.Array:
       True
     """
     check_key(key, "synk.row_keys")
-    _refuse_generator(key)
+    refuse_rbg(str(key_of(key) or config.jax_default_prng_impl), "synk.row_keys")
     numbers = own_row_numbers("row_keys") if rows is None else jnp.arange(_checked(rows))
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, numbers.astype(jnp.uint32))
+    fold_in = jax.vmap(jax.random.fold_in, (None, 0)) if numbers.ndim else jax.random.fold_in
+    return fold_in(key, numbers.astype(jnp.uint32))
 
 
 def _checked(rows: Any) -> int:
@@ -64,15 +65,13 @@ def _checked(rows: Any) -> int:
     return checked_integer(rows, "synk.row_keys: rows", 1, "give how many, at least 1, such as len(x)")
 
 
-def _refuse_generator(key: Any) -> None:
+def refuse_rbg(generator: str, call: str) -> None:
     """Raise ValueError for generators whose draws under `jax.vmap` depend on the other keys.
 
     See the table of generators in https://docs.jax.dev/en/latest/jax.random.html.
     """
-    is_typed = jnp.issubdtype(getattr(key, "dtype", np.uint32), jax.dtypes.prng_key)
-    name = str(jax.random.key_impl(key) if is_typed else config.jax_default_prng_impl)
-    if name in ("rbg", "unsafe_rbg"):
+    if generator in ("rbg", "unsafe_rbg"):
         raise ValueError(
-            f"synk.row_keys: what an {name} key draws under jax.vmap depends on the other rows, and so on replicas and "
+            f"{call}: what an {generator} key draws under jax.vmap depends on the other rows, and so on replicas and "
             f'slices. Give one of jax.random.key(seed, impl="threefry2x32").'
         )

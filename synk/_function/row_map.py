@@ -25,14 +25,20 @@ def map(
     loops inside (chains of MCMC, solvers of ODEs, root finding) run on each replica until its own rows are done, where
     `jax.jit` over rows cut by a sharding waits for the slowest row of all replicas in every iteration.
 
+    Inside, `synk.row_numbers()` is the row's number among those picked, `synk.row_keys(key)` its key, and a variable
+    that holds rows its one row. `synk.part_key` and assigning variables raise, and so do collectives without
+    `axis_name`. Keys of JAX's "rbg" draw only with `axis_name`, since their draws would depend on the other rows.
+
     Args:
       fn: a function of arrays, called with one row of each scattered argument, without axis 0.
       inputs: as for `synk.function`; "broadcast" arguments come whole to every row.
       outputs: an op, or a tree of ops that is a prefix of what `fn` returns: "concat" (one entry a row, in the order of
         the rows), "scatter" (the same, left on the replicas that made them), "sum", "mean", "max", "min", "prod",
-        "any", "all" over the rows, or "same" if all rows give the same value.
+        "any", "all" over the rows, or "same" if all rows give the same value. "mean" of a `synk.Weighted` weighs each
+        row by its own weight.
       axis_name: a name under which rows communicate inside `fn`, as under `jax.pmap(fn, axis_name)`. Then there are as
-        many rows as replicas. None for rows that know nothing of one another.
+        many rows as replicas, and no slices; a single replica takes any number. None for rows that know nothing of one
+        another.
       name: the name in messages; None for `fn`'s name.
 
     Returns:

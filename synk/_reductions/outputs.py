@@ -145,7 +145,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
     arrays: list[jax.Array] = []
     items: list[int | Merge] = []
     plain = jax.tree.map(_whole, out, is_leaf=is_whole)
-    wires = {path: said for path, said, _ in _match(rules.wires, plain, rules.name, "wire") if said}
+    wires = {path: said for path, said, _ in match_prefix(rules.wires, plain, rules.name, "wire") if said}
 
     def add(path: str, reduction: Reduction, value: Any, weight: int | None = None, is_of_monoid: bool = False) -> None:
         array = _as_array(value, f"{rules.name}: output{path}")
@@ -162,7 +162,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
         leaves.append(leaf)
         arrays.append(as_data(array))
 
-    for path, reduction, value in _match(rules.ops, out, rules.name, "outputs"):
+    for path, reduction, value in match_prefix(rules.ops, out, rules.name, "outputs"):
         _check_output(f"{rules.name}: output{path}", reduction, value)
         if isinstance(value, Monoid):
             merge = Merge(value, len(leaves), path, rules.name)
@@ -203,7 +203,7 @@ def _whole(value: Any) -> Any:
     return value.value if isinstance(value, Weighted) else value
 
 
-def _match(prefix: PyTree, out: PyTree, name: str, option: str) -> list[tuple[str, Any, Any]]:
+def match_prefix(prefix: PyTree, out: PyTree, name: str, option: str) -> list[tuple[str, Any, Any]]:
     """List (path, entry of the prefix, leaf) for each leaf that was returned. The prefix is the value of `option`."""
     matches: list[tuple[str, Any, Any]] = []
 
@@ -234,8 +234,6 @@ def _check_output(where: str, reduction: Reduction, value: Any) -> None:
         inside, kind, ops = value.state, "a Monoid", ("merge", "sum")
     elif isinstance(value, Weighted):
         inside, kind, ops = value.value, "Weighted", ("mean",)
-        if jnp.ndim(value.weight):
-            raise ValueError(f"{where}: its weight has shape {jnp.shape(value.weight)}; a part has one scalar weight.")
     elif reduction is MERGE:
         raise TypeError(
             f'{where} is combined by "merge", but is no Monoid. Return a synk.Monoid, as synk.stats makes them.'
@@ -244,6 +242,8 @@ def _check_output(where: str, reduction: Reduction, value: Any) -> None:
         return
     if reduction.name not in ops:
         raise ValueError(f'{where} is {kind}, which goes with "{ops[0]}", but its op is {reduction.name!r}.')
+    if isinstance(value, Weighted) and jnp.ndim(value.weight):
+        raise ValueError(f"{where}: its weight has shape {jnp.shape(value.weight)}; a part has one scalar weight.")
     if any(map(is_whole, jax.tree.leaves(inside, is_leaf=is_whole))):
         raise ValueError(f"{where} holds a Weighted or Monoid inside another one. Return them side by side.")
 

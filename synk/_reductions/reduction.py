@@ -31,6 +31,7 @@ class Weighted:
     """A part's value and its weight: under `"mean"` the outputs become `sum(value * weight) / sum(weight)`.
 
     A part of weight 0 counts for nothing, whatever its value, NaN included; a total weight of 0 gives NaN.
+    In `synk.map` a row is a part.
 
     Attributes:
       value: a pytree of arrays, the part's mean (per replica).

@@ -42,6 +42,7 @@ class TraceContext:
       block: the rows of a block, if the function runs on blocks. Then no answer may depend on the replica.
       rank: the rank of the replica, a traced int32.
       first_row: the number of the part's first row among all rows of the call, a traced int32.
+      row: the place in the part of the one row that a map runs, a traced int32; None for a function of a part.
       values: the leaves of the variables that are expected to be read.
       state: JAX's trace at the start of the function.
       reads: the variables read, in order.
@@ -63,6 +64,7 @@ class TraceContext:
     block: int | None = None
     rank: Any = None
     first_row: Any = None
+    row: Any = None
     values: Mapping[Any, Sequence[jax.Array]] = field(default_factory=dict)
     state: Any = field(default_factory=trace_state, init=False)
     reads: dict[Any, None] = field(default_factory=dict, init=False)
@@ -82,6 +84,8 @@ class TraceContext:
         if leaves is None:
             leaves = [jnp.zeros(s.shape, s.dtype) for s in self.shapes_of(variable)]
         tree = variable._unpack(leaves)
+        if self.row is not None and self.rows_held(variable) is not None:
+            tree = jax.tree.map(lambda leaf: leaf[self.row], tree)
         self.handed_out.append((variable, tree, tree_leaves_with_path(tree)))
         return tree
 
@@ -93,8 +97,14 @@ class TraceContext:
                 f"synk.row_numbers or synk.part_key, or ask in then."
             )
 
+    def refuse_row(self, what: str, advice: str) -> None:
+        """Raise SynkError if the function is of one row."""
+        if self.row is not None:
+            raise SynkError(f"{self.name}: {what} in synk.map, where a row knows nothing of the others. {advice}")
+
     def write(self, variable: Any, new: PyTree, slices: str | None) -> None:
         """Note a new value of a shared variable, which takes effect when the call ends."""
+        self.refuse_row(f"{variable.name} is assigned", "Return what it depends on, and assign it in then.")
         if trace_state() != self.state:
             raise SynkError(
                 f"{self.name}: {variable.name} is assigned inside a jax transformation (jit, grad, scan, cond, vmap, "
@@ -244,7 +254,7 @@ def part_key(key: jax.Array) -> jax.Array:
       A key of the same kind: `key` with the number of the part's first row folded in.
 
     Raises:
-      SynkError: called outside a synk function.
+      SynkError: called outside a synk function, or by a row of `synk.map`, which is no part.
 
     Example:
       >>> import jax, numpy as np, synk
@@ -257,7 +267,9 @@ def part_key(key: jax.Array) -> jax.Array:
       True
     """
     check_key(key, "synk.part_key")
-    return jax.random.fold_in(key, _own_part("part_key", "there are parts").first_row.astype(jnp.uint32))
+    context = _own_part("part_key", "there are parts")
+    context.refuse_row("synk.part_key is called", "Use synk.row_keys(key), which there is the row's own key.")
+    return jax.random.fold_in(key, context.first_row.astype(jnp.uint32))
 
 
 @public_api
@@ -265,7 +277,8 @@ def row_numbers() -> jax.Array:
     """Return the numbers of this part's rows in the selection, inside a function only.
 
     Returns:
-      An int32 array, one number a row (per replica), counted from 0 over the rows of the call in their order.
+      An int32 array, one number a row (per replica), counted from 0 over the rows of the call in their order. Inside a
+      function of one row (`synk.map`) an int32 scalar, the number of that row.
 
     Raises:
       SynkError: called outside a synk function, or in one without scattered rows.
@@ -280,14 +293,14 @@ def row_numbers() -> jax.Array:
 
 
 def own_row_numbers(call: str) -> jax.Array:
-    """Return the numbers of this part's rows, for a call of synk's that messages name."""
+    """Return the numbers of this part's rows, or of a map's one row, for a call of synk's that messages name."""
     context = _own_part(call, "there are rows")
     if context.rows is None:
         raise SynkError(
             f"{context.name}: synk.{call}: it has no scattered input, so no rows. If a variable brings them, read "
             f"its value first."
         )
-    return context.first_row + jnp.arange(context.rows, dtype=jnp.int32)
+    return context.first_row + (jnp.arange(context.rows, dtype=jnp.int32) if context.row is None else context.row)
 
 
 def _own_part(call: str, what: str) -> TraceContext:

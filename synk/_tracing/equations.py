@@ -50,6 +50,13 @@ def is_over_axis(equation: Any) -> bool:
     return replica_axis() in (names if isinstance(names, tuple) else (names,))
 
 
+def draws_by_rbg(equation: Any) -> bool:
+    """Check whether an equation draws by a generator whose numbers under `jax.vmap` depend on the other keys."""
+    name = equation.primitive.name
+    has_key = any(str(getattr(v.aval, "dtype", "")) in ("key<rbg>", "key<urbg>") for v in equation.invars)
+    return name == "rng_bit_generator" or (has_key and name.startswith("random_") and name != "random_unwrap")
+
+
 def narrowest_float(all_equations: Iterable[Any]) -> np.dtype | None:
     """Return the floating or complex dtype of the fewest bits that equations compute in."""
     shapes = [variable.aval for equation in all_equations for variable in equation.outvars]

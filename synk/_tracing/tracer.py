@@ -15,7 +15,7 @@ from .._base.pytree import PyTree, as_keys
 from .._runtime.axis import axis_named, replica_axis
 from .captured import split, without_places
 from .context import TraceContext, tracing
-from .equations import equations, equations_at_top, flops, is_over_axis, merge_equal, narrowest_float
+from .equations import draws_by_rbg, equations, equations_at_top, flops, is_over_axis, merge_equal, narrowest_float
 from .fingerprint import fingerprint
 from .nan_origin import first_bad_line
 
@@ -63,6 +63,7 @@ class TracedFunction:
       uses_rank: whether results may differ between replicas with equal inputs.
       has_effects: whether it prints or the like, so that a part must run once.
       has_callbacks: whether it has effects or calls the host, so that it must not run on rows that do not exist.
+      draws_by_rbg: whether it draws by a generator whose numbers under `jax.vmap` depend on the other keys.
       communicates: whether it names the axis of the replicas.
       communicates_at_top: whether it does so outside loops and branches too.
       has_convolution: whether XLA's CPU compiler should find it outside branches and loops.
@@ -82,6 +83,7 @@ class TracedFunction:
     uses_rank: bool
     has_effects: bool
     has_callbacks: bool
+    draws_by_rbg: bool
     communicates: bool
     communicates_at_top: bool
     has_convolution: bool
@@ -127,6 +129,7 @@ def _trace(request: TraceRequest) -> TracedFunction:
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
         has_callbacks=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in all_equations),
+        draws_by_rbg=any(map(draws_by_rbg, all_equations)),
         communicates=any(map(is_over_axis, all_equations)),
         communicates_at_top=any(map(is_over_axis, equations_at_top(closed.jaxpr))),
         has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in all_equations),

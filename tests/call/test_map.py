@@ -1,6 +1,7 @@
 """synk.map: functions of one row, for any number of rows on any number of replicas."""
 
 import re
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax import lax
 
 import synk
 
-from ..helpers import assert_close, assert_same, group_of, numbers
+from ..helpers import assert_close, assert_same, group_of, numbers, slow
 
 pytestmark = pytest.mark.smoke
 
@@ -117,6 +118,28 @@ def test_rows_that_communicate(on_group):
     assert_close(f(x), (x - x.mean(0), x.sum(0)))
 
 
+def test_rows_that_communicate_do_it_at_once(on_group):
+    """Slices and batches would cut them apart: on one replica too, where all rows are."""
+    f = synk.map(lambda x: lax.psum(x, "i"), outputs="mean", axis_name="i")
+    x = numbers(4 if on_group.size == 1 else on_group.size)
+    calls = [lambda: f.over(x, batches=[slice(0, len(x))])]
+    if on_group.size == 1:
+        calls.append(lambda: f(x, num_slices=2))
+    for call in calls:
+        with pytest.raises(ValueError, match=r"one row on each replica .* and no slices or batches"):
+            call()
+    assert_close(f(x), x.sum(0))
+
+
+def test_rows_that_communicate_take_the_places_of_replicas(on_group):
+    """On one device as on many: rank, size, and what synk itself combines."""
+    f = synk.map(lambda x: (synk.rank(), synk.size(), synk.all_reduce(x), synk.all_gather(x)), axis_name="i")
+    n, x = on_group.size, numbers(on_group.size)
+    want = np.arange(n), np.full(n, n), np.tile(x.mean(0), (n, 1)), np.tile(x.reshape(-1), (n, 1))
+    assert_close(f(x), want)
+    assert_close(f.serial(x), want)
+
+
 def test_no_replica_waits_for_another(on_group):
     """Nothing is sent but the results, whatever the loops do."""
     f = synk.map(chain, {"scale": "broadcast"}, outputs="scatter")
@@ -133,6 +156,165 @@ def test_refusals():
         synk.map(lambda x: x, in_axes=(0, None))
     with pytest.raises(ValueError, match="none of synk's"):
         synk.map(lambda x: x, outputs="concatenate")
+
+
+@pytest.mark.parametrize("on_group", [*GROUPS, ("devices", 3), ("devices", 8)], ids=str, indirect=True)
+@pytest.mark.parametrize("rows", [slow(12), 11])
+def test_a_row_has_a_number_and_a_key_of_its_own(rows):
+    """Those of `row_keys(key, rows)`, on any replicas and slices; with a batch those of the selection."""
+
+    def fn(x, key):
+        return {"draw": x + jax.random.normal(synk.row_keys(key)), "row": synk.row_numbers()}
+
+    f, x, key = synk.map(fn, ["x"]), np.zeros(rows, np.float32), jax.random.key(3)
+    want = {"draw": jax.vmap(jax.random.normal)(synk.row_keys(key, rows)), "row": np.arange(rows)}
+    assert len(np.unique(want["draw"])) == rows
+    for _ in range(2):
+        assert_close(f(x, key), want)
+    assert_close(f(x, jax.random.PRNGKey(3), num_slices=2), want)
+    assert_close(f.serial(x, key), want)
+    f.check(x, key)
+    assert_close(jax.jit(f)(x, key), want)
+    assert_close(f(x, key, batch=[7, 0, 7, 9, 1]), jax.tree.map(lambda leaf: leaf[:5], want))
+    mean = synk.map(lambda x, key: fn(x, key)["draw"], ["x"], outputs="mean")
+    assert_close(mean.over(x, key, batches=synk.minibatches(rows, 4)), want["draw"].mean())
+
+
+def test_a_row_sees_its_own_row_of_a_variable():
+    """Of a variable that holds rows."""
+    held, x = synk.shared(np.zeros(1, np.float32)), np.arange(12, dtype=np.float32)
+    synk.scatter(held, 10 * x)
+    f = synk.map(lambda x: x + held.value)
+    assert_close(f(x), 11 * x)
+    f.check(x)
+
+
+def weighted(loss, tokens):
+    return {"a": synk.Weighted({"loss": loss, "first": loss[0], "three": 3}, tokens), "b": loss}
+
+
+@pytest.mark.parametrize("rows", [slow(12), 11, 1])
+@pytest.mark.parametrize("dtype", ["int32", slow("float32"), slow("float16")])
+def test_weighted_rows(rows, dtype):
+    """Their mean by weight; a row of weight 0 counts for nothing, NaN included, and no weight at all gives NaN."""
+    loss = numbers(rows, 3)
+    tokens = np.resize(np.array([1, 9, 1, 0, 5, 0]), rows).astype(dtype)
+    mean = np.average(loss, axis=0, weights=tokens)
+    want = {"loss": mean, "first": mean[0], "three": np.float32(3)}
+    loss[tokens == 0] = np.nan
+    f = synk.map(weighted, outputs={"a": "mean", "b": "concat"})
+    for _ in range(2):
+        assert_close(f(loss, tokens)["a"], want)
+    for got in (f(loss, tokens, num_slices=2), f.serial(loss, tokens), jax.jit(f)(loss, tokens)):
+        assert_close(got["a"], want)
+    f.check(np.nan_to_num(loss), tokens)
+    total = synk.map(lambda *args: weighted(*args)["a"], outputs="mean")
+    assert_close(total.over(loss, tokens, batches=synk.minibatches(rows, 5)), want)
+    assert np.isnan(f(loss, np.zeros_like(tokens))["a"]["first"])
+    narrow = f(loss.astype(np.float16), tokens)["a"]["loss"]
+    assert narrow.dtype == np.float16
+    assert_close(narrow.astype(np.float32), want["loss"], rtol=1e-2)
+
+
+@pytest.mark.parametrize("rows", [slow(12), 11])
+def test_rows_of_weight_0_bring_no_nan_into_gradients(rows):
+    """Where a row divides by its own weight too."""
+    x, mask = numbers(rows, 4), np.random.default_rng(0).random((rows, 4)) < 0.6
+    mask[[1, 2, rows - 1]] = False
+    mask = mask.astype(np.float32)
+
+    def fn(w, x, mask):
+        return synk.Weighted((jnp.square(w * x) * mask).sum() / mask.sum(), mask.sum())
+
+    f = synk.map(fn, ["x", "mask"], outputs="mean")
+
+    def want(w, x):
+        return (jnp.square(w * x) * mask).sum() / mask.sum()
+
+    w = np.float32(1.5)
+    for slices in (1, 2):
+        got = jax.grad(lambda w, x, k=slices: f(w, x, mask, num_slices=k), (0, 1))(w, x)
+        assert_close(got, jax.grad(want, (0, 1))(w, x))
+
+
+def test_rows_know_nothing_of_one_another():
+    """What communicates says so and names `axis_name=`; what parts have, and rows do not, names what rows have."""
+    w, x = synk.shared(np.float32(1), "w"), np.arange(7, dtype=np.float32)
+
+    def assign(x):
+        w.value = x
+
+    refused = {
+        lambda x: lax.psum(x, "replica"): "know nothing of one another.*axis_name=",
+        lambda x: x * lax.axis_index("replica"): "know nothing of one another.*axis_name=",
+        lambda x: x / lax.psum(1, "replica"): "know nothing of one another.*axis_name=",
+        lambda x: synk.all_reduce(x): "know nothing of one another.*axis_name=",
+        lambda x: synk.all_gather(x[None]): "know nothing of one another.*axis_name=",
+        lambda x: synk.part_key(jax.random.key(0)): r"Use synk\.row_keys",
+        lambda x: synk.row_keys(jax.random.key(0), 7): "Leave the number out",
+        lambda x: w.update(x, "mean"): "w is assigned .* assign it in then",
+        assign: "w is assigned .* assign it in then",
+        lambda x: synk.Weighted(x, 1): "Weighted, which goes with \"mean\", but its op is 'concat'",
+        lambda x: synk.stats.mean(x[None]): "Monoid, a statistic of many rows",
+        lambda x: synk.stats.argmax(x[None]): "x has shape",
+    }
+    for fn, words in refused.items():
+        for rows in (x, x[:1]):
+            with pytest.raises((ValueError, synk.SynkError), match=words):
+                synk.map(fn)(rows)
+    for outputs, words in (("sum", 'goes with "mean"'), ("mean", "weight has shape .* scalar")):
+        with pytest.raises(ValueError, match=words):
+            synk.map(lambda x: synk.Weighted(x.sum(), x), outputs=outputs)(numbers(4))
+
+
+def test_then_assigns():
+    """What rows may not."""
+    w, x = synk.shared(np.float32(1)), np.arange(7, dtype=np.float32)
+
+    def then(total):
+        w.value = w.value + total
+        return total
+
+    f = synk.map(lambda x: x * w.value, outputs="sum", name="f").then(then)
+    f.check(x)
+    assert_close((f(x), f(x), w.value), (21, 462, 484))
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_draws_that_depend_on_other_rows(impl):
+    """Refused for any number of rows: of typed and raw keys, and of one key folded with numbers of rows."""
+    refused = (
+        nullcontext()
+        if impl.startswith("three")
+        else pytest.raises(ValueError, match=r"an rbg key draws under jax.vmap depends on the other rows")
+    )
+    key, i = jax.random.key(0, impl=impl), np.arange(7, dtype=np.int32)
+    for rows in (7, 1):
+        keys = jax.random.split(key, rows)
+        assert_same(synk.map(lambda key, i: i)(keys, i[:rows]), i[:rows])
+        with refused:
+            assert_close(synk.map(jax.random.normal)(keys), jax.vmap(jax.random.normal)(keys))
+        with refused:
+            synk.map(lambda i, key: jax.random.gamma(jax.random.fold_in(key, i), 2.0), ["i"])(i[:rows], key)
+        with jax.default_prng_impl(impl), refused:
+            raw = jax.random.split(jax.random.PRNGKey(0), rows)
+            assert_close(synk.map(jax.random.normal)(raw), jax.vmap(jax.random.normal)(raw))
+
+
+def test_no_tracer_of_a_row_is_left():
+    """JAX's own check finds none, after an error neither."""
+    x = np.arange(7, dtype=np.int32)
+    with jax.checking_leaks():
+        assert_same(synk.map(lambda x: x + synk.row_numbers())(x), 2 * x)
+        with pytest.raises(ZeroDivisionError):
+            synk.map(lambda x: synk.row_numbers() + 1 // 0)(x)
+
+
+def test_parameters_may_have_any_name():
+    """Those of synk's own functions too."""
+    f = synk.map(lambda x, *, rows, call, function: x + rows + call + function)
+    x = np.arange(5, dtype=np.int32)
+    assert_same(f(x, rows=x, call=x, function=x), 4 * x)
 
 
 def test_variables_are_read():
