@@ -63,8 +63,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         if host is None:
             group._peers.before_launch("rows picked from an array that lies over the processes")
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
-            rows = group._peers.run(_take, source, index.astype(np.int32))
-            return put(group, rows.astype(dtype), "rows")
+            return put(group, _take(source, index.astype(np.int32)).astype(dtype), "rows")
         source = host
     row, size, has_one = source.shape[1:], group.size, group._has_one_device
     # Replicas on one device share an array; others have one each.
@@ -166,8 +165,6 @@ def can_go_ahead(group: Group, source: Any) -> bool:
 
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
     """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
-    # In an elastic group they outlive the devices.
-    is_cut = is_cut and not group._peers.keeps_values
     host, rows, size = to_host(group, source), selection.rows, group.size
     # Without a source on the host, programs pick the rows on devices.
     with LOCK if host is None else nullcontext():
