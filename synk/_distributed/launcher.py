@@ -14,6 +14,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from time import monotonic, sleep
 
+from .._base.old_names import instead_of
 from .liveness import EXIT_PEER_FAILED
 
 EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
@@ -71,7 +72,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("-m", dest="is_module", action="store_true", help="the program is a module, as of python -m")
     add("program", help="a script")
     add("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown[0])}")
     for name, least in {"processes": 1, "devices_per_process": 1, "restarts": 0, "nodes": 1}.items():
         if (value := getattr(options, name)) is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} is {value}; give at least {least}")
