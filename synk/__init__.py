@@ -28,7 +28,6 @@ from ._reductions.reduction import Weighted
 from ._runtime.group import Group
 from ._synkhronos import build_inputs, fork
 from ._tracing.context import part_key, rank, row_numbers, size
-from ._variables import survival as _survival  # noqa: F401  # pyright: ignore[reportUnusedImport]  # takes part after a loss
 from ._variables.collectives import (
     all_gather,
     all_reduce,
@@ -49,9 +48,9 @@ __all__ = [
     "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
     "Overlap", "PeerError", "Shared", "SharedLostError", "SynkError", "Weighted", "all_gather", "all_reduce",
     "broadcast", "build_inputs", "check_replicas", "close", "data", "each", "fork", "function", "gather", "get_lengths",
-    "get_shapes", "get_value", "group", "init", "join", "load", "local", "map", "minibatches", "pairs", "part_key",
-    "preempted", "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value",
-    "shared", "simulate", "size", "target", "unstack",
+    "get_shapes", "get_value", "group", "init", "load", "local", "map", "minibatches", "pairs", "part_key", "preempted",
+    "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value", "shared",
+    "simulate", "size", "target", "unstack",
 ]  # fmt: skip
 
 # Modules that most programs never use are loaded at first use, so that `import synk` is quick: public ones, and those
@@ -59,7 +58,6 @@ __all__ = [
 _MODULES = ("orbax", "stats", "train", "typing")
 _AT_FIRST_USE = {
     "check_replicas": "_variables.replica_check",
-    "join": "_loops.join",
     "load": "_variables.checkpoint",
     "map": "_function.row_map",
     "pairs": "_skeletons.pairs",
@@ -77,7 +75,6 @@ if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `
     from ._base.unstack import unstack
     from ._distributed.preemption import preempted
     from ._function.row_map import map
-    from ._loops.join import join
     from ._runtime.target import target
     from ._skeletons.pairs import pairs
     from ._skeletons.scan import scan

@@ -60,12 +60,18 @@ OLD_NAMES = {
     "synk.shard": (lambda: synk.shard, AttributeError, "rows as they are"),
     "synk.prefetch_to_device": (lambda: synk.prefetch_to_device, AttributeError, "stream"),
     "synk.pad_shard_unpad": (lambda: synk.pad_shard_unpad, AttributeError, "any number of rows"),
+    "elastic=": (
+        lambda: synk.init(distributed=True, elastic=True),
+        TypeError,
+        r"no longer has. .*--restarts R.*synk\.save",
+    ),
+    "synk.join": (lambda: synk.join, AttributeError, r"no longer has. .*--restarts R.*synk\.load"),
 }
 
 
 @pytest.mark.parametrize("name", OLD_NAMES)
 def test_old_names_point_to_new_ones(name):
-    """What Synkhronos, JAX and Flax call otherwise says what it is called here."""
+    """What Synkhronos, JAX and Flax call otherwise, or synk no longer has, says what to use here."""
     act, kind, replacement = OLD_NAMES[name]
     with pytest.raises(kind, match=replacement) as raised:
         act()

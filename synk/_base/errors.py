@@ -16,7 +16,6 @@ import numpy as np
 
 from .jax_context import default_jax_context, has_user_jax_context, is_traced, leave_traces
 from .old_names import instead_of
-from .retry import RETRY, made_again
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -122,8 +121,6 @@ class CheckpointError(SynkError):
 def public_api(fn: Callable[P, R]) -> Callable[P, R]:
     """Wrap a public call: run it with JAX's defaults, and hide synk's frames in tracebacks of the user's mistakes."""
 
-    is_in_parts = hasattr(fn, "is_in_parts")
-
     @functools.wraps(fn)
     def synk_call(*args: P.args, **kwargs: P.kwargs) -> R:
         is_inside = is_traced()
@@ -131,9 +128,7 @@ def public_api(fn: Callable[P, R]) -> Callable[P, R]:
             # Inside a transformation its own settings hold.
             if not is_inside and has_user_jax_context():
                 with default_jax_context():
-                    return fn(*args, **kwargs) if is_in_parts else made_again(fn, *args, **kwargs)
-            if RETRY.run is not None and not is_inside and not is_in_parts:
-                return RETRY.run(fn, args, kwargs)
+                    return fn(*args, **kwargs)
             return fn(*args, **kwargs)
         except BaseException as error:
             if not is_inside:

@@ -1,6 +1,11 @@
 """Old names: what replaces names that others have, for messages."""
 
 _SYNKHRONOS, _PMAP, _LAX, _FLAX = "Synkhronos had", "jax.pmap has", "jax.lax has", "Flax has"
+_ELASTIC = (
+    "synk no longer has",
+    "when a process dies, start all again from a checkpoint: `python -m synk launch --restarts R`, with synk.save and "
+    "synk.load in the program",
+)
 # Name: who has it, and what replaces it.
 _INSTEAD = {
     # Keywords of synk.function.
@@ -39,6 +44,8 @@ _INSTEAD = {
     "shard": (_FLAX, "pass rows as they are"),
     "prefetch_to_device": (_FLAX, "f.iterate(x, y, batches=...), or f.stream(batches, prefetch=2)"),
     "pad_shard_unpad": (_FLAX, "pass any number of rows; f.over(x, batches=...) for a whole dataset"),
+    # Elastic groups: of synk.init, of the module, of the command line.
+    **dict.fromkeys(("elastic", "join", "--elastic", "--min"), _ELASTIC),
 }
 
 

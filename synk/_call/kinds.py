@@ -135,11 +135,9 @@ class Kind:
     def _base_call(self, site: Site, options: CallOptions) -> CallSpec:
         """Return the key of the plans of all these calls, as far as it does not depend on the rows that are picked."""
         function, spec, specs = site.function, self._spec, self._specs
-        # Old values must be there still if a call may be made again: by an elastic group, or by jax_debug_nans, which
-        # looks where NaN came from. So must the rows of a variable that is an argument of its own update, as one with
-        # neighbours is.
-        is_made_again = site.group._peers.keeps_values or function.refuses_nan or checks_floats()
-        may_donate = site.may_donate and function.donate and not is_made_again
+        # jax_debug_nans runs a program again to find where NaN came from, so its arguments must be there still. So must
+        # the rows of a variable that is an argument of its own update, as one with neighbours is.
+        may_donate = site.may_donate and function.donate and not function.refuses_nan and not checks_floats()
         passes_variables = any(spec.overlaps) and any(leaf.is_variable for leaf in specs)
         has_batch_s = self._has_batch_s and site.data_group is None
         return CallSpec(

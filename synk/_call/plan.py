@@ -286,7 +286,7 @@ class PlanCache:
         """
         if not holds_function:
             return group._cached(self, key, make)
-        return self._holding.get(group._devices_now, BoundedCache).get(key, make)
+        return self._holding.get(group, BoundedCache).get(key, make)
 
 
 class Site(NamedTuple):

@@ -17,7 +17,6 @@ from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
 from .._reductions.reduction import REDUCTIONS
 from .._runtime.axis import AXIS
-from .._runtime.group import CURRENT, Loss
 from .binding import ArgumentBinder, ArgumentSpec
 
 
@@ -32,7 +31,6 @@ class Stats:
       selecting: seconds spent checking arguments and batches.
       sending: seconds spent picking rows and starting to bring them to the devices.
       dispatching: seconds spent starting programs, compilation included.
-      lost: the processes that the elastic group has lost so far: which, when and why.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -48,10 +46,6 @@ class Stats:
         self.calls = self.compilations = self.rows = 0
         self.slices = 1
         self.selecting = self.sending = self.dispatching = 0.0
-
-    @property
-    def lost(self) -> Sequence[Loss]:
-        return () if CURRENT.peers is None else CURRENT.peers.losses
 
     def __repr__(self) -> str:
         return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in self.__slots__)})"

@@ -70,8 +70,8 @@ class Data:
         self._key = key or _key_of(value)
         # Counts changes.
         self._version = 0
-        # The devices of a group (`Group._devices_now`), a copy there, and the rows that were written since it was made.
-        self._devices: object = None
+        # A copy on the devices of a group, and the rows that were written since it was made.
+        self._group: Group | None = None
         self._copy: jax.Array | None = None
         self._stale: range | None = None
         # Last: writes by other threads reach a `Data` that has one.
@@ -278,7 +278,7 @@ class Data:
     def _become(self, **changes: Any) -> None:
         """Set several attributes at once, and drop the copy of the rows on devices."""
         with LOCK, uninterrupted():
-            self._copy = self._devices = self._stale = None
+            self._copy = self._group = self._stale = None
             self._version += 1
             for name, value in changes.items():
                 setattr(self, name, value)
@@ -331,7 +331,7 @@ def resident(data: Data, group: Group) -> jax.Array:
     Callers hold the lock.
     """
     copy, dtype = data._copy, narrow(data._dtype)
-    if copy is not None and (data._devices is not group._devices_now or copy.dtype != dtype):
+    if copy is not None and (data._group is not group or copy.dtype != dtype):
         copy = None
     if copy is not None and data._stale is None:
         return copy
@@ -349,7 +349,7 @@ def resident(data: Data, group: Group) -> jax.Array:
     except BaseException:
         data._note(stale)
         raise
-    data._devices = group._devices_now
+    data._group = group
     return data._copy
 
 
@@ -366,7 +366,7 @@ def is_result(source: Source) -> bool:
 def data_of_replicas(group: Group, array: jax.Array, rows: int, key: Any, name: str) -> Data:
     """Make a `Data` of rows that lie on the replicas, stacked and dealt out evenly."""
     made = Data(ReplicaRows(group, array, rows), name, "scatter", key=key)
-    made._copy, made._devices = array, group._devices_now
+    made._copy, made._group = array, group
     return made
 
 

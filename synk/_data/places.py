@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from .._base.errors import PeerError
 from .._base.partition import RowRange, lengths_of, split_rows
 from .._runtime.dispatch import LOCK
 from .._runtime.executable import replica_to_host, run_collective
@@ -77,7 +76,6 @@ class ReplicaRows:
     def __init__(self, group: Group, stacked: jax.Array, rows: int) -> None:
         self.shape, self.dtype = (rows, *stacked.shape[2:]), stacked.dtype
         self._at: tuple[Group, jax.Array] | None = (group, stacked)
-        self._devices = group._devices_now
         self._host: np.ndarray | None = None
 
     def __getitem__(self, index: Any) -> np.ndarray:
@@ -91,11 +89,6 @@ class ReplicaRows:
         if self._at is None:
             return
         group, stacked = self._at
-        if self._devices is not group._devices_now:
-            raise PeerError(
-                f"rows {self.dtype}{list(self.shape)} that lie on the replicas: a process of the elastic group is gone "
-                f'with a part of them. Make them again, or use the op "concat", whose rows lie on all.'
-            )
         group._peers.agree(f"a read of rows on the replicas, {self.dtype}{list(self.shape)}", "")
         parts = enumerate(split_rows(self.shape[0], group.size))
         self._host = np.concatenate([replica_to_host(group, stacked, "stacked", r, part.rows) for r, part in parts])

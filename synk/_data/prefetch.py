@@ -15,7 +15,6 @@ import numpy as np
 from .._base.errors import SynkError, checked_integer, public_api, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import SCALARS, PyTree, named, narrow
-from .._base.retry import in_parts, made_again
 from .._runtime.group import Group, current_group
 from .minibatches import behind_bar
 from .selection import Selection
@@ -79,9 +78,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
             raise TypeError("The number of items is not known: what gives them has no len().")
         return self._length
 
-    # An item that the source has given must not be lost, and the source may make calls of its own.
     @public_api
-    @in_parts
     def __next__(self) -> R:
         self._unused_call = ""
         self._refuse()
@@ -97,7 +94,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
                 finally:
                     # An error refers to this frame. Without this line the frame would refer to the error.
                     del error
-            result = made_again(self._launch, item)  # type: ignore[arg-type]  # without an error there is an item
+            result = self._launch(item)  # type: ignore[arg-type]  # without an error there is an item
             for _ in range(self._size - len(self._ready)):
                 self._take_item(early=True)
             return result

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._base.errors import PeerError, public_api
+from .._base.errors import public_api
 from .._base.partition import split_rows
 from .._base.pytree import key_of, refuse_tracer
 from .._runtime.axis import replica_axis
 from .._runtime.executable import run_collective, translate_peer_errors
-from .._runtime.group import CURRENT, Group
+from .._runtime.group import Group
 from .._runtime.layout import put
 from .selection import Selection
 from .sources import HostSource, as_source
@@ -76,7 +76,6 @@ def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tu
       name: the function's name in messages.
       what: describes the call, on which processes must agree.
     """
-    _refuse_after_loss(group, name)
     # Entries of other processes are not sent.
     told = np.zeros((group.size, 2), np.int32)
     parts = split_rows(rows or 0, len(group._local_ranks))
@@ -98,16 +97,6 @@ def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tu
     return tuple(every[:, 0].tolist())
 
 
-def _refuse_after_loss(group: Group, name: str) -> None:
-    """Raise PeerError if an elastic group has lost a process, whose rows the others do not have."""
-    if group._peers.losses:
-        gone = ", ".join(f"{loss.process} ({loss.why})" for loss in group._peers.losses)
-        raise PeerError(
-            f"{name}: the synk.local rows of a process that is gone are gone with it: process {gone}. Start all "
-            f"processes again from the last checkpoint, or give rows that every process has."
-        )
-
-
 def _gather(rows: jax.Array) -> list[jax.Array]:
     return [jax.lax.all_gather(rows, replica_axis())]
 
@@ -115,10 +104,9 @@ def _gather(rows: jax.Array) -> list[jax.Array]:
 def rows_of_processes(group: Group, source: HostSource) -> np.ndarray:
     """Copy the rows of all processes to each of them, in the order of their replicas."""
     host = gather_rows(source, Selection(None, 0, source.shape[0]), source.dtype)
-    _refuse_after_loss(group, "synk.local")
-    counts = CURRENT.communicate(multihost_utils.process_allgather, np.array([len(host)]))[:, 0]
+    counts = multihost_utils.process_allgather(np.array([len(host)]))[:, 0]
     filled = np.zeros((int(counts.max()), *host.shape[1:]), host.dtype)
     filled[: len(host)] = host
-    together = CURRENT.communicate(multihost_utils.process_allgather, filled.view(np.uint8))
+    together = multihost_utils.process_allgather(filled.view(np.uint8))
     order = dict.fromkeys(device.process_index for device in group.devices)
     return np.concatenate([together[i].view(host.dtype)[: counts[i]] for i in order])

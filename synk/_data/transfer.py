@@ -64,7 +64,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         if host is None:
             group._peers.before_launch("rows picked from an array that lies over the processes")
             index = np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)])
-            rows = group._peers.run(_take, source, index.astype(np.int32))
+            rows = _take(source, index.astype(np.int32))
             return put(group, narrowed(rows).astype(dtype), "rows")
         source = host
     row, size, has_one = source.shape[1:], group.size, group._has_one_device
@@ -167,8 +167,6 @@ def can_go_ahead(group: Group, source: Any) -> bool:
 
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
     """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
-    # In an elastic group they outlive the devices.
-    is_cut = is_cut and not group._peers.keeps_values
     host, rows, size = to_host(group, source), selection.rows, group.size
     # Without a source on the host, programs pick the rows on devices.
     with LOCK if host is None else nullcontext():

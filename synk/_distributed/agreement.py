@@ -22,12 +22,12 @@ from . import coordinator as store
 PATIENCE = 1.0  # seconds to wait for another process before looking why it keeps this one waiting
 
 # Words of JAX, gloo, NCCL and gRPC when the other side of a connection is gone.
-GONE = re.compile(
+_GONE = re.compile(
     r"gloo|nccl|closed by peer|connection (reset|refused|closed)|heartbeat|coordination serv|unavailable", re.IGNORECASE
 )
 # Errors of process 0 that all processes raise alike. Any other error arrives as OSError.
 _OF_FILES = (OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
-SHARED_ERRORS = {e.__name__: e for e in (*_OF_FILES, CheckpointError, TypeError, ValueError)}
+_SHARED_ERRORS = {e.__name__: e for e in (*_OF_FILES, CheckpointError, TypeError, ValueError)}
 _START_AGAIN = "This group cannot go on: start all its processes again, from the last checkpoint."
 
 
@@ -41,13 +41,12 @@ class JaxPeers(Peers):
     Attributes:
       progress: how many programs that all processes share this one has launched, and the name of the last one.
       ended: why the group has come to its end, as far as this process knows; None while it goes on.
-      exchanges: how many exchanges this process has made.
     """
 
     def __init__(self) -> None:
         self.progress = (0, "nothing")
         self.ended: SynkError | None = None
-        self.exchanges = 0
+        self._exchanges = 0
 
     def before_launch(self, what: str) -> None:
         if self.ended is not None:
@@ -59,19 +58,19 @@ class JaxPeers(Peers):
     def agree(self, what: str, text: str) -> None:
         digests = self._exchange(what, hashlib.sha256(text.encode()).hexdigest()[:8])
         if len(set(digests)) > 1:
-            who = sides(f"{what} [{digest}]" for digest in digests)
-            self._disagree(f"{who}. Their programs differ in what they compute (constants, operations)")
+            sides = _sides(f"{what} [{digest}]" for digest in digests)
+            self._disagree(f"{sides}. Their programs differ in what they compute (constants, operations)")
 
     def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:
         if not (always or _checks_all()):
             return
         values = self._exchange(what, _describe(arrays()))
         if len(set(values)) > 1:  # the group goes on, since every process sees this
-            raise DisagreementError(f"processes differ in {what}. {sides(values)}. {remedy}")
+            raise DisagreementError(f"processes differ in {what}. {_sides(values)}. {remedy}")
 
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
         self._exchange(what, "")
-        folder = f"synk/told/{self.exchanges}/"
+        folder = f"synk/told/{self._exchanges}/"
         if jax.process_index() == 0:
             try:
                 result = act()
@@ -85,8 +84,8 @@ class JaxPeers(Peers):
             return text
         if kind in ("KeyboardInterrupt", "SystemExit"):
             raise self.end(_peer_failed({"0": f"{what}: {kind}({text})"}))
-        if kind in SHARED_ERRORS:
-            raise SHARED_ERRORS[kind](text)
+        if kind in _SHARED_ERRORS:
+            raise _SHARED_ERRORS[kind](text)
         raise OSError(f"{what}: process 0 failed: {kind}: {text}")
 
     def after_failure(self, what: str, error: Exception) -> Exception:
@@ -100,7 +99,7 @@ class JaxPeers(Peers):
     def translate_error(self, error: BaseException) -> SynkError | None:
         if isinstance(error, PeerError | DisagreementError):
             return error
-        if not store.is_running() or not GONE.search(str(error)):
+        if not store.is_running() or not _GONE.search(str(error)):
             return None
         for _ in range(10):  # a process that fails publishes why just before it goes
             if (end := self._find_end()) is not None:
@@ -124,17 +123,17 @@ class JaxPeers(Peers):
         if self.ended is not None:
             raise self.ended
         me = jax.process_index()
-        self.exchanges += 1
-        folder = f"synk/exchange/{self.exchanges}/"
+        self._exchanges += 1
+        folder = f"synk/exchange/{self._exchanges}/"
         store.put(f"{folder}{me}", json.dumps([*self.progress, what, value]))
         published = [json.loads(self._wait(folder, rank, what)) for rank in range(jax.process_count())]
         # All processes have come to this exchange, so they have read the one before.
-        store.delete(f"synk/exchange/{self.exchanges - 1}/{me}")
+        store.delete(f"synk/exchange/{self._exchanges - 1}/{me}")
         doing = [what for _, _, what, _ in published]
         if len(set(doing)) > 1:
-            self._disagree(sides(doing))
+            self._disagree(_sides(doing))
         if len({number for number, *_ in published}) > 1:
-            self._disagree(sides(f"{doing} as its program {n + 1}, after {last}" for n, last, doing, _ in published))
+            self._disagree(_sides(f"{doing} as its program {n + 1}, after {last}" for n, last, doing, _ in published))
         return [value for *_, value in published]
 
     def _wait(self, folder: str, rank: int, what: str) -> str:
@@ -188,7 +187,7 @@ def _peer_failed(whys: Mapping[str, str]) -> PeerError:
     return PeerError(f"another process of the group has failed. {reasons}. {_START_AGAIN}")
 
 
-def sides(values: Iterable[str]) -> str:
+def _sides(values: Iterable[str]) -> str:
     """Say which processes have which value."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):

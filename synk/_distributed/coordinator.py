@@ -7,16 +7,13 @@ import contextlib
 import os
 import re
 import socket
-import stat
 import sys
 import threading
 from collections.abc import Generator
 from typing import Any
 
 import jax
-import jax.extend.backend
 from jax._src import distributed  # noqa: TID251  # the client of the store has no public name
-from jax._src.lib import _jax  # noqa: TID251  # pyright: ignore[reportPrivateImportUsage]  # services
 
 from .._base.errors import SynkError, checked_integer
 from .._runtime.dispatch import JAXLIB
@@ -151,93 +148,6 @@ def _compare_counts(num_processes: int, process_id: int) -> None:
                 f"synk.init: num_processes (or SYNK_NUM_PROCESSES) is {num_processes} in process {process_id}, but "
                 f"{count} in process {rank}. Give all the same."
             )
-
-
-# Elastic groups: a service and a client for each generation.
-
-# Seconds after which JAX's runtime would end processes itself. The launcher decides who is alive.
-_NEVER = 10**6
-_services: list[Any] = []
-_clients: list[Any] = []
-_devices: list[Any] = []
-_ports: set[int] = set()  # at which gloo listens in this process
-
-
-def serve(host: str, count: int) -> str:
-    """Start a coordination service for so many processes in this process, and return its address."""
-    # Nobody else is given a port that is bound. The service may listen there.
-    reserved = socket.socket()
-    for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-        reserved.setsockopt(socket.SOL_SOCKET, option, 1)
-    reserved.bind((host, 0))
-    address = f"{host}:{reserved.getsockname()[1]}"
-    # Services are kept: a process whose service is gone is ended by JAX's runtime.
-    timeouts = {"heartbeat_timeout": _NEVER, "shutdown_timeout": 1}
-    _services.append((reserved, _jax.get_distributed_runtime_service(address, count, **timeouts)))
-    return address
-
-
-def connect(address: str, rank: int, count: int) -> Any:
-    """Wait for the other processes of a generation at its service, and return the client."""
-    timeouts = {"init_timeout": _NEVER, "heartbeat_timeout": _NEVER}
-    client = _jax.get_distributed_runtime_client(
-        address, rank, use_compression=True, shutdown_on_destruction=False, **timeouts
-    )
-    # Clients are kept: threads that still wait for a lost process use them.
-    _clients.append(client)
-    client.connect()
-    return client
-
-
-def use(client: Any, address: str, rank: int, count: int) -> None:
-    """Start JAX's backend with a client."""
-    state = distributed.global_state
-    state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, count, address
-    before = _sockets(is_listening=True).keys()
-    # Kept, since the end of a backend on CPUs waits for its threads.
-    _devices.append(jax.devices())
-    _ports.update(port for number, port in _sockets(is_listening=True).items() if number not in before)
-
-
-def forget_devices() -> None:
-    """Let JAX start its backend anew when it is next used."""
-    hang_up()
-    jax.clear_caches()
-    jax.extend.backend.clear_backends()
-
-
-def hang_up() -> None:
-    """Close the connections that others have made to gloo here: threads at both ends that wait there come back."""
-    for descriptor, port in _sockets(is_listening=False).items():
-        if port in _ports:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
-    _ports.clear()
-
-
-def _sockets(is_listening: bool) -> dict[int, int]:
-    """Return the descriptors of this process's TCP sockets, and their ports; where a system does not tell, none."""
-    found: dict[int, int] = {}
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        # Another thread may have closed it.
-        with contextlib.suppress(OSError):
-            # A copy of what is no socket would stay open.
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
-            if is_tcp and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == is_listening:
-                found[int(name)] = one.getsockname()[1]
-    return found
-
-
-def wake_start(count: int) -> None:
-    """Wake a thread that starts JAX's backend, if it waits there for what a lost process would have told of itself."""
-    # JAX waits for this with a lock held, which the next start needs. What is written here is no topology, so that the
-    # start fails. The names are those of XLA's `ExchangeTopologies`.
-    for key in [*[f"cpu:local_topology/cpu/{rank}" for rank in range(count)], "cpu:global_topology/cpu"]:
-        with contextlib.suppress(Exception):
-            _client().key_value_set(key, "gone")
 
 
 # The key-value store.

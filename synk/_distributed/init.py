@@ -23,7 +23,6 @@ def init(
     cache: str | os.PathLike[str] | None = None,
     memory: int | float | str | None = None,
     distributed: bool = False,
-    elastic: bool = False,
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
@@ -64,9 +63,6 @@ def init(
         "14GB" or "14GiB", or a fraction of what the device tells. CPUs tell nothing, and need bytes. Over processes
         the value of process 0 counts.
       distributed: whether other processes take part.
-      elastic: whether the group goes on without a process that dies, with `distributed=True` in a program that `python
-        -m synk launch --elastic` has started: calls that were under way are made again, and no row is lost. A call
-        then waits for its results in all processes.
       coordinator: "host:port" of process 0.
       num_processes: how many processes there are.
       process_id: the number of this process, from 0.
@@ -94,11 +90,7 @@ def init(
         raise ValueError(f"synk.init: watchdog is {watchdog!r}; give seconds > 0, or None.")
     most, folder = parse_memory(memory, "synk.init"), checked_folder(cache, "synk.init")
     # What other processes need is imported where there are some, so that `import synk` is quick.
-    if elastic:
-        from .elastic import join_elastic
-
-        join_elastic(distributed, heartbeat, start, exit_hook)
-    elif distributed:
+    if distributed:
         from .coordinator import initialize
         from .liveness import attend
 
@@ -200,14 +192,6 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
     peers = ALONE
     if len(local) < len(devices):
         from .agreement import PEERS as peers
-    if CURRENT.peers is not None and not is_simulated:
-        if len(devices) == jax.device_count():
-            peers = CURRENT.peers
-        elif peers is not ALONE:
-            raise ValueError(
-                f"synk.init: an elastic group has all {jax.device_count()} devices of its processes, or those of one "
-                f"process; here are {len(devices)} of several."
-            )
     group, settings = CURRENT.group, (devices, is_simulated, peers, memory)
     # A cell of a notebook may run twice, and variables live in the group of its first run.
     if group is None or (group.devices, group.is_simulated, group._peers, group._memory) != settings:

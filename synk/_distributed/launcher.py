@@ -8,23 +8,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
 
+from .._base.old_names import instead_of
 from .liveness import EXIT_PEER_FAILED
-
-if TYPE_CHECKING:
-    from .membership import Membership
 
 EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
 GRACE_SECONDS = 3.0  # for other processes to print why they end, once one has failed
 DRAIN_SECONDS = 2.0  # for the last output of a process that has ended
-TOGETHER_SECONDS = 0.5  # in which processes fail that have the same error
 STALL_SECONDS = 2.0  # without progress, after which nobody seems to read standard output
 MAX_LINE_BYTES = 1 << 16  # longer lines are cut
 PROGRESS_SECONDS = 1.0  # between two printed states of a progress bar
@@ -70,8 +65,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("-n", "--processes", type=int, default=2, help="how many processes (2)")
     add("--devices-per-process", type=int, metavar="K", help="devices of each (one GPU; all with -n 1)")
     add("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
-    add("--elastic", action="store_true", help="go on without a process that dies, for synk.init(elastic=True)")
-    add("--min", type=int, default=1, dest="least", metavar="M", help="how few processes go on, with --elastic (1)")
     add("--logs", type=Path, metavar="FOLDER", help="keep each rank's output there")
     add("--nodes", type=int, default=1, metavar="M", help="on how many machines this command runs (1)")
     add("--node-rank", type=int, default=0, metavar="I", help="number of this machine, from 0 (0)")
@@ -79,14 +72,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("-m", dest="is_module", action="store_true", help="the program is a module, as of python -m")
     add("program", help="a script")
     add("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown[0])}")
     for name, least in {"processes": 1, "devices_per_process": 1, "restarts": 0, "nodes": 1}.items():
         if (value := getattr(options, name)) is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} is {value}; give at least {least}")
     if not 0 <= options.node_rank < options.nodes:
         parser.error(f"--node-rank is {options.node_rank} of --nodes {options.nodes}; give 0 to {options.nodes - 1}")
-    if not 1 <= options.least <= options.nodes * options.processes:
-        parser.error(f"--min is {options.least}; give 1 to {options.nodes * options.processes}, of all processes")
     if options.nodes > 1 and options.coordinator is None:
         parser.error("--nodes needs --coordinator HOST:PORT, the same on all machines")
     if options.coordinator is not None and not re.fullmatch(r"\S+:\d+", options.coordinator):
@@ -104,57 +97,22 @@ def _run(options: argparse.Namespace, attempt: int, console: "Console", signals:
     program = ["-m", options.program] if options.is_module else [options.program]
     command = [sys.executable, *program, *options.arguments]
     members: list[Member] = []
-    guard, membership = _start_guard(), None
+    guard = _start_guard()
     assert guard.stdin is not None
     try:
         with reserve_port() as reserved:
             coordinator = options.coordinator or "{}:{}".format(*reserved.getsockname())
-            membership = _start_membership(options, coordinator, console) if options.elastic else None
-            if membership is not None and not options.coordinator:
-                coordinator = f"127.0.0.1:{membership.port}"
-
-            told = guard.stdin
-
-            def start(rank: int, attempt: int) -> None:
+            for i in range(options.processes):
+                rank = options.node_rank * options.processes + i
                 log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
                 members.append(Member(rank, command, _environment(options, rank, attempt, coordinator), log, console))
                 with suppress(BrokenPipeError):  # somebody has killed the guard
-                    told.write(b"%d\n" % members[-1].process.pid)
-
-            for i in range(options.processes):
-                start(options.node_rank * options.processes + i, attempt)
-            attempts = iter(range(attempt + 1, options.restarts + 1))
-
-            def restart(rank: int) -> None:
-                if (attempt := next(attempts, None)) is not None:
-                    console.say(f"starting process {rank} again, to join ({attempt} of {options.restarts})")
-                    start(rank, attempt)
-
-            _watch(members, signals, membership, restart if options.elastic else None)
+                    guard.stdin.write(b"%d\n" % members[-1].process.pid)
+            _watch(members, signals)
     finally:
         _end(members, guard)
-        if membership is not None:
-            membership.close()
     is_interrupted = signal.SIGINT in signals or len(signals) > 1
-    if is_interrupted:
-        return -signal.SIGINT
-    has_gone_on = options.elastic and any(member.has_ended_well for member in members)
-    return 0 if has_gone_on else _blame(members, console)
-
-
-def _start_membership(options: argparse.Namespace, coordinator: str, console: "Console") -> "Membership | None":
-    """Keep the list of the processes of an elastic group, on the first machine."""
-    if options.node_rank:
-        return None
-    # Both import JAX.
-    from .coordinator import serve
-    from .membership import Membership
-
-    host, port = "127.0.0.1", "0"
-    if options.coordinator:
-        host, port = coordinator.rsplit(":", 1)
-    count = options.nodes * options.processes
-    return Membership((host, int(port)), count, options.least, partial(serve, host), console.say)
+    return -signal.SIGINT if is_interrupted else _blame(members, console)
 
 
 def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
@@ -167,8 +125,6 @@ def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinat
         "SYNK_ATTEMPT": str(attempt),
         "PYTHONUNBUFFERED": "1",
     }
-    if options.elastic:
-        environment["SYNK_MEMBERSHIP"] = coordinator
     if devices:
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     # A GPU belongs to one process. JAX ignores this setting on CPUs.
@@ -216,11 +172,6 @@ class Member:
         )
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
-
-    @property
-    def has_ended_well(self) -> bool:
-        """Tell whether the process has ended with exit code 0."""
-        return self.process.returncode == 0
 
     def _read(self) -> None:
         """Print each line with the rank before it. Of a progress bar, print one state a second."""
@@ -272,61 +223,26 @@ def _end(members: Sequence[Member], guard: Popen[bytes]) -> None:
         member.reader.join(max(0.0, until - monotonic()))
 
 
-def _watch(
-    members: Sequence[Member],
-    signals: Sequence[int],
-    membership: "Membership | None",
-    restart: Callable[[int], None] | None,
-) -> None:
+def _watch(members: Sequence[Member], signals: Sequence[int]) -> None:
     """Wait for all processes. Return early some seconds after one has failed or Ctrl-C has come, or at a second signal.
 
     The first of `signals` is passed on to all. SIGTERM sets no limit, so that programs may save: `synk.preempted`
-    reports it. In an elastic group it is reported to all by `membership`, nobody is waited for who was left behind, and
-    `restart` starts a process that joins in the place of one that has failed. The caller ends the processes that are
-    left.
+    reports it. The caller ends the processes that are left.
     """
     start, until, is_passed_on = monotonic(), float("inf"), False
-    # When to start which process again. If all fail of one cause, nobody is left to join.
-    lost: list[tuple[float, int]] = []
     while True:
-        hanging = set[int]() if membership is None else membership.hanging
-        for member in list(members):
+        for member in members:
             if member.seconds is None and member.process.poll() is not None:
                 member.seconds = monotonic() - start
-                hanging.discard(member.rank)
-                if membership is not None:
-                    if member.process.returncode:
-                        membership.fail(member.rank)
-                    membership.lose(member.rank, how_it_ended(member.process.returncode))
-                    # One that was told to stop has left on purpose.
-                    has_failed = member.process.returncode not in (0, 128 + signal.SIGTERM)
-                    is_over = membership.is_ending or signals
-                    if has_failed and membership.can_join and not is_over:
-                        lost.append((monotonic() + TOGETHER_SECONDS, member.rank))
-            elif member.seconds is None and member.rank in hanging:
-                # If it came back, it might write where the others write.
-                hanging.discard(member.rank)
-                member.process.kill()
         if all(m.seconds is not None for m in members) or monotonic() > until or len(signals) > 1:
             return
-        if restart and lost and monotonic() > lost[0][0]:
-            restart(lost.pop(0)[1])
         if signals and not is_passed_on:
             is_passed_on = True
-            if membership is not None and signals[0] == signal.SIGTERM:
-                membership.stop()
-            else:
-                for member in members:
-                    member.process.send_signal(signals[0])
-        ends_all = restart is None and any(member.process.returncode for member in members)
-        if signal.SIGINT in signals or ends_all:
+            for member in members:
+                member.process.send_signal(signals[0])
+        if signal.SIGINT in signals or any(member.process.returncode for member in members):
             until = min(until, monotonic() + GRACE_SECONDS)
         sleep(0.02)
-
-
-def how_it_ended(code: int) -> str:
-    """Say how a process has ended."""
-    return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with {code}"
 
 
 def _blame(members: Sequence[Member], console: "Console") -> int:
@@ -341,7 +257,7 @@ def _blame(members: Sequence[Member], console: "Console") -> int:
     stuck = [member for member in members if member.seconds is None]
     first = min(causes or failed, key=lambda member: member.seconds or 0.0)
     code, seconds = first.process.returncode, first.seconds
-    how = how_it_ended(code).removeprefix("it ")
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
     if stuck and not causes:  # its heartbeat has stopped, so the runtime has ended the others
         first, code, how = stuck[0], EXIT_TIMEOUT, "was stuck"
     console.say(f"process {first.rank} failed first: it {how} after {seconds:.1f} s")

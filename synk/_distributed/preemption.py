@@ -7,7 +7,6 @@ from typing import Any
 from jax.experimental import multihost_utils
 
 from .._base.errors import SynkError, public_api
-from .._runtime.group import CURRENT
 from . import coordinator
 
 _terminated: bool | None = None  # None until synk handles SIGTERM, in a program of one process
@@ -20,8 +19,7 @@ def preempted(step: int) -> bool:
     """Return whether any process of the group has been told to stop (SIGTERM): then save and leave.
 
     Every process asks about the same steps from its main thread, about all steps or, say, every tenth. A second
-    question about a step has the same answer. After the first True, the answer for all later steps is True. In an
-    elastic group it is the launcher that must be told: a process that is told alone leaves, and the others go on.
+    question about a step has the same answer. After the first True, the answer for all later steps is True.
 
     Args:
       step: the number of this step; it grows, and is the same in all processes.
@@ -48,8 +46,6 @@ def preempted(step: int) -> bool:
 def _is_over() -> bool:
     """Ask JAX's preemption service or, in a program of one process, the handler of SIGTERM."""
     global _terminated
-    if CURRENT.peers is not None:
-        return CURRENT.peers.is_told_to_stop("synk.preempted")
     if coordinator.is_running():
         try:
             # After a signal JAX takes the largest number that a process has asked about, and says yes to the next

@@ -16,7 +16,6 @@ from .._base.errors import SynkError, checked_integer, public_api, warn
 from .._base.jax_context import is_traced
 from .._base.old_names import instead_of
 from .._base.pytree import PyTree
-from .._base.retry import RETRY, in_parts, made_again
 from .._call.auto_slices import execute_fitting
 from .._call.binding import AUTO, OPTIONS, ArgumentBinder, BoundArguments, CallOptions, check_slices
 from .._call.compose import compose
@@ -334,9 +333,7 @@ class Function:
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
         return self._loop("stream", source, self._items("stream", options), prefetch, options)
 
-    # Its source may make calls of its own.
     @public_api
-    @in_parts
     def over(
         self,
         *args: Any,
@@ -390,25 +387,19 @@ class Function:
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
         total = Accumulation(Site(self._spec, self._plans, current_group()))
         if batches is not None:
-            items = self._batches("over", (args, kwargs), batches, options)
-            calls = items.calls(batches)
+            calls = self._batches("over", (args, kwargs), batches, options).calls(batches)
         elif args or kwargs:
             raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
         else:
             assert source is not None
-            items = self._items("over", options)
-            calls = items.calls(source)
+            calls = self._items("over", options).calls(source)
         checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
         turns = count()
         for call in calls:
-            turn = next(turns)
-            made_again(total.add, call.arguments, options._replace(batch=call.batch, turn=turn))
-            if RETRY.run is not None:
-                call = items.kept(call)
-                total.keep(call.arguments, options._replace(batch=call.batch, turn=turn))
+            total.add(call.arguments, options._replace(batch=call.batch, turn=next(turns)))
             # While the source makes the next batch, memory need not hold this one.
             del call
-        return made_again(total.result)
+        return total.result()
 
     def _bind(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, call: str = ""

@@ -152,11 +152,6 @@ class Batches:
         finally:
             self._note_writes(by_source=True)
 
-    def kept(self, call: LoopCall) -> LoopCall:
-        """Return a call that stays as it is, whatever the source does with its memory."""
-        values = {i: copied(call.arguments.leaves[i]) for i in self._values}
-        return LoopCall(_with_values(call.arguments, values), deepcopy(call.batch))
-
     def take_early(self, call: LoopCall) -> LoopCall:
         """Pick the rows of a batch that lie on the host, for a call that is not due yet."""
         batch, arguments, picked = call.batch, call.arguments, None

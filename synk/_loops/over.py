@@ -58,19 +58,13 @@ class Accumulation:
             )
         self._function = replace(function, is_over=True)
         self._site = site._replace(function=self._function)
-        # An elastic group that loses a process adds all batches again.
-        self._added: list[tuple[BoundArguments, CallOptions]] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self._devices = self._site.group._devices_now
         # The first call gives the outputs of all, and the states of variables that all batches must find.
         self._first: ReadyCall | None = None
         self._states: dict[Shared, VariableState] = {}
         self._sums: list[jax.Array] = []
         self._kept: list[_Kept] = []
         self._batches = self._rows = 0
-        self._has_rows = np.zeros(self._site.group.size, bool)
+        self._has_rows = np.zeros(site.group.size, bool)
 
     def add(self, bound: BoundArguments, options: CallOptions) -> None:
         """Run one more batch."""
@@ -79,21 +73,8 @@ class Accumulation:
                 f"{self._function.name}.over: rows at the ends of batches have neighbours in others (synk.Overlap), "
                 f"which over runs apart. Call the function on all rows."
             )
-        self._add_again()
         with LOCK:
             start(self._site, bound, options, self._run)
-
-    def keep(self, bound: BoundArguments, options: CallOptions) -> None:
-        """Keep a batch that was added."""
-        self._added.append((bound, options))
-
-    def _add_again(self) -> None:
-        """Add the batches that were kept once more, if the devices are others by now."""
-        if self._devices is not self._site.group._devices_now:
-            self._begin()
-            for bound, options in self._added:
-                with LOCK:
-                    start(self._site, bound, options, self._run)
 
     def _run(self, ready: ReadyCall) -> None:
         """Launch the programs of a batch, which add to the sums."""
@@ -164,7 +145,6 @@ class Accumulation:
 
     def result(self) -> PyTree:
         """Combine the replicas and return the answer."""
-        self._add_again()
         ready, rows = self._first, self._rows
         if ready is None:
             raise ValueError(f"{self._function.name}.over: there was no batch. An answer needs at least one row.")

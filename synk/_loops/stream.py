@@ -41,10 +41,6 @@ class Items:
                 )
         return LoopCall(bound)
 
-    def kept(self, call: LoopCall) -> LoopCall:
-        """Return a call that stays as it is, whatever the source does with its memory."""
-        return LoopCall(call.arguments._replace(leaves=[*map(copied, call.arguments.leaves)]))
-
     def take_early(self, call: LoopCall) -> LoopCall:
         """Copy the arguments of a call that is not due yet: the loader may write its next item where this one lies."""
         bound = call.arguments

@@ -104,7 +104,6 @@ class Program:
         self._peers, self._is_local, self._limits_in_flight = group._peers, is_local, group._limits_in_flight
         # In one process, on devices that are here, nothing has to be asked before a launch.
         self._is_checked = group.accelerator is not None or group._is_multi_process
-        self._communicates = group._is_multi_process and not is_local
 
     def launch(self, args: Sequence[Sequence[Any]], on_failure: OnFailure = ignore_failure) -> list[jax.Array]:
         """Start the program on its lists of arguments. If it dies later, `on_failure` is called."""
@@ -116,7 +115,7 @@ class Program:
             self._check()
         try:
             with TraceAnnotation(self.name):
-                results = self._peers.run(self._run, *args) if self._communicates else self._run(*args)
+                results = self._run(*args)
         except Exception as error:
             translated = self._translate(error)
             if translated is error:

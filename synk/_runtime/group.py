@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from traceback import walk_stack
-from typing import Any, NamedTuple, NoReturn, TypeAlias
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, NoReturn, TypeAlias
+from weakref import WeakKeyDictionary
 
 import jax
 import numpy as np
@@ -47,39 +47,8 @@ class Accelerator:
     link: float
 
 
-class Loss(NamedTuple):
-    """Loss of a process of an elastic group.
-
-    Attributes:
-      process: its number, as the launcher counts.
-      seconds: when it was noticed, since the group was made.
-      why: how it ended, as far as the launcher knows.
-    """
-
-    process: int
-    seconds: float
-    why: str
-
-
 class Peers:
-    """Hooks around launches for groups of several processes. In one process they do nothing.
-
-    Attributes:
-      keeps_values: whether programs must leave old values of variables as they are, since a call may be made again.
-      losses: the processes that an elastic group has lost.
-      is_waiting: whether this process is yet to join an elastic group.
-    """
-
-    keeps_values = False
-    losses: Sequence[Loss] = ()
-    is_waiting = False
-
-    def meet_new(self, give_state: Callable[[], None]) -> None:
-        """Let processes that wait join an elastic group, or join it. Where some are new, all call `give_state`."""
-
-    def run(self, program: Callable[..., Any], *args: Any) -> Any:
-        """Run a program that communicates with the other processes."""
-        return program(*args)
+    """Hooks around launches for groups of several processes. In one process they do nothing."""
 
     def agree(self, what: str, text: str) -> None:
         """Wait until all processes are about to run `what`. Raise DisagreementError if their texts differ."""
@@ -96,10 +65,6 @@ class Peers:
 
     def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:
         """Raise DisagreementError if processes have different values. Compare them `always`, or if users ask for it."""
-
-    def is_told_to_stop(self, what: str) -> bool:
-        """Return whether the launcher of an elastic group was told to stop, the same in all processes that ask."""
-        return False
 
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
         """Let process 0 act, and return its result in every process, or raise its error there."""
@@ -140,8 +105,6 @@ class Group:
     _memory: int | float | None = None
     _caches: WeakKeyDictionary[Any, BoundedCache] = field(default_factory=WeakKeyDictionary)
     _groups_before: list[Group | None] = field(default_factory=list)
-    # Stands for the devices as they are: another object after each loss of an elastic group.
-    _devices_now: object = field(default_factory=object)
 
     @property
     def size(self) -> int:
@@ -179,11 +142,6 @@ class Group:
     def _is_multi_process(self) -> bool:
         """Check whether the group spans several processes."""
         return len(self._local_ranks) < self.size
-
-    @property
-    def _is_elastic(self) -> bool:
-        """Check whether the group goes on with other devices when it loses a process."""
-        return self._peers.keeps_values
 
     @cached_property
     def _per_process(self) -> int:
@@ -234,16 +192,6 @@ class Group:
                 f"there, and nothing runs. Leave the `with` block of synk.target, or call synk.init()."
             )
 
-    def _take_devices(self, devices: tuple[Device, ...]) -> None:
-        """Go on with other devices, after the loss of a process. What was cached for the old ones is dropped."""
-        names = {field.name for field in fields(self)}
-        mesh = _mesh_of(devices[:1] if self.is_simulated else devices)
-        for name in self.__dict__.keys() - names:
-            del self.__dict__[name]
-        self._caches.clear()
-        for name, value in {"devices": devices, "mesh": mesh, "_devices_now": object()}.items():
-            object.__setattr__(self, name, value)
-
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self}: a group has the devices of a process, and is not copied or pickled. Make one there.")
 
@@ -272,8 +220,6 @@ class _CurrentGroup:
     def __init__(self) -> None:
         self.group: Group | None = None
         self.make_default: Callable[[], Group]
-        # The other processes of an elastic group.
-        self.peers: Peers | None = None
         # The newest group, the group before it, and the lines under way when it was made.
         self._made: tuple[Group, Group | None, set[Any]] | None = None
 
@@ -294,10 +240,6 @@ class _CurrentGroup:
         self._made = None
         self.group = group
         return before
-
-    def communicate(self, program: Callable[..., Any], *args: Any) -> Any:
-        """Run a program that communicates with other processes, whichever the group."""
-        return program(*args) if self.peers is None else self.peers.run(program, *args)
 
     def forget(self) -> None:
         """Forget the current group."""
@@ -331,19 +273,7 @@ def make_group(
     memory: int | float | None = None,
 ) -> Group:
     """Make a group of devices."""
-    mesh = _mesh_of(devices[:1] if is_simulated else devices)
-    group = Group(devices, mesh, is_simulated, peers, accelerator, memory)
-    if accelerator is None:
-        GROUPS.add(group)
-    return group
-
-
-def _mesh_of(devices: tuple[Device, ...]) -> Mesh:
-    """Return the mesh of devices."""
     # Under Explicit axes jnp functions ask users for shardings:
     # https://docs.jax.dev/en/latest/parallel.html
-    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-# All groups that live, whose devices an elastic group replaces after a loss.
-GROUPS: WeakSet[Group] = WeakSet()
+    mesh = Mesh(np.array(devices[:1] if is_simulated else devices), (AXIS,), axis_types=(AxisType.Auto,))
+    return Group(devices, mesh, is_simulated, peers, accelerator, memory)

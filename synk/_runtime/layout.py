@@ -5,7 +5,6 @@ Between programs an array is *stacked* (one entry a replica on axis 0), *rows* (
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from .._base.pytree import fitting, narrow, narrowed, number_dtype
 from .dispatch import LOCK
-from .group import CURRENT, Group
+from .group import Group
 
 Layout: TypeAlias = Literal["replicated", "stacked", "rows"]
 Layouts: TypeAlias = Sequence[Layout]
@@ -38,9 +37,7 @@ def is_everywhere(array: jax.Array) -> bool:
 
 def everywhere(array: jax.Array) -> np.ndarray:
     """Copy a whole array to host memory. If it lies over several processes, all of them call this together."""
-    if not is_everywhere(array):
-        array = CURRENT.communicate(partial(multihost_utils.process_allgather, tiled=True), array)
-    return np.asarray(array)
+    return np.asarray(array if is_everywhere(array) else multihost_utils.process_allgather(array, tiled=True))
 
 
 def put(group: Group, value: Any, layout: Layout) -> jax.Array:
@@ -57,7 +54,7 @@ def put(group: Group, value: Any, layout: Layout) -> jax.Array:
         # The program is awaited here, so it does not count as one in flight.
         with LOCK:
             reshard = group._cached(group, where, lambda: jax.jit(lambda value: value, out_shardings=where))
-            return jax.block_until_ready(group._peers.run(reshard, value))
+            return jax.block_until_ready(reshard(value))
     host = np.asarray(value)
     # This takes half the time of jax.device_put:
     # https://docs.jax.dev/en/latest/_autosummary/jax.make_array_from_callback.html

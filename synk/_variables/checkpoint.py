@@ -86,12 +86,9 @@ def save(
     extra, place = checked_extra(extra, "save"), Path(folder).absolute()
     with eager():
         group, call = common_group(variables, "save"), f"synk.save(step={number}, variables={[*variables]})"
-        # The others, which this process is yet to join, have saved later steps.
-        if group._peers.is_waiting:
-            return
         group._peers.from_process_0(call, WRITER.wait)
         is_writer = jax.process_index() == 0 or not group._is_multi_process
-        arrays = dict(arrays_of(variables, is_writer, is_copy=background))
+        arrays = dict(_arrays(variables, is_writer, is_copy=background))
         about = {"extra": extra, "variables": [[name, described(v)] for name, v in variables.items()]}
 
         def act() -> str:
@@ -152,7 +149,10 @@ def load(
             warnings.warn(f"synk.load: {why} Step {about['step']} is loaded in its place.", stacklevel=3)
         kept = dict(about["variables"])
         compare(variables, kept, f"synk.load: {path}", partial)
-        take_values(variables, kept, files.enter_context(opened_here[0].arrays()) if opened_here else None)
+        names = list(kept)
+        arrays = files.enter_context(opened_here[0].arrays()) if opened_here else None
+        states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
+        commit_all(states)
     return about["step"], about["extra"]
 
 
@@ -216,7 +216,7 @@ def described(variable: Shared) -> dict[str, Any]:
     }
 
 
-def arrays_of(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
+def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the leaves of all variables in host memory, by their names in the file."""
     for number, variable in enumerate(variables.values()):
         for rank, leaves in _entries(variable, is_writer):
@@ -304,14 +304,6 @@ def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
         for field, what in (("dtype", "dtype"), ("key", "PRNG keys")):
             if there[field] != here[field]:
                 yield f"{here['path']}'s {what}", there[field], here[field]
-
-
-def take_values(
-    variables: Mapping[str, Shared], kept: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None
-) -> None:
-    """Give variables the values that are described in `kept`, whose arrays process 0 has; others pass None."""
-    names = list(kept)
-    commit_all([(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()])
 
 
 def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:

@@ -133,6 +133,12 @@ def test_launch_refuses(capsys, options):
         (["--nodes", "2", "--node-rank", "2", "--coordinator", "a:1", "script.py"], "give 0 to 1"),
         (["--nodes", "2", "script.py"], "--nodes needs --coordinator HOST:PORT"),
         (["--coordinator", "here", "script.py"], "--coordinator is 'here'; give HOST:PORT"),
+        (["--logz", "here", "script.py"], "unrecognized arguments: --logz\n"),
+        (
+            ["--elastic", "--min", "2", "script.py"],
+            "--elastic --min, which synk no longer has. Instead: when a process",
+        ),
+        (["--min", "2", "script.py"], "start all again from a checkpoint: `python -m synk launch --restarts R`"),
     ],
 )
 def test_launch_says_what_it_wants(capsys, options, message):
