@@ -20,9 +20,7 @@ def check_row_ops(ops: PyTree, name: str) -> None:
     """Refuse ops that show parts, since a row knows none."""
     for op in jax.tree.leaves(ops):
         if op.name not in _OPS:
-            raise ValueError(
-                f"{name}: the outputs of a row do not combine by {op.name!r}; use one of {', '.join(_OPS)}."
-            )
+            raise ValueError(f"{name}: outputs of a row do not combine by {op.name!r}; use one of {', '.join(_OPS)}.")
 
 
 def map_rows(function: FunctionSpec, call: CallSpec, rows: int | None, /, *args: Any, **kwargs: Any) -> PyTree:

@@ -280,6 +280,22 @@ def test_then_assigns():
     assert_close((f(x), f(x), w.value), (21, 462, 484))
 
 
+@pytest.mark.parametrize("on_group", [("devices", 4)], ids=str, indirect=True)
+def test_check_forgives_what_then_makes_of_rounding():
+    """A `then` that turns the last bit of a sum into a whole step runs again after equal outputs."""
+    w, total = synk.shared(np.float32(0)), synk.map(lambda x: x, outputs="sum")
+    tries = (np.random.default_rng(seed).normal(size=101).astype(np.float32) for seed in range(50))
+    x, serial = next((x, serial) for x in tries if total(x) != (serial := total.serial(x)))
+
+    def then(total):
+        w.value = jnp.sign(total - jnp.asarray(serial))
+
+    f = synk.map(lambda x: x, outputs="sum").then(then)
+    f(x)
+    assert w.value != 0
+    f.check(x)
+
+
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
 def test_draws_that_depend_on_other_rows(impl):
     """Refused for any number of rows: of typed and raw keys, and of one key folded with numbers of rows."""
