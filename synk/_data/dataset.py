@@ -168,8 +168,10 @@ class Data:
             rows = source[index] if self._length == len(source) else read_within(source, self._length, index)
         else:
             rows = np.asarray(source)[: self._length][index]
-        with named(self.name):
-            return rows if rows.dtype == self._dtype else fitting(rows, self._dtype).astype(self._dtype)
+        if rows.dtype != self._dtype:
+            with named(self.name):
+                rows = fitting(rows, self._dtype).astype(self._dtype)
+        return rows
 
     @public_api
     def __setitem__(self, index: Any, rows: Any) -> None:

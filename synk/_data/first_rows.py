@@ -62,9 +62,10 @@ def rows_shared(source: Any, written: range, other: Any) -> range:
         # Each `file["x"]` of h5py is another object, and equal. What has no hash may compare numbers.
         is_one = source.of is other.of or (type(source.of).__hash__ and (source.of == other.of) is True)
         return written if is_one else range(0)
-    are_arrays = isinstance(source, np.ndarray) and isinstance(other, np.ndarray)
+    if not (isinstance(source, np.ndarray) and isinstance(other, np.ndarray)):
+        return range(0)
     # Work enough to tell columns apart.
-    if not (are_arrays and np.may_share_memory(source, other, max_work=99)):  # type: ignore[arg-type]  # any number
+    if not np.may_share_memory(source, other, max_work=99):  # type: ignore[arg-type]  # any number
         return range(0)
     is_one = (source.ctypes.data, source.strides) == (other.ctypes.data, other.strides)
     return written if is_one else range(len(other))

@@ -26,6 +26,7 @@ from .._base.pytree import (
     named,
     narrow,
     narrowed,
+    number_dtype,
     refuse_tracer,
     refuse_two_bits,
 )
@@ -252,7 +253,7 @@ def as_array(leaf: Any, name: str) -> Any:
             f"{name}: a shared variable holds arrays, but this leaf is a {type(leaf).__name__}. "
             f"Keep it outside, e.g. with equinox.partition(model, equinox.is_array)."
         )
-    array = np.asarray(leaf)
+    array = np.asarray(leaf, number_dtype(leaf) if isinstance(leaf, SCALARS) else None)
     if not is_number(array.dtype):
         raise TypeError(f"{name}: a shared variable holds numbers that JAX has, but this leaf has dtype {array.dtype}.")
     return fitting(array, narrow(array.dtype)).astype(narrow(array.dtype), copy=False)

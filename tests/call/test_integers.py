@@ -160,8 +160,11 @@ def test_variables(kind, n):
             with pytest.raises(ValueError, match=f"w: .*{REFUSED}"):
                 act()
             np.testing.assert_array_equal(w.value, old)
-        for value in (IDS, of_jax(IDS), 2**31, IDS.tolist()[-1], {"a": [IDS]}):
+        for value in (IDS, of_jax(IDS), 2**31, {"a": [IDS]}):
             with pytest.raises(ValueError, match=f"ids.*{REFUSED}"):
+                synk.shared(value, name="ids")
+        for value in (2**63, -(2**70)):
+            with pytest.raises(ValueError, match=r"ids: Python int.* Give smaller"):
                 synk.shared(value, name="ids")
 
 
