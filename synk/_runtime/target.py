@@ -127,7 +127,8 @@ def target(device: str, replicas: int, hosts: int = 1, *, memory: int | float | 
     if replicas % hosts:
         raise ValueError(f"synk.target: {replicas} replicas do not divide over {hosts} hosts. Give each as many.")
     most = parse_memory(memory, "synk.target")
-    return CURRENT.use(make_group(_devices(device, replicas, hosts), False, None, _accelerator(device), most))
+    devices = _devices(device, replicas, hosts)
+    return CURRENT.use(make_group(devices, False, accelerator=_accelerator(device), memory=most))
 
 
 def _accelerator(device: str) -> Accelerator:
