@@ -630,6 +630,13 @@ def local(group, noted):
         close(moments(synk.local(parts[me])), moments_by_numpy(np.concatenate(parts)))
         raises(*refused, lambda: list(counted.iterate(synk.local(parts[me]), batches=[[0], wrong])))
         raises(*refused, lambda: moments.serial(synk.local(parts[me]), batch=wrong))
+        # Rows that 32 bits do not hold, in one process.
+        ids = np.array([3, 2**40 if me == 0 else 5, 4])
+        raised = (ValueError, "out of bounds for int32") if me == 0 else refused
+        raises(*raised, lambda: counted(synk.local(ids)))
+        raises(*raised, lambda: counted.serial(synk.local(ids)))
+        raises(*raised, lambda: list(counted.iterate(synk.local(ids), batches=[[0, 2], [1]])))
+        close(float(counted(synk.local(ids), batch=[0, 2])), 2 * count)
         close(moments(synk.local(parts[me])), moments_by_numpy(np.concatenate(parts)))
         with synk.init(sorted(group.devices, key=lambda device: -device.process_index)):
             whole = synk.function(lambda x: (x, x.sum(0)), outputs=("concat", "sum"))
