@@ -229,9 +229,8 @@ def histogram(x: Any, bins: Any = 10, range: tuple[float, float] | None = None) 
       [[1, 2], [0.0, 0.5, 1.0]]
     """
     x = statistics.rows_of(x, "histogram")
-    for name, value in (("bins", bins), ("range", range)):
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-            raise TypeError(f"synk.stats.histogram: {name} is made by jax.numpy in a trace; make edges by NumPy.")
+    _refuse_traced("histogram", "bins", bins)
+    _refuse_traced("histogram", "range", range)
     if np.ndim(bins) == 0 and range is None:
         raise ValueError(f"synk.stats.histogram: bins={bins!r} needs range=(lowest, highest); or give edges as bins.")
     like = np.zeros(0, x.dtype if jnp.issubdtype(x.dtype, np.floating) and x.dtype.itemsize >= 4 else np.float32)
@@ -259,6 +258,7 @@ def bincount(x: Any, length: int) -> Monoid:
       >>> synk.function(lambda x: synk.stats.bincount(x, 3))(np.array([0, 2, 2])).tolist()
       [1, 0, 2]
     """
+    _refuse_traced("bincount", "length", length)
     return statistic(statistics.counted(statistics.integers_of(x, "bincount"), length), statistics.merge_counts)
 
 
@@ -280,6 +280,7 @@ def confusion(labels: Any, predictions: Any, classes: int) -> Monoid:
       >>> matrix(np.array([0, 1, 1]), np.array([0, 0, 1])).tolist()
       [[1, 0], [1, 1]]
     """
+    _refuse_traced("confusion", "classes", classes)
     true, predicted = statistics.integers_of(labels, "confusion"), statistics.integers_of(predictions, "confusion")
     if true.shape != predicted.shape:
         raise ValueError(f"synk.stats.confusion: labels have shape {true.shape}, predictions {predicted.shape}.")
@@ -304,6 +305,7 @@ def quantile(x: Any, q: Any) -> Monoid:
       >>> synk.function(lambda x: synk.stats.quantile(x, [0.5, 1]))(np.arange(5.0)).tolist()
       [2.0, 4.0]
     """
+    _refuse_traced("quantile", "q", q)
     wanted = np.asarray(q, np.float64)
     if not ((wanted >= 0) & (wanted <= 1)).all():
         raise ValueError(f"synk.stats.quantile: q is {shown(q)}; give numbers from 0 to 1.")
@@ -315,6 +317,15 @@ def _of_spread(x: Any, finish: Any, **options: int) -> Monoid:
     """Make a statistic that `finish` computes from count, mean and squares."""
     finish_it = partial(finish, dtype=statistics.real_like(x), **options)
     return statistic(statistics.spread(x, finish.__name__), statistics.merge_spreads, finish_it)
+
+
+def _refuse_traced(call: str, name: str, value: Any) -> None:
+    """Raise TypeError for an option that is known only when the program runs."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        raise TypeError(
+            f"synk.stats.{call}: {name} is an argument, or made by jax.numpy in a trace. Make it by NumPy, or pass it "
+            f'as "static".'
+        )
 
 
 def _numbered(x: Any, name: str) -> tuple[jax.Array, jax.Array]:

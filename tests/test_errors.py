@@ -432,12 +432,18 @@ ERRORS = {
     ),
     "unequal parts": (
         lambda: synk.function(lambda x: {"a": x}, reduce="stack", name="f")(X),
-        ValueError, r"f: output\['a'\] has shape \(3, 2\) on one part, \(2, 2\) on another, .* 'stack' need equal shapes",
+        ValueError, r"f: output\['a'\] has shape \(3, 2\) in a part of length 3, \(2, 2\) in one of 2, .* 'stack' need equal shapes",
     ),
     "unequal parts of a callable": (
         lambda: synk.function(lambda x: x, reduce=lambda p: p, name="f")(X), ValueError, "parts under .*a callable.* need equal shapes",
     ),
-    "unequal parts of a sum": (lambda: synk.function(lambda x: x, name="f")(X), ValueError, "'sum' need equal shapes"),
+    "unequal parts of a sum": (
+        lambda: synk.function(lambda x: jnp.concatenate([x, x]), name="f")(X[:, :1]), ValueError, "'sum' need equal shapes",
+    ),
+    "an entry a row of a sum": (
+        lambda: synk.function(lambda x: x, name="f")(X),
+        ValueError, r"f: output has shape \(3, 2\) in a part of length 3, \(2, 2\) in one of 2, .* use .concat. for an entry a row",
+    ),
     "Weighted under sum": (
         lambda: synk.function(lambda x: synk.Weighted(x.sum(), 1.0), name="f")(X),
         ValueError, "f: output is Weighted, which goes with \"mean\", but its op is 'sum'",

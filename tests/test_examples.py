@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,28 @@ def test_from_pmap_unchanged():
     """The programs of pmap run as they are, with another `jax.pmap`."""
     pytest.importorskip("optax", reason="install the extra `examples`")
     assert run("pmap/unchanged.py").splitlines()[-1] == f"{len(PAIRS)} of {len(PAIRS)} run unchanged"
+
+
+# Examples that are right, and have no serial answer to rounding.
+NO_LAW = {
+    "blackjax_chains.py": "chains of NUTS magnify the rounding of a vectorised step",
+    "numpyro_chains.py": "chains of NUTS magnify the rounding of a vectorised step",
+    "imagenet_style.py": "its batch norm has the statistics of each replica's rows",
+    "ray_elastic.py": "Ray starts it, in an environment of its own",
+    "ray_train.py": "Ray starts it, in an environment of its own",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", sorted({str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")} - {*NO_LAW})
+)
+def test_examples_under_the_law(name):
+    """Each first call is the serial one, and none that is right is stopped."""
+    for needed in re.findall(r"^\s*(?:import|from) (\w+)", (EXAMPLES / name).read_text(), re.MULTILINE):
+        if find_spec(needed) is None and not (EXAMPLES / name).with_name(f"{needed}.py").is_file():
+            pytest.skip(f"{needed} is not installed")
+    assert run(name, SYNK_CHECK="law")
 
 
 def test_every_example_is_run():

@@ -81,6 +81,7 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     def trace() -> Traced:
         # A program that touches a variable is refused, so none is touched here.
         mapped, result = _make(function, group, call)
+        function.on_first_call(site, bound, options, None)
         return Traced({}, (ref(mapped),), lambda: (mapped, result))
 
     mapped, result = site.plans.find(site, plan_key(function, call), trace, holds_function=True)

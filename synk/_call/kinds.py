@@ -60,7 +60,12 @@ class Kind:
 
     It is made from the key by which a call is recognised, and never looks at a leaf. It refers neither to leaves nor to
     the function.
+
+    Attributes:
+      is_new: whether no call of the kind has run.
     """
+
+    is_new = True
 
     def __init__(self, site: Site, spec: ArgumentSpec, specs: Sequence[LeafSpec], options: CallOptions) -> None:
         function, slices = site.function, options.num_slices
@@ -414,8 +419,9 @@ def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
     return tuple(subset)
 
 
-def prepare(site: Site, bound: BoundArguments, options: CallOptions) -> ReadyCall:
-    """Recognise a call, select its rows, and find or make its plan."""
+def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_check: bool = False) -> ReadyCall:
+    """Recognise a call, select its rows, and find or make its plan. With `may_check`, the first call of a kind is
+    checked if the user has asked for that."""
     choice, function, group = None, site.function, site.group
     if function.blocks is not None:
         # Blocks run one at a time anyway.
@@ -436,6 +442,9 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions) -> ReadyCal
         check_row_count(function.name, plan.least_rows, rows.lengths)
     if plan.staying:
         _check_dealt_out(function.name, rows.lengths or (), group.size)
+    if may_check and kind.is_new:
+        function.on_first_call(site, bound, options, plan)
+        kind.is_new = False
     return ReadyCall(function, group, form, plan, rows, broadcast, options.num_slices, choice)
 
 
@@ -476,7 +485,7 @@ def start(site: Site, bound: BoundArguments, options: CallOptions, run: Callable
     # A variable that a dead program was to write raises now, before anything is checked.
     retire_finished()
     begun, sending, compiling = perf_counter(), stats.sending, stats.dispatching
-    ready = prepare(site, bound, options)
+    ready = prepare(site, bound, options, may_check=True)
     prepared = perf_counter()
     stats.selecting += prepared - begun - (stats.dispatching - compiling)
     lengths, slices = ready.rows.lengths, ready.num_slices

@@ -32,6 +32,8 @@ from .traces import CallTraces, View, rows_not_in_blocks
 
 # Groups for which a function keeps plans that refer to it.
 MAX_GROUPS = 4
+# What tells parts apart by the numbers of their rows, which are those of the serial run.
+_OF_ROWS = {"synk.row_numbers", "synk.row_keys"}
 
 
 class UpdateSlice(NamedTuple):
@@ -76,6 +78,7 @@ class CallPlan:
       flops: flops of `fn` over so many rows, in matrix products and convolutions.
       flops_of_then: flops of `then`.
       least_rows: the number of rows in all that the outputs need.
+      uses_rank: what `fn` and `then` use that tells parts of equal rows apart, as `synk.rank`.
       compiler: for `f.over`, the compiler of the program that ends it, which depends on what has been kept. Otherwise
         None, since it refers to the function.
     """
@@ -97,6 +100,7 @@ class CallPlan:
     flops: Mapping[int | None, int]
     flops_of_then: int
     least_rows: int
+    uses_rank: set[str]
     compiler: Compiler | None
 
     def program_of(self, parts: PartRows) -> Executable:
@@ -477,6 +481,8 @@ def _make_plan(
         stop = at + len(state.shapes)
         updates.append(UpdateSlice(variable, at, stop, with_layout(state, layouts.get(variable)), needed))
         at = stop
+    # A `then` that adds up itself has a plain one, which serial runs take.
+    users = [builder.first, *([epilogue.then[0]] if epilogue.then and epilogue.function.plain is None else [])]
     return CallPlan(
         programs=programs,
         start=start,
@@ -495,6 +501,7 @@ def _make_plan(
         flops={size: traced.flops(builder.used) for size, traced in builder.traced.items()},
         flops_of_then=epilogue.flops_of_then,
         least_rows=builder.outputs.least_rows(builder.combined),
+        uses_rank=set().union(*(traced.uses_rank for traced in users)) - _OF_ROWS,
         compiler=compiler if call.is_over else None,
     )
 

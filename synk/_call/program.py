@@ -1,7 +1,7 @@
 """Program: the bodies of one kind of call: run parts, add up their states, combine replicas, run `then`."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property, partial
 from itertools import chain, compress, groupby
 from typing import Any
@@ -47,8 +47,9 @@ class ProgramBuilder:
         self.traced: dict[int | None, TracedFunction] = {}
         for size in self._sizes():
             self.traced[size] = traces.of_rows(size)
-            self._check_like_first(self.traced[size])
+            self._check_like_first(size, self.traced[size])
         self.outputs: OutputSpec = self.first.outputs
+        self._check_entries()
         self._check_present()
         self.combined = self._wanted()
         self.reduced = [
@@ -95,21 +96,43 @@ class ProgramBuilder:
         """Cut a replica's rows into the slices that one traced program runs."""
         return split_rows(rows or 1, min(self.call.num_slices, rows or 1))
 
-    def _check_like_first(self, other: TracedFunction) -> None:
-        """Check that outputs which combine have the same shapes, and updates the same variables, for all parts."""
-        name, first = self.function.name, self.first
-        for leaf, one, two in zip(first.outputs.leaves, first.shapes, other.shapes, strict=False):
-            if not leaf.reduction.has_row_entries and one.shape != two.shape:
+    def _check_like_first(self, rows: int | None, other: TracedFunction, which: Container[int] | None = None) -> None:
+        """Check that a part of so many rows has updates of the same variables, and outputs which combine the same
+        shapes; with `which` only that these outputs do."""
+        name, first, most = self.function.name, self.first, next(iter(self.traced))
+        for i, (leaf, *parts) in enumerate(zip(first.outputs.leaves, first.shapes, other.shapes, strict=False)):
+            one, two = (part.shape for part in parts)
+            if one != two and not leaf.reduction.has_row_entries and (which is None or i in which):
                 op = "a callable" if leaf.reduction.name == "callable" else leaf.reduction.name
                 raise ValueError(
-                    f"{name}: output{leaf.path} has shape {one.shape} on one part, {two.shape} on another, but "
-                    f'parts under {op!r} need equal shapes. For one row an input row, use "concat".'
+                    f"{name}: {self.function.name_of_output(leaf.path)[0]} has shape {one} in a part of length {most}, "
+                    f"{two} in one of {rows}, but parts under {op!r} need equal shapes. Combine the rows inside, as "
+                    f'jnp.mean(..., axis=0) does, or use "concat" for an entry a row.'
                 )
-        if first.writes != other.writes or first.outputs.treedef != other.outputs.treedef:
+        if which is None and (first.writes != other.writes or first.outputs.treedef != other.outputs.treedef):
             raise ValueError(
                 f"{name}: what it returns or which shared variables it assigns depends on its number of rows, "
                 f"which differs between parts. Make it the same for all."
             )
+
+    def _check_entries(self) -> None:
+        """Refuse an output with an entry a row under an op that combines parts entry by entry.
+
+        An axis as long as the part need not follow the rows, as those of a gradient do not. A second trace tells.
+        """
+        rows, name_of = next(iter(self.traced)), self.function.name_of_output
+        suspects = [
+            i
+            for i, (leaf, struct) in enumerate(zip(self.outputs.leaves, self.first.shapes, strict=False))
+            if rows in struct.shape and leaf.reduction.is_lawful and leaf.reduction.name not in ("merge", "same")
+            and name_of(leaf.path)[1]
+        ]  # fmt: skip
+        if rows is not None and suspects and len(self.traced) == 1:
+            other = self.first
+            # The function may refuse other numbers of rows.
+            with suppress(Exception):
+                other = CallTraces(self.function, self.group, self.call, self.traces.view).of_rows(2 * rows)
+            self._check_like_first(2 * rows, other, suspects)
 
     def _check_present(self) -> None:
         """Check that every replica has rows, if an output is to be the same on all of them."""

@@ -80,6 +80,8 @@ class FunctionSpec:
       inside: what messages advise where the function is called inside another one.
       advice: what messages advise where the function breaks the law.
       log: the function of the user's that `then` calls, for a function of synk's own.
+      on_first_call: takes site, arguments, options and plan (None under a trace) of the first call of each kind before
+        it runs.
       output_names: for synk's own functions, what users call the outputs whose paths begin so, and whether the user
         named their op.
     """
@@ -107,6 +109,7 @@ class FunctionSpec:
     inside: str | None = None
     advice: str = "Name ops with outputs= or reduce=, and update shared variables in then."
     log: Callable[..., PyTree] | None = None
+    on_first_call: Callable[..., None] = lambda *call: None
     output_names: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
 
     def name_of_output(self, path: str) -> tuple[str, bool]:

@@ -16,6 +16,7 @@ from .._base.pytree import refuse_two_bits
 from .._data.overlap import halo_of
 from .._data.row_keys import refuse_rbg
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
+from .._reductions.reduction import WEIGHTS_APART
 from .._runtime.group import Group
 from .._tracing.context import TraceContext
 from .._tracing.fingerprint import ByIdentity, fingerprint
@@ -37,23 +38,24 @@ class CallTraces:
     """Tracer of one function for one kind of call. It looks at variables and does not place them.
 
     Attributes:
+      view: gives the states of variables that live in another group; None for those of their own.
       touched: the variables that the traces so far read or write.
       record: what identifies the traces so far: the numbers of their variables, in the order in which programs take
         and write them, and fingerprints.
     """
 
     def __init__(self, function: FunctionSpec, group: Group, call: CallSpec, view: View | None = None) -> None:
-        self.function, self.group, self.call, self._view = function, group, call, view
+        self.function, self.group, self.call, self.view = function, group, call, view
         self.touched: dict[Shared, None] = {}
         self.record: tuple[Any, ...] = ()
 
     def abstract(self, variable: Shared) -> AbstractState:
         """Return shapes, layout and rows of a variable, outside any trace under way."""
         refuse_narrow(variable._state.abstract, variable.name)
-        if self._view is None:
+        if self.view is None:
             return state_in(variable, self.group).abstract
         with jax.ensure_compile_time_eval():
-            return self._view(variable).abstract
+            return self.view(variable).abstract
 
     @property
     def accepts(self) -> dict[Shared, tuple[AbstractState]]:
@@ -74,7 +76,7 @@ class CallTraces:
 
     def _expected(self, fn: Any) -> list[Shared]:
         """Return the variables that `fn` will probably read. Guessing right saves a second trace."""
-        return list(filter(self._is_readable, shared_in(fn))) if self._view is None else []
+        return list(filter(self._is_readable, shared_in(fn))) if self.view is None else []
 
     def _is_readable(self, variable: Shared) -> bool:
         try:
@@ -119,7 +121,7 @@ class CallTraces:
             merges_equal=call.block is not None,
             keeps_lines=keeps_lines,
         )
-        traced = self._trace(request)
+        traced = self._trace(request, zip(call.arguments.names, leaves, strict=True), seen)
         self._check_updates(traced)
         if function.of_one_row == "alone" and traced.draws_by_rbg:
             refuse_rbg("rbg", function.name)
@@ -135,7 +137,10 @@ class CallTraces:
             call.block,
         )  # fmt: skip
 
-    def _trace(self, request: TraceRequest) -> TracedFunction:
+    def _trace(
+        self, request: TraceRequest, arguments: Iterable[tuple[str, Any]] = (), seen: Sequence[int] = ()
+    ) -> TracedFunction:
+        """Trace a function; of one of rows also tell the arguments, and how many rows of each it sees."""
         try:
             traced = trace(request)
         except NameError as error:
@@ -143,6 +148,9 @@ class CallTraces:
             if refused is None:
                 raise
             raise ValueError(refused) from error
+        except (TypeError, ValueError) as error:
+            _add_notes(error, arguments, seen)
+            raise
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
         reads, writes = [v._number for v in traced.variables], [(v._number, slices) for v, slices in traced.writes]
         # Two traces may have the same equations and return different trees, or Monoids with other functions.
@@ -226,6 +234,17 @@ class CallTraces:
                 f"program on all, so there they need as many. Use {variable.name} in {name} itself."
             )
         return state.shapes
+
+
+def _add_notes(error: Exception, arguments: Iterable[tuple[str, Any]], seen: Sequence[int]) -> None:
+    """Add to an error how many rows arguments have, if it speaks of different ones, or what a Weighted is for."""
+    said = {*re.findall(r"\w+", str(error))}
+    rows = {name: leaf.shape[0] for name, leaf in arguments if leaf.shape and str(leaf.shape[0]) in said}
+    if min(seen, default=0) in rows.values() and len(set(rows.values())) > 1:
+        counts = ", ".join(f"{name} {count}" for name, count in rows.items())
+        error.add_note(f'Rows in this part: {counts}. One with an entry a row is "scatter": name it in inputs=.')
+    if {"Gradient", "Weighted"} <= said:
+        error.add_note(f"Take the gradient of the value. {WEIGHTS_APART}")
 
 
 def _refused_axis(request: TraceRequest, function: FunctionSpec, error: str) -> str | None:

@@ -1,5 +1,6 @@
 """Check: whether the parallel answer of a call is equal to the serial one."""
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -8,11 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import LawError
+from .._base.errors import LawError, SynkError, in_a_line
+from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, evaluate
 from .._call.kinds import is_stale, prepare
 from .._call.parts import split_into_launches
-from .._call.plan import PlanCache, Site
+from .._call.plan import CallPlan, PlanCache, Site
 from .._call.spec import FunctionSpec
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS
@@ -53,13 +55,33 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
             check_wires(runner, mapping, tolerance)
 
 
+def check_first_call(site: Site, bound: BoundArguments, options: CallOptions, plan: CallPlan | None) -> None:
+    """Check a call, of which there is no plan under a trace, or say once why it is left unchecked."""
+    function = replace(site.function, is_over=False)
+    try:
+        if plan is None:
+            raise SynkError("it is called under a trace")
+        leaves = [leaf for leaf in plan.outputs.results if not leaf.reduction.is_lawful]
+        ops = {f"the op {leaf.reduction.name!r}" for leaf in leaves if function.name_of_output(leaf.path)[1]}
+        alone = [update.variable for update in plan.updates if update.depends_on is None]
+        kept = {f"updates of {variable.name} on each replica" for variable in alone if variable not in plan.held}
+        if apart := ops | plan.uses_rank | kept:
+            raise SynkError(f"the law does not speak of {', '.join(sorted(apart))}")
+        check(function, Runner(function.gathering(), site.plans, bound, options, site.group), Tolerance())
+    except LawError:
+        raise
+    except Exception as error:
+        line = f"synk: {function.name} is left unchecked by SYNK_CHECK=law: {in_a_line(error)}"
+        site.plans.kept(site.group, line, lambda: print(line, file=sys.stderr, flush=True) or line)
+
+
 def _check_same(runner: Runner, mapping: FunctionSpec, many: Outcome) -> None:
     """Raise LawError unless outputs of the op "same" agree on all replicas bit for bit."""
     leaves = many.plan.outputs.results
     same = [i for i, leaf in enumerate(leaves) if leaf.reduction == REDUCTIONS["same"]]
-    parts = _parts(runner, replace(mapping, per_part="all")) if same else None
+    parts = _parts(runner, replace(mapping, per_part="all"))[0] if same else []
     for i in same:
-        if parts is not None and len({part.tobytes() for part in parts[0][i]}) > 1:
+        if len({part.tobytes() for part in parts[i]}) > 1:
             raise LawError(
                 f'{mapping.name}: {mapping.name_of_output(leaves[i].path)[0]} combined by "same" differs between '
                 f'replicas. Combine it by "mean", "sum" or another op, or communicate before {mapping.name} returns.'
@@ -74,26 +96,24 @@ def _unequal_outputs(runner: Runner, one: Outcome, many: Outcome, tolerance: Tol
         for i, (leaf, a, b) in enumerate(zip(leaves, one.leaves, many.leaves, strict=True))
         if leaf.reduction.is_lawful and not tolerance.admits(a, b)
     ]
-    parts = _parts(runner, replace(mapping, per_part="all")) if differing else None
+    parts, rows = _parts(runner, replace(mapping, per_part="all")) if differing else ([], np.zeros(0))
+    seen = {""}
     for i in differing:
-        output = UnequalOutput(
-            leaves[i],
-            mapping.name_of_output(leaves[i].path),
-            np.asarray(one.leaves[i]),
-            np.asarray(many.leaves[i]),
-            None if parts is None else (parts[0][i], parts[1]),
-            many.plan.narrowest,
-        )
-        yield finding(output, tolerance, partial(_cause, runner, mapping, i))
+        name = mapping.name_of_output(leaves[i].path)
+        serial, got = np.asarray(one.leaves[i]), np.asarray(many.leaves[i])
+        output = UnequalOutput(leaves[i], name, serial, got, (parts[i], rows), many.plan.narrowest)
+        # What a step computes beside its loss, as the gradient, differs for the same cause.
+        is_asked = name[1] or len(seen) == 1
+        cause = partial(_cause, runner, mapping, i) if is_asked else lambda tolerance: None
+        line, _, why = finding(output, tolerance, cause).partition(" Likely cause: ")
+        yield line if why in seen else f"{line} Likely cause: {why}"
+        seen.add(why)
 
 
-def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndarray] | None:
-    """Return the parts of every output, and how many rows each part has; None if the parts' shapes differ."""
-    try:
-        ready = runner.ready(runner.parallel, raw)
-        outcome = evaluate(ready, runner.parallel.view)
-    except ValueError:
-        return None
+def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the parts of every output, those with an entry a row joined, and how many rows each part has."""
+    ready = runner.ready(runner.parallel, raw)
+    outcome = evaluate(ready, runner.parallel.view)
     size, lengths = runner.parallel.group.size, ready.rows.lengths
     rows = [1] * size
     if lengths is not None:
@@ -180,17 +200,17 @@ def check_wires(runner: Runner, mapping: FunctionSpec, tolerance: Tolerance) -> 
     """Compare sums that travel narrowly with sums that do not; raise LawError if rounding explains no such gap."""
     exact = replace(mapping, wires=None)
     one, many = runner.run(runner.parallel, exact), runner.run(runner.parallel, mapping)
-    parts = _parts(runner, replace(exact, per_part="sums"))
+    parts, _ = _parts(runner, replace(exact, per_part="sums"))
     for i, (leaf, a, b) in enumerate(zip(many.plan.outputs.results, one.leaves, many.leaves, strict=True)):
         wire = leaf.wire
-        if wire is None or parts is None or tolerance.admits(a, b):
+        if wire is None or tolerance.admits(a, b):
             continue
         # The exact sum rounds as well: leave a few units in the last place for the order of its terms.
-        units, allowed = 4 * jnp.finfo(leaf.dtype).eps, largest_error(wire, leaf.reduction.name, parts[0][i])
+        units, allowed = 4 * jnp.finfo(leaf.dtype).eps, largest_error(wire, leaf.reduction.name, parts[i])
         exactly, got = widened(a, b)
         is_near = np.isclose(got, exactly, rtol=units, atol=allowed)
         # A number that is not finite turns those with which it shares a scale to NaN.
-        is_lost = np.isnan(got) & (not np.isfinite(parts[0][i]).all())
+        is_lost = np.isnan(got) & (not np.isfinite(parts[i]).all())
         if not (is_near | is_lost).all():
             raise LawError(
                 f"{mapping.name}: {mapping.name_of_output(leaf.path)[0]} travels as {wire!r}, and is further off than "

@@ -85,6 +85,4 @@ def matching_ops(value: np.ndarray, rows: np.ndarray, serial: np.ndarray, tolera
         with np.errstate(all="ignore"):
             combined = {op: getattr(number, op)(0) for op in ("sum", "max", "min", "prod")}
             combined["mean"] = np.tensordot(rows / rows.sum(), number, 1)
-        if value.ndim > 1:
-            combined["concat"] = number.reshape(-1, *number.shape[2:])
     return [f'"{op}"' for op, whole in combined.items() if tolerance.admits(serial, whole)]

@@ -17,6 +17,12 @@ CONSTANT = "something is added once a part, such as a penalty on the parameters:
 PAIRS = "synk.pairs combines all pairs of rows"
 STATISTIC = f"a statistic across rows (batch norm, std, a contrastive loss): synk.stats has those that combine, {PAIRS}"
 COUPLED = f"rows are not independent in it; where they meet in pairs, as in a contrastive loss, {PAIRS}"
+QUOTIENT = (
+    "synk.Weighted is missing. A sum over rows divided by another, as a masked mean is, weighs by its divisor:\n"
+    "    total, count = (losses * mask).sum(), mask.sum()\n"
+    '    return synk.Weighted(total / count, count)  # under "mean"\n'
+    "  What follows the quotient, such as a root, goes into then"
+)
 OVERFLOW = (
     "overflow in float16: a part has fewer rows, each with a larger share of its mean. Scale the loss by less, or "
     "compute in bfloat16"
@@ -32,7 +38,7 @@ class UnequalOutput(NamedTuple):
       name: what messages call the output, and whether its op is the user's.
       serial: the serial value.
       got: the value on the replicas.
-      parts: the parts of the value, and how many rows each has; None if the parts' shapes differ.
+      parts: the parts of the value, or where it has an entry a row the value, and how many rows each part has.
       inside: the narrowest dtype of floats that the function computes; None if there are no floats.
     """
 
@@ -40,7 +46,7 @@ class UnequalOutput(NamedTuple):
     name: tuple[str, bool]
     serial: np.ndarray
     got: np.ndarray
-    parts: tuple[np.ndarray, np.ndarray] | None
+    parts: tuple[np.ndarray, np.ndarray]
     inside: np.dtype | None
 
 
@@ -59,7 +65,7 @@ def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolera
     is_float = jnp.issubdtype(dtype, jnp.inexact)
     if fitting is None and inside is not None and is_float and jnp.finfo(inside).bits < jnp.finfo(dtype).bits:
         # Computing in bfloat16, say, rounds far more than the float32 output shows.
-        tolerance = rounding(inside, output.serial, *(output.parts or ())[:1])
+        tolerance = rounding(inside, output.serial, output.parts[0])
         if tolerance.admits(output.serial, output.got):
             return (
                 f"{said}; {inside.name}, in which it computes, may round by as much. rtol={tolerance.rtol:g}, "
@@ -75,8 +81,6 @@ def finding(output: UnequalOutput, tolerance: Tolerance, cause: Callable[[Tolera
 
 def _fitting(output: UnequalOutput, tolerance: Tolerance) -> str | None:
     """Name the ops that would have matched; None if there is none."""
-    if output.parts is None:
-        return None if output.leaf.reduction.name == "concat" else '"concat" would have matched'
     ops = matching_ops(*output.parts, output.serial, tolerance)
     if output.leaf.weight is not None:
         return ADDS_UP if '"sum"' in ops else None
@@ -106,6 +110,9 @@ def likely_cause(run: Callable[[np.ndarray], np.ndarray], rows: int, tolerance: 
         return ORDER
     if third.shape != whole.shape:
         return COUPLED
+    # Numbers are summed with an error far below what is admitted between two orders of the rows.
+    if _is_quotient(run, rows, tolerance.of(whole.dtype)[0] / 20):
+        return QUOTIENT
     # By how much two parts add up to more than all rows, for cuts at a third and at half. An extra that is equal for
     # both depends on the number of parts, not on their rows.
     extras: list[np.ndarray] = []
@@ -113,6 +120,27 @@ def likely_cause(run: Callable[[np.ndarray], np.ndarray], rows: int, tolerance: 
         first, second, both = widened(run(every[:cut]), run(every[cut:]), whole)
         with np.errstate(all="ignore"):
             extras.append((first + second - both).astype(whole.dtype))
-    if tolerance.admits(*extras) and not tolerance.admits(extras[0], np.zeros_like(extras[0])):
+    is_there = np.isfinite(extras).all() and not tolerance.admits(extras[0], np.zeros_like(extras[0]))
+    if is_there and tolerance.admits(*extras):
         return CONSTANT
     return STATISTIC if tolerance.admits(whole, run(np.repeat(every, 2))) else COUPLED
+
+
+def _is_quotient(run: Callable[[np.ndarray], np.ndarray], rows: int, error: float) -> bool:
+    """Tell whether the output of a function is a quotient of two sums over rows, to a relative error.
+
+    If f = A / B for sums A and B, (f(S + T) - f(S)) / (f(T) - f(S + T)) is B(T) / B(S), and half of that if S is there
+    twice.
+    """
+    # Few rows differ most, but they may weigh nothing.
+    for size in (2**i for i in range(1, rows.bit_length() - 1)):
+        one, two = (np.arange(size) * (rows // size) + first for first in (0, rows // size // 2))
+        f = np.stack(widened(*map(run, map(np.concatenate, ([one], [two], [one, two], [one, one, two])))))
+        noise = error * np.abs(f[np.isfinite(f)]).max(initial=0)
+        up, down, up_twice, down_twice = f[2] - f[0], f[1] - f[2], f[3] - f[0], f[1] - f[3]
+        is_told = np.min(np.abs([up, down, up_twice, down_twice]), 0) > noise
+        if is_told.any():
+            off = np.abs(2 * up_twice * down - up * down_twice)
+            is_one = (off <= 4 * noise * np.abs(f[1] - f[0])) & ((up * np.conj(down)).real > 0)
+            return bool(is_one[is_told].all())
+    return False

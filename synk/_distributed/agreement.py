@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 
 from .._base.errors import CheckpointError, DisagreementError, PeerError, SynkError
+from .._base.settings import is_checked
 from .._runtime.dispatch import retire_finished
 from .._runtime.group import Peers
 from .._runtime.layout import describe_shapes
@@ -51,7 +51,7 @@ class JaxPeers(Peers):
     def before_launch(self, what: str) -> None:
         if self.ended is not None:
             raise self.ended
-        if _checks_all():
+        if is_checked("calls"):
             self._exchange(what, "")
         self.progress = self.progress[0] + 1, what
 
@@ -62,7 +62,7 @@ class JaxPeers(Peers):
             self._disagree(f"{sides}. Their programs differ in what they compute (constants, operations)")
 
     def compare_values(self, what: str, arrays: Callable[[], Sequence[Any]], remedy: str, always: bool = False) -> None:
-        if not (always or _checks_all()):
+        if not (always or is_checked("calls")):
             return
         values = self._exchange(what, _describe(arrays()))
         if len(set(values)) > 1:  # the group goes on, since every process sees this
@@ -193,11 +193,6 @@ def _sides(values: Iterable[str]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
     return "; ".join(f"process {', '.join(who)}: {value}" for value, who in ranks.items())
-
-
-def _checks_all() -> bool:
-    """Return whether the user has every call compared, with its values."""
-    return os.environ.get("SYNK_CHECK", "0") not in ("", "0")
 
 
 def _describe(values: Sequence[Any]) -> str:

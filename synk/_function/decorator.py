@@ -7,6 +7,7 @@ import jax
 
 from .._base.errors import checked_integer, public_api, shown
 from .._base.pytree import PyTree
+from .._base.settings import is_checked
 from .._call.binding import ArgumentBinder
 from .._call.spec import FunctionSpec, Stats, with_then
 from .._reductions.outputs import check_ops
@@ -131,10 +132,18 @@ def function(
             compiler_options=checked_options(compiler_options, called),
             wires=check_wire(wire, called),
             blocks=_checked_blocks(blocks, wire, called),
+            on_first_call=_check_first_call,
         )
         return Function(spec if then is None else with_then(spec, binder, then), binder)
 
     return make if fn is None else make(fn)
+
+
+def _check_first_call(*call: Any) -> None:
+    if is_checked("law"):
+        from .._check.check import check_first_call
+
+        check_first_call(*call)
 
 
 def checked_axis(axis_name: Any, name: str) -> str:

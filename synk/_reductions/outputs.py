@@ -156,7 +156,7 @@ def pack_outputs(rules: OutputRules, out: PyTree) -> tuple[list[jax.Array], Outp
         _check_leaf(leaf, array, rules, is_of_monoid)
         if reduction in SUMS:
             leaf = leaf._replace(wire=wires.get(path))
-        is_kept = rules.per_part == "all" or (rules.per_part and reduction in SUMS)
+        is_kept = (rules.per_part == "all" and not reduction.has_row_entries) or (rules.per_part and reduction in SUMS)
         if is_kept and not is_of_monoid and reduction is not WEIGHT:
             leaf = leaf._replace(reduction=replace(PER_PART, name=reduction.name), weight=None, wire=None)
         leaves.append(leaf)

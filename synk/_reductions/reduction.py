@@ -25,6 +25,16 @@ RowsOp: TypeAlias = Literal["concat", "gather", "scatter", "stack", "first", "me
 Op: TypeAlias = ElementwiseOp | RowsOp | Literal["same"] | Callable[[jax.Array], Any] | None
 
 
+WEIGHTS_APART = (
+    "Means by different weights combine each by its own: return them, with their gradients, as outputs of a "
+    'synk.function under "mean", and add them up in its then.'
+)
+
+
+def _refuse_arithmetic(self: Any, other: Any) -> Any:
+    raise TypeError(f"synk.Weighted: it is a part of a mean, with which nothing can be computed yet. {WEIGHTS_APART}")
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weighted:
@@ -48,6 +58,8 @@ class Weighted:
 
     value: PyTree
     weight: Any
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse_arithmetic
 
 
 def _as_it_is(value: Any, weight: Any) -> Any:

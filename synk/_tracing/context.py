@@ -47,7 +47,7 @@ class TraceContext:
       state: JAX's trace at the start of the function.
       reads: the variables read, in order.
       writes: for each variable written, its new leaves and how slices combine.
-      uses_rank: whether results may differ between replicas with equal inputs.
+      uses_rank: the calls by which results may differ between replicas with equal inputs.
       handed_out: for each read the variable, the tree handed out, and its leaves at that time.
     """
 
@@ -69,7 +69,7 @@ class TraceContext:
     state: Any = field(default_factory=trace_state, init=False)
     reads: dict[Any, None] = field(default_factory=dict, init=False)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict, init=False)
-    uses_rank: bool = field(default=False, init=False)
+    uses_rank: set[str] = field(default_factory=set, init=False)
     handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list, init=False)
 
     def read(self, variable: Any) -> PyTree:
@@ -309,5 +309,5 @@ def _own_part(call: str, what: str) -> TraceContext:
     # A size of 0 stands for functions without parts, see `stateless`.
     if context is None or context.size == 0:
         raise SynkError(f"synk.{call}: {what} only inside a synk function, on each replica.")
-    context.uses_rank = True
+    context.uses_rank.add(f"synk.{call}")
     return context

@@ -60,7 +60,7 @@ class TracedFunction:
       writes: the variables written, each with how slices combine.
       outputs: the description of the returned value by `pack`.
       shapes: the shapes of the outputs, then of the new leaves.
-      uses_rank: whether results may differ between replicas with equal inputs.
+      uses_rank: what makes results that may differ between replicas with equal inputs: calls and primitives.
       has_effects: whether it prints or the like, so that a part must run once.
       has_callbacks: whether it has effects or calls the host, so that it must not run on rows that do not exist.
       draws_by_rbg: whether it draws by a generator whose numbers under `jax.vmap` depend on the other keys.
@@ -80,7 +80,7 @@ class TracedFunction:
     writes: tuple[tuple[Any, str | None], ...]
     outputs: Any
     shapes: tuple[jax.ShapeDtypeStruct, ...]
-    uses_rank: bool
+    uses_rank: set[str]
     has_effects: bool
     has_callbacks: bool
     draws_by_rbg: bool
@@ -119,7 +119,7 @@ def _trace(request: TraceRequest) -> TracedFunction:
     invars = [*compress(closed.jaxpr.invars, is_used), *closed.jaxpr.invars[len(is_used) :]]
     closed = closed.replace(jaxpr=closed.jaxpr.replace(invars=invars))
     all_equations = list(equations(closed.jaxpr))
-    learned["uses_rank"] |= any(map(_tells_ranks_apart, all_equations))
+    learned["uses_rank"] |= {equation.primitive.name for equation in all_equations if _tells_ranks_apart(equation)}
     known, late = split(closed, large)
     return TracedFunction(
         run=functools.partial(_run, closed, late),

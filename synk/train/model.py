@@ -15,7 +15,7 @@ from .._base.pytree import PyTree
 from .._function.decorator import Inputs, function
 from .._function.function import Function
 from .._reductions.outputs import check_ops
-from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, Weighted
+from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, WEIGHTS_APART, Weighted
 from .._reductions.wire import check_wire
 from .._variables.value import conform
 from .._variables.variable import Shared, map_value, shared
@@ -204,6 +204,8 @@ class TrainingModel:
         """Return a tuple of all that the loss returns; raise TypeError if that is not as many values as announced."""
         names = ["the loss", *["the new state"] * (self.state is not None), *["aux outputs"] * self.has_aux]
         values = out if isinstance(out, tuple) else (out,)
+        if sum(isinstance(value, Weighted) for value in values) > 1:
+            raise TypeError(f"{self.name}: it returned several synk.Weighted, but a step has one loss. {WEIGHTS_APART}")
         if len(values) != len(names):
             returned = "one value" if len(values) == 1 else f"{len(values)} values"
             wanted = f"{' and '.join(names)}, as a tuple" if len(names) > 1 else "the loss alone"

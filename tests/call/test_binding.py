@@ -289,3 +289,37 @@ def test_sparse_arrays(kind, n, form):
             assert float(synk.function(lambda x: (w.value @ jnp.ones(5)).sum() * x.sum())(x)) == 4 * M.sum()
             same = synk.function(lambda x: matrix, reduce="same")(x)
             np.testing.assert_array_equal(same.todense(), M)
+
+
+FORGOTTEN = {
+    "added": lambda x, y: (x + y).sum(),
+    "multiplied as matrices": lambda x, y: x @ y,
+    "joined": lambda x, y: jnp.concatenate([x[:, None], y[:, None]], 1).sum(),
+    "mapped": lambda x, y: jax.vmap(jnp.multiply)(x, y).sum(),
+}
+
+
+@pytest.mark.parametrize("fn", FORGOTTEN.values(), ids=FORGOTTEN)
+@pytest.mark.parametrize("rows", [12, 13])
+def test_rows_forgotten_in_inputs(four, fn, rows):
+    """JAX's own error of shapes says how many rows each argument has here, on every way of calling."""
+    x = np.arange(rows, dtype=np.float32)
+    f = synk.function(lambda x, y: fn(x, y), inputs=["x"])
+    for call, part in (
+        (lambda: f(x, x), -(-rows // 4)), (lambda: jax.jit(f)(x, x), -(-rows // 4)),
+        (lambda: f(x, x, batch=8), 2), (lambda: list(f.iterate(x, x, batches=[8])), 2),
+    ):  # fmt: skip
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call()
+            said = f'Rows in this part: x {part}, y {rows}. One with an entry a row is "scatter": name it in inputs=.'
+            assert said in caught.value.__notes__
+
+
+def test_other_errors_of_shapes_get_no_note(four):
+    """Those that speak of no rows, and those of rows that agree."""
+    x = np.arange(12, dtype=np.float32)
+    for fn in (lambda x, w: (x[:, None] @ w).sum(), lambda x, w: (w @ w).sum(), lambda x, w: x.reshape(7, 7)):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            synk.function(fn, inputs=["x"])(x, np.ones((5, 2), np.float32))
+        assert not any("Rows in this part" in note for note in getattr(caught.value, "__notes__", ()))

@@ -306,7 +306,7 @@ def test_programs_of_slices_know_what_they_take(slices):
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_extremes_gather_nothing(op):
     """No replica takes the whole arrays of all."""
-    f = synk.function(lambda x: (x, x.astype(jnp.int32), x > 0), outputs=(op, op, op))
+    f = synk.function(lambda x: tuple(y[:4] for y in (x, x.astype(jnp.int32), x > 0)), outputs=(op, op, op))
     x = numbers(8)
     with group_of("devices", 2):
         assert "all-gather" not in str(f.compile(x).as_text())

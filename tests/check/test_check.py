@@ -154,9 +154,11 @@ def test_no_op_would_have_matched(four):
     assert "no op would have matched" in fails(synk.function(lambda x: x.std(), reduce="mean"), X)
 
 
-def test_parts_that_are_rows(four):
-    """A sum of rows' own outputs was a concatenation."""
-    assert '"concat" would have matched' in fails(synk.function(lambda x: x * 2), numbers(8))
+@pytest.mark.parametrize("rows", [12, 13])
+def test_the_right_op_beside_rows(four, rows):
+    """An output with an entry a row hides the parts of no other, whether rows divide or not."""
+    f = synk.function(lambda x: {"loss": x.mean(), "rows": x}, outputs={"loss": "sum", "rows": "concat"})
+    assert '"mean" would have matched' in fails(f, numbers(rows))
 
 
 def test_any_and_all(four):

@@ -25,6 +25,16 @@ def dropped(x):
     return jnp.where(jax.random.bernoulli(KEY, 0.5, x.shape), x, 0)
 
 
+def masked(x, above=0.0, least=1):
+    """The mean of those rows' numbers that are above a bound."""
+    mask = (x[:, 1] > above).astype(np.float32)
+    return (mask * (x[:, 0] + 3) ** 2).sum() / jnp.maximum(mask.sum(), least)
+
+
+def clipped(gradient):
+    return gradient / jnp.linalg.norm(gradient)
+
+
 def contrastive(x):
     return -jnp.diag(jax.nn.log_softmax(x @ x.T)).mean()
 
@@ -50,7 +60,16 @@ CASES = {
     "median": (lambda x: jnp.sort(x, axis=0)[x.shape[0] // 2], "mean", "across rows"),
     "contrastive": (contrastive, "mean", "synk.pairs combines all pairs of rows"),
     "root of the mean square": (lambda x: jnp.sqrt((x**2).mean()), "mean", "a statistic across rows"),
-    "ratio of sums": (lambda x: (x[:, 0] ** 2).sum() / (x[:, 2] ** 4).sum(), "mean", "a statistic across rows"),
+    "ratio of sums": (lambda x: (x[:, 0] ** 2).sum() / (x[:, 2] ** 4).sum(), "mean", "synk.Weighted is missing"),
+    "masked mean": (lambda x: masked(x), "mean", "return synk.Weighted(total / count, count)"),
+    "masked mean, nothing in a part": (lambda x: masked(x, 1.0, 0), "mean", "synk.Weighted is missing"),
+    "masked mean, of one row": (lambda x: masked(x, 1.6, 0), "mean", "across rows"),
+    "masked mean, summed": (lambda x: masked(x), "sum", "synk.Weighted is missing"),
+    "masked mean, weighted by rows": (lambda x: synk.Weighted(masked(x), len(x)), "mean", "synk.Weighted is missing"),
+    "masked mean of each column": (lambda x: jnp.where(x > 0, x, 0).sum(0) / (x > 0).astype(np.float32).sum(0), "mean", "synk.Weighted is missing"),
+    "gradient of a masked mean": (lambda x: jax.grad(lambda w: masked(x * w[None]))(W), "mean", "synk.Weighted is missing"),
+    "clipped gradient": (lambda x: clipped(jax.grad(lambda w: ((x @ w - 1) ** 2).mean())(W)), "mean", "across rows"),
+    "penalty summed beside both signs": (lambda x: x[:, 0].sum() + 3.0, "sum", "added once a part"),
     "correlation": (lambda x: jnp.corrcoef(x[:, 0], x[:, 1])[0, 1], "mean", "a statistic across rows"),
     "distances of rows": (lambda x: ((x[:, None] - x[None]) ** 2).sum(-1).mean(), "mean", "a statistic across rows"),
     "distance of all": (lambda x: jnp.abs(x.sum()), "sum", "rows"),
@@ -93,6 +112,35 @@ def test_causes(name, kind):
             if "would have matched" not in words and "Weighted" not in words and "add up" not in words:
                 assert "no op would have matched" in str(caught.value)
                 assert "Likely cause" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [("devices", 1), ("simulated", 3), slow(("devices", 4)), slow(("devices", 8))])
+def test_a_masked_loss_of_a_step(kind):
+    """`Weighted` comes first, with the lines to write, once; and written so it is right."""
+
+    def losses(w, x):
+        return (x[:, 0] - w) ** 2, (x[:, 1] > 1).astype(np.float32)
+
+    def wrong(w, x):
+        loss, mask = losses(w, x)
+        return (loss * mask).sum() / mask.sum()
+
+    def right(w, x):
+        loss, mask = losses(w, x)
+        total, count = (loss * mask).sum(), mask.sum()
+        return synk.Weighted(total / count, count)
+
+    x = np.random.default_rng(0).normal(size=(61, 4)).astype(np.float32)
+    with group_of(*kind):
+        with pytest.raises(synk.LawError) as caught:
+            synk.train.step(wrong, np.float32(0), optax.sgd(0.1)).check(x)
+        message = str(caught.value)
+        assert re.search(
+            r"the loss: .*Likely cause: synk\.Weighted is missing.*\n +total, count = .*\n +return synk\.Wei", message
+        )
+        assert "the gradient of params" in message
+        assert message.count("Likely cause") == message.count("synk.Weighted(total / count, count)") == 1
+        synk.train.step(right, np.float32(0), optax.sgd(0.1)).check(x)
 
 
 def mixed(w, x):

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import synk
+import synk.train
 
 from ..helpers import assert_close, group_of, numbers, parts_of, slow
 
@@ -204,6 +206,48 @@ def test_weighted_as_then_sees_it(four):
 # Sizes.
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda w, x: synk.Weighted(x.mean(), 1.0) + synk.Weighted(x.sum(), 2.0),
+        lambda w, x: sum([synk.Weighted(x.mean(), 1.0), synk.Weighted(x.sum(), 2.0)]),
+        lambda w, x: 0.5 * synk.Weighted(x.mean(), 1.0) - x.sum(),
+        lambda w, x: x.sum() * synk.Weighted(x.mean(), 1.0) / 2,
+        lambda w, x: (synk.Weighted(w * x.mean(), 1.0), synk.Weighted(w * x.sum(), 2.0)),
+    ],
+)
+def test_means_by_different_weights_meet_in_then(four, loss):
+    """Where they are added up, or come as a pair from a loss of which a gradient is taken, words say so."""
+    runs = [synk.train.step(loss, np.float32(1), optax.sgd(0.1))]
+    runs.append(synk.function(lambda x: jax.grad(loss)(np.float32(1), x), reduce="mean"))
+    for run in runs:
+        with pytest.raises(TypeError) as caught:
+            run(numbers(9, 1))
+        said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+        assert "return them, with their gradients, as outputs of a synk.function" in said
+        assert "add them up in its then" in said
+
+
+@pytest.mark.parametrize("rows", [12, 13])
+def test_two_means_added_up_in_then(group, rows):
+    """Each by its own weights, and the gradient of their sum."""
+
+    def losses(w, x):
+        return ((w * x[:, 0] - 1) ** 2 * (x[:, 1] > 0).astype(x.dtype)).sum(), (w * x[:, 1] ** 2).sum()
+
+    def both(x, w):
+        (a, b), (grad_a, grad_b) = losses(w, x), jax.jacrev(losses)(w, x)
+        count = (x[:, 1] > 0).sum().astype(x.dtype)
+        return synk.Weighted((a / count, grad_a / count), count), synk.Weighted((b / len(x), grad_b / len(x)), len(x))
+
+    f = synk.function(both, inputs=["x"], reduce="mean", then=lambda a, b: (a[0] + 2 * b[0], a[1] + 2 * b[1]))
+    x, w = numbers(rows), np.float32(0.5)
+    mask = x[:, 1] > 0
+    want = lambda w: ((w * x[:, 0] - 1) ** 2)[mask].mean() + 2 * (w * x[:, 1] ** 2).mean()  # noqa: E731
+    assert_close(f(x, w), jax.value_and_grad(want)(w))
+    f.check(x, w)
+
+
 def test_small_and_large_leaves_together(group):
     """Whatever is packed and whatever is not, each comes back as it is."""
     shapes = [(), (3,), (2, 5), (200, 200), (0,), (7,), (1, 1, 1), (129, 128)]
@@ -295,6 +339,66 @@ def test_many_more_slices_than_rows(four):
     f = synk.function(jnp.sum)
     for slices in (10**6, 10**12):
         assert f(np.arange(5.0, dtype=np.float32), num_slices=slices) == 10
+
+
+KINDS = [("simulated", 1), ("simulated", 3), ("devices", 4), slow(("devices", 8))]
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod", "any", "all", "Weighted"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_entry_a_row_does_not_combine_entry_by_entry(kind, op):
+    """A forgotten mean over the rows is refused on every way of calling, whether rows divide or not."""
+    is_weighted = op == "Weighted"
+    op = "mean" if is_weighted else op
+    fn = (lambda x: synk.Weighted(x, x.sum())) if is_weighted else lambda x: x
+    f, blocks = (synk.function(fn, reduce=op, name="f", blocks=blocks) for blocks in (None, 2))
+    with group_of(*kind):
+        for rows in (12, 13, 12):
+            x = np.arange(rows, dtype=np.float32)
+            for call in (
+                lambda x: f(x), f.serial, f.check, jax.jit(f), blocks, lambda x: f(x, num_slices=2),
+                lambda x: f.over(x, batches=[4, slice(4, None)]), lambda x: next(f.iterate(x, batches=[len(x)])),
+            ):  # fmt: skip
+                said = rf"f: output has shape \((\d+),\) in a part of length \1, .* parts under '{op}' need equal shapes\. Comb"
+                with pytest.raises(ValueError, match=said):
+                    call(x)
+
+
+def test_an_entry_a_row_that_then_would_reduce(four):
+    """Nor before a `then`, on another axis, or of rows that a variable holds, or with their neighbours."""
+    x, w = np.arange(12, dtype=np.float32), synk.shared(np.zeros(12, np.float32))
+    synk.scatter(w, x)
+    for f, args in (
+        (synk.function(lambda x: x, then=lambda x: x.sum(), name="f"), (x,)),
+        (synk.function(lambda x: jnp.stack([x, x]), name="f"), (x,)),
+        (synk.function(lambda: w.value, name="f"), ()),
+        (synk.function(lambda x: x[1:-1], {"x": synk.Overlap(1)}, name="f"), (x,)),
+    ):
+        with pytest.raises(ValueError, match=r"f: output has shape .* in a part of length 3, .*concat"):
+            f(*args)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_entries_as_rows(kind):
+    """A gradient may have as many entries as a part has rows; a function that takes no other rows is believed."""
+    traces, g = [], group_of(*kind)
+    x, w = numbers(3 * g.size, 3), np.ones(3, np.float32)
+
+    def fn(w, x):
+        traces.append(len(x))
+        return jax.value_and_grad(lambda w: ((x @ w) ** 2).sum())(w)
+
+    f = synk.function(fn, inputs=["x"])
+    with g:
+        for _ in range(3):
+            assert_close(f(w, x), fn(w, x))
+            count = len(traces)
+        f(w, x)
+        assert len(traces) == count
+        assert_close(jax.jit(f)(w, x), fn(w, x))
+        only = synk.function(lambda x: x.reshape(3, 3).sum(0))
+        assert_close(only(x), x.sum(0))
+        assert_close(synk.map(lambda x: x * x, outputs="sum")(x), (x * x).sum(0))
 
 
 @pytest.mark.parametrize("op", ["max", "min"])

@@ -302,7 +302,11 @@ REFUSED = [
     (lambda x: stats.top_k(x, 2), ValueError, "give one number a row"),
     (lambda x: stats.top_k(x[:, 0], 0), ValueError, "k is 0; give an integer >= 1"),
     (lambda x: stats.histogram(x, 5), ValueError, "needs range="),
-    (lambda x: stats.histogram(x, jnp.linspace(0, 1, 3)), TypeError, "bins is made by jax.numpy in a trace; make edges by NumPy"),
+    (lambda x: stats.quantile(x, jnp.array([0.5])), TypeError, "quantile: q is an argument, or made by jax.numpy in a trace"),
+    (lambda x: stats.quantile(x, x[0]), TypeError, 'quantile: q is an argument, .* pass it as "static"'),
+    (lambda x: stats.bincount(x.astype(int), jnp.array(3)), TypeError, "bincount: length is an argument"),
+    (lambda x: stats.confusion(x.astype(int), x.astype(int), jnp.array(3)), TypeError, "confusion: classes is an argument"),
+    (lambda x: stats.histogram(x, jnp.linspace(0, 1, 3)), TypeError, "bins is an argument, or made by jax.numpy in a trace. Make it by NumPy"),
     (lambda x: stats.bincount(x, 5), TypeError, "it counts integers, but this array has dtype float32"),
     (lambda x: stats.cov(x[:, 0]), ValueError, "give rows of columns"),
     *[(of, ValueError, "entry a row; reshape the array before the call") for of in (
