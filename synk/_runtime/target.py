@@ -10,7 +10,7 @@ from jax.experimental import topologies
 
 from .._base.errors import SynkError, checked_integer, in_a_line, public_api
 from .._base.units import parse_memory
-from .group import CURRENT, Accelerator, Device, Group, make_group
+from .group import ALONE, CURRENT, Accelerator, Device, Group, make_group
 
 
 class _Gpu(NamedTuple):
@@ -127,7 +127,7 @@ def target(device: str, replicas: int, hosts: int = 1, *, memory: int | float | 
     if replicas % hosts:
         raise ValueError(f"synk.target: {replicas} replicas do not divide over {hosts} hosts. Give each as many.")
     most = parse_memory(memory, "synk.target")
-    return CURRENT.use(make_group(_devices(device, replicas, hosts), False, None, _accelerator(device), most))
+    return CURRENT.use(make_group(_devices(device, replicas, hosts), False, ALONE, _accelerator(device), most))
 
 
 def _accelerator(device: str) -> Accelerator:
