@@ -195,9 +195,9 @@ def _explain_keyword(error: Exception, call: Callable[..., Any]) -> bool:
     is_of_python = who == f"{call.__qualname__}()"
     is_of_module = is_of_python and "." not in who
     if "(did you mean" not in rest:
-        code = inspect.unwrap(call).__code__
-        options = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        what += "".join(f" (did you mean {close!r}?)" for close in get_close_matches(keyword, options, 1, 0.7))
+        named = inspect.getfullargspec(inspect.unwrap(call))
+        close = get_close_matches(keyword, named.args + named.kwonlyargs, 1, 0.7)
+        what += f" (did you mean {close[0]!r}?)" if close else ""
     # Python 3.13 has a proposal of its own in the rest.
     rest = instead_of(keyword) if is_of_module else "" if is_of_python else rest
     error.args = (f"{call.__module__}." * is_of_module + who + what + rest,)

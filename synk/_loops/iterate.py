@@ -274,10 +274,9 @@ def _values_left(batches: Any, bound: BoundArguments, name: str) -> list[Any]:
     """Return the leaves, with the values of `synk.each` for batches that are not left out at the start."""
     order, leaves = behind_bar(batches), list(bound.leaves)
     start, left = (order.start, len(order)) if isinstance(order, Minibatches) else (0, 0)
-    for i, leaf in enumerate(bound.leaves):
-        if not isinstance(leaf, PerBatch):
-            continue
-        argument, have = bound.spec.names[i], len(leaf.values) if isinstance(leaf.values, Sized) else "unknown"
+    for i in [i for i, leaf in enumerate(leaves) if isinstance(leaf, PerBatch)]:
+        values, argument = leaves[i].values, bound.spec.names[i]
+        have = len(values) if isinstance(values, Sized) else "unknown"
         if i in bound.spec.scattered:
             raise ValueError(
                 f"{name}: argument {argument} is scattered, and synk.each gives each batch a value that is "
@@ -289,7 +288,7 @@ def _values_left(batches: Any, bound: BoundArguments, name: str) -> list[Any]:
                 f"start={start}. Give the values of all {start + left} batches, or of the {left} that are left."
             )
         if start and have == start + left:
-            leaves[i] = PerBatch(islice(leaf.values, start, None))
+            leaves[i] = PerBatch(islice(leaves[i].values, start, None))
     return leaves
 
 
