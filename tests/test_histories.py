@@ -96,12 +96,12 @@ def test_a_traced_keyword_after_a_call(few_replicas):
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_lengths_of_unsliced_outputs(two, slices):
-    """Outputs as long as the parts: programs of 8 rows in slices do not serve 16."""
-    f = synk.function(lambda x: x, reduce="max")
+    """Outputs that grow with the parts: programs of 8 rows in slices do not serve 16."""
+    f = synk.function(lambda x: jnp.concatenate([x, -x]), reduce="max")
     for rows, slices_ in ((8, slices), (16, 2), (8, 1), (16, slices)):
-        x = numbers(rows)
+        x = numbers(rows, 3)
         parts = np.array_split(x, 2 * slices_)
-        assert_close(f(x, num_slices=slices_), np.max(parts, 0))
+        assert_close(f(x, num_slices=slices_), np.max([np.concatenate([part, -part]) for part in parts], 0))
 
 
 @pytest.mark.parametrize("slices", [1, 2])

@@ -32,8 +32,8 @@ from .traces import CallTraces, View, rows_not_in_blocks
 
 # Groups for which a function keeps plans that refer to it.
 MAX_GROUPS = 4
-# What tells parts apart by the numbers of their rows, which are those of the serial run.
-_OF_ROWS = {"synk.row_numbers", "synk.row_keys"}
+# What tells parts apart, and is of the law: numbers of rows are those of the serial run, and replicas may pass on rows.
+_OF_ROWS = {"synk.row_numbers", "synk.row_keys", "reduce_scatter", "ppermute", "all_to_all"}
 
 
 class UpdateSlice(NamedTuple):

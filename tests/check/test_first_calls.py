@@ -80,6 +80,18 @@ def test_what_is_right_runs_and_is_checked_once(each, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_rows_that_travel_inside_are_of_the_law(four, capsys):
+    """A gradient through `all_gather` scatters a sum; it is checked."""
+
+    def loss(x):
+        return jax.lax.all_gather(x, "replica", tiled=True).sum() ** 2 / synk.size()
+
+    assert_close(synk.function(jax.grad(loss), reduce="concat")(ROWS[:12]), np.full(12, 132, np.float32))
+    with pytest.raises(synk.LawError):
+        synk.function(lambda x: jax.grad(loss)(x) * 2 / synk.size(), reduce="concat")(ROWS[:12])
+    assert capsys.readouterr().err == ""
+
+
 def drawn(x, key):
     return (x + jax.random.normal(synk.part_key(key), x.shape)).sum()
 
