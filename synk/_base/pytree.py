@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import jax
@@ -92,13 +92,7 @@ def _narrow(dtype: np.dtype, is_x64: bool) -> np.dtype:
 
 def number_dtype(number: Any) -> np.dtype:
     """Return the dtype that JAX gives a Python number."""
-    kind = next(kind for kind in SCALARS if isinstance(number, kind))
-    return _number_dtype(kind, config.jax_enable_x64)
-
-
-@cache
-def _number_dtype(kind: type, is_x64: bool) -> np.dtype:
-    return jnp.asarray(kind()).dtype
+    return narrow(np.dtype(next(kind for kind in SCALARS if isinstance(number, kind))))
 
 
 @lru_cache(maxsize=256)

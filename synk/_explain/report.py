@@ -86,7 +86,7 @@ class VariableReport:
     Example:
       >>> import numpy as np, synk
       >>> w = synk.shared(np.float32(2), name="w")
-      >>> used, = synk.function(lambda x: w.value * x).explain(np.ones(8, np.float32)).variables
+      >>> used, = synk.function(lambda x: (w.value * x).sum()).explain(np.ones(8, np.float32)).variables
       >>> used.name, used.bytes, used.is_written
       ('w', 4, False)
     """

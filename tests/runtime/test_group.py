@@ -90,7 +90,7 @@ def test_a_variable_lives_in_the_group_of_its_first_use():
         assert w.value.tolist() == [0, 1, 2]
     with synk.simulate(4):
         with pytest.raises(synk.SynkError, match=r"w: it lives in Group\(2 replicas .* or make a new one"):
-            synk.function(lambda x: x + w.value.sum())(np.ones(4, np.int32))
+            synk.function(lambda x: x.sum() + w.value.sum())(np.ones(4, np.int32))
         again = synk.shared(w.get_value())
         assert int(synk.function(lambda x: x.sum() + again.value.sum(), reduce="max")(np.ones(4, np.int32))) == 4
 
