@@ -170,8 +170,9 @@ def test_small_numbers_of_half_a_byte_may_be_captured():
         assert f(np.arange(7)).tolist() == [-4, -3, -2, -1, 0, 1, 2]
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize(
+    "value", [*map(smoke, ("value", "explicit")), *map(slow, [*VALUES][1:4]), *map(slow, [*VALUES][5:])]
+)
 def test_backward_rules_may_capture_values(value):
     """JAX traces the backward rule of a custom_vjp only when it is asked for a gradient; None is a gradient of it too."""
     with group_of("devices", 4):
@@ -204,8 +205,7 @@ def test_inner_jits_may_name_shardings():
 
 
 @needs_devices(4)
-@pytest.mark.parametrize("capture", ["array", "NumPy", "inner jit"])
-@pytest.mark.smoke
+@pytest.mark.parametrize("capture", [slow("array"), slow("NumPy"), smoke("inner jit")])
 def test_large_captured_arrays_are_arguments_of_programs(capture):
     """XLA folds nothing that they make, copies none of them in branches, and compiles without their numbers."""
     table = np.random.default_rng(0).random((4000, 10), np.float32)
