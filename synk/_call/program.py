@@ -15,7 +15,15 @@ from jax import lax
 from .._base.partition import RowRange, split_rows
 from .._data.overlap import fill_beyond, halo_of
 from .._reductions.outputs import OutputSpec
-from .._reductions.reduction import REDUCTIONS, UPDATES, Reduction, combine_replicas, constant_unless, prepare_part
+from .._reductions.reduction import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    UPDATES,
+    Reduction,
+    combine_replicas,
+    constant_unless,
+    prepare_part,
+)
 from .._reductions.results import ResultSpec, result_spec
 from .._runtime.axis import axis_named, replica_axis
 from .._runtime.constants import resolve
@@ -124,7 +132,7 @@ class ProgramBuilder:
         suspects = [
             i
             for i, (leaf, struct) in enumerate(zip(self.outputs.leaves, self.first.shapes, strict=False))
-            if rows in struct.shape and leaf.reduction.is_lawful and leaf.reduction.name not in ("merge", "same")
+            if rows in struct.shape and leaf.reduction.is_lawful and leaf.reduction.name in ELEMENTWISE
             and name_of(leaf.path)[1]
         ]  # fmt: skip
         if rows is not None and suspects and len(self.traced) == 1:
