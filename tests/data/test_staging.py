@@ -242,7 +242,8 @@ def test_ctrl_c_while_threads_write(monkeypatch):
             result = rows_of(y)
             time.sleep(0.4)
             assert float(result.max()) == 1
-            assert [float(buffer.memory.max()) for buffer in kept_by(group)] == [1] * len(kept_by(group))
+            # The interrupt may have come after the rows of x were sent, whose buffer is then kept.
+            assert all(buffer.memory.min() == buffer.memory.max() for buffer in kept_by(group))
 
 
 def test_a_signal_handler_that_calls(on_group):
