@@ -10,6 +10,7 @@ from ._base.errors import (
     DivergedError,
     LawError,
     PeerError,
+    Preempted,
     SharedLostError,
     SynkError,
 )
@@ -46,11 +47,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError", "Data", "DisagreementError", "DivergedError", "Function", "Group", "LawError", "Monoid",
-    "Overlap", "PeerError", "Shared", "SharedLostError", "SynkError", "Weighted", "all_gather", "all_reduce",
-    "broadcast", "build_inputs", "check_replicas", "close", "data", "each", "fork", "function", "gather", "get_lengths",
-    "get_shapes", "get_value", "group", "init", "load", "local", "map", "minibatches", "pairs", "part_key", "preempted",
-    "prefetch", "rank", "reduce", "row_keys", "row_numbers", "save", "scan", "scatter", "set_value", "shared",
-    "simulate", "size", "target", "unstack",
+    "Overlap", "PeerError", "Preempted", "Shared", "SharedLostError", "SynkError", "Weighted", "all_gather",
+    "all_reduce", "broadcast", "build_inputs", "check_replicas", "close", "data", "each", "fork", "function", "gather",
+    "get_lengths", "get_shapes", "get_value", "group", "init", "load", "local", "map", "minibatches", "pairs",
+    "part_key", "preempted", "prefetch", "rank", "reduce", "resume", "row_keys", "row_numbers", "save", "scan",
+    "scatter", "set_value", "shared", "simulate", "size", "target", "unstack",
 ]  # fmt: skip
 
 # Modules that most programs never use are loaded at first use, so that `import synk` is quick: public ones, and those
@@ -62,6 +63,7 @@ _AT_FIRST_USE = {
     "map": "_function.row_map",
     "pairs": "_skeletons.pairs",
     "preempted": "_distributed.preemption",
+    "resume": "_loops.resume",
     "save": "_variables.checkpoint",
     "scan": "_skeletons.scan",
     "target": "_runtime.target",
@@ -75,6 +77,7 @@ if _typing.TYPE_CHECKING:  # what a checker of the user's program reads beside `
     from ._base.unstack import unstack
     from ._distributed.preemption import preempted
     from ._function.row_map import map
+    from ._loops.resume import resume
     from ._runtime.target import target
     from ._skeletons.pairs import pairs
     from ._skeletons.scan import scan

@@ -111,6 +111,16 @@ class DisagreementError(SynkError):
     """Raised in every process of a group where they are about to run different programs."""
 
 
+class Preempted(SystemExit):
+    """Raised by a loop of `synk.resume` in every process, once it has saved after a SIGTERM.
+
+    It ends the program with exit code 143, which tells a launcher that the program was told to stop.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(143)
+
+
 class CheckpointError(SynkError):
     """Raised by `synk.load` where there are checkpoints, but none that was asked for is whole.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import length_hint
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,39 @@ class Minibatches:
     def __len__(self) -> int:
         return self.epochs * self.per_epoch - self.start
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        first, skipped = divmod(self.start, self.per_epoch)
-        for epoch in range(first, self.epochs):
+    def __iter__(self) -> "MinibatchIterator":
+        return MinibatchIterator(self)
+
+
+class MinibatchIterator(Iterator[np.ndarray]):
+    """An iterator over minibatches, whose next ones can be left out."""
+
+    def __init__(self, batches: Minibatches) -> None:
+        self._batches, self._at = batches, batches.start
+        # The order of rows in the last epoch that was asked for, and its number.
+        self._order, self._epoch = np.arange(0), -1
+
+    def __length_hint__(self) -> int:
+        return max(0, self._batches.epochs * self._batches.per_epoch - self._at)
+
+    def __next__(self) -> np.ndarray:
+        batches = self._batches
+        epoch, i = divmod(self._at, batches.per_epoch)
+        if epoch >= batches.epochs:
+            raise StopIteration
+        if epoch != self._epoch:
             # NumPy keeps the stream of RandomState for good. Streams of newer generators may change with a release:
             # https://numpy.org/neps/nep-0019-rng-policy.html
-            shuffled = np.random.RandomState([self.seed, epoch]).permutation if self.shuffle else np.arange
-            order = shuffled(self.rows)
-            for i in range(skipped if epoch == first else 0, self.per_epoch):
-                yield order[i * self.batch_size : (i + 1) * self.batch_size]
+            shuffled = np.random.RandomState([batches.seed, epoch]).permutation if batches.shuffle else np.arange
+            self._order, self._epoch = shuffled(batches.rows), epoch
+        self._at += 1
+        return self._order[i * batches.batch_size : (i + 1) * batches.batch_size]
+
+    def leave_out(self, n: int) -> int:
+        """Leave out the next n batches, and return how many of them there were."""
+        there = min(n, length_hint(self))
+        self._at += there
+        return there
 
 
 def behind_bar(batches: Any) -> Any:

@@ -6,6 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
+from itertools import islice
 from types import GeneratorType
 from typing import Any, Generic, TypeVar
 
@@ -119,6 +120,15 @@ class Prefetch(Iterator[R], Generic[T, R]):
         except BaseException as error:
             self._let_go()
             self._ready.append((None, error))
+
+    def leave_out(self, n: int) -> int:
+        """Leave out the first n items, for which nothing is launched. Return how many of them there were."""
+        if not self._unused_call or self._items is None:
+            raise SynkError("synk.resume: this loop has begun, so it cannot leave out its first items. Give a new one.")
+        there = sum(1 for _ in islice(self._items, n))
+        if self._length is not None:
+            self._length -= there
+        return there
 
     def close(self) -> None:
         """Drop the items that were taken early, and let go of the source; nothing more comes."""

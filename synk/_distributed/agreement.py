@@ -102,7 +102,7 @@ class JaxPeers(Peers):
         if not store.is_running() or not _GONE.search(str(error)):
             return None
         for _ in range(10):  # a process that fails publishes why just before it goes
-            if (end := self._find_end()) is not None:
+            if (end := self.find_end()) is not None:
                 return end
             sleep(0.05)
         first = re.sub(r"(Error dispatching computation: )+", "", str(error).strip().splitlines()[0])[:200]
@@ -139,7 +139,7 @@ class JaxPeers(Peers):
     def _wait(self, folder: str, rank: int, what: str) -> str:
         """Wait until a process has written a value. Raise if it has failed, or goes on without it."""
         while (value := store.wait(f"{folder}{rank}", PATIENCE)) is None:
-            if (end := self._find_end()) is not None:
+            if (end := self.find_end()) is not None:
                 raise end
             number, other = store.get_all("synk/at/").get(str(rank), "0 ").split(" ", 1)
             if int(number) > self.progress[0] and str(rank) not in store.get_all(folder):
@@ -156,7 +156,7 @@ class JaxPeers(Peers):
         store.put(f"synk/disagreed/{jax.process_index()}", message)
         raise self.end(DisagreementError(message))
 
-    def _find_end(self) -> SynkError | None:
+    def find_end(self) -> SynkError | None:
         """Return the end of the group if another process has failed or ended; else None."""
         try:
             error = failure_notice(store.get_all("synk/ended/") | store.get_all("synk/failed/"))

@@ -10,8 +10,10 @@ from .._base.errors import SynkError, public_api
 from . import coordinator
 
 _terminated: bool | None = None  # None until synk handles SIGTERM, in a program of one process
+_before: Any = signal.SIG_DFL  # the handler before synk's
 _questions = 0  # how many different steps the program has asked about
 _answer: tuple[int | None, bool] = None, False  # the last step, and the answer
+_is_told = False  # whether an answer was yes
 
 
 @public_api
@@ -35,17 +37,23 @@ def preempted(step: int) -> bool:
       >>> synk.preempted(1)
       False
     """
-    global _questions, _answer
-    last, is_over = _answer
-    if step != last:
-        _questions += 1
-        _answer = step, is_over or _is_over()
+    global _answer
+    if step != _answer[0]:
+        _answer = step, is_told_to_stop()
     return _answer[1]
+
+
+def is_told_to_stop() -> bool:
+    """Ask once more, as all processes do together; yes once it was yes."""
+    global _questions, _is_told
+    _questions += 1
+    _is_told = _is_told or _is_over()
+    return _is_told
 
 
 def _is_over() -> bool:
     """Ask JAX's preemption service or, in a program of one process, the handler of SIGTERM."""
-    global _terminated
+    global _terminated, _before
     if coordinator.is_running():
         try:
             # After a signal JAX takes the largest number that a process has asked about, and says yes to the next
@@ -56,8 +64,18 @@ def _is_over() -> bool:
             raise SynkError(f"synk.preempted: {error} Leave jax_enable_preemption_service on.") from error
     if _terminated is None and threading.current_thread() is threading.main_thread():
         _terminated = False
-        signal.signal(signal.SIGTERM, _note)
+        _before = signal.signal(signal.SIGTERM, _note)
     return bool(_terminated)
+
+
+def listen_no_more() -> None:
+    """Give SIGTERM back to its handler before synk's, in a program of one process. Pass a signal on that came late."""
+    global _terminated
+    if _terminated is not None and threading.current_thread() is threading.main_thread():
+        is_late, _terminated = _terminated and not _is_told, None
+        signal.signal(signal.SIGTERM, _before)
+        if is_late:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def _note(number: int, frame: Any) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
 from itertools import count
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -27,7 +28,7 @@ from .._call.plan import PlanCache, Site
 from .._call.spec import FunctionSpec, with_then
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import Prefetch
-from .._loops.iterate import Batches, LoopCall, check_batches, launch, warn_of_keys
+from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, launch, warn_of_keys
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import current_group
@@ -405,7 +406,7 @@ class Function:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], options: CallOptions, call: str = ""
     ) -> BoundArguments:
         """Bind the arguments of a call without looking at a leaf; `call` names a member that runs in no trace."""
-        if call or current_trace() is not None:
+        if call or LEAVES_OUT or current_trace() is not None:
             self._refuse(call)
         if type(options.num_slices) is not int or options.num_slices < 1:
             check_slices(options.num_slices, self.name)
@@ -414,6 +415,11 @@ class Function:
         return self._binder.bind(args, kwargs)
 
     def _refuse(self, call: str = "") -> None:
+        if get_ident() in LEAVES_OUT:
+            raise SynkError(
+                f"{self.name}: it is called for an item that synk.resume leaves out, since a run before has done it. "
+                f"Put synk.resume inside: `for batch in tqdm(synk.resume(batches, ...)): {self.name}(...)`."
+            )
         current = current_trace()
         if current is not None:
             raise SynkError(

@@ -26,6 +26,9 @@ from .._variables.variable import Shared
 
 _END = object()
 
+# Threads that leave out items of a loop, for which nothing may be computed. `synk.resume` adds them.
+LEAVES_OUT: set[int] = set()
+
 
 class PerBatch:
     """Values of which each batch gets the next; made by `synk.each`."""

@@ -2,8 +2,7 @@
 
 import contextlib
 import json
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._base.errors import SynkError, public_api, shown
+from .._base.errors import SynkError, public_api, shown, warn
 from .._runtime.executable import from_process_0
 from .._runtime.group import Group, current_group
 from .._runtime.layout import local_replica_to_host, stack_parts
@@ -80,21 +79,31 @@ def save(
     """
     check_variables(variables, "save")
     number = checked_step(step, "save")
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1):
-        raise ValueError(f"synk.save: keep is {shown(keep)}; give an integer >= 1, or None for all.")
+    check_keep(keep, "save")
     # The folder is found now, even if the program goes elsewhere before the background writes.
     extra, place = checked_extra(extra, "save"), Path(folder).absolute()
+
+    def begin(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+        return WRITER.run(lambda: write(place, number, about, arrays, keep), f"step {number}", background)
+
+    save_together(f"synk.save(step={number}, variables={[*variables]})", variables, extra, background, begin)
+
+
+def save_together(
+    call: str,
+    variables: Mapping[str, Shared],
+    extra: Any,
+    is_copy: bool,
+    begin: Callable[[dict[str, Any], dict[str, np.ndarray]], str],
+) -> None:
+    """Collect the values of variables in host memory; process 0 begins to write them, by a description and arrays."""
     with eager():
-        group, call = common_group(variables, "save"), f"synk.save(step={number}, variables={[*variables]})"
+        group = common_group(variables, "save")
         group._peers.from_process_0(call, WRITER.wait)
         is_writer = jax.process_index() == 0 or not group._is_multi_process
-        arrays = dict(_arrays(variables, is_writer, is_copy=background))
+        arrays = dict(_arrays(variables, is_writer, is_copy))
         about = {"extra": extra, "variables": [[name, described(v)] for name, v in variables.items()]}
-
-        def act() -> str:
-            return WRITER.run(lambda: write(place, number, about, arrays, keep), f"step {number}", background)
-
-        group._peers.from_process_0(call, act)
+        group._peers.from_process_0(call, lambda: begin(about, arrays))
 
 
 @public_api
@@ -132,28 +141,36 @@ def load(
     check_variables(variables, "load")
     if step is not None:
         step = checked_step(step, "load", ", or None for the newest")
+    call = f"synk.load(step={step}, variables={[*variables]})"
+    about = load_together(call, variables, lambda: read(Path(folder), step), partial)
+    return about["step"], about["extra"]
+
+
+def load_together(
+    call: str, variables: Mapping[str, Shared], find: Callable[[], Checkpoint], partial: bool = False
+) -> dict[str, Any]:
+    """Set variables to the values of the checkpoint that process 0 finds, and return its description."""
     # Process 0 alone opens the checkpoint.
     opened_here = list[Checkpoint]()
     with eager(), contextlib.ExitStack() as files:
         WRITER.wait_quietly()
 
-        def find() -> str:
-            checkpoint = read(Path(folder), step)
+        def open_it() -> str:
+            checkpoint = find()
             opened_here.append(checkpoint)
             files.enter_context(checkpoint.file)
             return json.dumps([str(checkpoint.path), checkpoint.about, checkpoint.damaged])
 
-        call = f"synk.load(step={step}, variables={[*variables]})"
-        path, about, damaged = json.loads(common_group(variables, "load")._peers.from_process_0(call, find))
+        path, about, damaged = json.loads(common_group(variables, "load")._peers.from_process_0(call, open_it))
         for why in damaged:
-            warnings.warn(f"synk.load: {why} Step {about['step']} is loaded in its place.", stacklevel=3)
+            warn(f"synk.load: {why} Step {about['step']} is loaded in its place.")
         kept = dict(about["variables"])
         compare(variables, kept, f"synk.load: {path}", partial)
         names = list(kept)
         arrays = files.enter_context(opened_here[0].arrays()) if opened_here else None
         states = [(v, _loaded_state(str(names.index(name)), v, kept[name], arrays)) for name, v in variables.items()]
         commit_all(states)
-    return about["step"], about["extra"]
+    return about | {"path": path}
 
 
 def check_variables(variables: Any, call: str) -> None:
@@ -184,6 +201,12 @@ def checked_step(step: Any, call: str, otherwise: str = "") -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise ValueError(f"synk.{call}: step is {shown(step)}; give an integer >= 0{otherwise}.")
     return int(step)
+
+
+def check_keep(keep: Any, call: str) -> None:
+    """Raise ValueError if `keep` is no number of checkpoints."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1):
+        raise ValueError(f"synk.{call}: keep is {shown(keep)}; give an integer >= 1, or None for all.")
 
 
 def checked_extra(extra: Any, call: str) -> Any:

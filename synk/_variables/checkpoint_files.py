@@ -192,6 +192,11 @@ def read(folder: Path, step: int | None, attempts: int = ATTEMPTS) -> Checkpoint
     raise CheckpointError(f"synk.load: {which}. {' '.join(damaged)} Load another step, or start anew elsewhere.")
 
 
+def newest_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint by its name, whole or not; -1 if there is none."""
+    return max((number for number, _ in _checkpoints(folder)), default=-1)
+
+
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return what tells a checkpoint from one that has taken its place; None if it is gone."""
     try:
@@ -281,6 +286,11 @@ class Writer:
         self._is_idle = threading.Event()
         self._is_idle.set()
         self._failure: tuple[str, Exception] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Check whether nothing is being written."""
+        return self._is_idle.is_set()
 
     def wait(self) -> str:
         """Wait until nothing is being written; raise what went wrong."""

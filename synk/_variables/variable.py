@@ -51,6 +51,7 @@ class Shared:
         "_cures",
         "_given_name",
         "_group",
+        "_is_averaged",
         "_may_differ",
         "_number",
         "_spec",
@@ -76,6 +77,8 @@ class Shared:
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
         # Whether replicas differ by design. Then they are not compared, and other numbers of them load the average.
         self._may_differ = False
+        # Whether replicas that differ become equal after some steps by themselves.
+        self._is_averaged = False
         # How replicas become equal again, by the name of the function that made them differ.
         self._cures: dict[str, str] = {}
 

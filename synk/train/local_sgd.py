@@ -72,6 +72,7 @@ class LocalSteps:
         self.opt_state._cures[model.name] = cure
         for variable in averaged:
             variable._cures[model.name] = "Call finish() of the local steps, which averages them by their rows"
+            variable._is_averaged = True
         self._set_counts(0, 0)
 
     @property
@@ -178,6 +179,10 @@ class _Iterating(Iterator[Any]):
         except StopIteration:
             self._steps.finish()
             raise
+
+    def leave_out(self, n: int) -> int:
+        """Leave out the first n steps, and return how many of them there were."""
+        return self._results.leave_out(n)
 
 
 # How each kind of leaf of the replicas combines. Of stacked keys those of the first replica that has trained are taken.
