@@ -22,17 +22,13 @@ _END = "end"
 
 
 class SavePoint:
-    """The items of a loop before which all processes of a group save; `loop` is its number in the program.
-
-    Attributes:
-      is_called: whether a save was called for that this process has not come to.
-    """
+    """The items of a loop before which all processes of a group save; `loop` is its number in the program."""
 
     # Joins the thread of the latest loop at the end of the program.
     _latest: "SavePoint | None" = None
 
     def __init__(self, loop: int, is_shared: bool) -> None:
-        self._folder, self._calls, self.is_called = f"synk/loop/{loop}", 0, False
+        self._folder, self._calls = f"synk/loop/{loop}", 0
         # The item that the loop has begun last, and the agreed one with what is to be done there.
         self._item = 0
         self._agreed: tuple[int, str] | None = None
@@ -48,7 +44,6 @@ class SavePoint:
 
     def call(self, what: str) -> None:
         """Call for a save, of a kind that `reached` returns; for process 0 alone."""
-        self.is_called = True
         if self._thread is None:
             self._agreed = self._item, what
         else:
@@ -63,7 +58,7 @@ class SavePoint:
 
     def answered(self) -> None:
         """Note that what was called for is saved."""
-        self._agreed, self.is_called = None, False
+        self._agreed = None
 
     def end(self) -> None:
         """End the thread, once all processes have come to the end of the loop."""

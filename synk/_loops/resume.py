@@ -115,6 +115,7 @@ class Resumed(Iterator[Any]):
             check_iterable(left, "synk.resume: what steps returned", "items")
             self._items, self._length = iter(left), len(left) if isinstance(left, Sized) else None
         self._point = SavePoint(self._number, self._group._is_multi_process)
+        self._set_due()
         self._is_over = False
 
     def __len__(self) -> int:
@@ -122,23 +123,28 @@ class Resumed(Iterator[Any]):
             raise TypeError("The number of items is not known: what gives them has no len().")
         return self._length
 
-    def __del__(self) -> None:
-        self._end()
+    # A global may be gone when Python ends; a default value is not.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self._end()
 
-    @public_api
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
         if self._is_in_item and Resumed._last != self._number:
             raise SynkError(
-                "synk.resume: another loop of synk.resume ran inside an item of this one. Save one of them: the outer "
-                "one with all its steps in a line, or the inner one as a plain loop."
+                "synk.resume: another loop of synk.resume ran inside an item of this one. Give one of both to "
+                "synk.resume: the outer loop, or in its place one loop over all inner items."
             )
         Resumed._last, self.done, self._is_in_item = self._number, self.done + self._is_in_item, False
         try:
             if is_told_to_stop():
                 self._stop()
-            self._save_if_due()
+            agreed = self._point.reached(self.done)
+            if agreed is not None:
+                self._save_if_equal(self._places[int(agreed)])
+            elif monotonic() > self._due:
+                self._call()
             item = next(self._items)
         except StopIteration:
             self._finish()
@@ -149,26 +155,28 @@ class Resumed(Iterator[Any]):
         self._is_in_item, self._is_finished = True, False
         return item
 
-    def _save_if_due(self) -> None:
-        """Save in the background where processes have agreed to. Process 0 calls for it, by its clock."""
-        if self._is_writer and not self._point.is_called:
-            for number, place in enumerate(self._places):
-                if monotonic() > place.due:
-                    self._call(number, place)
-                    break
-        agreed = self._point.reached(self.done)
-        # Local steps take the average within some items, at which all processes come here again.
-        if agreed is not None and not any(v._is_averaged and not v._state.is_equal for v in self._variables.values()):
-            self._save(self._places[int(agreed)])
-            self._point.answered()
-
-    def _call(self, number: int, place: Place) -> None:
+    def _call(self) -> None:
+        """Call for the save that is due."""
+        number, place = min(enumerate(self._places), key=lambda numbered: numbered[1].due)
         if WRITER.is_idle:
             self._point.call(str(number))
+            self._due = np.inf
         elif place.is_memory:
             place.due = monotonic() + place.every
+            self._set_due()
             self._warn("a save in memory was due while another one was written; it is left out")
 
+    def _set_due(self) -> None:
+        """Set when this process looks for a save that is due. The clock of process 0 counts."""
+        self._due = min([place.due for place in self._places], default=np.inf) if self._is_writer else np.inf
+
+    def _save_if_equal(self, place: Place) -> None:
+        """Save, unless local steps are to take the average: then all processes come here again at the next item."""
+        if not any(v._is_averaged and not v._state.is_equal for v in self._variables.values()):
+            self._save(place)
+            self._point.answered()
+
+    @public_api
     def _save(self, place: Place, is_last: bool = False) -> None:
         """Save all variables at this item; wait until they are written if it is the last save."""
         start = monotonic()
@@ -188,6 +196,7 @@ class Resumed(Iterator[Any]):
         # A save on disk serves in memory's place.
         for saved in self._places if not place.is_memory else [place]:
             saved.due = start + saved.every
+        self._set_due()
 
     def _write(self, place: Place, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         try:
@@ -197,6 +206,7 @@ class Resumed(Iterator[Any]):
                 raise
             self._warn("a save in memory has failed, and the one before stays", f": {error}")
 
+    @public_api
     def _stop(self) -> None:
         """Save after a SIGTERM, and leave in all processes."""
         for place in self._places[:1]:
