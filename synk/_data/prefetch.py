@@ -125,7 +125,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
         """Leave out the first n items, for which nothing is launched. Return how many of them there were."""
         if not self._unused_call or self._items is None:
             raise SynkError("synk.resume: this loop has begun, so it cannot leave out its first items. Give a new one.")
-        there = sum(1 for _ in islice(self._items, n))
+        self._unused_call, there = "", sum(1 for _ in islice(self._items, n))
         if self._length is not None:
             self._length -= there
         return there

@@ -70,9 +70,9 @@ def _is_over() -> bool:
 
 def listen_no_more() -> None:
     """Give SIGTERM back to its handler before synk's, in a program of one process. Pass a signal on that came late."""
-    global _terminated
+    global _terminated, _is_told
     if _terminated is not None and threading.current_thread() is threading.main_thread():
-        is_late, _terminated = _terminated and not _is_told, None
+        is_late, _terminated, _is_told = _terminated and not _is_told, None, False
         signal.signal(signal.SIGTERM, _before)
         if is_late:
             signal.raise_signal(signal.SIGTERM)

@@ -140,11 +140,11 @@ class Resumed(Iterator[Any]):
         try:
             if is_told_to_stop():
                 self._stop()
+            if monotonic() > self._due:
+                self._call()
             agreed = self._point.reached(self.done)
             if agreed is not None:
                 self._save_if_equal(self._places[int(agreed)])
-            elif monotonic() > self._due:
-                self._call()
             item = next(self._items)
         except StopIteration:
             self._finish()
@@ -187,7 +187,7 @@ class Resumed(Iterator[Any]):
             # While the next checkpoint is written there are two, and one copy of it.
             need = 3 * sum(array.nbytes for array in arrays.values()) if place.is_memory else 0
             if need and need > free_bytes(place.folder):
-                self._say(f"memory_every needs {need:,} bytes in {place.folder}, which has less; going on without")
+                self._warn("memory lacks room for memory_every; going on without", f" ({need:,} B, {place.folder})")
                 place.every = np.inf
                 return ""
             return WRITER.run(lambda: self._write(place, about, arrays), f"item {about['extra']['done']}", not is_last)

@@ -1,0 +1,477 @@
+"""Resume: a run that is started again ends with the numbers of a run that was never broken off."""
+
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from shutil import disk_usage
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import synk
+import synk.train
+from synk._loops import machine_memory, resume
+from synk._variables import checkpoint_files
+
+from ..helpers import Bar, numbers
+
+ROWS, BATCH, EPOCHS = 23, 4, 3
+X, BATCHES = numbers(ROWS), [*synk.minibatches(ROWS, BATCH, epochs=EPOCHS)]
+RATES = np.linspace(0.1, 0.9, len(BATCHES) + 9).astype(np.float32)
+
+
+class Run:
+    """A small training, made anew at each start. The order of its items shows in `w`, and `counts` counts rows."""
+
+    def __init__(self):
+        self.w, self.counts = synk.shared(np.zeros(2, np.float32), "w"), synk.shared(np.zeros(ROWS, np.int32), "counts")
+        self.variables = {"w": self.w, "counts": self.counts}
+
+        def on_part(x, rows, rate):
+            return jnp.mean(x, 0), self.counts.value.at[rows].add(1) - self.counts.value
+
+        def then(mean, more, rate):
+            self.w.value = (1 - rate) * self.w.value + rate * mean
+            self.counts.value = self.counts.value + more
+            return self.w.value.sum()
+
+        ops = ("mean", "sum")
+        self.step = synk.function(on_part, {"x": "scatter", "rows": "scatter", "rate": "broadcast"}, ops, then=then)
+
+    def take(self, batch, number=0):
+        """Take a step by a plain call."""
+        return float(self.step(X, np.arange(ROWS, dtype=np.int32), RATES[number], batch=batch))
+
+    def iterate(self, **options):
+        rates = synk.each(RATES)
+        return self.step.iterate(X, np.arange(ROWS, dtype=np.int32), rates, batches=minibatches(), **options)
+
+
+def minibatches(**options):
+    return synk.minibatches(ROWS, BATCH, **{"epochs": EPOCHS} | options)
+
+
+def items(run):
+    return [(X[b], b.astype(np.int32), rate) for b, rate in zip(BATCHES, RATES, strict=False)]
+
+
+# Of each kind: what is gone through, and how an item is done. Items are numbered by the loop itself.
+KINDS = {
+    "minibatches": (lambda run: minibatches(), lambda run, at, item: run.take(item, at)),
+    "enumerate": (lambda run: enumerate(minibatches()), lambda run, at, item: run.take(item[1], item[0])),
+    "zip": (lambda run: zip(range(99), minibatches(), strict=False), lambda run, at, item: run.take(item[1], item[0])),
+    "both": (lambda run: enumerate(zip(BATCHES, RATES, strict=False), 5), lambda run, at, item: run.take(item[1][0], item[0] - 5)),
+    "range": (lambda run: range(len(BATCHES)), lambda run, at, item: run.take(BATCHES[item], item)),
+    "array": (lambda run: np.arange(len(BATCHES)), lambda run, at, item: run.take(BATCHES[item], item)),
+    "list": (lambda run: BATCHES, lambda run, at, item: run.take(item, at)),
+    "generator": (lambda run: (b for b in BATCHES), lambda run, at, item: run.take(item, at)),
+    "bar": (lambda run: Bar(minibatches()), lambda run, at, item: run.take(item, at)),
+    "begun": (lambda run: itertools.islice(iter([None, *BATCHES]), 1, None), lambda run, at, item: run.take(item, at)),
+    "function": (lambda run: lambda done, extra: BATCHES[done:], lambda run, at, item: run.take(item, at)),
+    "iterate": (lambda run: run.iterate(), lambda run, at, item: float(item)),
+    "numbered iterate": (lambda run: enumerate(run.iterate(prefetch=0)), lambda run, at, item: float(item[1])),
+    "stream": (lambda run: run.step.stream(items(run)), lambda run, at, item: float(item)),
+}  # fmt: skip
+
+
+of_kinds = pytest.mark.parametrize("kind", slow_but(("both", "generator", "iterate", "function"), KINDS))
+
+
+@pytest.fixture(autouse=True)
+def no_memory(monkeypatch):
+    """No launcher; loops are numbered from 0, as in a program."""
+    monkeypatch.delenv("SYNK_MEMORY_FOLDER", raising=False)
+    monkeypatch.setattr(resume.Resumed, "_count", 0)
+
+
+def start(n, folder, kind="minibatches", stop=None, save_every=1e-9, make=None, **options):
+    """Start the program on n replicas, break it off after `stop` items, and return the run, its loop and its losses."""
+    synk.close()
+    steps, do = KINDS[kind]
+    with synk.simulate(n) if n > 1 else synk.init(1):
+        run, losses = Run(), {}
+        loop = synk.resume((make or steps)(run), run.variables, folder=folder, save_every=save_every, **options)
+        for item in loop:
+            losses[loop.done] = do(run, loop.done, item)
+            checkpoint_files.WRITER.wait_quietly()
+            if loop.done == stop:
+                break
+        run.values = {name: np.asarray(variable.value) for name, variable in run.variables.items()}
+    return run, loop, losses
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Return the losses and the last weights of a run that is never broken off, on one device."""
+    with synk.init(1):
+        run = Run()
+        return [run.take(batch, i) for i, batch in enumerate(BATCHES)], np.asarray(run.w.value)
+
+
+@of_kinds
+def test_a_run_in_pieces(kind, undisturbed, tmp_path):
+    """Started on 4, 3, 8 and 1 replicas, it ends with the numbers of one run; each row is counted once an epoch."""
+    losses = {}
+    for n, stop in ((4, 5), (3, 9), (8, 14), (1, None)):
+        run, loop, more = start(n, tmp_path / "run", kind, stop)
+        assert loop.done == (len(BATCHES) if stop is None else stop)
+        losses |= more
+    np.testing.assert_allclose([losses[i] for i in range(len(BATCHES))], undisturbed[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(run.values["w"], undisturbed[1], rtol=1e-6, atol=1e-6)
+    assert run.values["counts"].tolist() == [EPOCHS] * ROWS
+
+
+def test_what_is_left(tmp_path):
+    """A start goes on after the items of the newest save. The loop says how many are done and left."""
+    start(2, tmp_path, stop=7)
+    synk.close()
+    with synk.simulate(2):
+        loop = synk.resume(minibatches(), Run().variables, folder=tmp_path)
+        assert (loop.done, len(loop)) == (7, len(BATCHES) - 7)
+        assert next(loop).tolist() == BATCHES[7].tolist()
+        with pytest.raises(TypeError, match="has no len"):
+            len(start(2, tmp_path, "generator")[1])
+
+
+@pytest.mark.parametrize("how", ["break", "error", "Ctrl-C"])
+def test_a_loop_that_is_left_saves_nothing(tmp_path, how):
+    """Then the next start goes on from the last save."""
+    raised = {"error": ZeroDivisionError, "Ctrl-C": KeyboardInterrupt, "break": StopIteration}[how]
+    with synk.simulate(2), pytest.raises(raised):
+        run = Run()
+        for at, batch in enumerate(synk.resume(minibatches(), run.variables, folder=tmp_path)):
+            run.take(batch, at)
+            if at == 4:
+                raise raised
+    assert not [*tmp_path.glob("step-*")]
+    assert start(2, tmp_path)[1].done == len(BATCHES)
+
+
+@of_kinds
+def test_a_finished_loop_yields_nothing(tmp_path, kind):
+    """It is not saved again, and its variables have their last values."""
+    run, *_ = start(2, tmp_path, kind, save_every=None)
+    before = [path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))]
+    again, loop, losses = start(3, tmp_path, kind, save_every=None)
+    assert (losses, loop.done, before) == (
+        {},
+        len(BATCHES),
+        [p.stat().st_mtime_ns for p in sorted(tmp_path.rglob("*"))],
+    )
+    assert run.values["w"].tolist() == again.values["w"].tolist()
+
+
+def test_more_epochs_go_on(tmp_path):
+    """Items that were added to a finished loop are done, and saved at their end."""
+    start(2, tmp_path)
+    for _ in range(2):
+        run, loop, _ = start(2, tmp_path, make=lambda run: minibatches(epochs=EPOCHS + 1, seed=0), kind="minibatches")
+        assert loop.done == 4 * len(BATCHES) // 3 and run.values["counts"].tolist() == [EPOCHS + 1] * ROWS
+
+
+def test_a_loader_without_end(tmp_path):
+    """Once its loop has ended, a loader that would go on gives nothing more."""
+    start(2, tmp_path, "generator")
+    assert start(2, tmp_path, make=lambda run: itertools.cycle(BATCHES))[1].done == len(BATCHES)
+
+
+@pytest.mark.parametrize("kind", ["minibatches", "list", "generator", "zip", "iterate"])
+def test_fewer_items_than_are_done(tmp_path, kind, monkeypatch):
+    """It raises in words, as the program was changed."""
+    start(2, tmp_path, kind)
+    monkeypatch.setitem(globals(), "EPOCHS", 1)
+    monkeypatch.setitem(globals(), "BATCHES", BATCHES[:6])
+    with pytest.raises(ValueError, match="18 items are done, but now there are 6"):
+        start(2, tmp_path, kind)
+
+
+def test_calls_for_items_that_are_left_out(tmp_path):
+    """A generator that trains would train twice, in silence: calls raise. A bar around the loop is right."""
+
+    def trained(run):
+        for at, batch in enumerate(minibatches()):
+            yield run.take(batch, at)
+
+    def iterated(run):
+        yield from run.iterate()
+
+    start(2, tmp_path, stop=6)
+    for make in (trained, iterated):
+        with pytest.raises(synk.SynkError, match=r"on_part: it is called for an item that synk.resume leaves out"):
+            start(2, tmp_path, make=make)
+    assert len(start(2, tmp_path, make=lambda run: minibatches())[2]) == len(BATCHES) - 6
+    with synk.simulate(2):
+        run = Run()
+        bar = Bar(synk.resume(minibatches(), run.variables, folder=tmp_path / "new", save_every=1e-9))
+        assert len([run.take(batch, at) for at, batch in enumerate(bar)]) == len(BATCHES)
+
+
+def test_a_loop_that_has_begun(tmp_path):
+    """Its first items cannot be left out any more."""
+
+    def begun(run):
+        results = run.iterate()
+        next(results)
+        return results
+
+    start(2, tmp_path, stop=6)
+    with pytest.raises(synk.SynkError, match="this loop has begun"):
+        start(2, tmp_path, make=begun)
+
+
+def test_extra(tmp_path):
+    """What `extra` returns at a save comes back with it; a function of both makes what is left."""
+    taken, given = [0], []
+
+    def left(done, extra):
+        given.append((done, extra))
+        taken[0] = (extra or {"taken": 0})["taken"]
+        for batch in BATCHES[taken[0] :]:
+            taken[0] += 1
+            yield batch
+
+    def made(run):
+        return left
+
+    _, first, _ = start(2, tmp_path, make=made, stop=7, extra=lambda: {"taken": np.int64(taken[0])})
+    run, loop, _ = start(3, tmp_path, make=made, extra=lambda: {"taken": taken[0]})
+    assert (first.extra, loop.extra, given) == (None, {"taken": 7}, [(0, None), (7, {"taken": 7})])
+    assert run.values["counts"].tolist() == [EPOCHS] * ROWS
+
+
+def test_two_loops(tmp_path):
+    """Loops in a row go on each by itself; two in one folder raise, and so do nested ones."""
+    for stop in (5, None):
+        synk.close()
+        with synk.simulate(2):
+            run = Run()
+            for part in ("a", "b"):
+                for at, batch in enumerate(
+                    synk.resume(minibatches(), run.variables, folder=tmp_path / part, save_every=1e-9)
+                ):
+                    run.take(batch, at)
+                    checkpoint_files.WRITER.wait_quietly()
+                    if part == "b" and at == stop:
+                        break
+            if stop is None:
+                assert run.counts.value.tolist() == [2 * EPOCHS] * ROWS
+            with pytest.raises(synk.SynkError, match="a loop before saves in"):
+                synk.resume(minibatches(), run.variables, folder=tmp_path / "a")
+    with synk.simulate(2), pytest.raises(synk.SynkError, match=r"another loop of synk.resume ran inside"):
+        run = Run()
+        for i in synk.resume(range(3), run.variables, folder=tmp_path / "outer"):
+            for _ in synk.resume(range(3), run.variables, folder=tmp_path / f"inner{i}"):
+                pass
+
+
+def test_a_folder_of_save(tmp_path):
+    """It does not say which items are done; no variable is touched."""
+    with synk.simulate(2):
+        run = Run()
+        synk.save(tmp_path, run.variables, step=3, extra={"epoch": 2})
+        run.w.value = np.ones(2, np.float32)
+        with pytest.raises(ValueError, match=r"made by synk\.save"):
+            synk.resume(minibatches(), run.variables, folder=tmp_path)
+        assert run.w.value.tolist() == [1, 1]
+
+
+def test_other_variables(tmp_path):
+    """A variable that was renamed raises what synk.load says, and nothing is overwritten."""
+    start(2, tmp_path, stop=4)
+    with synk.simulate(2), pytest.raises(ValueError, match="has no other"):
+        synk.resume(minibatches(), {"other": Run().w}, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "steps is 3", {"steps": 3}),
+        (TypeError, "variables is", {"variables": [1]}),
+        (ValueError, "nowhere to save", {"folder": None}),
+        (ValueError, "save_every is 0", {"save_every": 0}),
+        (ValueError, "memory_every is '1'", {"memory_every": "1"}),
+        (ValueError, "keep is 0", {"keep": 0}),
+        (TypeError, "what steps returned", {"steps": lambda done, extra: 3}),
+    ],
+)
+def test_wrong_arguments(tmp_path, error, match, arguments):
+    """They raise before anything is loaded."""
+    with synk.simulate(2), pytest.raises(error, match=match):
+        synk.resume(**{"steps": range(3), "variables": Run().variables, "folder": tmp_path} | arguments)
+
+
+def test_extra_that_json_changes(tmp_path):
+    """It raises at the save."""
+    with pytest.raises(TypeError, match=r"synk.resume: extra holds"):
+        start(2, tmp_path, extra=lambda: (1, 2))
+
+
+def test_sigterm(tmp_path):
+    """All is saved at the next item, the program ends with 143, and the signal has its handler of before again."""
+    before, seen = signal.getsignal(signal.SIGTERM), []
+    with synk.simulate(2), pytest.raises(synk.Preempted) as stopped:
+        run = Run()
+        for at, batch in enumerate(synk.resume(minibatches(), run.variables, folder=tmp_path)):
+            seen.append(run.take(batch, at))
+            if at == 6:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert (stopped.value.code, len(seen), [p.name for p in tmp_path.iterdir()]) == (143, 7, ["step-00000007"])
+    assert signal.getsignal(signal.SIGTERM) == before
+    run, _loop, losses = start(3, tmp_path)
+    assert min(losses) == 7 and run.values["counts"].tolist() == [EPOCHS] * ROWS
+
+
+def test_sigterm_has_its_handler_again(tmp_path):
+    """After a loop that ended or was left."""
+    before = signal.getsignal(signal.SIGTERM)
+    for stop in (3, None):
+        start(2, tmp_path, stop=stop)
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_local_steps(tmp_path):
+    """A save in time waits for the average, so it loads into any number of replicas."""
+
+    def loss(w, x):
+        return jnp.mean((w[None] - x) ** 2)
+
+    for n, stop in ((2, 8), (3, None)):
+        synk.close()
+        with synk.simulate(n):
+            train = synk.train.local_steps(loss, np.zeros(2, np.float32), optax.sgd(0.1), every=4)
+            loop = synk.resume(
+                train.iterate(X, batches=minibatches()), train.variables, folder=tmp_path, save_every=1e-9
+            )
+            assert (loop.done, train.steps) == ((0, 0) if n == 2 else (8, 8))
+            for _ in loop:
+                checkpoint_files.WRITER.wait_quietly()
+                if loop.done == stop:
+                    break
+            assert stop or (train.steps == len(BATCHES) and train.params.value.shape == (2,))
+        assert all(int(path.name[5:]) % 4 == 0 or not stop for path in tmp_path.glob("step-*"))
+
+
+# In memory.
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """Give the program a folder in memory, as the launcher does."""
+    monkeypatch.setenv("SYNK_MEMORY_FOLDER", str(tmp_path / "memory"))
+    return tmp_path / "memory"
+
+
+def saved_in(folder):
+    return [int(path.name[5:]) for path in sorted(folder.glob("**/step-*"))]
+
+
+def test_memory(tmp_path, memory, monkeypatch, capsys):
+    """The newest of folder and memory is loaded. Memory holds one checkpoint, and none once the folder has the end."""
+    start(2, tmp_path / "run", stop=2)
+    monkeypatch.setattr(resume.Resumed, "_count", 0)
+    start(2, tmp_path / "run", stop=5, save_every=None, memory_every=1e-9)
+    assert saved_in(memory) == [5] and saved_in(tmp_path / "run")[-1] == 2
+    monkeypatch.setattr(resume.Resumed, "_count", 0)
+    run, _loop, losses = start(3, tmp_path / "run", memory_every=1e-9)
+    assert min(losses) == 5 and run.values["counts"].tolist() == [EPOCHS] * ROWS
+    assert "going on after 5 items" in capsys.readouterr().err
+    assert saved_in(memory) == [] and saved_in(tmp_path / "run")[-1] == len(BATCHES)
+
+
+def test_memory_alone(memory, monkeypatch):
+    """Without a folder the end is saved in memory too. The second loop of a program has a place of its own."""
+    start(2, None, memory_every=1e-9)
+    start(2, None, memory_every=1e-9, stop=7)
+    assert sorted(saved_in(memory)) == [7, len(BATCHES)]
+    monkeypatch.setattr(resume.Resumed, "_count", 0)
+    assert [start(2, None, memory_every=1e-9)[2].keys() & {0, 7} for _ in range(2)] == [set(), {7}]
+
+
+def test_without_a_launcher(capsys):
+    """A line says so once, and the loop goes on."""
+    assert len(start(2, None, memory_every=1.0)[2]) == len(BATCHES)
+    assert capsys.readouterr().err.count("memory_every needs the folder") == 1
+
+
+@pytest.mark.parametrize("lacks", ["disk", "limit", "later"])
+def test_no_room_in_memory(memory, monkeypatch, capsys, lacks):
+    """The loop goes on, and says so once. Where there is no room any more, the checkpoint before stays."""
+    if lacks == "later":
+        wrote = resume.write
+
+        def write(folder, step, *more):
+            if step > 3:
+                raise OSError(28, "No space left on device")
+            wrote(folder, step, *more)
+
+        monkeypatch.setattr(resume, "write", write)
+    elif lacks == "disk":
+        monkeypatch.setattr(machine_memory, "disk_usage", lambda folder: disk_usage(folder)._replace(free=100))
+    else:
+        (memory.parent / "max").write_text("1000\n")
+        (memory.parent / "now").write_text("990\n")
+        (memory.parent / "stat").write_text("anon 900\nactive_file 1\ninactive_file 2\n")
+        monkeypatch.setattr(machine_memory, "_CGROUPS", memory.parent)
+        monkeypatch.setattr(machine_memory, "_LIMITS", [("max", "now", "stat")])
+    assert len(start(2, None, memory_every=1e-9)[2]) == len(BATCHES)
+    said = capsys.readouterr().err
+    assert len(re.findall("lacks room|the one before stays", said)) == 1
+    assert saved_in(memory) == ([3] if lacks == "later" else [])
+
+
+def test_a_save_that_is_due_while_another_runs(tmp_path, memory, monkeypatch, capsys):
+    """One in memory is left out, with a line; never are two under way."""
+    running, most, wrote = [0], [0], resume.write
+
+    def write(*arguments):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.2)
+        wrote(*arguments)
+        running[0] -= 1
+
+    monkeypatch.setattr(resume, "write", write)
+    with synk.simulate(2):
+        run = Run()
+        for at, batch in enumerate(
+            synk.resume(minibatches(), run.variables, memory_every=0.001, folder=tmp_path / "run")
+        ):
+            run.take(batch, at)
+            time.sleep(0.01)
+    assert most == [1] and capsys.readouterr().err.count("it is left out") == 1
+
+
+def test_a_failed_save_in_the_folder(tmp_path, monkeypatch):
+    """It raises at the next save, as in synk.save."""
+    (tmp_path / "run").write_text("a file")
+    monkeypatch.setattr(resume, "newest_step", lambda folder: -1)
+    with pytest.raises(OSError, match="item 0 was not written in the background"):
+        start(2, tmp_path / "run")
+
+
+def test_loops_in_threads_leave_no_mark(tmp_path):
+    """While one thread leaves items out, another one may call functions."""
+    start(2, tmp_path, stop=6)
+    synk.close()
+    with synk.simulate(2):
+        other, run, may_go, losses = Run(), Run(), threading.Event(), []
+
+        def slowly():
+            for batch in BATCHES:
+                may_go.wait(5)
+                yield batch
+
+        def call():
+            losses.append(other.take(BATCHES[0]))
+            may_go.set()
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert synk.resume(slowly(), run.variables, folder=tmp_path).done == 6
+        thread.join()
+    assert len(losses) == 1
