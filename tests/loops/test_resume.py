@@ -18,7 +18,7 @@ import synk.train
 from synk._loops import machine_memory, resume
 from synk._variables import checkpoint_files
 
-from ..helpers import Bar, numbers
+from ..helpers import Bar, numbers, slow_but
 
 ROWS, BATCH, EPOCHS = 23, 4, 3
 X, BATCHES = numbers(ROWS), [*synk.minibatches(ROWS, BATCH, epochs=EPOCHS)]
