@@ -1504,6 +1504,33 @@ def preempt():
         time.sleep(0.002)
 
 
+def goes_on(folder, how="", items="60"):
+    """A loop of `synk.resume` that counts rows. One process is slow in turn, breaks off, ends early or is told to stop."""
+    group = join()
+    me, items, counts = jax.process_index(), int(items), synk.shared(np.zeros(7, np.int32), name="counts")
+    count = synk.function(lambda rows: counts.value.at[rows].add(1) - counts.value)
+    count.then(lambda more: setattr(counts, "value", counts.value + more))
+    saved, write = [], checkpoint_files.write
+    resume = sys.modules["synk._loops.resume"] if synk.resume else None
+    resume.write = lambda folder, step, *more: (saved.append(step), write(folder, step, *more))[1]
+    items -= 20 * (how == "shorter" and me == 1)
+    loop = synk.resume(
+        enumerate(synk.minibatches(7, 3, epochs=items // 3)), {"counts": counts}, folder=folder, save_every=0.1
+    )
+    say("starts", done=loop.done)
+    for i, rows in loop:
+        count(np.arange(7, dtype=np.int32), batch=rows)
+        # Processes are at different items when a save is due, and one waits for the other within an item.
+        time.sleep(0.03 if i % 5 == me else 0.001)
+        if how == "stopped" and me == 1 and i == 23:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if how == "breaks" and i == 23:
+            break
+        if how == "breaks alone" and me == 1 and i == 23:
+            break
+    say("ends", done=loop.done, counts=np.asarray(counts.value).tolist(), saved=saved, size=group.size)
+
+
 def ends():
     """End while the thread that attends to the others is inside the runtime."""
     join(heartbeat=100)

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -362,6 +363,33 @@ def test_preemption_asked_now_and_then(monkeypatch):
     monkeypatch.setattr(reached, lambda number: asked.append(number) or number == 3)
     assert [synk.preempted(step) for step in (1000, 1010, 1010, 1020, 1020, 1030)] == [False] * 3 + [True] * 3
     assert asked == [1, 2, 3]
+
+
+def test_a_loop_goes_on_over_processes(tmp_path):
+    """All save at one item, whatever their clocks say, and go on from it in another number of processes."""
+    first = gang.run("goes_on", tmp_path, "breaks", processes=3)
+    assert [end.code for end in first] == [0] * 3, first
+    saved = said(first[0].output)[-1]["saved"]
+    assert len(saved) >= 2 and [said(end.output)[-1]["done"] for end in first] == [23] * 3
+    ends = gang.run("goes_on", tmp_path, processes=2)
+    lines = [said(end.output) for end in ends]
+    assert [(start["done"], end["done"], end["counts"]) for start, end in lines] == [(saved[-1], 60, [20] * 7)] * 2
+
+
+def test_a_loop_that_is_told_to_stop(tmp_path):
+    """After a SIGTERM to one process all save at one item, end with 143, and go on."""
+    first = gang.run("goes_on", tmp_path, "stopped", processes=2)
+    assert [end.code for end in first] == [143] * 2, first
+    ends = gang.run("goes_on", tmp_path, processes=2, devices=2)
+    (start, end), _ = [said(end.output) for end in ends]
+    assert 23 < start["done"] < 60 and (end["done"], end["counts"]) == (60, [20] * 7)
+
+
+@pytest.mark.parametrize("how", ["shorter", "breaks alone"])
+def test_a_loop_that_ends_alone(tmp_path, how):
+    """It raises in all processes, soon."""
+    for end in gang.run("goes_on", tmp_path, how, processes=2, deadline=20):
+        assert end.code in (1, 75) and re.search("DisagreementError|PeerError|has ended its program", end.output), end
 
 
 def test_the_end_comes_after_its_own_thread():
