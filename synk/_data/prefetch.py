@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from types import GeneratorType
@@ -61,11 +61,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._launch, self._refuse, self._early = launch, refuse, take_early
         self._items: Iterator[T] | None = iter(items)
         self._ready: deque[tuple[T | None, BaseException | None]] = deque()
-        self._length = None
-        if isinstance(source, Sized):
-            # The DataLoader of PyTorch has a len() that raises if its dataset has none.
-            with suppress(TypeError, NotImplementedError):
-                self._length = len(source)
+        self._length = length(source)
         self._unused_call = name.removesuffix(": prefetch")
 
     # A global may be gone when Python ends; a default value is not.
@@ -145,6 +141,14 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def length(items: Any) -> int | None:
+    """Return the number of items; None if it is not known."""
+    # The DataLoader of PyTorch has a len() that raises if its dataset has none.
+    with suppress(TypeError, NotImplementedError):
+        return len(items)
+    return None
 
 
 def check_iterable(value: Any, what: str, wanted: str) -> None:

@@ -1,7 +1,7 @@
 """Resume: go on with a loop from its last save, in the folder of the run or in the memory of the machine."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from .._base.errors import Preempted, SynkError, public_api, shown
-from .._data.prefetch import check_iterable
+from .._data.prefetch import check_iterable, length
 from .._distributed.preemption import is_told_to_stop, listen_no_more
 from .._distributed.save_point import SavePoint
 from .._variables.checkpoint import (
@@ -104,7 +104,8 @@ class Resumed(Iterator[Any]):
     def begin(self, steps: Any) -> None:
         """Leave out the items of `steps` that are done."""
         if isinstance(steps, Iterable):
-            self._length = len(steps) - self.done if isinstance(steps, Sized) else None
+            count = length(steps)
+            self._length = None if count is None else count - self.done
             self._items, dropped = leave_out(steps, self.done)
             if dropped:
                 # A loader that never ends has more, but this loop has ended.
@@ -113,7 +114,7 @@ class Resumed(Iterator[Any]):
         else:
             left = () if self._is_finished else steps(self.done, self.extra)
             check_iterable(left, "synk.resume: what steps returned", "items")
-            self._items, self._length = iter(left), len(left) if isinstance(left, Sized) else None
+            self._items, self._length = iter(left), length(left)
         self._point = SavePoint(self._number, self._group._is_multi_process)
         self._set_due()
         self._is_over = False

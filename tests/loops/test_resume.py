@@ -134,8 +134,9 @@ def test_what_is_left(tmp_path):
         loop = synk.resume(minibatches(), Run().variables, folder=tmp_path)
         assert (loop.done, len(loop)) == (7, len(BATCHES) - 7)
         assert next(loop).tolist() == BATCHES[7].tolist()
-        with pytest.raises(TypeError, match="has no len"):
-            len(start(2, tmp_path, "generator")[1])
+        for make in (lambda run: (b for b in BATCHES), lambda run: lambda done, extra: (b for b in BATCHES)):
+            with pytest.raises(TypeError, match=r"has no len"):
+                len(start(2, tmp_path / "new", make=make, stop=1)[1])
 
 
 @pytest.mark.parametrize("how", ["break", "error", "Ctrl-C"])
