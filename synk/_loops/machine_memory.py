@@ -18,8 +18,8 @@ def memory_folder(loop: int, is_shared: bool) -> Path | None:
     folder = os.environ.get("SYNK_MEMORY_FOLDER")
     if not folder:
         return None
-    alone = "" if is_shared else f"-of-{os.environ.get('SYNK_PROCESS_ID', 0)}"
-    return Path(folder) / f"loop-{loop}{alone}"
+    alone = "." if is_shared else f"process-{os.environ.get('SYNK_PROCESS_ID', 0)}"
+    return Path(folder) / alone / f"loop-{loop}"
 
 
 def free_bytes(folder: Path) -> int:
