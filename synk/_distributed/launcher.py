@@ -1,6 +1,5 @@
 """Launcher: `python -m synk launch` runs one program in several processes of this machine, or of each of several."""
 
-import argparse
 import fcntl
 import os
 import queue
@@ -12,7 +11,8 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
@@ -28,7 +28,7 @@ EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `time
 EXIT_TOLD = 128 + signal.SIGTERM  # the exit code of a program that was told to stop
 NOTICE_SECONDS = 0.5  # for other processes to print why they end, once one has failed
 GRACE_SECONDS = 3.0  # for the process that failed, if others end before it, and for all after Ctrl-C
-DRAIN_SECONDS = 2.0  # for the last output of processes that have ended
+DRAIN_SECONDS = 1.0  # for the last output of processes that have ended
 STALL_SECONDS = 2.0  # without progress, after which nobody seems to read standard output
 MAX_LINE_BYTES = 1 << 16  # longer lines are cut
 PROGRESS_SECONDS = 1.0  # between two printed states of a progress bar
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not how:
                 break
             # Processes of another machine that do not come to a later start are those of a launcher that has given up.
-            is_alone = code == EXIT_NOT_MET and attempt > 0 and options.nodes > 1
-            if attempt == options.restarts or signals or is_alone:
+            if attempt == options.restarts or signals or (code == EXIT_NOT_MET and attempt > 0 and options.nodes > 1):
                 console.say(f"process {rank} failed first: it {how}")
                 break
             left = counted(options.restarts - attempt - 1, "restart")
@@ -70,20 +69,20 @@ def _newest_item(folder: Path | None) -> str:
     return "" if newest is None else f" from item {newest[1]:,} in memory"
 
 
-def _note_signals() -> Sequence[int]:
+def _note_signals() -> list[int]:
     """Return a list that collects signals which ask for an end. Ignored signals, as behind `nohup`, stay ignored."""
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            # A handler that raised might leave a lock held, such as that of `Popen.poll`.
+            # A handler that raised might leave a lock held, such as that of `Popen.wait`.
             signal.signal(number, lambda number, _: signals.append(number))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, no exit code would be kept
     return signals
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> Namespace:
     """Parse and check the command line."""
-    parser = argparse.ArgumentParser("python -m synk", description=__doc__)
+    parser = ArgumentParser("python -m synk", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, devices and settings, and what is wrong with them")
     commands.add_parser("bench", help="measure how a step scales over the devices that are here, as one page")
@@ -99,7 +98,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--coordinator", metavar="HOST:PORT", help="an address of the first machine, where there are several")
     add("-m", dest="is_module", action="store_true", help="the program is a module, as of python -m")
     add("program", help="a script")
-    add("arguments", nargs=argparse.REMAINDER)
+    add("arguments", nargs=REMAINDER)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown[0])}")
@@ -122,9 +121,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _run(
-    options: argparse.Namespace, attempt: int, guard: "Guard", console: "Console", signals: Sequence[int]
-) -> "Sequence[Member]":
+def _run(options: Namespace, attempt: int, guard: "Guard", console: "Console", signals: list[int]) -> "list[Member]":
     """Run one attempt. Return its processes, which have ended."""
     command = [sys.executable, *["-m"] * options.is_module, options.program, *options.arguments]
     members: list[Member] = []
@@ -144,7 +141,7 @@ def _run(
     return members
 
 
-def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
+def _environment(options: Namespace, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
     """Return the environment of one process: who it is, and which devices of this machine it takes."""
     processes, devices = options.processes, options.devices_per_process
     environment = os.environ | {
@@ -238,16 +235,14 @@ class Member:
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None, console: "Console"
+        self, rank: int, command: list[str], env: dict[str, str], log: Path | None, console: "Console"
     ) -> None:
         self.rank, self._log, self._console = rank, log, console
         self.code: int | None = None
         self.start, self.end, self.exit_until = monotonic(), FOREVER, FOREVER
         self.ended_by_runtime = self.is_over = False
-        self.process = Popen(
-            command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True
-        )
-        self._exits = Path(environment["SYNK_MEMORY_FOLDER"], f"exits-{self.process.pid}")
+        self.process = Popen(command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
+        self._exits = Path(env["SYNK_MEMORY_FOLDER"], f"exits-{self.process.pid}")
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -342,13 +337,13 @@ def _watch(members: Sequence[Member], signals: Sequence[int]) -> None:
         for member in members:
             member.look()
         failed, causes = _failed(members, signals)
-        until = min([until, *(m.end + GRACE_SECONDS for m in failed), *(m.end + NOTICE_SECONDS for m in causes)])
-        if all(m.code is not None for m in members) or monotonic() > until or len(signals) > 1:
+        limits = [until, *(m.end + GRACE_SECONDS for m in failed), *(m.end + NOTICE_SECONDS for m in causes)]
+        if all(m.code is not None for m in members) or monotonic() > min(limits) or len(signals) > 1:
             return
         if signals and not is_passed_on:
             is_passed_on = True
             if signals[0] == signal.SIGINT:
-                until = min(until, monotonic() + GRACE_SECONDS)
+                until = monotonic() + GRACE_SECONDS
             for member in members:
                 if member.code is None:
                     os.kill(member.process.pid, signals[0])
