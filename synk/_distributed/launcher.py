@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _newest_item(folder: Path | None) -> str:
     """Name the item of the newest checkpoint that `synk.resume` keeps in memory."""
-    paths = [] if folder is None else folder.glob("loop-*/step-*")
+    paths = [] if folder is None else folder.rglob("step-*")
     items = re.findall(r"loop-(\d+)/step-(\d+)$", "\n".join(map(str, paths)), re.MULTILINE)
     newest = max(((int(loop), int(step)) for loop, step in items), default=None)
     return "" if newest is None else f" from item {newest[1]:,} in memory"
@@ -101,7 +101,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     add("arguments", nargs=REMAINDER)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown[0])}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown[0].split('=')[0])}")
     for name, least in {"processes": 1, "devices_per_process": 1, "restarts": 0, "nodes": 1}.items():
         if (value := getattr(options, name)) is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} is {value}; give at least {least}")
