@@ -85,7 +85,10 @@ def write(
             for path in later:
                 _rename(path, f"left-{path.name}")
             _remove_old(folder, keep)
-    except BaseException:
+    except BaseException as error:
+        # A write to a full disk does not say where.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(folder)
         _delete(new)
         raise
     finally:
@@ -272,6 +275,14 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def _in_background(what: str, error: Exception) -> OSError:
+    """Return the error to raise where it is learned that a write has failed. It holds no array, as a traceback does."""
+    text = f"synk.save: {what} was not written in the background ({type(error).__name__}: "
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, f"{text}{error.strerror})", error.filename)
+    return OSError(f"{text}{error}).")
+
+
 class Writer:
     """Writes checkpoints, one at a time."""
 
@@ -280,15 +291,19 @@ class Writer:
         # (https://github.com/python/cpython/issues/90882).
         self._is_idle = threading.Event()
         self._is_idle.set()
-        self._failure: tuple[str, Exception] | None = None
+        self._failure: OSError | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being written."""
+        return self._is_idle.is_set()
 
     def wait(self) -> str:
         """Wait until nothing is being written; raise what went wrong."""
         self.wait_quietly()
         failure, self._failure = self._failure, None
         if failure is not None:
-            what, error = failure
-            raise OSError(f"synk.save: {what} was not written in the background ({type(error).__name__}: {error}).")
+            raise failure
         return ""
 
     def wait_quietly(self) -> None:
@@ -306,11 +321,14 @@ class Writer:
             return ""
 
         def try_to() -> None:
+            nonlocal act
             try:
                 act()
             except Exception as error:
-                self._failure = what, error
+                self._failure = _in_background(what, error)
             finally:
+                # Whoever waits may copy values into the memory of those that were written.
+                del act
                 self._is_idle.set()
 
         while True:
@@ -331,10 +349,9 @@ class Writer:
 
     def report(self) -> None:
         """Print at the end of the program what no other save will raise."""
-        try:
-            self.wait()
-        except OSError as error:
-            print(error, file=sys.stderr)
+        self.wait_quietly()
+        if self._failure is not None:
+            print(self._failure, file=sys.stderr)
 
 
 WRITER = Writer()
