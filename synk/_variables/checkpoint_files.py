@@ -12,9 +12,11 @@ import socket
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -72,9 +74,7 @@ def write(
     _UNDER_WAY.add(new.name)
     try:
         new.mkdir()
-        _write_arrays(new / _ARRAYS, arrays)
-        with open(new / _ARRAYS, "rb") as file:
-            digest = _digest_of_file(file)
+        digest = _write_arrays(new / _ARRAYS, arrays)
         whole = {"format": FORMAT, "step": step, **about, _ARRAYS: digest}
         (new / _ABOUT).write_text(json.dumps({"checksum": _digest(whole), **whole}, indent=1))
         for written in (new / _ARRAYS, new / _ABOUT, new):
@@ -95,14 +95,27 @@ def write(
         _UNDER_WAY.discard(new.name)
 
 
-def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    try:
-        np.savez(path, **arrays)  # type: ignore[arg-type]  # names and arrays
-    except ValueError as error:
-        # An error of zipfile hides what was raised while it wrote, a Ctrl-C perhaps.
-        if error.__context__ is not None and "writing handle" in str(error):
-            raise error.__context__ from None
-        raise
+def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
+    """Write arrays as `np.savez` does, without its copies, and return the checksum of the file."""
+    checksum = hashlib.sha256()
+    with open(path, "wb") as file:
+
+        def write_on(data: Any) -> int:
+            checksum.update(data)
+            return file.write(data)
+
+        # It never goes back in a file that cannot tell its position.
+        archive = zipfile.ZipFile(cast(Any, SimpleNamespace(write=write_on, flush=file.flush)), "w")
+        try:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array_header_1_0(member, np.lib.format.header_data_from_array_1_0(array))
+                    member.write(array.reshape(-1, order="A").view(np.uint8).data)
+            archive.close()
+        finally:
+            # After an error it would end the file, and hide the error.
+            archive.fp = None
+    return checksum.hexdigest()
 
 
 def _put(new: Path, final: Path) -> None:
@@ -126,8 +139,7 @@ def _rename(path: Path, name: str) -> None:
 
 def _remove_old(folder: Path, keep: int | None) -> None:
     paths = _checkpoints(folder)
-    steps = sorted({number for number, _ in paths})
-    gone = set(steps[:-keep]) if keep is not None else set[int]()
+    gone = sorted({number for number, _ in paths})[:-keep] if keep is not None else []
     for number, path in paths:
         if number in gone:
             _remove(path)
@@ -221,7 +233,7 @@ def _read_whole(path: Path) -> tuple[dict[str, Any], BinaryIO]:
         raise CheckpointError(f"{_ABOUT} is that of step {about['step']}.")
     try:
         file = open(path / _ARRAYS, "rb")
-        digest = _digest_of_file(file)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # a file
     except OSError as error:
         raise CheckpointError(f"{_ARRAYS} {_why(error)}.") from error
     if digest != about[_ARRAYS]:
@@ -239,10 +251,6 @@ def _why(error: Exception) -> str:
 
 def _digest(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-def _digest_of_file(file: BinaryIO) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # a file
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
