@@ -378,18 +378,19 @@ def test_a_loop_goes_on_over_processes(tmp_path):
 
 def test_a_loop_that_is_told_to_stop(tmp_path):
     """After a SIGTERM to one process all save at one item, end with 143, and go on."""
-    first = gang.run("goes_on", tmp_path, "stopped", processes=2)
+    first = gang.run("goes_on", tmp_path, "stopped", 900, processes=2)
     assert [end.code for end in first] == [143] * 2, first
-    ends = gang.run("goes_on", tmp_path, processes=2, devices=2)
+    ends = gang.run("goes_on", tmp_path, "", 900, processes=2, devices=2)
     (start, end), _ = [said(end.output) for end in ends]
-    assert 23 < start["done"] < 60 and (end["done"], end["counts"]) == (60, [20] * 7)
+    assert 23 < start["done"] < 900 and (end["done"], end["counts"]) == (900, [300] * 7)
 
 
 @pytest.mark.parametrize("how", ["shorter", "breaks alone"])
 def test_a_loop_that_ends_alone(tmp_path, how):
-    """It raises in all processes, soon."""
+    """All processes end soon, in words: by an error of synk's, or by JAX's runtime, if it is the first to notice."""
     for end in gang.run("goes_on", tmp_path, how, processes=2, deadline=20):
-        assert end.code in (1, 75) and re.search("DisagreementError|PeerError|has ended its program", end.output), end
+        said_so = "DisagreementError|PeerError|has ended its program|service detected fatal errors"
+        assert end.code in (1, 75, -signal.SIGABRT) and re.search(said_so, end.output), end
 
 
 def test_the_end_comes_after_its_own_thread():
