@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -1622,30 +1621,17 @@ def launcher(*arguments):
 
 
 def interrupted_launcher(*arguments):
-    """Run a launcher that gets Ctrl-C while it holds the lock of `Popen.poll`."""
+    """Run a launcher that gets Ctrl-C while it asks how a process has ended."""
+    waitid, questions = os.waitid, []
 
-    class Lock:
-        asked = 0
+    def interrupted(*how):
+        questions.append(how)
+        if len(questions) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return waitid(*how)
 
-        def __init__(self):
-            self.lock = threading.Lock()
-
-        def acquire(self, *how):
-            held = self.lock.acquire(*how)
-            Lock.asked += 1
-            if Lock.asked == 20:
-                os.kill(os.getpid(), signal.SIGINT)
-            return held
-
-        __enter__ = acquire
-
-        def release(self, *error):
-            self.lock.release()
-
-        __exit__ = release
-
-    subprocess.threading = mock.Mock(Lock=Lock)
-    launcher(*arguments)
+    with mock.patch.object(os, "waitid", interrupted):
+        launcher(*arguments)
 
 
 def nursery():
