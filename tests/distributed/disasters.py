@@ -53,7 +53,7 @@ KINDS = {
 }  # fmt: skip
 # Where faults come, and how often a process passes there in most programs.
 PLACES = {
-    "starts": 1, "meets": 1, "has met": 1, "loads": 1, "compiles": 3, "launches": 60, "steps": 40, "agrees": 2,
+    "starts": 1, "meets": 1, "has met": 1, "loads": 1, "compiles": 2, "launches": 60, "steps": 40, "agrees": 2,
     "saves": 3, "finishes": 1, "ends": 1, "exits": 1, "has waited": 1,
 }  # fmt: skip
 # Where process 0 alone passes, and all where a run goes on.
@@ -132,7 +132,9 @@ def drawn(seed):
     for stage in range(draw.choice((1, 1, 2, 2, 3))):
         if last is None or not chance(0.3):
             places = PLACES | OF_PROCESS_0 | (GOING_ON if stage else {})
-            place = draw.choice([*places])
+            # Mostly in the loop, where there is something to go on from.
+            is_any = chance(0.4)
+            place = draw.choice([at for at in places if is_any or places[at] > 1 or at in GOING_ON])
             victims = draw.choice(([0], [1], [2], [0], [1], [0, 1], [0, 1, 2]))
             victims = [0] if place in (*OF_PROCESS_0, "reads") else victims
             after = draw.choice((0, 0, draw.randint(1, 30), draw.randint(1, 1000)))
