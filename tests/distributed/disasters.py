@@ -7,7 +7,6 @@ without `synk.resume` in one process, all rows counted by their numbers, or with
 """
 
 import argparse
-import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -193,7 +192,7 @@ def data(case):
     return x, np.tanh(x.sum(-1)), np.arange(ROWS)
 
 
-def items_of(kind, fn, rows, epochs, state):
+def items_of(kind, fn, rows, epochs):
     """Return what a loop of a kind goes through, and what to do with an item of it."""
     batches = synk.minibatches(ROWS, BATCH, epochs=epochs)
     by_hand = [*batches]
@@ -203,7 +202,6 @@ def items_of(kind, fn, rows, epochs, state):
 
     def left(done, extra):
         assert extra is None or extra == {"done": done}, (done, extra)
-        state.append(done)
         return (by_hand[i] for i in range(done, len(by_hand)))
 
     match kind:
@@ -228,21 +226,22 @@ def train(case, is_edited, is_resumed, faults):
     fn, variables, seen = make(case, name)
     rows, total = data(case), synk.shared(np.zeros((), rows_dtype(case)), "total")
     everything = variables | {"seen": seen, "total": total}
-    error = synk.function(lambda x, y: ((x.sum(-1) - y) ** 2).mean(), outputs="mean")
+    loops, error = [], synk.function(lambda x, y: ((x.sum(-1) - y) ** 2).mean(), outputs="mean")
     for number, kind in enumerate(case.loops):
         epochs, stop_at = EPOCHS[number], case.stop_at
         if number == len(case.loops) - 1 and is_edited:
             epochs += {"more": 2, "fewer": -2}.get(case.edit, 0)
         if case.edit == "shorter" and is_resumed:
             epochs -= jax.process_index() == 1
-        items, body = items_of(kind, fn, rows, epochs, [])
+        items, body = items_of(kind, fn, rows, epochs)
         if kind == "function" and not is_resumed:
             items = items(0, None)
         elif is_resumed:
             folder = Path(case.at) / f"loop-{number}" if case.folder else None
             places = {"folder": folder, "save_every": case.save_every, "memory_every": case.memory_every}
-            extra = (lambda: {"done": items.done}) if kind == "function" else None
+            extra = (lambda: {"done": loops[-1].done}) if kind == "function" else None
             items = synk.resume(items, everything, **places, extra=extra)
+            loops.append(items)
         for i, item in enumerate(items, items.done if is_resumed else 0):
             result = body(item)
             seen.value = seen.value.at[number].add(result[1])
@@ -323,45 +322,38 @@ class Faults:
                 number = {"kill": "KILL", "freeze": "STOP", "term": "TERM"}[fault.kind.split()[0]]
                 os.kill(os.getppid() if "launcher" in fault.kind else os.getpid(), getattr(signal, f"SIG{number}"))
 
-    def before(self, owner, name, place):
-        """Wrap a function: a place lies before it."""
+    def put_in(self):
+        """Wrap functions of synk and JAX: a place lies before each, or behind it."""
+        for owner, name, place, *behind in (
+            (coordinator, "initialize", "meets", "has met"),
+            (resume.Resumed, "load", "loads"),
+            (checkpoint_files, "_read_whole", "reads"),
+            (checkpoint, "commit_all", "sets"),
+            (jax.stages.Lowered, "compile", "compiles"),
+            (agreement.JaxPeers, "before_launch", "launches"),
+            (save_point.SavePoint, "_put_call", "calls"),
+            (save_point.SavePoint, "_agree", "agrees"),
+            (resume.Resumed, "_save", "saves"),
+            (checkpoint_files, "_write_arrays", "writes"),
+            (checkpoint_files, "_to_disk", "writes"),
+            (checkpoint_files, "_put", "puts"),
+            (checkpoint_files, "_remove_old", "removes"),
+            (resume.Resumed, "_finish", "finishes"),
+            (liveness, "_wait_until_all_end", "exits", "has waited"),
+        ):
+            self.wrap(owner, name, place, *behind)
+
+    def wrap(self, owner, name, place, behind=None):
+        """Wrap a function."""
         plain = getattr(owner, name)
 
         def wrapped(*args, **kwargs):
             self.at(place)
-            return plain(*args, **kwargs)
-
-        setattr(owner, name, wrapped)
-
-    def after(self, owner, name, place):
-        """Wrap a function: a place lies after it."""
-        plain = getattr(owner, name)
-
-        def wrapped(*args, **kwargs):
             result = plain(*args, **kwargs)
-            self.at(place)
+            self.at(behind)
             return result
 
         setattr(owner, name, wrapped)
-
-    def put_in(self):
-        """Wrap functions of synk and JAX."""
-        self.before(coordinator, "initialize", "meets")
-        self.after(coordinator, "initialize", "has met")
-        self.before(resume.Resumed, "load", "loads")
-        self.before(checkpoint_files, "_read_whole", "reads")
-        self.before(checkpoint, "commit_all", "sets")
-        self.before(jax.stages.Lowered, "compile", "compiles")
-        self.before(agreement.JaxPeers, "before_launch", "launches")
-        self.before(save_point.SavePoint, "_put_call", "calls")
-        self.before(save_point.SavePoint, "_agree", "agrees")
-        self.before(resume.Resumed, "_save", "saves")
-        for name in ("_write_arrays", "_to_disk"):
-            self.before(checkpoint_files, name, "writes")
-        self.before(checkpoint_files, "_put", "puts")
-        self.before(checkpoint_files, "_remove_old", "removes")
-        self.before(resume.Resumed, "_finish", "finishes")
-        self.after(liveness, "_wait_until_all_end", "has waited")
 
 
 def fill(folder):
@@ -407,7 +399,6 @@ def play(case, is_resumed=True):
     say("end", values=leaves, is_edited=is_edited)
     if faults is not None:
         faults.at("ends")
-        atexit.register(faults.at, "exits")
 
 
 # The driver.
@@ -632,7 +623,9 @@ def runs(cases, jobs=1):
     while waiting or under_way:
         while waiting and len(under_way) < jobs:
             case = waiting.pop(0)
-            case.at = tempfile.mkdtemp(prefix=f"disaster-{case.seed}-", dir="/dev/shm" if HAS_SHM else None)
+            case.at = tempfile.mkdtemp(
+                prefix=f"disaster-{case.seed}-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            )
             under_way.append((case, run(case)))
         for case, steps in list(under_way):
             why = None
@@ -652,9 +645,6 @@ def runs(cases, jobs=1):
             shutil.rmtree(case.at, ignore_errors=True)
             yield case, why, fired, output
         time.sleep(0.02)
-
-
-HAS_SHM = os.access("/dev/shm", os.W_OK)
 
 
 def told(case):
