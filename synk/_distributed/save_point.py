@@ -24,7 +24,7 @@ _END = "end"
 class SavePoint:
     """The items of a loop before which all processes of a group save; `loop` is its number in the program."""
 
-    # Joins the thread of the latest loop at the end of the program.
+    # That of the latest loop of all processes, whose thread may run still.
     _latest: "SavePoint | None" = None
 
     def __init__(self, loop: int, is_shared: bool) -> None:
@@ -36,9 +36,10 @@ class SavePoint:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="synk-save-point", daemon=True) if is_shared else None
-        if SavePoint._latest is not None:
-            SavePoint._latest._is_over.set()
         if self._thread is not None:
+            # All processes have left the loop before, perhaps by a break: they have loaded for this one.
+            if SavePoint._latest is not None:
+                SavePoint._latest.end()
             SavePoint._latest = self
             self._thread.start()
 
@@ -61,7 +62,7 @@ class SavePoint:
         self._agreed = None
 
     def end(self) -> None:
-        """End the thread, once all processes have come to the end of the loop."""
+        """End the thread, once all processes have left the loop."""
         if self._thread is not None:
             with contextlib.suppress(Exception):  # the store may be gone
                 if jax.process_index() == 0:

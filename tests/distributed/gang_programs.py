@@ -1530,6 +1530,17 @@ def goes_on(folder, how="", items="60"):
     say("ends", done=loop.done, counts=np.asarray(counts.value).tolist(), saved=saved, size=group.size)
 
 
+def leaves_a_loop(folder):
+    """Break off a loop of `synk.resume`, run a short one, and end."""
+    join()
+    w = synk.shared(0.0, name="w")
+    for n in range(2):
+        for i in synk.resume(range(5), {"w": w}, folder=f"{folder}/{n}"):
+            w.value = w.value + 1.0
+            if n == 0 and i == 2:
+                break
+
+
 def ends():
     """End while the thread that attends to the others is inside the runtime."""
     join(heartbeat=100)

@@ -392,9 +392,10 @@ def test_a_loop_that_ends_alone(tmp_path, how):
         assert end.code in (1, 75) and re.search("DisagreementError|PeerError|has ended its program", end.output), end
 
 
-def test_the_end_comes_after_its_own_thread():
+@pytest.mark.parametrize("program", ["ends", "leaves_a_loop"])
+def test_the_end_comes_after_its_own_threads(tmp_path, program):
     """Python waits for a thread that is inside the runtime, which would abort the process."""
-    ends = gang.run("ends", processes=2)
+    ends = gang.run(program, *[tmp_path] * (program != "ends"), processes=2)
     assert [(end.code, "FATAL" in end.output) for end in ends] == [(0, False)] * 2
 
 
