@@ -57,9 +57,11 @@ class SavePoint:
             self._item = item
             return None if self._agreed is None or item < self._agreed[0] else self._agreed[1]
 
-    def answered(self) -> None:
-        """Note that what was called for is saved."""
-        self._agreed = None
+    def answered(self, item: int) -> None:
+        """Note that what was called for is saved, before an item. The next call may have come already."""
+        with self._lock:
+            if self._agreed is not None and self._agreed[0] <= item:
+                self._agreed = None
 
     def end(self) -> None:
         """End the thread, once all processes have left the loop."""
@@ -93,6 +95,9 @@ class SavePoint:
                     return
                 with self._lock:
                     self._agreed = self._agree(folder), what
+                # All processes have come to this call, so they have read the answer to the one before.
+                if number and jax.process_index() == 0:
+                    store.delete(f"{self._folder}/{number - 1}")
 
     def _agree(self, folder: str) -> int:
         """Publish the item that the loop has begun, and return the item that process 0 answers."""

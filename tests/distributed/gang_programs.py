@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 import synk
-from synk._distributed import coordinator
+from synk._distributed import coordinator, save_point
 from synk._distributed import launcher as synk_launcher
 from synk._runtime.group import make_group
 from synk._variables import checkpoint_files
@@ -1539,6 +1539,19 @@ def leaves_a_loop(folder):
             w.value = w.value + 1.0
             if n == 0 and i == 2:
                 break
+
+
+def saves_often(folder):
+    """Call for the next save while process 1 is still at the one before, and count what is left in the store."""
+    join()
+    point, w = save_point.SavePoint, synk.shared(0.0, name="w")
+    answered = point.answered
+    if jax.process_index() == 1:
+        point.answered = lambda *args: (time.sleep(0.05), answered(*args))
+    for _ in synk.resume(range(200), {"w": w}, folder=folder, save_every=0.01):
+        w.value = w.value + 1.0
+        time.sleep(0.002)
+    say("ends", w=float(w.value), left=len(coordinator._client().key_value_dir_get("synk/")))
 
 
 def ends():
