@@ -378,11 +378,12 @@ def test_a_loop_goes_on_over_processes(tmp_path):
 
 def test_a_loop_that_is_told_to_stop(tmp_path):
     """After a SIGTERM to one process all save at one item, end with 143, and go on."""
-    first = gang.run("goes_on", tmp_path, "stopped", processes=2)
+    # JAX looks for the signal once a second.
+    first = gang.run("goes_on", tmp_path, "stopped", 240, processes=2)
     assert [end.code for end in first] == [143] * 2, first
-    ends = gang.run("goes_on", tmp_path, processes=2, devices=2)
+    ends = gang.run("goes_on", tmp_path, "", 240, processes=2, devices=2)
     (start, end), _ = [said(end.output) for end in ends]
-    assert 23 < start["done"] < 60 and (end["done"], end["counts"]) == (60, [20] * 7)
+    assert 23 < start["done"] < 240 and (end["done"], end["counts"]) == (240, [80] * 7)
 
 
 @pytest.mark.parametrize("how", ["shorter", "breaks alone"])
