@@ -70,7 +70,8 @@ class JaxPeers(Peers):
 
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
         self._exchange(what, "")
-        folder = f"synk/told/{self._exchanges}/"
+        # It is deleted with what this process has published in the exchange.
+        folder = f"synk/exchange/{self._exchanges}/0/told/"
         if jax.process_index() == 0:
             try:
                 result = act()

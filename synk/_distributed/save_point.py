@@ -24,7 +24,7 @@ _END = "end"
 class SavePoint:
     """The items of a loop before which all processes of a group save; `loop` is its number in the program."""
 
-    # Joins the thread of the latest loop at the end of the program.
+    # That of the latest loop of all processes, whose thread may run still.
     _latest: "SavePoint | None" = None
 
     def __init__(self, loop: int, is_shared: bool) -> None:
@@ -36,9 +36,10 @@ class SavePoint:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="synk-save-point", daemon=True) if is_shared else None
-        if SavePoint._latest is not None:
-            SavePoint._latest._is_over.set()
         if self._thread is not None:
+            # All processes have left the loop before, perhaps by a break: they have loaded for this one.
+            if SavePoint._latest is not None:
+                SavePoint._latest.end()
             SavePoint._latest = self
             self._thread.start()
 
@@ -56,12 +57,14 @@ class SavePoint:
             self._item = item
             return None if self._agreed is None or item < self._agreed[0] else self._agreed[1]
 
-    def answered(self) -> None:
-        """Note that what was called for is saved."""
-        self._agreed = None
+    def answered(self, item: int) -> None:
+        """Note that what was called for is saved, before an item. The next call may have come already."""
+        with self._lock:
+            if self._agreed is not None and self._agreed[0] <= item:
+                self._agreed = None
 
     def end(self) -> None:
-        """End the thread, once all processes have come to the end of the loop."""
+        """End the thread, once all processes have left the loop."""
         if self._thread is not None:
             with contextlib.suppress(Exception):  # the store may be gone
                 if jax.process_index() == 0:
@@ -92,6 +95,9 @@ class SavePoint:
                     return
                 with self._lock:
                     self._agreed = self._agree(folder), what
+                # All processes have come to this call, so they have read the answer to the one before.
+                if number and jax.process_index() == 0:
+                    store.delete(f"{self._folder}/{number - 1}")
 
     def _agree(self, folder: str) -> int:
         """Publish the item that the loop has begun, and return the item that process 0 answers."""

@@ -175,7 +175,7 @@ class Resumed(Iterator[Any]):
         """Save, unless local steps are to take the average: then all processes come here again at the next item."""
         if not any(v._is_averaged and not v._state.is_equal for v in self._variables.values()):
             self._save(place)
-            self._point.answered()
+            self._point.answered(self.done)
 
     @public_api
     def _save(self, place: Place, is_last: bool = False, is_finished: bool = False) -> None:
