@@ -387,15 +387,37 @@ def test_64_bits_ahead(size):
     assert_same(list(synk.prefetch([x], size)), [x.astype(np.float32)])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
-def test_a_write_is_seen_by_the_next_result(place):
-    """Rows that were picked ahead are picked again where their data was written since."""
-    data = at(place, np.arange(8, dtype=np.float32))
-    total, got = synk.function(jnp.sum), []
-    for result in total.iterate(data, batches=[slice(0, 8)] * 4):
-        got.append(float(result))
-        data[...] = 1
-    assert got == [28, 8, 8, 8]
+def test_a_write_between_two_items(place):
+    """With prefetch=0 the next result sees it; else it raises where it is written, and nothing is written."""
+    array = np.arange(8, dtype=np.float32)
+    data, other = at(place, array), synk.data(array[4:])
+    total = synk.function(jnp.sum, name="total")
+    for _ in range(2):
+        got = []
+        for result in total.iterate(data, batches=[slice(0, 8)] * 4, prefetch=0):
+            got.append(float(result))
+            data[...] = 1
+        assert got == [28, 8, 8, 8]
+        data[...] = np.arange(8)
+    writes = [
+        lambda: data.__setitem__(0, 1), lambda: other.__setitem__(0, 1), lambda: data.set_length(7),
+        lambda: data.set_value(array + 1), lambda: data.to("host" if place != "host" else "scatter"), data.free,
+    ]  # fmt: skip
+    for size in (1, 2, 9):
+        got = []
+        for result in total.iterate(data, batches=[slice(0, 8)] * 3, prefetch=size):
+            got.append(float(result))
+            for write in writes if len(got) < 3 else ():
+                with pytest.raises(synk.SynkError, match=r"two items of total\.iterate, .* Give prefetch=0"):
+                    write()
+        assert got == [28, 28, 28]
+    # A loop that is left holds nothing.
+    for _ in total.iterate(data, batches=[slice(0, 8)] * 3):
+        break
+    data[0] = 1
+    assert float(total(data)) == 29
 
 
 @pytest.mark.parametrize("size", [0, 2])
