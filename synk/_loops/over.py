@@ -3,7 +3,7 @@
 States add up on the replicas, and combine once, at the end. Entries of rows and parts are joined on the host.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class Accumulation:
         self._sums: list[jax.Array] = []
         # Launches of batches whose entries are on their way to the host, and entries that are there, by states.
         self._under_way: deque[list[_Launched]] = deque()
-        self._entries: dict[int, list[np.ndarray]] = {}
+        self._entries: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         self._batches = self._rows = self._parts = 0
         self._has_rows = np.zeros(site.group.size, bool)
 
@@ -65,7 +65,7 @@ class Accumulation:
             start(self._site, bound, options, self._run)
         # The newest batch runs meanwhile.
         while len(self._under_way) > 1:
-            self._join_oldest()
+            self._fetch_oldest()
 
     def _run(self, ready: ReadyCall) -> None:
         """Launch the programs of a batch, which add to the sums."""
@@ -85,26 +85,25 @@ class Accumulation:
             values = [*values_of(ready, rows, parts), self._place_table(ready, parts)]
             results = run(self._function.name, plan.program_of(parts), [*read_leaves, self._sums, values])
             self._sums = results[:num_sums]
-            for array in results[num_sums:]:
+            # Host memory is where CPU devices have them.
+            for array in results[num_sums:] if ready.group.platform != "cpu" else ():
                 array.copy_to_host_async()
             launched.append((parts.counts, results[num_sums:]))
-            has_rows = np.array(parts.counts) > 0
-            self._has_rows |= has_rows
-            self._parts += int(has_rows.sum())
+            self._has_rows |= np.array(parts.counts) > 0
+            self._parts += len(parts.counts) - parts.counts.count(0)
         self._under_way.append(launched)
         self._rows += sum(lengths)
         self._batches += 1
 
-    def _join_oldest(self) -> None:
-        """Wait for the entries of the oldest batch under way, and join them in row order: by replica, then by slice."""
+    def _fetch_oldest(self) -> None:
+        """Wait for the entries of the oldest batch under way, and list them in row order: by replica, then by slice."""
         assert self._first is not None
         launched, compiler, ranks = self._under_way.popleft(), _compiler(self._first.plan), range(self._site.group.size)
-        for at, i in enumerate(compiler.kept):
-            most = None if compiler.builder.reductions[i].has_row_entries else 1
-            with translate_peer_errors(self._site.group):
+        with translate_peer_errors(self._site.group):
+            for at, i in enumerate(compiler.kept):
+                most = None if compiler.builder.reductions[i].has_row_entries else 1
                 stacked = [(np.asarray(arrays[at]), counts) for counts, arrays in launched]
-            parts = [entries[rank, : counts[rank]][:most] for rank in ranks for entries, counts in stacked]
-            self._entries.setdefault(i, []).append(np.concatenate(parts))
+                self._entries[i] += [a[rank, : counts[rank]][:most] for rank in ranks for a, counts in stacked]
 
     def _place_table(self, ready: ReadyCall, parts: PartRows) -> jax.Array:
         """Bring every replica the table of one launch."""
@@ -171,7 +170,7 @@ class Accumulation:
     def _joined(self, compiler: Compiler) -> list[Any]:
         """Make the outputs of the entries of all batches, in NumPy's arrays; None stands for all others."""
         while self._under_way:
-            self._join_oldest()
+            self._fetch_oldest()
         # States without elements have not travelled.
         shapes = compiler.builder.state_shapes({True: self._rows, False: self._parts})
         entries = {i: np.zeros(shapes[i].shape, shapes[i].dtype) for i in compiler.builder.kept}
