@@ -450,6 +450,14 @@ def test_what_was_wrong_may_be_right_at_its_turn(group, place):
             if len(found) == 1:
                 data.set_value(x)
         assert found == [0, 1, 8, 2]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("place", ["host", "broadcast", "scatter"])
+def test_what_is_wrong_ahead_raises_at_its_turn(group, place, prefetch):
+    """Results of earlier batches come first; nothing comes after it."""
+    x, f = np.arange(9, dtype=np.float32), synk.function(jnp.sum, name="f")
+    for _ in range(2):
         results = f.iterate(synk.data(x[:4], place=place), batches=[[0], [8], [1]], prefetch=prefetch)
         assert float(next(results)) == 0
         with pytest.raises(IndexError, match=r"f: batch holds the index 8, but .* has 4 rows"):
