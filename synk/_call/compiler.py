@@ -1,6 +1,6 @@
 """Compiler: lower the programs of one kind of call from shapes, and compile them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from jax import lax
 
 from .._data.feed import InputFeed, index_shape
 from .._data.overlap import with_halos
+from .._reductions.collectives import all_gather
 from .._runtime.axis import axis_named, replica_axis
 from .._runtime.constants import Constant
 from .._runtime.engine import run_rank_by_rank, spmd
@@ -59,7 +60,7 @@ class Compiler:
       layouts: the layout of each variable, as programs take and return it.
       states: shapes of a replica's states between launches.
       carried: numbers of the states that travel from launch to launch.
-      kept: numbers of the states that each launch of `f.over` returns, to be combined at the end.
+      kept: indexes of the states that each launch of `f.over` returns, whose entries it joins on the host.
       carry: shapes of the carried states.
       reads: the variables that programs which run `fn` take, and those of the program that ends the call.
     """
@@ -207,7 +208,8 @@ class Compiler:
         if launch.is_last:
             return self._results(states, state, arrays, part)
         states = self.builder.accumulate(self._all_states(carry), states, part)
-        return [*(states[i] for i in self.carried), *(states[i] for i in self.kept)]
+        kept = [states[i] for i in self.kept]
+        return [*(states[i] for i in self.carried), *(all_gather(kept) if self.group._is_multi_process else kept)]
 
     def _each_rank(self, launch: _Launch, given: Sequence[Layout]) -> Body:
         """Make a body of all replicas' arrays that runs simulated replicas one by one, and maps the rest."""
@@ -286,7 +288,9 @@ class Compiler:
 
     def _outs(self, launch: _Launch) -> list[Layout]:
         if not launch.is_last:
-            return [*layouts("rows", len(self.carry)), *layouts("stacked", len(self.kept))]
+            # Each process reads the entries of all replicas.
+            kept = layouts("replicated" if self.group._is_multi_process else "stacked", len(self.kept))
+            return [*layouts("rows", len(self.carry)), *kept]
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
         staying = self.epilogue.staying
         flag: list[Layout] = ["replicated"] * self.refuses_nan
@@ -315,48 +319,33 @@ class Compiler:
         flag = lax.psum(is_bad.astype(jnp.int32), replica_axis()) > 0 if differs else is_bad
         return [*leaves, *picked, flag]
 
-    def _all_states(
-        self, carry: Arrays, kept: Arrays = (), entries: Mapping[bool, int] | None = None
-    ) -> list[jax.Array]:
-        """Merge carried and kept states (partial results) into one list; zeros stand for states without elements.
+    def _all_states(self, carry: Arrays) -> list[jax.Array]:
+        """Return the carried states (partial results), and zeros for all others."""
+        states = dict(zip(self.carried, carry, strict=False))
+        return [states[i] if i in states else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(self.states)]
 
-        `entries` is how many entries of rows (True) and of parts (False) kept states have.
+    def compile_over(self, made: Sequence[int]) -> Executable:
+        """Compile the program that ends `f.over`, and makes these outputs.
+
+        Its arguments are the carried states of all replicas, the number of rows, and which replicas had rows.
         """
-        states = dict(zip((*self.carried, *self.kept), (*carry, *kept), strict=False))
-        shapes = self.states if entries is None else self.builder.state_shapes(dict(entries))
-        return [states[i] if i in states else jnp.zeros(shape.shape, shape.dtype) for i, shape in enumerate(shapes)]
-
-    def compile_over(self, places: Mapping[bool, int], totals: Mapping[bool, int]) -> Executable:
-        """Compile the program that ends `f.over`.
-
-        Its arguments are the carried states of all replicas, the kept states, the numbers of the valid entries in row
-        order for each kind of kept state, the number of rows, and which replicas had rows.
-
-        Args:
-          places: how many entries of rows (True) and of parts (False) each replica has.
-          totals: how many entries of either are valid.
-        """
-        size, result, count = self.group.size, self.epilogue.result, len(self.carried)
-        entries = {True: places[True], False: places[False]}
-        shapes = self.builder.state_shapes(entries)
-        states = [jax.ShapeDtypeStruct((size, *shapes[i].shape), shapes[i].dtype) for i in (*self.carried, *self.kept)]
-        kinds = self.kept_kinds
-        others = [jax.ShapeDtypeStruct((totals[kind],), np.int32) for kind in kinds]
-        others += [jax.ShapeDtypeStruct((), jnp.result_type(float)), jax.ShapeDtypeStruct((size,), np.bool_)]
+        size, count = self.group.size, len(self.carry)
 
         def body(*values: jax.Array) -> list[jax.Array]:
-            index = dict(zip(kinds, values[len(states) :], strict=False))
-            whole, (rows, present) = self._all_states(values[:count], values[count : len(states)], entries), values[-2:]
-            whole = self.builder.states_of_present(whole, present[lax.axis_index(replica_axis())])
-            outputs = self.epilogue.combine_batches(whole, index, rows, present)
-            return [outputs[i] for i in result.picked]
+            rows, present = values[count:]
+            states = self.builder.states_of_present(
+                self._all_states(values[:count]), present[lax.axis_index(replica_axis())]
+            )
+            outputs = self.epilogue.combine_batches(states, rows, present)
+            return [outputs[i] for i in made]
 
         function = self.builder.function
+        others = [jax.ShapeDtypeStruct((), jnp.result_type(float)), jax.ShapeDtypeStruct((size,), np.bool_)]
         spec = ProgramSpec(
             body=body,
-            ins=[layouts("stacked", len(states)), layouts("replicated", len(others))],
-            shapes=[states, others],
-            outs=layouts("replicated", len(result.picked)),
+            ins=[layouts("stacked", count), layouts("replicated", len(others))],
+            shapes=[[jax.ShapeDtypeStruct((size, *state.shape), state.dtype) for state in self.carry], others],
+            outs=layouts("replicated", len(made)),
             engine=function.engine,
             options=function.compiler_options,
             name=function.name,
@@ -367,9 +356,3 @@ class Compiler:
     def uses_rank(self) -> bool:
         """Tell whether results of `fn` depend on the numbers of its rows, or on the rank."""
         return any(traced.uses_rank for traced in self.builder.traced.values())
-
-    @property
-    def kept_kinds(self) -> list[bool]:
-        """Return the kinds of kept states: entries of rows (True), entries of parts (False)."""
-        kinds = {self.builder.reductions[i].has_row_entries for i in self.builder.kept}
-        return [kind for kind in (True, False) if kind in kinds]

@@ -47,7 +47,7 @@ class ProgramBuilder:
       reduced: how each of the combined outputs combines.
       updates: the variables that `fn` writes, and how slices of each combine.
       reductions: how slices of each state combine.
-      kept: numbers of the states that `f.over` keeps of each batch, and combines at the end.
+      kept: indexes of the states with an entry a row or part, which `f.over` joins on the host, batch by batch.
     """
 
     def __init__(self, traces: CallTraces) -> None:
@@ -71,7 +71,6 @@ class ProgramBuilder:
         ]
         of_updates = [reduction for variable, reduction in self.updates for _ in traces.abstract(variable).shapes]
         self.reductions = [*(leaf.reduction for leaf in self.reduced), *of_updates]
-        # `f.over` does not know yet how many rows and parts there will be: it keeps outputs with an entry for each.
         self.kept = [i for i, op in enumerate(self.reductions) if self.call.is_over and op.collective == "gather"]
 
     @property
@@ -525,24 +524,9 @@ class Epilogue:
         """Combine the states of all replicas into whole outputs; `present` tells which replicas have rows."""
         if self.call.lengths is not None and present is not None:
             present = np.array(self.call.lengths) > 0
-        return self._whole(states, self._valid_entries(), present)
-
-    def combine_batches(
-        self, states: Sequence[jax.Array], index: Mapping[bool, jax.Array], rows: jax.Array, present: jax.Array
-    ) -> list[jax.Array]:
-        """Combine the states of `f.over` into whole outputs.
-
-        `index` holds the numbers of the valid entries of rows (True) and of parts (False); there are `rows` rows.
-        """
-        valid = [index.get(leaf.reduction.has_row_entries) for leaf in self.reduced]
-        return self._whole(states, valid, present, rows)
-
-    def _whole(
-        self, states: Sequence[jax.Array], valid: Sequence[Any], present: Any, rows: Any = None
-    ) -> list[jax.Array]:
         with self._parts_alone():
             whole = combine_replicas(
-                states, self.reduced, valid, self.call.is_composed, rows, per_process=self.group._per_process
+                states, self.reduced, self._valid_entries(), self.call.is_composed, per_process=self.group._per_process
             )
         if self.staying and self.call.is_sliced:
             where = jnp.asarray(self._own_order)[lax.axis_index(replica_axis())]
@@ -552,6 +536,23 @@ class Epilogue:
         leaves = dict(zip(self.builder.combined, whole, strict=True))
         with self._parts_alone():
             return self.outputs.finish(leaves, present)
+
+    def combine_batches(self, states: Sequence[jax.Array], rows: jax.Array, present: jax.Array) -> list[Any]:
+        """Combine the states of `f.over` over so many rows into whole outputs; None for those of kept states."""
+        kept, valid = self.builder.kept, [None for _ in states]
+        # No kept state travels here.
+        reduced = [x._replace(reduction=REDUCTIONS["same"]) if i in kept else x for i, x in enumerate(self.reduced)]
+        with self._parts_alone():
+            whole = combine_replicas(states, reduced, valid, rows=rows, per_process=self.group._per_process)
+            leaves = {self.builder.combined[i]: leaf for i, leaf in enumerate(whole) if i not in kept}
+            return self.outputs.finish(leaves, present)
+
+    def finish_joined(self, entries: Mapping[int, np.ndarray]) -> list[Any]:
+        """Return the outputs that are made of kept states, whose entries `f.over` has joined; None for all others."""
+        combined, reduced = self.builder.combined, self.reduced
+        with self._parts_alone():
+            wholes = {combined[i]: reduced[i].reduction.finalize(joined, None) for i, joined in entries.items()}
+            return self.outputs.finish(wholes, None)
 
     def _parts_alone(self) -> AbstractContextManager[None]:
         """Return a context in which ops of the user's see parts alone, and no variable."""

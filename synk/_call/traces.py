@@ -133,8 +133,8 @@ class CallTraces:
         overlaps = [overlap for overlap in call.arguments.overlaps if overlap]
         widest = max([(overlap.before, overlap.after) for overlap in overlaps], default=(0, 0), key=sum)
         return OutputRules(
-            function.ops, function.name, rows, call.is_sliced, function.per_part, call.is_over, widest, function.wires,
-            call.block,
+            function.ops, function.name, rows, call.num_slices > 1, function.per_part, call.is_over, widest,
+            function.wires, call.block,
         )  # fmt: skip
 
     def _trace(

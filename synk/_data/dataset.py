@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import jax
 import numpy as np
@@ -23,6 +23,23 @@ from .sources import Reader, Source, as_number_dtype, as_rows
 _numbers = itertools.count()
 # Each `Data` by its id, since a write through one may change rows that others hold.
 _alive: WeakValueDictionary[int, Data] = WeakValueDictionary()
+
+
+class Hold:
+    """Hold of a loop on data. It ends with the loop.
+
+    Attributes:
+      name: the loop in messages.
+      data: the data that nothing may write to now.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.data = name, list[Data]()
+        _holds.add(self)
+
+
+# All of them, since a write through one `Data` may change rows of a loop's.
+_holds: WeakSet[Hold] = WeakSet()
 
 
 class Data:
@@ -68,8 +85,6 @@ class Data:
         self._dtype = source.dtype if dtype is None else as_number_dtype(dtype, name)
         # The implementation of typed PRNG keys, which are held as raw data.
         self._key = key or _key_of(value)
-        # Counts changes.
-        self._version = 0
         # A copy on the devices of a group, and the rows that were written since it was made.
         self._group: Group | None = None
         self._copy: jax.Array | None = None
@@ -182,6 +197,8 @@ class Data:
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
         touched = touched_rows(index, self._length)
+        for data, _ in _holders(source, touched):
+            data._refuse_change()
         # Marked before and after: a write that fails midway, or ends by Ctrl-C, has changed some rows, and another
         # thread may have sent them in between.
         _mark(source, touched)
@@ -272,18 +289,26 @@ class Data:
 
     def _note(self, written: range | None) -> None:
         """Note written rows, which copies on devices do not have yet."""
-        self._version += 1
         if written:
             old = self._stale or written
             self._stale = range(min(old.start, written.start), max(old.stop, written.stop))
 
     def _become(self, **changes: Any) -> None:
         """Set several attributes at once, and drop the copy of the rows on devices."""
+        self._refuse_change()
         with LOCK, uninterrupted():
             self._copy = self._group = self._stale = None
-            self._version += 1
             for name, value in changes.items():
                 setattr(self, name, value)
+
+    def _refuse_change(self) -> None:
+        """Raise SynkError if a loop has items early that read the data."""
+        for hold in _holds:
+            if any(data is self for data in hold.data):
+                raise SynkError(
+                    f"{self.name}: it was written to between two items of {hold.name}, which takes items early. Give "
+                    f"prefetch=0, which takes an item when the loop comes to it, or leave the loop first."
+                )
 
 
 refuse_use(
@@ -295,12 +320,17 @@ refuse_use(
 )
 
 
+def _holders(source: Source, rows: range) -> list[tuple[Data, range]]:
+    """Return each `Data` that holds some of the rows of a source, and which of its rows these are."""
+    alive = [data for reference in _alive.valuerefs() if (data := reference()) is not None]
+    pairs = [(data, rows_shared(source, rows, getattr(data, "_source", None))) for data in alive]
+    return [(data, shared) for data, shared in pairs if shared]
+
+
 def _mark(source: Source, written: range) -> None:
     """Note written rows of a source in each `Data` that holds them."""
-    for reference in _alive.valuerefs():
-        data = reference()
-        if data is not None and (shared := rows_shared(source, written, getattr(data, "_source", None))):
-            data._note(shared)
+    for data, shared in _holders(source, written):
+        data._note(shared)
 
 
 def _check_place(place: str, name: str) -> None:

@@ -348,9 +348,9 @@ class Function:
         """Return the answer of one call over all rows of all batches, whatever their sizes.
 
         Partial results accumulate on each replica, and replicas combine once, at the end. So it takes as many
-        collectives as one call, and the memory of one batch; ops that keep rows or parts keep those of all batches. An
-        evaluation over a loader whose last batch is short is exact, where a mean of batch means is not. Wrap `batches`
-        or `source` in tqdm for a progress bar.
+        collectives as one call, and the memory of one batch. Entries of rows and parts are joined in host memory, batch
+        by batch. An evaluation over a loader whose last batch is short is exact, where a mean of batch means is not.
+        Wrap `batches` or `source` in tqdm for a progress bar.
 
         Args:
           *args, **kwargs, num_slices, output_subset: as for `iterate`.
@@ -361,7 +361,8 @@ class Function:
             taken while it runs.
 
         Returns:
-          As a call.
+          As a call. Outputs with an entry a row or a part ("concat", "stack", callables, Monoids whose order counts)
+          are NumPy arrays, in the order of the batches, whole in every process; PRNG keys are `jax.Array`s.
 
         Raises:
           TypeError: neither `batches` nor `source` is given, or arguments beside `source`.

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 
-from .._base.errors import SynkError, public_api, shown, warn
+from .._base.errors import public_api, shown, warn
 from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, named, narrow
 from .._call.binding import BoundArguments, CallOptions
 from .._call.leaves import check_leaves, look, spec_of_part
 from .._call.rows import common_rows, refuse_together
 from .._call.spec import FunctionSpec
-from .._data.dataset import Data, source_of
+from .._data.dataset import Data, Hold, source_of
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import check_iterable
 from .._data.process_rows import ProcessLocalRows
@@ -96,13 +96,11 @@ class TakenEarly(NamedTuple):
 
     Attributes:
       batches: the arguments of the loop.
-      picked: the arguments with the rows of the batch; None if picking failed, which the call tries again.
-      writes: how often the source and the loop had written to the data of the loop.
+      picked: the arguments with the rows of the batch; None if picking failed, which other processes hear in the call.
     """
 
     batches: "Batches"
     picked: BoundArguments | None
-    writes: tuple[int, int]
 
 
 class Batches:
@@ -137,9 +135,9 @@ class Batches:
         self.meets_others = group._is_multi_process and is_process_local
         early = {bound.spec.scattered[i] for i in self.picked if i not in self.on_devices}
         data = {i: leaf for i, leaf in enumerate(bound.leaves) if isinstance(leaf, Data)}
-        self._is_item, self._data, self._is_read_by_call = is_item, list(data.values()), bool(data.keys() - early)
-        self._versions = [data._version for data in self._data]
-        self._writes = (0, 0)
+        self._data_of_call = [leaf for i, leaf in data.items() if i not in early]
+        self._data = self._data_of_call if is_item else list(data.values())
+        self._hold, self._num_early = Hold(name), 0
         self._count_rows()
 
     def calls(self, batches: Iterable[Any]) -> Generator[LoopCall]:
@@ -150,10 +148,12 @@ class Batches:
                 if self._values:
                     values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
                     arguments = _with_values(arguments, values)
-                self._note_writes(by_source=True)
+                self._protect(self._data)
                 yield LoopCall(arguments, batch)
+                # The source may write to rows that are picked already.
+                self._protect(self._data_of_call)
         finally:
-            self._note_writes(by_source=True)
+            self._protect(self._data)
 
     def take_early(self, call: LoopCall) -> LoopCall:
         """Pick the rows of a batch that lie on the host, for a call that is not due yet."""
@@ -161,43 +161,32 @@ class Batches:
         if self._values:
             # The owner of a value of `synk.each` may write the following one there.
             arguments = _with_values(arguments, {i: copied(arguments.leaves[i]) for i in self._values})
-        is_picked_again = bool(self._data or self.on_devices or self.meets_others)
         # The source may write its next batch where this one lies.
-        kept = deepcopy(batch) if is_picked_again else None
+        kept = deepcopy(batch) if self.on_devices or self.meets_others else None
         try:
             picked = self._pick(batch, arguments)
         except Exception:
-            # The loop may write to the data before the call, and other processes wait for an answer in the call.
-            if not is_picked_again:
+            if not self.meets_others:
                 raise
-        return LoopCall(arguments, kept, TakenEarly(self, picked, self._writes))
+        self._num_early += 1
+        self._protect(self._data)
+        return LoopCall(arguments, kept, TakenEarly(self, picked))
 
     def current(self, call: LoopCall, early: TakenEarly) -> BoundArguments:
-        """Return the arguments of a call that is due; pick rows again if the loop has written to their data."""
-        # An item of a stream has the rows that were there when it was taken, whoever writes to its data afterwards.
-        self._note_writes(by_source=self._is_item)
-        is_written_by_source, is_written_by_loop = [a != b for a, b in zip(early.writes, self._writes, strict=True)]
-        if is_written_by_source and (is_written_by_loop or self._is_read_by_call):
-            raise SynkError(
-                f"{self.name}: data that a call reads was written after its item was taken early. Give prefetch=0, "
-                f"which takes an item when the loop comes to it."
-            )
-        if early.picked is not None and not is_written_by_loop:
+        """Return the arguments of a call that was taken early and is due."""
+        self._num_early -= 1
+        self._protect(self._data)
+        if early.picked is not None:
             return early.picked
         try:
             return self._pick(call.batch, call.arguments)
         except Exception:
-            if self.meets_others:
-                refuse_together(self.group, self.function.name)
+            refuse_together(self.group, self.function.name)
             raise
 
-    def _note_writes(self, by_source: bool) -> None:
-        """Count writes to the data of the loop since the last look."""
-        versions = [data._version for data in self._data]
-        if versions != self._versions:
-            self._versions = versions
-            source, loop = self._writes
-            self._writes = (source + by_source, loop + (not by_source))
+    def _protect(self, data: list[Data]) -> None:
+        """Refuse writes to data, and to no other data of the loop, as long as an item waits."""
+        self._hold.data = data if self._num_early else []
 
     def _next_value(self, i: int, iterator: Iterator[Any]) -> Any:
         """Take the next value of `synk.each`."""

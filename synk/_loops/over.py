@@ -1,9 +1,11 @@
-"""Over: one answer over the rows of many batches. States add up on the replicas, and combine once, at the end."""
+"""Over: one answer over the rows of many batches.
 
-from collections.abc import Callable, Sequence
+States add up on the replicas, and combine once, at the end. Entries of rows and parts are joined on the host.
+"""
+
+from collections import defaultdict, deque
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,30 +22,14 @@ from .._call.plan import CallPlan, Site
 from .._call.rows import Rows
 from .._data.transfer import PartRows
 from .._runtime.dispatch import LOCK
-from .._runtime.executable import run_collective
-from .._runtime.layout import constant, layouts, put
+from .._runtime.executable import translate_peer_errors
+from .._runtime.layout import constant, put
 from .._tracing.nan_origin import is_finite
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind
 
-# Each number of arrays that are joined at once is a program to compile.
-_JOINED_AT_ONCE = 32
-
-
-class _Kept(NamedTuple):
-    """Arrays that one launch leaves on the replicas until the end: rows, or an entry for each part.
-
-    Attributes:
-      batch: the number of the batch.
-      counts: the number of rows of each replica.
-      max_rows: the number of rows that the arrays have room for on each replica.
-      leaves: the arrays.
-    """
-
-    batch: int
-    counts: tuple[int, ...]
-    max_rows: int
-    leaves: list[jax.Array]
+# Arrays that one launch returns, with entries of rows or parts, and the number of rows of each replica.
+_Launched = tuple[tuple[int, ...], list[jax.Array]]
 
 
 class Accumulation:
@@ -62,8 +48,10 @@ class Accumulation:
         self._first: ReadyCall | None = None
         self._states: dict[Shared, VariableState] = {}
         self._sums: list[jax.Array] = []
-        self._kept: list[_Kept] = []
-        self._batches = self._rows = 0
+        # Launches of batches whose entries are on their way to the host, and entries that are there, by states.
+        self._under_way: deque[list[_Launched]] = deque()
+        self._entries: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._batches = self._rows = self._parts = 0
         self._has_rows = np.zeros(site.group.size, bool)
 
     def add(self, bound: BoundArguments, options: CallOptions) -> None:
@@ -75,6 +63,9 @@ class Accumulation:
             )
         with LOCK:
             start(self._site, bound, options, self._run)
+        # The newest batch runs meanwhile.
+        while len(self._under_way) > 1:
+            self._fetch_oldest()
 
     def _run(self, ready: ReadyCall) -> None:
         """Launch the programs of a batch, which add to the sums."""
@@ -88,17 +79,31 @@ class Accumulation:
             # The rows of the first batch need not stay in memory.
             self._first, self._states = ready._replace(rows=Rows((), (), (), None), broadcast=[]), states
         read_leaves, rows = leaves_taken(ready, states, plan.reads[0]), rows_taken(ready)
-        compiler = _compiler(plan)
-        num_sums = len(compiler.carry)
+        num_sums = len(_compiler(plan).carry)
+        launched: list[_Launched] = []
         for parts in split_into_launches(lengths, ready.num_slices):
             values = [*values_of(ready, rows, parts), self._place_table(ready, parts)]
             results = run(self._function.name, plan.program_of(parts), [*read_leaves, self._sums, values])
             self._sums = results[:num_sums]
+            # Host memory is where CPU devices have them.
+            for array in results[num_sums:] if ready.group.platform != "cpu" else ():
+                array.copy_to_host_async()
+            launched.append((parts.counts, results[num_sums:]))
             self._has_rows |= np.array(parts.counts) > 0
-            if compiler.kept_kinds:
-                self._kept.append(_Kept(self._batches, parts.counts, parts.max_rows, results[num_sums : len(results)]))
+            self._parts += len(parts.counts) - parts.counts.count(0)
+        self._under_way.append(launched)
         self._rows += sum(lengths)
         self._batches += 1
+
+    def _fetch_oldest(self) -> None:
+        """Wait for the entries of the oldest batch under way, and list them in row order: by replica, then by slice."""
+        assert self._first is not None
+        launched, compiler, ranks = self._under_way.popleft(), _compiler(self._first.plan), range(self._site.group.size)
+        with translate_peer_errors(self._site.group):
+            for at, i in enumerate(compiler.kept):
+                most = None if compiler.builder.reductions[i].has_row_entries else 1
+                stacked = [(np.asarray(arrays[at]), counts) for counts, arrays in launched]
+                self._entries[i] += [a[rank, : counts[rank]][:most] for rank in ranks for a, counts in stacked]
 
     def _place_table(self, ready: ReadyCall, parts: PartRows) -> jax.Array:
         """Bring every replica the table of one launch."""
@@ -114,10 +119,10 @@ class Accumulation:
     def _check(self, ready: ReadyCall, states: dict[Shared, VariableState], rows: int) -> None:
         """Check that a batch finds the values, and gives the shapes, that the first batch had."""
         name, new = ready.function.name, _compiler(ready.plan)
-        if self._rows + rows > MOST_ROWS and (new.uses_rank or True in new.kept_kinds):
+        if self._rows + rows > MOST_ROWS and (new.uses_rank or any(m.is_gathered for m in new.builder.outputs.merges)):
             raise ValueError(
                 f"{name}.over: rows beyond {MOST_ROWS} have no number in int32. Do without row numbers, and without "
-                f"what keeps all rows."
+                f"statistics of all rows at once."
             )
         if self._first is None:
             return
@@ -150,21 +155,37 @@ class Accumulation:
             raise ValueError(f"{self._function.name}.over: there was no batch. An answer needs at least one row.")
         plan, compiler, name = ready.plan, _compiler(ready.plan), self._function.name
         check_row_count(name, plan.least_rows, (rows,))
-        order = {is_row: _order_of_rows(self._kept, is_row) for is_row in compiler.kept_kinds}
-        places = {True: sum(kept.max_rows for kept in self._kept), False: len(self._kept)}
-        totals = {is_row: len(positions) for is_row, positions in order.items()}
-        key = ("over", plan, *places.values(), *totals.values())
-        with LOCK:
-            program = self._site.plans.kept(ready.group, key, lambda: compiler.compile_over(places, totals))
-            kept = _join(ready, [kept.leaves for kept in self._kept])
-            placed = [put(ready.group, positions, "replicated") for positions in order.values()]
-            placed.append(constant(ready.group, "replicated", rows, jnp.result_type(float).name))
-            placed.append(constant(ready.group, "replicated", tuple(self._has_rows.tolist()), "bool"))
-            values = run(name, program, [[*self._sums, *kept], placed])
-            self._function.stats.calls += 1
+        outputs = self._joined(compiler)
+        made = [i for i in plan.result.picked if outputs[i] is None]
+        if made:
+            for i, whole in zip(made, self._combined(ready, made), strict=True):
+                outputs[i] = whole
+        values = [outputs[i] for i in plan.result.picked]
         if self._function.refuses_nan and not all(map(is_finite, values)):
             raise FloatingPointError(f"{name}.over: its outputs are not finite.")
-        return plan.result.tree(values)
+        self._function.stats.calls += 1
+        keys = zip(values, plan.result.keys, strict=True)
+        return plan.result.tree([put(ready.group, value, "replicated") if key else value for value, key in keys])
+
+    def _joined(self, compiler: Compiler) -> list[Any]:
+        """Make the outputs of the entries of all batches, in NumPy's arrays; None stands for all others."""
+        while self._under_way:
+            self._fetch_oldest()
+        # States without elements have not travelled.
+        shapes = compiler.builder.state_shapes({True: self._rows, False: self._parts})
+        entries = {i: np.zeros(shapes[i].shape, shapes[i].dtype) for i in compiler.builder.kept}
+        entries |= {i: np.concatenate(self._entries.pop(i)) for i in compiler.kept}
+        wholes = compiler.epilogue.finish_joined(entries)
+        return [None if whole is None else np.require(whole, requirements="W") for whole in wholes]
+
+    def _combined(self, ready: ReadyCall, made: list[int]) -> list[jax.Array]:
+        """Make these outputs of the sums of all replicas."""
+        group, compiler = ready.group, _compiler(ready.plan)
+        with LOCK:
+            program = self._site.plans.kept(group, ("over", ready.plan), lambda: compiler.compile_over(made))
+            rows = constant(group, "replicated", self._rows, jnp.result_type(float).name)
+            present = constant(group, "replicated", tuple(self._has_rows.tolist()), "bool")
+            return run(self._function.name, program, [self._sums, [rows, present]])
 
 
 def _compiler(plan: CallPlan) -> Compiler:
@@ -175,37 +196,3 @@ def _compiler(plan: CallPlan) -> Compiler:
 def _entry_shape(leaf: Any, state: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     """Return the shape of a state, without the axis of rows if it has one."""
     return state.shape[1:] if leaf.reduction.has_row_entries else state.shape
-
-
-def _order_of_rows(kept: Sequence[_Kept], is_row: bool) -> np.ndarray:
-    """Return the positions of rows (or of entries of parts) in the joined arrays of all replicas, in row order.
-
-    Rows of a batch lie in the order of the replicas, and on each replica in the order of the launches.
-    """
-    starts = np.cumsum([0, *(launch.max_rows if is_row else 1 for launch in kept)])
-    order = sorted((launch.batch, rank, i) for i, launch in enumerate(kept) for rank in range(len(launch.counts)))
-    positions: list[np.ndarray] = []
-    for _, rank, i in order:
-        count = kept[i].counts[rank] if is_row else min(kept[i].counts[rank], 1)
-        positions.append(np.arange(count) + (rank * starts[-1] + starts[i]))
-    return np.concatenate(positions).astype(np.int32)
-
-
-def _join(ready: ReadyCall, kept: list[list[jax.Array]]) -> list[jax.Array]:
-    """Concatenate each leaf of all launches on its replica; a few at a time, so that there are few programs."""
-    while len(kept) > 1:
-        groups = [kept[i : i + _JOINED_AT_ONCE] for i in range(0, len(kept), _JOINED_AT_ONCE)]
-        kept = [_join_at_once(ready, group) if len(group) > 1 and group[0] else group[0] for group in groups]
-    return kept[0] if kept else []
-
-
-def _join_at_once(ready: ReadyCall, kept: list[list[jax.Array]]) -> list[jax.Array]:
-    arrays = [array for arrays_of_leaf in zip(*kept, strict=True) for array in arrays_of_leaf]
-    ins, outs = layouts("stacked", len(arrays)), layouts("stacked", len(kept[0]))
-    return run_collective(ready.group, _concatenate(len(kept)), ins, outs, arrays)
-
-
-@lru_cache(maxsize=_JOINED_AT_ONCE)
-def _concatenate(count: int) -> Callable[..., list[jax.Array]]:
-    """Return what concatenates each `count` arrays in a row; one function a count, since a program is kept by it."""
-    return lambda *arrays: [jnp.concatenate(arrays[i : i + count]) for i in range(0, len(arrays), count)]

@@ -166,7 +166,8 @@ class Merge:
 
     def finish(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the leaves of the answer."""
-        answer = jax.tree.leaves(Monoid(self._treedef.unflatten(leaves), *self._functions).value)
+        state = self._treedef.unflatten(map(jnp.asarray, leaves))
+        answer = jax.tree.leaves(Monoid(state, *self._functions).value)
         return [jnp.asarray(leaf) for leaf in answer]
 
 

@@ -271,8 +271,8 @@ def _check_leaf(leaf: OutputLeaf, array: jax.Array, rules: OutputRules, is_of_mo
             f'{where} holds PRNG keys, which do not combine by {op!r}; use "concat", "stack", "same" or None.{by_name}'
         )
     option, refused = "num_slices > 1", ("stack", "first", "same") if rules.is_sliced else ()
-    if rules.is_over:
-        option, refused = "over", ("stack", "first", "same", "scatter")
+    if rules.is_over and op != "stack":
+        option, refused = "over", ("first", "same", "scatter")
     if rules.block is not None:
         option, refused = f"blocks={rules.block}", ("stack", "first", "same", "scatter", "callable")
     if op == "same" and op in refused:

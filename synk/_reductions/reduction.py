@@ -169,7 +169,7 @@ UNREDUCED_MEAN = replace(REDUCTIONS["mean"], collective="unreduced")
 WEIGHTED = replace(REDUCTIONS["mean"], finalize=lambda total, weight: total / weight.astype(total.dtype))
 WEIGHT = Reduction("weight", "sum", lambda v, _: _widen(v, "mean"))
 
-# Monoids of `f.over` whose order counts: a replica keeps the states of all batches, which are not neighbours.
+# Monoids of `f.over` whose order counts: the parts of a replica in all batches are not neighbours.
 MERGE_IN_ORDER = Reduction("merge", "gather", _as_entry)
 
 # The parts themselves, for `f.check`.
@@ -205,7 +205,8 @@ def reduction_of(op: Op | Reduction, where: str) -> Reduction:
 
 def _folded_by(op: Callable[[jax.Array], Any]) -> Callable[[Any, Any], Any]:
     def fold(entries: Any, weight: Any) -> Any:
-        return op(entries)
+        # Entries that `f.over` has joined are NumPy arrays.
+        return jnp.asarray(op(jnp.asarray(entries)))
 
     fold.__wrapped__ = op  # type: ignore[attr-defined]  # calls look up the names of the op
     return fold

@@ -801,6 +801,10 @@ def known(group, noted):
         close((var, middle), (x[order].var(0), np.median(x[order], 0)), rtol=1e-4)
         assert most.tolist() == x[order].argmax(0).tolist()
         close(product, f.serial(x, batch=order)[3])
+        joined = synk.function(lambda x: (2 * x, x[0]), outputs=("concat", lambda firsts: firsts.sum(0)))
+        rows, firsts = joined.over(x, batches=batches, num_slices=slices)
+        assert type(rows) is type(firsts) is np.ndarray
+        close(rows, 2 * x[order])
 
 
 @case

@@ -387,15 +387,37 @@ def test_64_bits_ahead(size):
     assert_same(list(synk.prefetch([x], size)), [x.astype(np.float32)])
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
-def test_a_write_is_seen_by_the_next_result(place):
-    """Rows that were picked ahead are picked again where their data was written since."""
-    data = at(place, np.arange(8, dtype=np.float32))
-    total, got = synk.function(jnp.sum), []
-    for result in total.iterate(data, batches=[slice(0, 8)] * 4):
-        got.append(float(result))
-        data[...] = 1
-    assert got == [28, 8, 8, 8]
+def test_a_write_between_two_items(place):
+    """With prefetch=0 the next result sees it; else it raises where it is written, and nothing is written."""
+    array = np.arange(8, dtype=np.float32)
+    data, other = at(place, array), synk.data(array[4:])
+    total = synk.function(jnp.sum, name="total")
+    for _ in range(2):
+        got = []
+        for result in total.iterate(data, batches=[slice(0, 8)] * 4, prefetch=0):
+            got.append(float(result))
+            data[...] = 1
+        assert got == [28, 8, 8, 8]
+        data[...] = np.arange(8)
+    writes = [
+        lambda: data.__setitem__(0, 1), lambda: other.__setitem__(0, 1), lambda: data.set_length(7),
+        lambda: data.set_value(array + 1), lambda: data.to("host" if place != "host" else "scatter"), data.free,
+    ]  # fmt: skip
+    for size in (1, 2, 9):
+        got = []
+        for result in total.iterate(data, batches=[slice(0, 8)] * 3, prefetch=size):
+            got.append(float(result))
+            for write in writes if len(got) < 3 else ():
+                with pytest.raises(synk.SynkError, match=r"two items of total\.iterate, .* Give prefetch=0"):
+                    write()
+        assert got == [28, 28, 28]
+    # A loop that is left holds nothing.
+    for _ in total.iterate(data, batches=[slice(0, 8)] * 3):
+        break
+    data[0] = 1
+    assert float(total(data)) == 29
 
 
 @pytest.mark.parametrize("size", [0, 2])
@@ -417,18 +439,25 @@ def test_arguments_are_let_go_of():
     assert kept() is None
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("place", ["host", "broadcast", "scatter"])
-def test_what_was_wrong_ahead_may_be_right(group, place, prefetch):
-    """A batch is of the data as it is when its turn comes, and so is an error."""
+def test_what_was_wrong_may_be_right_at_its_turn(group, place):
+    """With prefetch=0 a batch is of the data as it is when its turn comes, and so is an error."""
     x, f = np.arange(9, dtype=np.float32), synk.function(jnp.sum, name="f")
     for _ in range(2):
         data, found = synk.data(x[:4].copy(), place=place), []
-        for total in f.iterate(data, batches=[[0], [1], [8], [2]], prefetch=prefetch):
+        for total in f.iterate(data, batches=[[0], [1], [8], [2]], prefetch=0):
             found.append(float(total))
             if len(found) == 1:
                 data.set_value(x)
         assert found == [0, 1, 8, 2]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("place", ["host", "broadcast", "scatter"])
+def test_what_is_wrong_ahead_raises_at_its_turn(group, place, prefetch):
+    """Results of earlier batches come first; nothing comes after it."""
+    x, f = np.arange(9, dtype=np.float32), synk.function(jnp.sum, name="f")
+    for _ in range(2):
         results = f.iterate(synk.data(x[:4], place=place), batches=[[0], [8], [1]], prefetch=prefetch)
         assert float(next(results)) == 0
         with pytest.raises(IndexError, match=r"f: batch holds the index 8, but .* has 4 rows"):

@@ -77,6 +77,74 @@ def test_over_is_one_call_over_all_rows(group, batches):
         assert f.stats.compilations == before
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("group", [("devices", 1), ("devices", 3), ("simulated", 4)])
+@pytest.mark.parametrize("slices", [1, 2])
+def test_entries_are_joined_on_the_host(group, slices):
+    """Of rows, parts and ordered Monoids, in the order of the batches' rows: NumPy arrays, which may be written to."""
+    ops = {"rows": "concat", "half": "concat", "most": lambda parts: parts.max(0), "own": "merge", "middle": "merge"}
+    last = lambda x: synk.Monoid(x[-1], lambda a, b: b)  # noqa: E731
+    with group_of(*group):
+        f = synk.function(
+            lambda x: {
+                "rows": x * 2, "half": x[:, 0].astype(np.float16), "most": x.max(0), "own": last(x),
+                "middle": stats.quantile(x, 0.5),
+            },
+            outputs=ops,
+        )  # fmt: skip
+        for batches in (BATCHES["minibatches"](), BATCHES["mixed"](), BATCHES["minibatches"]()):
+            got, rows = f.over(X, batches=batches, num_slices=slices), X[order(batches)]
+            assert {type(value) for value in got.values()} == {np.ndarray}
+            np.testing.assert_array_equal(got["rows"], 2 * rows)
+            np.testing.assert_array_equal(got["half"], rows[:, 0].astype(np.float16), strict=True)
+            np.testing.assert_array_equal(got["most"], rows.max(0))
+            np.testing.assert_array_equal(got["own"], rows[-1])
+            np.testing.assert_allclose(got["middle"], np.median(rows, 0), rtol=1e-6)
+            for value in got.values():
+                value[...] = 0
+        # What is made of sums alone stays on the replicas.
+        assert isinstance(synk.function(lambda x: x.sum()).over(X, batches=[4]), jax.Array)
+
+
+def test_a_stack_over_batches():
+    """One entry for each replica that had rows, of one batch after another; not with slices, as in a call."""
+    with group_of("devices", 3):
+        f = synk.function(lambda x: x.sum(), reduce="stack", name="f")
+        x = np.arange(8, dtype=np.float32)
+        np.testing.assert_array_equal(f.over(x, batches=[slice(0, 6), [6], [7, 0]]), [1, 5, 9, 6, 7, 0])
+        with pytest.raises(ValueError, match=r"'stack' .* does not go with num_slices > 1"):
+            f.over(x, batches=[slice(0, 6)], num_slices=2)
+
+
+def test_keys_and_rows_without_elements():
+    """Keys come back as keys, on every replica; entries without elements in as many rows as there are."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x, key: (synk.row_keys(key), x[:, :0]), {"key": "broadcast"}, reduce="concat")
+        key = jax.random.key(3)
+        got, none = f.over(X, key, batches=[4, slice(4, 11)])
+        want, _ = f(X, key, batch=11)
+        assert got.sharding == want.sharding
+        assert_same(jax.random.key_data(got), jax.random.key_data(want))
+        assert none.shape == (11, 0)
+
+
+def test_entries_leave_the_devices_batch_by_batch():
+    """Devices hold those of the newest batches alone, however many there are."""
+    with group_of("devices", 2):
+        f = synk.function(lambda x: jnp.tile(x, (1, 100)), reduce="concat")
+        x, most = np.ones((8, 125), np.float32), []
+
+        def batches():
+            for _ in range(12):
+                yield slice(0, 8)
+                most.append(sum(array.nbytes for array in jax.live_arrays()))
+
+        f.over(x, batches=batches())
+        most.clear()
+        assert f.over(x, batches=batches()).shape == (96, 12500)
+        assert max(most) - most[0] <= 2 * 8 * 12500 * 4
+
+
 @pytest.mark.slow
 def test_places():
     """Rows on the host and on the replicas, pieces of a file, rows that this process holds: the same answer."""
@@ -136,7 +204,7 @@ def test_one_combination(monkeypatch):
 
 REFUSED = {
     "then": (lambda x: x.sum(), {"then": lambda s: s}, ValueError, "f.over: the function has a then"),
-    "stack": (lambda x: x.sum(), {"reduce": "stack"}, ValueError, "does not go with over. Use an op that combines"),
+    "scatter": (lambda x: x, {"reduce": "scatter"}, ValueError, "does not go with over. Use an op that combines"),
     "first": (lambda x: x.sum(), {"reduce": "first"}, ValueError, "does not go with over"),
     "shapes": (
         lambda x: jnp.zeros(len(x) + 4),
@@ -162,14 +230,15 @@ def test_refused(which):
 
 
 def test_rows_without_numbers(monkeypatch):
-    """Row numbers, and places of rows that are kept, end where int32 does; what needs neither goes on."""
+    """Row numbers, and statistics of all rows at once, end where int32 does; what needs neither goes on."""
     monkeypatch.setattr(over, "MOST_ROWS", 30)
     with group_of("devices", 2):
         batches = [slice(0, 20), slice(20, 37)]
-        for fn, op in ((stats.argmax, "merge"), (lambda x: stats.quantile(x, 0.5), "merge"), (jnp.sin, "concat")):
+        for fn, op in ((stats.argmax, "merge"), (lambda x: stats.quantile(x, 0.5), "merge")):
             with pytest.raises(ValueError, match="rows beyond 30 have no number in int32"):
                 synk.function(fn, reduce=op).over(X, batches=batches)
         assert_same(synk.function(lambda x: x.max(0), reduce="max").over(X, batches=batches), X.max(0))
+        assert_same(synk.function(lambda x: 2 * x, reduce="concat").over(X, batches=batches), 2 * X)
 
 
 @pytest.mark.parametrize(("fn", "op", "count"), [(jnp.sum, "sum", 0), (stats.argmax, "merge", 2)])
