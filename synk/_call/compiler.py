@@ -20,7 +20,7 @@ from .._runtime.layout import Layout, Layouts, layouts
 from .._tracing.tracer import TracedFunction
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
-from .parts import TABLE_ROWS, Part, PartArrays, any_not_finite, arrays_of, part_of, split_into_launches
+from .parts import TABLE_ROWS, Part, PartArrays, any_not_finite, arrays_of, part_of, part_table, split_into_launches
 from .program import Epilogue
 from .traces import State
 
@@ -98,10 +98,7 @@ class Compiler:
         """
         builder, call = self.builder, self.call
         if not call.is_sliced:
-            counts = (
-                split_into_launches(call.lengths, 1)[0].counts if call.lengths else call.part_sizes[0] * self.group.size
-            )
-            return {call.part_sizes[0]: self._compile(_Launch(call.part_sizes[0], counts, True))}, None, None
+            return {call.part_sizes[0]: self._compile(self._only_launch)}, None, None
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
         about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
@@ -118,6 +115,28 @@ class Compiler:
         programs = {counts or sizes: cached(_Launch(sizes, counts, False, self.carry)) for sizes, counts in kinds}
         start = self.group._cached(owner, ("start", self.carry), self._compile_start)
         return programs, start, None if call.is_over else cached(_Launch((), (), True, self.carry))
+
+    @property
+    def _only_launch(self) -> _Launch:
+        """Return the task of the program of a call in one launch."""
+        sizes = self.call.part_sizes[0]
+        return _Launch(sizes, self.call.lengths or sizes * self.group.size, True)
+
+    def inlined(self) -> Callable[..., Arrays]:
+        """Return the program of a traced call. It takes rows in equal blocks, one a replica, and broadcast arguments.
+
+        The call is one launch without variables, also if a replica runs its rows in slices.
+        """
+        call, launch = self.call, self._only_launch
+        given: list[Layout] = [layout for layout, _ in chain(*self._arguments(launch))]
+        own: list[Any] = [constant.value for constant in self._constants(launch)]
+        if not call.is_plain:
+            assert call.lengths is not None
+            own.insert(0, np.array(part_table(split_into_launches(call.lengths, 1)[0], call.lengths), np.int32))
+        mapped: Callable[..., Arrays] = self._body(launch, given)
+        if not self._takes_all_replicas(launch):
+            mapped = spmd(self.group, mapped, given, self._outs(launch))
+        return lambda *values: mapped(*values, *own)
 
     def _traced_in(self, launch: _Launch) -> list[TracedFunction]:
         """List the functions that a program runs."""
@@ -153,16 +172,9 @@ class Compiler:
         return program
 
     def _compile(self, launch: _Launch) -> Executable:
-        function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
-        arguments = self._arguments(launch)
-        given: list[Layout] = [layout for layout, _ in chain(*arguments)]
-
-        def body(*values: jax.Array) -> list[jax.Array]:
-            taken = self._unpack(launch, self._with_halos(launch, values))
-            return self._finish(launch, taken, self._run(launch, taken, launch.sizes))
-
+        function, arguments = self.builder.function, self._arguments(launch)
         spec = ProgramSpec(
-            body=self._each_rank(launch, given) if takes_all_replicas else body,
+            body=self._body(launch, [layout for layout, _ in chain(*arguments)]),
             ins=[[layout for layout, _ in each] for each in arguments],
             shapes=[[shape for _, shape in each] for each in arguments],
             outs=self._outs(launch),
@@ -171,11 +183,23 @@ class Compiler:
             options=function.compiler_options,
             name=function.name,
             variables=tuple(variable._given_name for variable in self.builder.traces.touched),
-            takes_all_replicas=takes_all_replicas,
+            takes_all_replicas=self._takes_all_replicas(launch),
             has_fixed_kernels=self.call.block is not None,
             constants=self._constants(launch),
         )
         return self._executable(spec)
+
+    def _takes_all_replicas(self, launch: _Launch) -> bool:
+        return self.builder.runs_each_rank and bool(launch.sizes)
+
+    def _body(self, launch: _Launch, given: Sequence[Layout]) -> Body:
+        """Return what a program runs: on one replica, or on all if simulated replicas run one by one."""
+
+        def body(*values: jax.Array) -> list[jax.Array]:
+            taken = self._unpack(launch, self._with_halos(launch, values))
+            return self._finish(launch, taken, self._run(launch, taken, launch.sizes))
+
+        return self._each_rank(launch, given) if self._takes_all_replicas(launch) else body
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
         """Sort the arguments of a program on one replica."""

@@ -10,7 +10,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
 
 from .._base.errors import SynkError
@@ -23,34 +22,39 @@ from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
 from .._reductions.results import ResultSpec
 from .._runtime.axis import axis_named, replica_axis
-from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.group import Group
-from .._runtime.layout import Layout, layouts, put
+from .._runtime.layout import Layout, put
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
+from .compiler import Compiler
 from .kinds import Kind, check_row_count, checked_subset, with_parts
 from .leaves import LeafSpec, broadcast_aval, keys_of_data, look, spec_of_part
-from .parts import arrays_of, part_of, part_table, split_into_launches
 from .plan import Site, Traced, plan_key
 from .program import Epilogue, ProgramBuilder
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
 
+# The options of a call that a traced one heeds. It refuses all others.
+KNOWN = ("batch", "num_slices", "output_subset")
+
 
 @transfers_on_purpose()
 def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     """Trace a call into the transformation under way."""
-    name = site.function.name
+    function, name, defaults = site.function, site.function.name, CallOptions._field_defaults
+    unknown = [option for option in options._fields if option not in KNOWN]
     refused = {
-        "batch_s": options.batch_s is not None,
-        "blocks=": site.function.blocks is not None,
+        **{option: getattr(options, option) is not defaults[option] for option in unknown},
+        "blocks=": function.blocks is not None,
+        'nan="raise"': function.refuses_nan,
+        "compiler_options=": bool(function.compiler_options),
         'num_slices="auto"': options.num_slices == AUTO,
         "synk.local rows": any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves),
     }
     for words, is_used in refused.items():
         if is_used:
             raise ValueError(f"{name}: {words} cannot enter jit, grad, vmap or the like. Call it outside, or without.")
-    with axis_named(site.function.axis_name), own_mesh(name, site.group):
-        return _compose(site._replace(function=site.function.gathering()), bound, options)
+    with axis_named(function.axis_name), own_mesh(name, site.group):
+        return _compose(site._replace(function=function.gathering()), bound, options)
 
 
 def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
@@ -190,7 +194,8 @@ def _make(
     """
     builder = ProgramBuilder(CallTraces(function, group, call))
     epilogue = Epilogue(builder)
-    result = epilogue.result
+    # This traces `then`, which may touch variables too.
+    _ = epilogue.result
     least = builder.outputs.least_rows(builder.combined) if call.has_rows else 0
     check_row_count(function.name, least, call.lengths)
     for variable in builder.traces.touched:
@@ -198,32 +203,4 @@ def _make(
             f"{function.name}: it uses the shared variable {variable.name}, so it cannot run inside jit, grad or vmap: "
             f'they would keep the value of now. Make it a "broadcast" argument and pass {variable.name}.value.'
         )
-    table = None
-    if call.lengths is not None and not call.is_plain:
-        table = np.array(part_table(split_into_launches(call.lengths, 1)[0], call.lengths), np.int32)
-
-    sizes, max_rows = call.part_sizes[0], call.part_sizes[0][0]
-
-    def run(rank: jax.Array, values: Sequence[jax.Array], sizes: Sequence[int | None]) -> list[jax.Array]:
-        return builder.states(sizes, {}, arrays_of(call, values), part_of(table, rank, max_rows, group.size), max_rows)
-
-    def finish(states: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.Array]:
-        part = part_of(table, lax.axis_index(replica_axis()), max_rows, group.size)
-        results, _ = epilogue.finish_values(states, {}, arrays_of(call, values), part)
-        return [results[i] for i in result.picked]
-
-    def body(*values: jax.Array) -> list[jax.Array]:
-        return finish(run(lax.axis_index(replica_axis()), values, sizes), values)
-
-    def rank_by_rank(*values: jax.Array) -> Sequence[jax.Array]:
-        counts = call.lengths or sizes * group.size
-        with axis_named(function.axis_name):
-            states = run_rank_by_rank(group, lambda r, part: run(jnp.int32(r), part, [counts[r]]), values, ins)
-            count = len(states)
-            given: list[Layout] = [*layouts("stacked", count), *ins]
-            return spmd(group, lambda *v: finish(v[:count], v[count:]), given, outs)(*states, *values)
-
-    ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
-    outs = layouts("replicated", len(result.picked))
-    mapped = rank_by_rank if builder.runs_each_rank else spmd(group, body, ins, outs)
-    return jax.jit(mapped), result
+    return jax.jit(Compiler(epilogue, (), {}).inlined()), epilogue.result
