@@ -3,9 +3,10 @@
     python bench/gpu.py [--parts law,resnet50,suite] [--tests] [--minutes 8] [--small] [--json OUT]
 
 Each part is a process of its own with a time limit, prints as it goes, and its result is kept as it comes: three
-minutes are enough for the first four. At the end stands a table, with what is wanted. gpu_parts.py says what law, rows,
-blocks, mock and torch do; suite is the tests marked smoke, on ten workers. `--tests` runs all fast tests, in as many
-minutes as they take, and nothing else. Without a GPU all of it runs in small on the CPU, and its times mean nothing.
+minutes are enough for the first four. At the end stands a table, with what is wanted. gpu_parts.py says what law,
+resume, rows, blocks, mock and torch do; suite is the tests marked smoke, on ten workers. `--tests` runs all fast tests,
+in as many minutes as they take, and nothing else. Without a GPU all of it runs in small on the CPU, and its times mean
+nothing.
 
 Needs flax, optax and JAX with CUDA; the tests need pytest, pytest-xdist and hypothesis; torch is left out where it is
 not installed.
@@ -71,6 +72,7 @@ PARTS = {
         100,
     ),
     "rows": of_parts("rows", 60),
+    "resume": of_parts("resume", 60),
     "mock": of_parts("mock", 130),
     # Those that depend most on JAX and the device; `--tests` runs all.
     "suite": Part(f"{TESTS} -n 10 --dist worksteal -m 'smoke and not slow' tests", f"{TESTS} tests/base", 130),
@@ -207,6 +209,17 @@ def rows_of_suite(result):
     )
 
 
+def rows_of_resume(result):
+    firsts = [member["first"] for member in result["members"]]
+    yield "two processes, one killed: both had ended after, s", f"{result['seconds with the kill']:.1f}", ""
+    yield (
+        "started again: items done before; counts of rows",
+        f"{firsts}; {[m['counts'] for m in result['members']]}",
+        "[4]",
+    )
+    yield "started again: furthest from one device", f"{result['furthest from one device']:.1e}", "< 1e-5"
+
+
 def rows_of_mock(result):
     for way, (many, one) in result["ways"].items():
         ratios = f"{many['ms'] / one['ms']:.3f}, {many['temporary MB'] / one['temporary MB']:.3f}"
@@ -230,6 +243,7 @@ ROWS = run.ROWS | {
     **{
         "law": rows_of_law,
         "rows": rows_of_rows,
+        "resume": rows_of_resume,
         "suite": rows_of_suite,
         "mock": rows_of_mock,
         "blocks": rows_of_blocks,

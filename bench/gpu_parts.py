@@ -1,10 +1,11 @@
 """GPU parts: what gpu.py asks of a GPU that no other benchmark does. Each runs in small on a CPU too.
 
-    python bench/gpu_parts.py law|rows|blocks|mock|torch [--small] [--limit SECONDS] [--json OUT]
+    python bench/gpu_parts.py law|resume|rows|blocks|mock|torch [--small] [--limit SECONDS] [--json OUT]
 
 - law: gangs of two and of three processes, over NCCL on one GPU, over gloo on a CPU. NCCL takes each process for a
   machine, so it tells right from wrong, and no speeds. Random cases against NumPy; training with slices, Adam and
   ZeRO-1 against one device; bits between processes; the bits of `blocks=` between processes, gangs and one device.
+- resume: a gang of two, one of which is ended by kill -9, goes on from its save in memory.
 - rows: GB/s of rows picked on the host, beside raw copies of rows that lie in order; a step fed by `iterate`.
 - blocks: what `blocks=` costs: its kernels do not depend on timing.
 - mock: ResNet-50 as the program of eight GPUs on one. JAX makes seven up (`jax_mock_gpu_topology`), and collectives do
@@ -18,6 +19,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -379,6 +381,55 @@ def mock_of_member(options):
     save(options.json, steps_of_groups(options))
 
 
+# Resume.
+
+
+def counted_and_trained(epochs=4, **options):
+    """Train and count rows in a loop of `synk.resume`; return it, the parameters and the counts."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(301, 16)).astype(np.float32)
+    y = np.tanh(x @ rng.normal(size=16).astype(np.float32))
+    step = synk.train.step(
+        lambda w, x, y: jnp.mean((jnp.tanh(x @ w) - y) ** 2), np.zeros(16, np.float32), optax.adam(0.01)
+    )
+    counts = synk.shared(np.zeros(301, np.int32), "counts")
+    count = synk.function(lambda rows: counts.value.at[rows].add(1) - counts.value)
+    count.then(lambda more: setattr(counts, "value", counts.value + more))
+    variables = {**step.variables, "counts": counts}
+    loop = synk.resume(enumerate(synk.minibatches(301, 32, epochs=epochs)), variables, **options)
+    first = loop.done
+    for i, batch in loop:
+        float(step(x, y, batch=batch))
+        count(np.arange(301, dtype=np.int32), batch=batch)
+        sleep(0.02)
+        if first == 0 and i == 23 and os.environ.get("SYNK_PROCESS_ID") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return first, np.asarray(step.params.value), np.asarray(counts.value)
+
+
+def resume_of_member(options):
+    """Run the loop as one process of a gang."""
+    synk.init(distributed=True, heartbeat=10)
+    first, w, counts = counted_and_trained(memory_every=0.1)
+    save(options.json, {"first": first, "w": w.tolist(), "counts": sorted(set(counts.tolist()))})
+
+
+def resume(options):
+    """Kill one of two processes, start both again, and compare with a loop that nobody has disturbed."""
+    with synk.init([jax.local_devices()[0]]), tempfile.TemporaryDirectory() as folder:
+        _, alone, _ = counted_and_trained(folder=folder)
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as memory:
+        os.environ["SYNK_MEMORY_FOLDER"], began = memory, monotonic()
+        _, killed = gangs("resume", [2], options)
+        ended = monotonic() - began
+        results, failed = gangs("resume", [2], options)
+    members = results[2]
+    worst = max([float(np.abs(alone - np.float32(member["w"])).max()) for member in members], default=np.nan)
+    print(f"{killed} ended in {ended:.1f} s; went on from {[m['first'] for m in members]}; differs by {worst:.1e}")
+    ended_well = {"members": members, "furthest from one device": worst, "processes that failed": failed}
+    return {"processes ended by the kill": killed, "seconds with the kill": ended, **ended_well}
+
+
 # Torch.
 
 
@@ -395,8 +446,8 @@ def torch(options):
     return {"images": batch, "ms": [median(times), min(times), max(times)], "images/s": 1e3 * batch / median(times)}
 
 
-PARTS = {"law": law, "rows": rows, "blocks": blocks, "mock": mock, "torch": torch}
-MEMBERS = {"law": law_of_member, "mock": mock_of_member}
+PARTS = {"law": law, "resume": resume, "rows": rows, "blocks": blocks, "mock": mock, "torch": torch}
+MEMBERS = {"law": law_of_member, "resume": resume_of_member, "mock": mock_of_member}
 
 
 def main():

@@ -103,7 +103,7 @@ def test_calls_enter_few_functions(trial):
 @pytest.mark.slow
 def test_gpu_runs(tmp_path):
     """The command for GPUs runs on CPUs too, in small: here what no other benchmark has, and the table."""
-    parts = ["law", "resnet50", "rows", "suite", "mock", "blocks"]
+    parts = ["law", "resnet50", "rows", "resume", "suite", "mock", "blocks"]
     printed = run("gpu.py", "--small", "--parts", ",".join(parts), "--json", tmp_path / "gpu.json")
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: found[name]["status"] for name in parts} == dict.fromkeys(parts, 0)
@@ -114,6 +114,9 @@ def test_gpu_runs(tmp_path):
     assert {"synk", "serial jit"} == set(found["resnet50"]["result"]["against"])
     (picked,) = found["rows"]["result"]["picked"]
     assert picked["GB/s"]["raw copy"] > 0 and picked["wrong"] == 0
+    again = found["resume"]["result"]
+    assert [(0 < member["first"] < 24, member["counts"]) for member in again["members"]] == [(True, [4])] * 2
+    assert again["processes ended by the kill"] == 2 and again["furthest from one device"] < 1e-5
     assert found["suite"]["result"]["tests"] > 50
     sizes = {way: [each["replicas"] for each in both] for way, both in found["mock"]["result"]["ways"].items()}
     assert sizes == {"synk": [2, 1], "by hand": [2, 1]}

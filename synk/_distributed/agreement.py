@@ -25,7 +25,7 @@ PATIENCE = 1.0  # seconds to wait for another process before looking why it keep
 _GONE = re.compile(
     r"gloo|nccl|closed by peer|connection (reset|refused|closed)|heartbeat|coordination serv|unavailable", re.IGNORECASE
 )
-# Errors of process 0 that all processes raise alike. Any other error arrives as OSError.
+# Errors of process 0 that all processes raise alike, beside those with an errno. Any other error arrives as OSError.
 _OF_FILES = (OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 _SHARED_ERRORS = {e.__name__: e for e in (*_OF_FILES, CheckpointError, TypeError, ValueError)}
 _START_AGAIN = "This group cannot go on: start all its processes again, from the last checkpoint."
@@ -75,18 +75,21 @@ class JaxPeers(Peers):
             try:
                 result = act()
             except BaseException as error:
-                store.put(f"{folder}0", json.dumps([type(error).__name__, str(error)]))
+                has_number = isinstance(error, OSError) and error.errno is not None
+                # Its errno, text and file names, from which Python makes an error of the same type.
+                args = error.__reduce__()[1] if has_number else [str(error)]
+                store.put(f"{folder}0", json.dumps([type(error).__name__, args], default=str))
                 raise
             store.put(f"{folder}0", json.dumps([None, result]))
             return result
-        kind, text = json.loads(self._wait(folder, 0, what))
+        kind, told = json.loads(self._wait(folder, 0, what))
         if kind is None:
-            return text
+            return told
         if kind in ("KeyboardInterrupt", "SystemExit"):
-            raise self.end(_peer_failed({"0": f"{what}: {kind}({text})"}))
-        if kind in _SHARED_ERRORS:
-            raise _SHARED_ERRORS[kind](text)
-        raise OSError(f"{what}: process 0 failed: {kind}: {text}")
+            raise self.end(_peer_failed({"0": f"{what}: {kind}({told[0]})"}))
+        if kind in _SHARED_ERRORS or len(told) > 1:
+            raise _SHARED_ERRORS.get(kind, OSError)(*told)
+        raise OSError(f"{what}: process 0 failed: {kind}: {told[0]}")
 
     def after_failure(self, what: str, error: Exception) -> Exception:
         if (gone := self.translate_error(error)) is not None:

@@ -18,6 +18,8 @@ from jax._src import distributed  # noqa: TID251  # the client of the store has 
 from .._base.errors import SynkError, checked_integer
 from .._runtime.dispatch import JAXLIB
 
+EXIT_NOT_MET = 69  # the exit code of a process that the others have not met in time
+
 
 def initialize(
     coordinator: str | None, num_processes: Any, process_id: Any, heartbeat: int, shutdown: int, start: int
@@ -125,7 +127,7 @@ def _time_limit(what: str, seconds: float) -> Generator[None]:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(1)
+        os._exit(EXIT_NOT_MET)
 
     timer = threading.Timer(seconds, give_up)
     timer.daemon = True

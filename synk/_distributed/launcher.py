@@ -1,29 +1,40 @@
 """Launcher: `python -m synk launch` runs one program in several processes of this machine, or of each of several."""
 
-import argparse
+import fcntl
 import os
 import queue
 import re
+import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT, Popen
 from time import monotonic, sleep
+from typing import IO
 
 from .._base.old_names import instead_of
+from .._base.units import counted
+from .coordinator import EXIT_NOT_MET
 from .liveness import EXIT_PEER_FAILED
 
 EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
-GRACE_SECONDS = 3.0  # for other processes to print why they end, once one has failed
-DRAIN_SECONDS = 2.0  # for the last output of a process that has ended
+EXIT_TOLD = 128 + signal.SIGTERM  # the exit code of a program that was told to stop
+NOTICE_SECONDS = 0.5  # for other processes to print why they end, once one has failed
+GRACE_SECONDS = 3.0  # for the process that failed, if others end before it, and for all after Ctrl-C
+DRAIN_SECONDS = 1.0  # for the last output of processes that have ended
 STALL_SECONDS = 2.0  # without progress, after which nobody seems to read standard output
 MAX_LINE_BYTES = 1 << 16  # longer lines are cut
 PROGRESS_SECONDS = 1.0  # between two printed states of a progress bar
 RUNTIME_ENDS_IT = b"JAX distributed service detected fatal errors"  # JAX prints it in a process that it ends
+FOLDER_PREFIX = "synk-launcher-"  # of folders in memory
+FOREVER = float("inf")
 
 # A progress bar ends each state with \r, and draws the next one over it.
 _LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
@@ -34,29 +45,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     console, signals, code = Console(), _note_signals(), 0
     console.say(f"{options.processes} processes" + (f", logs in {options.logs}" if options.logs else ""))
-    for attempt in range(options.restarts + 1):
-        if attempt:
-            console.say(f"starting all again ({attempt} of {options.restarts})")
-        code = _run(options, attempt, console, signals)
-        if code == 0 or signals:
-            break
+    with closing(Guard(options.memory_folder)) as guard:
+        for attempt in range(options.restarts + 1):
+            members = _run(options, attempt, guard, console, signals)
+            code, rank, how = _blame(members, signals)
+            if not how:
+                break
+            # Processes of another machine that do not come to a later start are those of a launcher that has given up.
+            if attempt == options.restarts or signals or (code == EXIT_NOT_MET and attempt > 0 and options.nodes > 1):
+                console.say(f"process {rank} failed first: it {how}")
+                break
+            left = counted(options.restarts - attempt - 1, "restart")
+            console.say(f"process {rank} {how}; all start again{_newest_item(guard.folder)}; {left} left")
     console.close()
     return code if code >= 0 else 128 - code
 
 
-def _note_signals() -> Sequence[int]:
+def _newest_item(folder: Path | None) -> str:
+    """Name the item of the newest checkpoint that `synk.resume` keeps in memory."""
+    paths = [] if folder is None else folder.rglob("step-*")
+    items = re.findall(r"loop-(\d+)/step-(\d+)$", "\n".join(map(str, paths)), re.MULTILINE)
+    newest = max(((int(loop), int(step)) for loop, step in items), default=None)
+    return "" if newest is None else f" from item {newest[1]:,} in memory"
+
+
+def _note_signals() -> list[int]:
     """Return a list that collects signals which ask for an end. Ignored signals, as behind `nohup`, stay ignored."""
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            # A handler that raised might leave a lock held, such as that of `Popen.poll`.
+            # A handler that raised might leave a lock held, such as that of `Popen.wait`.
             signal.signal(number, lambda number, _: signals.append(number))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, no exit code would be kept
     return signals
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> Namespace:
     """Parse and check the command line."""
-    parser = argparse.ArgumentParser("python -m synk", description=__doc__)
+    parser = ArgumentParser("python -m synk", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, devices and settings, and what is wrong with them")
     commands.add_parser("bench", help="measure how a step scales over the devices that are here, as one page")
@@ -66,15 +92,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--devices-per-process", type=int, metavar="K", help="devices of each (one GPU; all with -n 1)")
     add("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
     add("--logs", type=Path, metavar="FOLDER", help="keep each rank's output there")
+    add("--memory-folder", type=Path, metavar="FOLDER", help="where checkpoints in memory lie (/dev/shm)")
     add("--nodes", type=int, default=1, metavar="M", help="on how many machines this command runs (1)")
     add("--node-rank", type=int, default=0, metavar="I", help="number of this machine, from 0 (0)")
     add("--coordinator", metavar="HOST:PORT", help="an address of the first machine, where there are several")
     add("-m", dest="is_module", action="store_true", help="the program is a module, as of python -m")
     add("program", help="a script")
-    add("arguments", nargs=argparse.REMAINDER)
+    add("arguments", nargs=REMAINDER)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown[0])}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{instead_of(unknown[0].split('=')[0])}")
     for name, least in {"processes": 1, "devices_per_process": 1, "restarts": 0, "nodes": 1}.items():
         if (value := getattr(options, name)) is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} is {value}; give at least {least}")
@@ -89,33 +116,32 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
             options.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--logs is {options.logs}, which cannot be made: {error.strerror}")
+    if options.memory_folder is not None and not os.access(f"{options.memory_folder}/.", os.W_OK):
+        parser.error(f"--memory-folder is {options.memory_folder}; give a folder that exists and that you may write to")
     return options
 
 
-def _run(options: argparse.Namespace, attempt: int, console: "Console", signals: Sequence[int]) -> int:
-    """Run one attempt. Return 0, or the code of the process that failed first, negative if a signal ended it."""
-    program = ["-m", options.program] if options.is_module else [options.program]
-    command = [sys.executable, *program, *options.arguments]
+def _run(options: Namespace, attempt: int, guard: "Guard", console: "Console", signals: list[int]) -> "list[Member]":
+    """Run one attempt. Return its processes, which have ended."""
+    command = [sys.executable, *["-m"] * options.is_module, options.program, *options.arguments]
     members: list[Member] = []
-    guard = _start_guard()
-    assert guard.stdin is not None
     try:
         with reserve_port() as reserved:
             coordinator = options.coordinator or "{}:{}".format(*reserved.getsockname())
             for i in range(options.processes):
                 rank = options.node_rank * options.processes + i
                 log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
-                members.append(Member(rank, command, _environment(options, rank, attempt, coordinator), log, console))
-                with suppress(BrokenPipeError):  # somebody has killed the guard
-                    guard.stdin.write(b"%d\n" % members[-1].process.pid)
+                environment = _environment(options, rank, attempt, coordinator)
+                environment["SYNK_MEMORY_FOLDER"] = str(guard.folder or "")
+                members.append(Member(rank, command, environment, log, console))
+                guard.toggle(members[-1].process.pid)
             _watch(members, signals)
     finally:
         _end(members, guard)
-    is_interrupted = signal.SIGINT in signals or len(signals) > 1
-    return -signal.SIGINT if is_interrupted else _blame(members, console)
+    return members
 
 
-def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
+def _environment(options: Namespace, rank: int, attempt: int, coordinator: str) -> dict[str, str]:
     """Return the environment of one process: who it is, and which devices of this machine it takes."""
     processes, devices = options.processes, options.devices_per_process
     environment = os.environ | {
@@ -134,19 +160,63 @@ def _environment(options: argparse.Namespace, rank: int, attempt: int, coordinat
     return environment
 
 
-def _start_guard() -> Popen[bytes]:
-    """Start a process that reads process groups, and ends them when the launcher is gone, even by `kill -9`."""
-    # The guard's standard input ends with the launcher.
-    program = """if True:
-        import os, signal, sys
+class Guard:
+    """A process that ends all others when the launcher is gone, even by `kill -9`, and their folder in memory.
+
+    Attributes:
+      folder: a folder in the memory of this machine, which goes when the launcher ends; None if there is no place.
+    """
+
+    folder: Path | None = None
+
+    # The guard's standard input ends with the launcher. A group that is named a second time has ended.
+    PROGRAM = """if True:
+        import contextlib, os, shutil, signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for group in sys.stdin.read().split():
-            try:
-                os.killpg(int(group), signal.SIGKILL)
-            except OSError:
-                pass"""
-    command = [sys.executable, "-S", "-c", program]
-    return Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, bufsize=0, start_new_session=True)
+        groups = set()
+        for line in sys.stdin:
+            groups ^= {int(line)}
+        for group in groups:
+            with contextlib.suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+        for _ in range(20):  # a helper may still write there
+            shutil.rmtree(sys.argv[1], ignore_errors=True)
+            time.sleep(0.1)"""
+
+    def __init__(self, place: Path | None) -> None:
+        with suppress(OSError):  # no temporary folder can be written to
+            place = place or Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
+            for left in place.glob(f"{FOLDER_PREFIX}*"):
+                with suppress(OSError):  # its launcher lives
+                    self._lock = _lock(left)
+                    shutil.rmtree(left)
+            new = Path(tempfile.mkdtemp(prefix=".synk-", dir=place.absolute()))
+            # A folder has its name once it is locked: another launcher that starts now would remove it.
+            self._lock = _lock(new)
+            self.folder = new.rename(new.with_name(new.name.replace(".synk-", FOLDER_PREFIX)))
+        command = [sys.executable, "-S", "-c", self.PROGRAM, str(self.folder or "")]
+        self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, bufsize=0, start_new_session=True)
+
+    def toggle(self, group: int) -> None:
+        """Tell the guard that a process group has begun, or that its number may soon belong to another group."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # somebody has killed the guard
+            self._process.stdin.write(b"%d\n" % group)
+
+    def close(self) -> None:
+        """Remove the folder, and end the guard."""
+        shutil.rmtree(self.folder or "", ignore_errors=True)
+        self._process.kill()
+        self._process.communicate()
+
+
+def _lock(folder: Path) -> IO[str]:
+    """Lock a launcher's folder as long as the result lives. Raise OSError if another has it, or it is none."""
+    if ((about := folder.lstat()).st_uid, about.st_mode) != (os.getuid(), 0o40700):
+        raise PermissionError
+    lock = open(folder / "lock", "a")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
 
 
 class Member:
@@ -157,21 +227,41 @@ class Member:
     Attributes:
       rank: its number among the processes of all machines.
       process: the handle of the process.
-      seconds: when `_watch` saw its end; None while it runs.
+      code: how the process has ended, negative if by a signal; None while it runs.
+      start, end: when it was started, and when `look` saw its end.
       ended_by_runtime: whether JAX has ended it, since another process was gone.
+      exit_until: when it will count as stuck in its exit; infinite before its program and those of the others end.
+      is_over: whether nobody waits for its output any more.
     """
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path | None, console: "Console"
+        self, rank: int, command: list[str], env: dict[str, str], log: Path | None, console: "Console"
     ) -> None:
         self.rank, self._log, self._console = rank, log, console
-        self.seconds: float | None = None
-        self.ended_by_runtime = False
-        self.process = Popen(
-            command, env=environment, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True
-        )
+        self.code: int | None = None
+        self.start, self.end, self.exit_until = monotonic(), FOREVER, FOREVER
+        self.ended_by_runtime = self.is_over = False
+        self.process = Popen(command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
+        self._exits = Path(env["SYNK_MEMORY_FOLDER"], f"exits-{self.process.pid}")
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
+
+    @property
+    def follows(self) -> bool:
+        """Whether it has ended because of another process."""
+        return self.code in (EXIT_PEER_FAILED, EXIT_NOT_MET) or self.ended_by_runtime
+
+    def look(self) -> None:
+        """Note the end of the process. Kill it if it is stuck in its exit: its program has ended well."""
+        if self.code is None and (code := _exit_code(self.process)) is not None:
+            self.code, self.end = code, monotonic()
+        elif self.code is None and monotonic() > self.exit_until:
+            self._console.say(f"process {self.rank} was stuck in its exit, after the end of its program, and is killed")
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.code, self.end = 0, monotonic()
+        elif self.exit_until == FOREVER:
+            with suppress(OSError, ValueError):  # it is not written yet
+                self.exit_until = monotonic() + float(self._exits.read_text())
 
     def _read(self) -> None:
         """Print each line with the rank before it. Of a progress bar, print one state a second."""
@@ -179,7 +269,7 @@ class Member:
         rest, printed = b"", 0.0
         self._append_to_log(b"")
         with self.process.stdout as pipe:
-            while chunk := os.read(pipe.fileno(), 1 << 16):
+            while chunk := self._next_output(pipe):
                 self._append_to_log(chunk)
                 *lines, rest = _LINE_ENDS.split(rest + chunk)
                 if len(rest) > MAX_LINE_BYTES:
@@ -191,6 +281,13 @@ class Member:
                         printed = monotonic() if is_progress else printed
         if rest:
             self._print(rest)
+
+    def _next_output(self, pipe: IO[bytes]) -> bytes:
+        """Return more output; nothing at its end, which a helper that made a session of its own may put off."""
+        while not self.is_over:
+            if select.select([pipe], [], [], 0.2)[0]:
+                return os.read(pipe.fileno(), 1 << 16)
+        return b""
 
     def _print(self, line: bytes) -> None:
         self.ended_by_runtime |= RUNTIME_ENDS_IT in line
@@ -207,61 +304,84 @@ class Member:
             self._log = None
 
 
-def _end(members: Sequence[Member], guard: Popen[bytes]) -> None:
+def _exit_code(process: Popen[bytes]) -> int | None:
+    """Return how a process has ended, as `poll` does, but do not wait for it: nobody else gets its number."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        return process.poll()
+    end = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None if end is None else end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def _end(members: Sequence[Member], guard: Guard) -> None:
     """End all processes with their helpers, and read the rest of their output."""
     for member in members:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(member.process.pid, signal.SIGKILL)
-    # The guard goes before `wait`, after which the system may give the number of a process to another one.
-    guard.kill()
-    guard.communicate()
+        guard.toggle(member.process.pid)
     for member in members:
         member.process.wait()
-    # A helper that made a session of its own outlives the others, and may hold the output open.
     until = monotonic() + DRAIN_SECONDS
     for member in members:
         member.reader.join(max(0.0, until - monotonic()))
+        member.is_over = True
 
 
 def _watch(members: Sequence[Member], signals: Sequence[int]) -> None:
-    """Wait for all processes. Return early some seconds after one has failed or Ctrl-C has come, or at a second signal.
+    """Wait for all processes. Return early soon after one has failed or Ctrl-C has come, or at a second signal.
 
     The first of `signals` is passed on to all. SIGTERM sets no limit, so that programs may save: `synk.preempted`
     reports it. The caller ends the processes that are left.
     """
-    start, until, is_passed_on = monotonic(), float("inf"), False
+    until, is_passed_on = FOREVER, False
     while True:
         for member in members:
-            if member.seconds is None and member.process.poll() is not None:
-                member.seconds = monotonic() - start
-        if all(m.seconds is not None for m in members) or monotonic() > until or len(signals) > 1:
+            member.look()
+        failed, causes = _failed(members, signals)
+        limits = [until, *(m.end + GRACE_SECONDS for m in failed), *(m.end + NOTICE_SECONDS for m in causes)]
+        if all(m.code is not None for m in members) or monotonic() > min(limits) or len(signals) > 1:
             return
         if signals and not is_passed_on:
             is_passed_on = True
+            if signals[0] == signal.SIGINT:
+                until = monotonic() + GRACE_SECONDS
             for member in members:
-                member.process.send_signal(signals[0])
-        if signal.SIGINT in signals or any(member.process.returncode for member in members):
-            until = min(until, monotonic() + GRACE_SECONDS)
+                if member.code is None:
+                    os.kill(member.process.pid, signals[0])
         sleep(0.02)
 
 
-def _blame(members: Sequence[Member], console: "Console") -> int:
-    """Print which process failed first, and return its code; 0 if none failed.
+def _failed(members: Sequence[Member], signals: Sequence[int]) -> tuple[list[Member], list[Member]]:
+    """Return the processes that have failed so far, and those of them that did not end because of another one.
+
+    A process that ends by SIGTERM has failed if nobody told the launcher, or all processes, to stop.
+    """
+    is_told = signal.SIGTERM in signals or all(m.code in (-signal.SIGTERM, EXIT_TOLD) for m in members)
+    well = (None, 0, EXIT_TOLD, -signal.SIGTERM if is_told else 0)
+    # JAX may end a process that waits in its exit for one that is stuck there.
+    failed = [m for m in members if m.code not in well and not (m.follows and m.exit_until < FOREVER)]
+    return failed, [member for member in failed if not member.follows]
+
+
+def _blame(members: Sequence[Member], signals: Sequence[int]) -> tuple[int, int, str]:
+    """Return the code and rank of the process that failed first, and how it ended, which is empty if none failed.
 
     A process that ended because of another one is not to blame, though its end may be seen first.
     """
-    failed = [member for member in members if member.seconds is not None and member.process.returncode]
-    if not failed:
-        return 0
-    causes = [m for m in failed if m.process.returncode != EXIT_PEER_FAILED and not m.ended_by_runtime]
-    stuck = [member for member in members if member.seconds is None]
-    first = min(causes or failed, key=lambda member: member.seconds or 0.0)
-    code, seconds = first.process.returncode, first.seconds
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+    if signal.SIGINT in signals or len(signals) > 1:
+        return -signal.SIGINT, 0, ""
+    failed, causes = _failed(members, signals)
+    if not failed or (signals and not causes):
+        is_told = failed or any(member.code in (-signal.SIGTERM, EXIT_TOLD) for member in members)
+        return -signal.SIGTERM if is_told else 0, 0, ""
+    stuck = [member for member in members if member.code is None]
+    first = min(causes or failed, key=lambda member: member.end)
+    code, after = first.code or 0, f"after {first.end - first.start:.1f} s"
     if stuck and not causes:  # its heartbeat has stopped, so the runtime has ended the others
-        first, code, how = stuck[0], EXIT_TIMEOUT, "was stuck"
-    console.say(f"process {first.rank} failed first: it {how} after {seconds:.1f} s")
-    return code
+        return EXIT_TIMEOUT, stuck[0].rank, f"was stuck {after}"
+    if code > 0:
+        return code, first.rank, f"exited with {code} {after}"
+    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+    return code, first.rank, f"was ended by {name} {'(out of memory?) ' * (code == -signal.SIGKILL)}{after}"
 
 
 class Console:

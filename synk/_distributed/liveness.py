@@ -27,6 +27,7 @@ from . import coordinator as store
 from .agreement import PEERS, failure_notice, publish_failure
 
 BEAT = 0.5  # seconds between two looks of the heartbeat thread
+EXIT_SECONDS = 5  # for an exit, beside the time that the runtime waits for the other processes
 NOTICE_SECONDS = 1.5  # for which process 0 stays when it fails
 EXIT_PEER_FAILED = 75  # the exit code of a process that ends because another one has failed
 
@@ -98,7 +99,7 @@ def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool
     if exit_hook:
         if PEERS.ended is not None:
             _leave(PEERS.ended)
-        if (others := _wait_until_all_end()) is not None:
+        if (others := _wait_until_all_end(shutdown + EXIT_SECONDS)) is not None:
             publish_failure("it has ended its program")
             print(f"synk: this process has ended its program, but {others}.", file=sys.stderr)
             _leave(None)
@@ -107,8 +108,11 @@ def _at_exit(stop: threading.Event, heartbeat: threading.Thread, exit_hook: bool
     heartbeat.join(shutdown)
 
 
-def _wait_until_all_end() -> str | None:
-    """Wait until all processes have ended their programs, however long they work. Return why one of them cannot."""
+def _wait_until_all_end(limit: int) -> str | None:
+    """Wait until all processes have ended their programs, however long they work. Return why one of them cannot.
+
+    Then only the exit of Python is left. The launcher is told how many seconds that may take at most.
+    """
     with contextlib.suppress(Exception):  # the store may be gone
         store.put(f"synk/ended/{jax.process_index()}", "it has ended its program")
         while len(store.get_all("synk/ended/")) < jax.process_count():
@@ -119,6 +123,9 @@ def _wait_until_all_end() -> str | None:
             for rank, why in store.get_all("synk/failed/").items():
                 return f"process {rank} has failed: {why}"
             sleep(0.02)
+        if folder := os.environ.get("SYNK_MEMORY_FOLDER"):
+            with open(f"{folder}/exits-{os.getpid()}", "w") as file:
+                file.write(str(limit))
     return None
 
 

@@ -16,10 +16,10 @@ _CGROUPS = Path("/sys/fs/cgroup")
 def memory_folder(loop: int, is_shared: bool) -> Path | None:
     """Return the folder for checkpoints of a loop; None without a launcher. Processes that run alone have one each."""
     folder = os.environ.get("SYNK_MEMORY_FOLDER")
-    if folder is None:
+    if not folder:
         return None
-    alone = "" if is_shared else f"-of-{os.environ.get('SYNK_PROCESS_ID', 0)}"
-    return Path(folder) / f"loop-{loop}{alone}"
+    alone = "." if is_shared else f"process-{os.environ.get('SYNK_PROCESS_ID', 0)}"
+    return Path(folder) / alone / f"loop-{loop}"
 
 
 def free_bytes(folder: Path) -> int:

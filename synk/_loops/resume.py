@@ -178,11 +178,11 @@ class Resumed(Iterator[Any]):
             self._point.answered()
 
     @public_api
-    def _save(self, place: Place, is_last: bool = False) -> None:
+    def _save(self, place: Place, is_last: bool = False, is_finished: bool = False) -> None:
         """Save all variables at this item; wait until they are written if it is the last save."""
         start = monotonic()
         extra = None if self._made_extra is None else checked_extra(self._made_extra(), "resume")
-        extra = {"done": self.done, "extra": extra, "is_finished": self._is_finished}
+        extra = {"done": self.done, "extra": extra, "is_finished": is_finished}
 
         def begin(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
             # While the next checkpoint is written there are two, and one copy of it.
@@ -219,8 +219,7 @@ class Resumed(Iterator[Any]):
     def _finish(self) -> None:
         """Save at the end, unless a run before has."""
         if not self._is_finished and self._places:
-            self._is_finished = True
-            self._save(self._places[0], is_last=True)
+            self._save(self._places[0], is_last=True, is_finished=True)
         for place in self._places[1:] if self._is_writer else []:
             rmtree(place.folder, ignore_errors=True)
         self._point.end()

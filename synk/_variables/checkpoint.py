@@ -12,9 +12,11 @@ import jax
 import numpy as np
 
 from .._base.errors import SynkError, public_api, shown, warn
+from .._data.host_buffers import acquire
+from .._data.sources import Copy, copy_rows
 from .._runtime.executable import from_process_0
 from .._runtime.group import Group, current_group
-from .._runtime.layout import local_replica_to_host, stack_parts
+from .._runtime.layout import local_replica_to_host, shard_of_rank, stack_parts
 from .._tracing.context import eager
 from .checkpoint_files import WRITER, Checkpoint, read, write
 from .collectives import variables_of
@@ -101,7 +103,7 @@ def save_together(
         group = common_group(variables, "save")
         group._peers.from_process_0(call, WRITER.wait)
         is_writer = jax.process_index() == 0 or not group._is_multi_process
-        arrays = dict(_arrays(variables, is_writer, is_copy))
+        arrays = dict(_arrays(variables, is_writer, is_copy and is_writer))
         about = {"extra": extra, "variables": [[name, described(v)] for name, v in variables.items()]}
         group._peers.from_process_0(call, lambda: begin(about, arrays))
 
@@ -241,12 +243,21 @@ def described(variable: Shared) -> dict[str, Any]:
 
 def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the leaves of all variables in host memory, by their names in the file."""
+    for variable in variables.values():
+        group, leaves = group_of(variable), computed_leaves(variable)
+        if variable._state.is_equal and variable._spec.is_cut is None:
+            leaves = [shard_of_rank(group, leaf, group._local_ranks.start) for leaf in leaves if is_writer]
+        elif group._is_multi_process:
+            # They come by way of other devices.
+            leaves = []
+        for leaf in leaves:
+            leaf.copy_to_host_async()
     for number, variable in enumerate(variables.values()):
+        # Elsewhere the leaves in host memory are copies already.
+        is_shared = is_copy and group_of(variable).devices[0].platform == "cpu"
         for rank, leaves in _entries(variable, is_writer):
             for i, leaf in enumerate(leaves):
-                stored = _storable(leaf)
-                is_shared = is_copy and np.may_share_memory(stored, leaf)
-                yield _member(str(number), i, rank), stored.copy() if is_shared else stored
+                yield _member(str(number), i, rank), _storable(leaf, is_shared)
 
 
 def _entries(variable: Shared, is_writer: bool) -> Iterator[tuple[int | None, Iterable[np.ndarray]]]:
@@ -275,10 +286,15 @@ def mean_of(entries: Sequence[np.ndarray]) -> np.ndarray:
     return np.mean(entries, axis=0, dtype=np.float64).astype(entries[0].dtype)
 
 
-def _storable(array: np.ndarray) -> np.ndarray:
-    """Return an array of a dtype that NumPy's files know: the bits of others as bytes."""
-    # A copy is contiguous, as a view of its bytes needs; ascontiguousarray would give a scalar an axis.
-    return array if array.dtype.isbuiltin == 1 else array.copy("C").view(f"u{array.dtype.itemsize}")
+def _storable(array: np.ndarray, is_copy: bool) -> np.ndarray:
+    """Return an array of a dtype that NumPy's files know, the bits of others as bytes; on request a copy."""
+    is_known = array.dtype.isbuiltin == 1
+    if is_known and not is_copy:
+        return array
+    # Fresh memory takes longer than the copy. Memory of the save before is there.
+    copy = acquire(1, array.shape, array.dtype)[0, ...]
+    copy_rows(array.reshape(-1), None, [Copy(copy.reshape(-1), 0)])
+    return copy if is_known else copy.view(f"u{array.dtype.itemsize}")
 
 
 def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str, partial: bool = False) -> None:

@@ -12,9 +12,11 @@ import socket
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 
@@ -72,9 +74,7 @@ def write(
     _UNDER_WAY.add(new.name)
     try:
         new.mkdir()
-        _write_arrays(new / _ARRAYS, arrays)
-        with open(new / _ARRAYS, "rb") as file:
-            digest = _digest_of_file(file)
+        digest = _write_arrays(new / _ARRAYS, arrays)
         whole = {"format": FORMAT, "step": step, **about, _ARRAYS: digest}
         (new / _ABOUT).write_text(json.dumps({"checksum": _digest(whole), **whole}, indent=1))
         for written in (new / _ARRAYS, new / _ABOUT, new):
@@ -85,21 +85,37 @@ def write(
             for path in later:
                 _rename(path, f"left-{path.name}")
             _remove_old(folder, keep)
-    except BaseException:
+    except BaseException as error:
+        # A write to a full disk does not say where.
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(folder)
         _delete(new)
         raise
     finally:
         _UNDER_WAY.discard(new.name)
 
 
-def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    try:
-        np.savez(path, **arrays)  # type: ignore[arg-type]  # names and arrays
-    except ValueError as error:
-        # An error of zipfile hides what was raised while it wrote, a Ctrl-C perhaps.
-        if error.__context__ is not None and "writing handle" in str(error):
-            raise error.__context__ from None
-        raise
+def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
+    """Write arrays as `np.savez` does, without its copies, and return the checksum of the file."""
+    checksum = hashlib.sha256()
+    with open(path, "wb") as file:
+
+        def write_on(data: Any) -> int:
+            checksum.update(data)
+            return file.write(data)
+
+        # It never goes back in a file that cannot tell its position.
+        archive = zipfile.ZipFile(cast(Any, SimpleNamespace(write=write_on, flush=file.flush)), "w")
+        try:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array_header_1_0(member, np.lib.format.header_data_from_array_1_0(array))
+                    member.write(array.reshape(-1, order="A").view(np.uint8).data)
+            archive.close()
+        finally:
+            # After an error it would end the file, and hide the error.
+            archive.fp = None
+    return checksum.hexdigest()
 
 
 def _put(new: Path, final: Path) -> None:
@@ -123,8 +139,7 @@ def _rename(path: Path, name: str) -> None:
 
 def _remove_old(folder: Path, keep: int | None) -> None:
     paths = _checkpoints(folder)
-    steps = sorted({number for number, _ in paths})
-    gone = set(steps[:-keep]) if keep is not None else set[int]()
+    gone = sorted({number for number, _ in paths})[:-keep] if keep is not None else []
     for number, path in paths:
         if number in gone:
             _remove(path)
@@ -223,7 +238,7 @@ def _read_whole(path: Path) -> tuple[dict[str, Any], BinaryIO]:
         raise CheckpointError(f"{_ABOUT} is that of step {about['step']}.")
     try:
         file = open(path / _ARRAYS, "rb")
-        digest = _digest_of_file(file)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # a file
     except OSError as error:
         raise CheckpointError(f"{_ARRAYS} {_why(error)}.") from error
     if digest != about[_ARRAYS]:
@@ -241,10 +256,6 @@ def _why(error: Exception) -> str:
 
 def _digest(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-def _digest_of_file(file: BinaryIO) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # a file
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -277,6 +288,14 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def _in_background(what: str, error: Exception) -> OSError:
+    """Return the error to raise where it is learned that a write has failed. It holds no array, as a traceback does."""
+    text = f"synk.save: {what} was not written in the background ({type(error).__name__}: "
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, f"{text}{error.strerror})", error.filename)
+    return OSError(f"{text}{error}).")
+
+
 class Writer:
     """Writes checkpoints, one at a time."""
 
@@ -285,7 +304,7 @@ class Writer:
         # (https://github.com/python/cpython/issues/90882).
         self._is_idle = threading.Event()
         self._is_idle.set()
-        self._failure: tuple[str, Exception] | None = None
+        self._failure: OSError | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -297,8 +316,7 @@ class Writer:
         self.wait_quietly()
         failure, self._failure = self._failure, None
         if failure is not None:
-            what, error = failure
-            raise OSError(f"synk.save: {what} was not written in the background ({type(error).__name__}: {error}).")
+            raise failure
         return ""
 
     def wait_quietly(self) -> None:
@@ -316,11 +334,14 @@ class Writer:
             return ""
 
         def try_to() -> None:
+            nonlocal act
             try:
                 act()
             except Exception as error:
-                self._failure = what, error
+                self._failure = _in_background(what, error)
             finally:
+                # Whoever waits may copy values into the memory of those that were written.
+                del act
                 self._is_idle.set()
 
         while True:
@@ -341,10 +362,9 @@ class Writer:
 
     def report(self) -> None:
         """Print at the end of the program what no other save will raise."""
-        try:
-            self.wait()
-        except OSError as error:
-            print(error, file=sys.stderr)
+        self.wait_quietly()
+        if self._failure is not None:
+            print(self._failure, file=sys.stderr)
 
 
 WRITER = Writer()

@@ -1,15 +1,16 @@
 """Gang programs: `python gang_programs.py NAME ARGUMENTS...`, started by `gang.py`."""
 
 import contextlib
+import errno
 import faulthandler
 import functools
 import gc
 import json
 import multiprocessing
 import os
+import resource
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 import synk
-from synk._distributed import coordinator
+from synk._distributed import agreement, coordinator
 from synk._distributed import launcher as synk_launcher
 from synk._runtime.group import make_group
 from synk._variables import checkpoint_files
@@ -958,12 +959,34 @@ def checkpoint_in_background(group, noted):
     assert synk.load(folder, {"own": own}, step=2, partial=True)[0] == 2
     assert [int(own.get_value(rank)[0]) for rank in range(group.size)] == [0] * (group.size - 1) + [1]
     synk.save("/dev/null/no", {"w": w}, step=4, background=True)
-    raises(OSError, "step 4 was not written in the background", lambda: synk.save(folder, {"w": w}, step=5))
+    raises(NotADirectoryError, "step 4 was not written in the background", lambda: synk.save(folder, {"w": w}, step=5))
     raises(FileNotFoundError, "has no step 5", lambda: synk.load(folder, {"w": w}, step=5))
     synk.save(folder, {"w": w}, step=5)
     if jax.process_index() == 0:
         (folder / "step-00000005" / "arrays.npz").unlink()
     raises(synk.CheckpointError, "arrays.npz is missing", lambda: synk.load(folder, {"w": w}, step=5))
+
+
+@case
+def full_disk(group, noted):
+    """A disk that is full for process 0 fails a save in all processes, now and in the background. All go on."""
+    folder, w = noted.folder / "full", synk.shared(np.zeros(1 << 20, np.float32), name="w")
+    synk.save(folder, {"w": w}, step=0)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step, in_background in ((1, False), (2, True)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
+        try:
+            synk.save(folder, {"w": w}, step=step, background=in_background)
+            synk.save(folder, {"w": w}, step=step)
+            raise AssertionError("nothing was raised")
+        except OSError as error:
+            assert (type(error), error.errno, error.filename) == (OSError, errno.EFBIG, str(folder)), repr(error)
+            assert ("step 2 was not written in the background" in str(error)) == in_background
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert agreement.PEERS.ended is None and synk.load(folder, {"w": w}) == (0, None)
+    synk.save(folder, {"w": w}, step=3, background=True)
+    assert synk.load(folder, {"w": w}) == (3, None)
+    raises(NotADirectoryError, "Not a directory: '/dev/null/no'", lambda: synk.save("/dev/null/no", {"w": w}, step=4))
 
 
 @case
@@ -1622,30 +1645,17 @@ def launcher(*arguments):
 
 
 def interrupted_launcher(*arguments):
-    """Run a launcher that gets Ctrl-C while it holds the lock of `Popen.poll`."""
+    """Run a launcher that gets Ctrl-C while it asks how a process has ended."""
+    waitid, questions = os.waitid, []
 
-    class Lock:
-        asked = 0
+    def interrupted(*how):
+        questions.append(how)
+        if len(questions) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return waitid(*how)
 
-        def __init__(self):
-            self.lock = threading.Lock()
-
-        def acquire(self, *how):
-            held = self.lock.acquire(*how)
-            Lock.asked += 1
-            if Lock.asked == 20:
-                os.kill(os.getpid(), signal.SIGINT)
-            return held
-
-        __enter__ = acquire
-
-        def release(self, *error):
-            self.lock.release()
-
-        __exit__ = release
-
-    subprocess.threading = mock.Mock(Lock=Lock)
-    launcher(*arguments)
+    with mock.patch.object(os, "waitid", interrupted):
+        launcher(*arguments)
 
 
 def nursery():

@@ -1,6 +1,7 @@
 """Launcher: its processes get what they need, and nothing is left of them however they, it or its output end."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -82,35 +83,88 @@ def test_launch_restarts_up_to_a_number(tmp_path):
     """An attempt sees its number and has its own log. The code of the last attempt stands."""
     script = "import os, sys; sys.exit(10 + int(os.environ['SYNK_ATTEMPT']))"
     code, output = launch(tmp_path, script, "-n", 2, "--restarts", 2, "--logs", tmp_path / "logs")
-    assert code == 12 and "starting all again (2 of 2)" in output
+    said = [re.sub(r"process \d|\d+\.\d s", "_", line) for line in output.splitlines()[1:]]
+    assert code == 12 and said == [
+        "synk: _ exited with 10 after _; all start again; 1 restart left",
+        "synk: _ exited with 11 after _; all start again; 0 restarts left",
+        "synk: _ failed first: it exited with 12 after _",
+    ]
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {
         f"rank-{r}.{a}.log" for r in range(2) for a in range(3)
     }
 
 
 WAITS = """
-    import signal, sys, time
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit({code}))
+    import os, signal, sys, time
+    def leave(number, frame):
+        time.sleep(1.5 * int(os.environ["SYNK_PROCESS_ID"]))  # to save, longer than others
+        print("leaves", flush=True)
+        sys.exit({code})
+    if {listens}:
+        signal.signal(signal.SIGTERM, leave)
     print("ready", flush=True)
     time.sleep(100)
 """
+RESTARTS = "-n", 2, "--restarts", 3
 
 
-@pytest.mark.parametrize("code", [0, 4])
-def test_launch_passes_sigterm_on(tmp_path, code):
-    """All processes get SIGTERM, may save and leave, and are not started again."""
-    ended, output = launch(tmp_path, WAITS.format(code=code), "-n", 2, "--restarts", 3, signal_after=signal.SIGTERM)
-    assert ended == code and "starting all again" not in output
+@pytest.mark.parametrize(
+    ("listens", "code", "wanted"), [("True", 0, 0), ("True", 143, 143), ("rank == '1'", 143, 143), ("False", 0, 143)]
+)
+def test_launch_passes_sigterm_on(tmp_path, listens, code, wanted):
+    """All processes get SIGTERM and may save, however long. Who does not listen yet ends, and nobody has failed."""
+    script = WAITS.format(code=code, listens=listens.replace("rank", "os.environ['SYNK_PROCESS_ID']"))
+    ended, output = launch(tmp_path, script, *RESTARTS, signal_after=signal.SIGTERM)
+    assert ended == wanted and "start again" not in output and "failed" not in output
+    assert output.count("leaves") == {"True": 2, "False": 0}.get(listens, 1)
+
+
+def test_a_failure_after_sigterm_is_one(tmp_path):
+    """A program that fails while it saves has failed, and is not started again."""
+    script = WAITS.format(code=4, listens=True)
+    ended, output = launch(tmp_path, script, *RESTARTS, signal_after=signal.SIGTERM)
+    assert ended == 4 and "start again" not in output and "process 0 failed first: it exited with 4" in output
+
+
+@pytest.mark.parametrize("end", ["sys.exit(143)", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_all_told_to_stop_by_somebody_else(tmp_path, end):
+    """All processes leave since they got SIGTERM, not through the launcher: nobody has failed."""
+    wait = "1.5 * int(os.environ['SYNK_PROCESS_ID'])" if "exit" in end else "0.1"
+    script = f"import os, signal, sys, time; time.sleep({wait}); {end}"
+    code, output = launch(tmp_path, script, *RESTARTS)
+    assert code == 143 and output == "synk: 2 processes\n"
+
+
+def test_one_ended_by_sigterm(tmp_path):
+    """Somebody ends one process by SIGTERM before it listens. The others cannot go on, so that is a failure."""
+    script = """
+        import os, signal, time
+        if os.environ["SYNK_ATTEMPT"] == "0":
+            os.kill(os.getpid(), signal.SIGTERM) if os.environ["SYNK_PROCESS_ID"] == "1" else time.sleep(100)
+    """
+    code, output = launch(tmp_path, script, *RESTARTS)
+    assert code == 0 and "process 1 was ended by SIGTERM after" in output
 
 
 def test_launch_ends_all_on_ctrl_c(tmp_path):
     """No process is left, and none is started again."""
-    ended, output = launch(tmp_path, WAITS.format(code=0), "-n", 2, "--restarts", 3, signal_after=signal.SIGINT)
-    assert ended == 128 + signal.SIGINT and "starting all again" not in output
+    script = WAITS.format(code=0, listens=True)
+    ended, output = launch(tmp_path, script, *RESTARTS, signal_after=signal.SIGINT)
+    assert ended == 128 + signal.SIGINT and "start again" not in output
+
+
+def test_exit_codes_are_kept_whoever_starts_the_launcher(tmp_path):
+    """A program that ignores the ends of its children starts the launcher, which inherits that."""
+    ignores = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+    )
+    command = [sys.executable, "-m", "synk", "launch", "-n", "2", write(tmp_path, "import sys; sys.exit(7)")]
+    done = subprocess.run([sys.executable, "-c", ignores, *command], env=gang.plain_environment(), timeout=30)
+    assert done.returncode == 7
 
 
 def test_launch_ends_at_whatever_moment_ctrl_c_comes(tmp_path):
-    """Ctrl-C comes while the lock of `Popen.poll` is held, without which no process can be waited for."""
+    """Ctrl-C comes while the launcher asks how a process has ended."""
     file = tmp_path / "script.py"
     file.write_text("import time; time.sleep(100)")
     with gang.Launcher(tmp_path, "-n", 2, file, program="interrupted_launcher") as launcher:
@@ -133,6 +187,8 @@ def test_launch_refuses(capsys, options):
         (["--nodes", "2", "--node-rank", "2", "--coordinator", "a:1", "script.py"], "give 0 to 1"),
         (["--nodes", "2", "script.py"], "--nodes needs --coordinator HOST:PORT"),
         (["--coordinator", "here", "script.py"], "--coordinator is 'here'; give HOST:PORT"),
+        (["--memory-folder", "/nowhere", "script.py"], "--memory-folder is /nowhere; give a folder that exists"),
+        (["--memory-folder", __file__, "script.py"], "give a folder that exists"),
         (["--logz", "here", "script.py"], "unrecognized arguments: --logz\n"),
         (
             ["--elastic", "--min", "2", "script.py"],
@@ -175,6 +231,56 @@ def test_several_machines(tmp_path):
         ends = [first.wait(60)[0], second.wait(60)[0]]
     assert [end.code for end in ends] == [0, 0], ends
     assert ["[0] = 0 2 4 36.0" in ends[0].output, "[1] = 1 2 4 36.0" in ends[1].output] == [True, True]
+
+
+DIES = """
+import os, signal, sys, time
+import synk, jax, numpy as np
+synk.init(distributed=True, heartbeat=10, start=10)
+add = synk.function(lambda x: x.sum(), reduce="sum")
+for step in range(30):
+    total = float(add(np.arange(9.0)))
+    for rank, at in (death.split(":") for death in sys.argv[2:]):
+        done = f"{sys.argv[1]}/{rank}-{at}"
+        if (jax.process_index(), step) == (int(rank), int(at)) and not os.path.exists(done):
+            open(done, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02)
+print("=", jax.process_index(), total)
+"""
+
+
+def on_two_machines(tmp_path, *deaths, restarts=(3, 3)):
+    """Run two launchers with two processes each, of which some die at a step, as 2:10. Return how the launchers end."""
+    script, made = write(tmp_path, DIES), [make(tmp_path / name) for name in ("a", "b", "deaths")]
+    with reserve_port() as reserved, ThreadPoolExecutor(2) as pool:
+        address = "{}:{}".format(*reserved.getsockname())
+
+        def run(node):
+            options = ["-n", 2, "--nodes", 2, "--node-rank", node, "--coordinator", address]
+            options += ["--restarts", restarts[node], "--devices-per-process", 1]
+            with gang.Launcher(made[node], *options, script, made[2], *deaths) as launcher:
+                return launcher.wait(100)[0]
+
+        return list(pool.map(run, range(2)))
+
+
+def test_a_death_counts_once_on_all_machines(tmp_path):
+    """Whichever process dies, all launchers start theirs again, and they meet. Each death takes one restart of each."""
+    ends = on_two_machines(tmp_path, "0:5", "2:9", "1:13")
+    for node, end in enumerate(ends):
+        assert end.code == 0, ends
+        assert [line.split("again; ")[1] for line in end.output.splitlines() if "again; " in line] == [
+            "2 restarts left", "1 restart left", "0 restarts left"
+        ]  # fmt: skip
+        assert all(f"= {rank} 36.0" in end.output for rank in (2 * node, 2 * node + 1))
+
+
+def test_all_launchers_end_once_one_has_given_up(tmp_path):
+    """A launcher whose processes wait in vain for those of another machine ends, though it has restarts left."""
+    ends = on_two_machines(tmp_path, "1:5", restarts=(0, 9))
+    assert [end.code for end in ends] == [137, 69] and ends[1].seconds < 30, ends
+    assert ends[1].output.count("start again; ") == 1 and "failed first: it exited with 69" in ends[1].output
 
 
 def test_a_port_is_no_one_elses():
@@ -252,6 +358,7 @@ SIGNALS = "KILL TERM SEGV ABRT BUS FPE ILL HUP QUIT ALRM SYS USR1 XCPU VTALRM".s
 ENDINGS = {
     **{f"SIG{name}": (f"os.kill(os.getpid(), signal.SIG{name})", 128 + getattr(signal, f"SIG{name}")) for name in SIGNALS},
     "SIGINT": ("os.kill(os.getpid(), signal.SIGINT)", 128 + signal.SIGINT),
+    "signal 35": ("os.kill(os.getpid(), 35)", 128 + 35),
     **{f"exit {code}": (f"sys.exit({code})", code) for code in (1, 3, 77, 255)},
     "a text": ("sys.exit('no')", 1),
     "_exit": ("os._exit(9)", 9),
@@ -321,6 +428,7 @@ def test_one_ends(tmp_path):
             end = launcher.wait(15)[0]
         assert end.code == wanted, (ending, end)
         assert wanted == 0 or "process 1 failed first" in end.output
+        assert "signal" not in ending or f"was ended by {ending} after" in end.output
         check_gone(place / "pids")
         assert not os.listdir(place / "temporary")
 
@@ -338,19 +446,136 @@ LAUNCHER_ENDS = {
 
 @pytest.mark.parametrize("ending", LAUNCHER_ENDS)
 def test_the_launcher_ends(place, ending):
-    """Processes and helpers are gone with the launcher, though it had no time to end them."""
+    """Processes, helpers and the folder in memory are gone with the launcher, though it had no time to end them."""
     numbers, code = LAUNCHER_ENDS[ending]
     ignores = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)]"
     waits = f"pass\nhelper()\n{ignores if 'twice' in ending else 'pass'}\n"
+    waits += "open(os.environ['SYNK_MEMORY_FOLDER'] + f'/{me}', 'w').close()\n"
     waits += "print('set', flush=True)\ntime.sleep(100)"
-    with gang.Launcher(place / "log", "-n", 2, program(place, waits), TMPDIR=str(place / "temporary")) as launcher:
+    options = ["-n", 2, "--memory-folder", make(place / "memory"), program(place, waits)]
+    with gang.Launcher(place / "log", *options, TMPDIR=str(place / "temporary")) as launcher:
         launcher.await_line("set", times=2)
+        assert len(os.listdir(place / "memory")) == 1
         for number in numbers:
             launcher.signal(0, number)
             time.sleep(0.1)
         check_gone(place / "pids")
         assert launcher.wait(15)[0].code == code
     assert not os.listdir(place / "temporary")
+    until = time.monotonic() + 5
+    while os.listdir(place / "memory"):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+# The folder in memory.
+
+
+def test_a_folder_in_memory(tmp_path):
+    """All processes share a folder of the machine's memory, for this user alone. It outlives them, not the launcher."""
+    script = """
+        import os, signal, time
+        folder, is_first = os.environ["SYNK_MEMORY_FOLDER"], os.environ["SYNK_ATTEMPT"] == "0"
+        print("=", folder, oct(os.stat(folder).st_mode), sorted(os.listdir(folder)), flush=True)
+        if is_first and os.environ["SYNK_PROCESS_ID"] == "0":
+            for name in ("loop-0/step-00009999", "loop-1/step-00001204", "loop-1/step-00000900", "loop-1/.saving-step-00002000-x"):
+                os.makedirs(f"{folder}/{name}")
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100 * is_first)
+    """
+    code, output = launch(tmp_path, script, "-n", 2, "--restarts", 1)
+    assert code == 0 and re.search(
+        r"process 0 was ended by SIGKILL \(out of memory\?\) after 1\.\d s; all start again from item 1,204 in memory; 0 r",
+        output,
+    )
+    said = [line.split(" ", 4)[2:] for line in output.splitlines() if "] = " in line]
+    assert len(said) == 4 and len({folder for folder, *_ in said}) == 1
+    folder = Path(said[0][0])
+    assert folder.parent == Path("/dev/shm") or not os.access("/dev/shm", os.W_OK)
+    assert [mode for _, mode, _ in said] == ["0o40700"] * 4 and "loop-0" not in said[0][2] and "loop-0" in said[3][2]
+    assert not folder.exists()
+
+
+def test_folders_of_killed_launchers_are_swept(place):
+    """A launcher is killed with its guard. The next one removes its folder, but no living launcher's and no other."""
+    memory = make(place / "memory")
+    for name in ("synk-launcher-of-mine", "something"):
+        make(memory / name)
+    options = ["-n", 1, "--memory-folder", memory]
+    waits = program(place, "pass"), write(make(place / "ends"), "print('ended')")
+    with (
+        gang.Launcher(make(place / "a"), *options, waits[0]) as lives,
+        gang.Launcher(make(place / "b"), *options, waits[0]) as dies,
+    ):
+        for each in (lives, dies):
+            each.await_line("ready")
+        killed = dies.processes[0].pid
+        for pid in [*children(killed), killed]:
+            os.kill(pid, signal.SIGKILL)
+        dies.wait(15)
+        assert len(os.listdir(memory)) == 4
+        with gang.Launcher(make(place / "c"), *options, waits[1]) as third:
+            assert third.wait(15)[0].code == 0
+        assert len(os.listdir(memory)) == 3
+        lives.signal(0, signal.SIGINT)
+        lives.wait(15)
+    assert sorted(os.listdir(memory)) == ["something", "synk-launcher-of-mine"]
+
+
+def children(pid):
+    """Return the processes that a process has started."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def test_restarts_leave_nothing_in_the_launcher(tmp_path):
+    """Its threads, open files and processes stay as many, though helpers that made sessions of their own live on."""
+    script = """
+        import os, subprocess, sys, time
+        subprocess.Popen(["sleep", "15"], start_new_session=True)
+        time.sleep(0.5)
+        of = f"/proc/{os.getppid()}"
+        tasks = os.listdir(f"{of}/task")
+        children = [open(f"{of}/task/{task}/children").read().split() for task in tasks]
+        if os.environ["SYNK_PROCESS_ID"] == "1":
+            print("=", len(tasks), len(os.listdir(f"{of}/fd")), len(sum(children, [])), flush=True)
+            sys.exit(1)
+        time.sleep(100)
+    """
+    code, output = launch(tmp_path, script, "-n", 2, "--restarts", 5)
+    counts = [line for line in output.splitlines() if "] = " in line]
+    assert code == 1 and len(counts) == 6 and len(set(counts)) == 1, output
+
+
+STOPS = """
+import atexit, os, signal, sys, time
+def stop():
+    if os.environ["SYNK_PROCESS_ID"] == sys.argv[1]:
+        print("stops", flush=True)
+        time.sleep(100) if sys.argv[3] == "hangs" else os.kill(os.getpid(), signal.SIGSTOP)
+if sys.argv[2] == "late":
+    atexit.register(stop)  # after the runtime has shut down
+import jax, synk
+if sys.argv[2] == "soon":
+    atexit.register(stop)
+synk.init(distributed=True, shutdown=3, heartbeat=10)
+"""
+
+
+def test_stuck_in_its_exit(tmp_path):
+    """A process that is stuck once all programs have ended is killed after a limit. All have ended well."""
+
+    def ends(how):
+        folder = make(tmp_path / "-".join(how))
+        with gang.Launcher(folder, *RESTARTS, write(folder, STOPS), *how) as launcher:
+            return launcher.wait(40)[0]
+
+    cases = [("0", "late", "hangs"), ("1", "late", "stopped"), ("1", "soon", "stopped"), ("0", "soon", "hangs")]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for how, end in zip(cases, pool.map(ends, cases), strict=True):
+            assert end.code == 0 and end.output.count("stops") == 1, (how, end)
+            assert how[1] == "soon" or f"process {how[0]} was stuck in its exit" in end.output
 
 
 MUCH = "print('\\n'.join(['é' * 100] * 50000) if me else '', flush=True); other = False"

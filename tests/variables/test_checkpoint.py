@@ -1,10 +1,12 @@
 """Checkpoints: what was saved is what is loaded, whole or not at all, whatever dies when."""
 
 import contextlib
+import errno
 import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -381,19 +383,20 @@ def test_dying_while_a_step_is_replaced(tmp_path, monkeypatch, at):
 
 
 @pytest.mark.parametrize("step", [2, 3])
-@pytest.mark.parametrize("at", ["savez", "rename"])
+@pytest.mark.parametrize("at", ["_write_arrays", "rename"])
 def test_a_handler_that_saves_while_a_save_is_under_way(tmp_path, monkeypatch, at, step):
     """The same step or a later one: both are written, and the later one is the newest."""
     w, late = numbered(), synk.shared(np.full(2, 9, np.int32))
     synk.save(tmp_path, {"w": w}, step=2)
-    owner, came = {"savez": np, "rename": os}[at], []
+    owner, came = {"_write_arrays": checkpoint_files, "rename": os}[at], []
     real = getattr(owner, at)
 
     def act(*args, **options):
-        real(*args, **options)
+        done = real(*args, **options)
         if not came:
             came.append(at)
             signal.raise_signal(signal.SIGTERM)
+        return done
 
     monkeypatch.setattr(owner, at, act)
     before = signal.signal(signal.SIGTERM, lambda *_: synk.save(tmp_path, {"w": late}, step=step))
@@ -638,6 +641,67 @@ def test_the_values_of_now_are_saved_in_the_background(tmp_path):
         assert sorted(os.listdir(tmp_path)) == [f"step-0000000{number}" for number in (5, 6, 7)]
 
 
+@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("devices", 3), ("simulated", 4)])
+def test_large_values_of_the_call_are_saved(tmp_path, monkeypatch, kind, n):
+    """Saves in a row, during which the variables are donated, and one of which fails half way."""
+
+    def write_late(path, arrays):
+        is_updated.wait(10)
+        if "step-00000003" in str(path):
+            path.write_bytes(next(iter(arrays.values())).data)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_arrays(path, arrays)
+
+    def add(tree):
+        return jax.tree.map(lambda leaf: leaf + np.ones((), leaf.dtype), tree)
+
+    write_arrays = checkpoint_files._write_arrays
+    monkeypatch.setattr(checkpoint_files, "_write_arrays", write_late)
+    with group_of(kind, n):
+        value = {"a": np.zeros((500, 3000), np.float32), "b": jnp.zeros(70_001, jnp.bfloat16), "c": np.int32(0)}
+        w, own = synk.shared(value, name="w"), synk.shared(np.zeros((4, 20_000)), name="own")
+        more = synk.function(
+            lambda x: setattr(own, "value", add(own.value)) or x.sum(),
+            then=lambda total: setattr(w, "value", add(w.value)),
+        )
+        for step in range(6):
+            is_updated = threading.Event()
+            with pytest.raises(OSError, match="step 3 was not") if step == 4 else contextlib.nullcontext():
+                synk.save(tmp_path, {"w": w, "own": own}, step=step, keep=None, background=True)
+            more(np.ones(12, np.float32))
+            is_updated.set()
+        for step in (0, 1, 2, 5):
+            synk.load(tmp_path, {"w": w, "own": own}, step=step)
+            assert_same(seen(w) + seen(own), [np.full_like(leaf, step) for leaf in seen(w) + seen(own)])
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def test_copies_take_the_memory_of_the_save_before(tmp_path, monkeypatch):
+    """Fresh memory would hold the loop longer than the copy, and two copies are never there."""
+    places, write = [], checkpoint.write
+
+    def note(folder, step, about, arrays, keep):
+        places.append({array.ctypes.data for array in arrays.values()})
+        write(folder, step, about, arrays, keep)
+
+    monkeypatch.setattr(checkpoint, "write", note)
+    w = synk.shared({name: np.zeros(10_000_000, np.float32) for name in "ab"}, name="w")
+    for step in range(4):
+        synk.save(tmp_path, {"w": w}, step=step, keep=1, background=True)
+    checkpoint_files.WRITER.wait()
+    assert checkpoint_files.WRITER.is_idle and places == places[:1] * 4
+
+
+def test_a_failure_in_the_background_keeps_its_number(tmp_path):
+    """Type, errno and file name are those of the write; other errors have none."""
+    w = numbered()
+    (tmp_path / "run").write_text("no folder")
+    synk.save(tmp_path / "run", {"w": w}, step=1, background=True)
+    with pytest.raises(FileExistsError, match="step 1 was not written in the background") as raised:
+        synk.save(tmp_path, {"w": w}, step=2)
+    assert (raised.value.errno, raised.value.filename) == (errno.EEXIST, str(tmp_path / "run"))
+
+
 def test_a_folder_is_that_of_the_call(tmp_path, monkeypatch):
     """Wherever the program stands by the time that it is written."""
     begins, write = threading.Event(), checkpoint.write
@@ -652,22 +716,19 @@ def test_a_folder_is_that_of_the_call(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_in_a_file_is_no_other_error(tmp_path, monkeypatch):
-    """Of zipfile, whose file cannot be closed while an array is written."""
+    """Of zipfile, which cannot end a file while an array is written."""
     opened = zipfile.ZipFile.open
 
     def press(self, name, *args, **options):
         file = opened(self, name, *args, **options)
         if getattr(name, "filename", name) == "1.0.all.npy":
-            held.append(file)
             raise KeyboardInterrupt
         return file
 
-    held = []
     with monkeypatch.context() as patched:
         patched.setattr(zipfile.ZipFile, "open", press)
         with pytest.raises(KeyboardInterrupt):
             synk.save(tmp_path, {"a": synk.shared(1.0), "b": synk.shared(2.0)}, step=1)
-    held[0].close()
     assert not os.listdir(tmp_path)
 
 
@@ -768,18 +829,22 @@ def test_another_format(tmp_path):
         synk.load(tmp_path, {})
 
 
-def test_a_full_disk_changes_nothing(tmp_path, monkeypatch):
-    """An error while writing leaves the old checkpoints, and no rubbish."""
-    w = numbered()
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_changes_nothing(tmp_path, in_background):
+    """An error while writing leaves the old checkpoints, and no rubbish. It names the folder."""
+    w, large = numbered(), synk.shared(np.zeros(1 << 20, np.float32))
     synk.save(tmp_path, {"w": w}, step=1)
-
-    def full(*args, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("numpy.savez", full)
-    with pytest.raises(OSError, match="No space left"):
-        synk.save(tmp_path, {"w": w}, step=2)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, most))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            synk.save(tmp_path, {"w": large}, step=2, background=in_background)
+            synk.save(tmp_path, {"w": w}, step=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(tmp_path))
     assert os.listdir(tmp_path) == ["step-00000001"]
+    synk.save(tmp_path, {"w": w}, step=3)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
