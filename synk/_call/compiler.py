@@ -127,15 +127,13 @@ class Compiler:
 
         The call is one launch without variables, also if a replica runs its rows in slices.
         """
-        call, launch = self.call, self._only_launch
-        given: list[Layout] = [layout for layout, _ in chain(*self._arguments(launch))]
-        own: list[Any] = [constant.value for constant in self._constants(launch)]
+        call, spec = self.call, self._spec(self._only_launch)
+        own: list[Any] = [constant.value for constant in spec.constants]
         if not call.is_plain:
             assert call.lengths is not None
             own.insert(0, np.array(part_table(split_into_launches(call.lengths, 1)[0], call.lengths), np.int32))
-        mapped: Callable[..., Arrays] = self._body(launch, given)
-        if not self._takes_all_replicas(launch):
-            mapped = spmd(self.group, mapped, given, self._outs(launch))
+        ins: list[Layout] = [*chain(*spec.ins)]
+        mapped = spec.body if spec.takes_all_replicas else spmd(self.group, spec.body, ins, spec.outs)
         return lambda *values: mapped(*values, *own)
 
     def _traced_in(self, launch: _Launch) -> list[TracedFunction]:
@@ -172,9 +170,20 @@ class Compiler:
         return program
 
     def _compile(self, launch: _Launch) -> Executable:
-        function, arguments = self.builder.function, self._arguments(launch)
-        spec = ProgramSpec(
-            body=self._body(launch, [layout for layout, _ in chain(*arguments)]),
+        return self._executable(self._spec(launch))
+
+    def _spec(self, launch: _Launch) -> ProgramSpec:
+        """Describe the program of a launch."""
+        function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
+        arguments = self._arguments(launch)
+        given: list[Layout] = [layout for layout, _ in chain(*arguments)]
+
+        def body(*values: jax.Array) -> list[jax.Array]:
+            taken = self._unpack(launch, self._with_halos(launch, values))
+            return self._finish(launch, taken, self._run(launch, taken, launch.sizes))
+
+        return ProgramSpec(
+            body=self._each_rank(launch, given) if takes_all_replicas else body,
             ins=[[layout for layout, _ in each] for each in arguments],
             shapes=[[shape for _, shape in each] for each in arguments],
             outs=self._outs(launch),
@@ -183,23 +192,10 @@ class Compiler:
             options=function.compiler_options,
             name=function.name,
             variables=tuple(variable._given_name for variable in self.builder.traces.touched),
-            takes_all_replicas=self._takes_all_replicas(launch),
+            takes_all_replicas=takes_all_replicas,
             has_fixed_kernels=self.call.block is not None,
             constants=self._constants(launch),
         )
-        return self._executable(spec)
-
-    def _takes_all_replicas(self, launch: _Launch) -> bool:
-        return self.builder.runs_each_rank and bool(launch.sizes)
-
-    def _body(self, launch: _Launch, given: Sequence[Layout]) -> Body:
-        """Return what a program runs: on one replica, or on all if simulated replicas run one by one."""
-
-        def body(*values: jax.Array) -> list[jax.Array]:
-            taken = self._unpack(launch, self._with_halos(launch, values))
-            return self._finish(launch, taken, self._run(launch, taken, launch.sizes))
-
-        return self._each_rank(launch, given) if self._takes_all_replicas(launch) else body
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
         """Sort the arguments of a program on one replica."""
