@@ -3,10 +3,10 @@
 
 import sys
 
-from ._distributed.launcher import main
-from ._explain.bench import bench
+from ._command.bench import bench
+from ._command.launcher import main
+from ._command.migrate import migrate
 from ._explain.info import report
-from ._migrate.report import migrate
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["info"]:

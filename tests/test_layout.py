@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # Rooms from the ground up. A room imports rooms before it; those of one floor only where NEIGHBOURS says so.
 FLOORS = [
     {"_base"}, {"_runtime"}, {"_distributed", "_reductions", "_tracing"}, {"_data"}, {"_variables"}, {"_call"},
-    {"_check", "_explain", "_loops", "_skeletons"}, {"_function"}, {"train", "pytensor", "_migrate"},
+    {"_check", "_explain", "_loops", "_skeletons"}, {"_function"}, {"train", "pytensor", "_command"},
 ]  # fmt: skip
 NEIGHBOURS = set()
 LONGEST = 40  # lines of a function, its docstring and comments not counted
@@ -69,6 +69,12 @@ def test_a_room_imports_rooms_below(name):
         if room(module) == name:
             above = {other for other in others if room(other) != name and FLOOR[room(other)] >= FLOOR[name]}
             assert not {other for other in above if (name, room(other)) not in NEIGHBOURS}, module
+
+
+def test_a_program_imports_no_command():
+    """What `python -m synk` does is imported by that alone."""
+    importers = {name for name in MODULES for other in imported(name) if room(other) == "_command"}
+    assert {name for name in importers if room(name) != "_command"} == {"__main__"}
 
 
 def test_no_circle_of_imports():

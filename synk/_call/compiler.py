@@ -21,7 +21,7 @@ from .._runtime.layout import Layout, Layouts, layouts
 from .._tracing.tracer import TracedFunction
 from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
-from .parts import TABLE_ROWS, Part, PartArrays, any_not_finite, arrays_of, part_of, split_into_launches
+from .parts import TABLE_ROWS, Part, PartArrays, any_not_finite, arrays_of, part_of, part_table, split_into_launches
 from .program import Epilogue
 from .traces import State
 
@@ -99,10 +99,7 @@ class Compiler:
         """
         builder, call = self.builder, self.call
         if not call.is_sliced:
-            counts = (
-                split_into_launches(call.lengths, 1)[0].counts if call.lengths else call.part_sizes[0] * self.group.size
-            )
-            return {call.part_sizes[0]: self._compile(_Launch(call.part_sizes[0], counts, True))}, None, None
+            return {call.part_sizes[0]: self._compile(self._only_launch)}, None, None
         touched = tuple((v, self._abstract(v)) for v in self.traces.touched)
         has_then, writes = builder.function.then is not None, builder.first.writes
         about = (call._replace(part_sizes=()), has_then, builder.outputs, writes, touched, self.states, self.reads)
@@ -119,6 +116,26 @@ class Compiler:
         programs = {counts or sizes: cached(_Launch(sizes, counts, False, self.carry)) for sizes, counts in kinds}
         start = self.group._cached(owner, ("start", self.carry), self._compile_start)
         return programs, start, None if call.is_over else cached(_Launch((), (), True, self.carry))
+
+    @property
+    def _only_launch(self) -> _Launch:
+        """Return the task of the program of a call in one launch."""
+        sizes = self.call.part_sizes[0]
+        return _Launch(sizes, self.call.lengths or sizes * self.group.size, True)
+
+    def inlined(self) -> Callable[..., Arrays]:
+        """Return the program of a traced call. It takes rows in equal blocks, one a replica, and broadcast arguments.
+
+        The call is one launch without variables, also if a replica runs its rows in slices.
+        """
+        call, spec = self.call, self._spec(self._only_launch)
+        own: list[Any] = [constant.value for constant in spec.constants]
+        if not call.is_plain:
+            assert call.lengths is not None
+            own.insert(0, np.array(part_table(split_into_launches(call.lengths, 1)[0], call.lengths), np.int32))
+        ins: list[Layout] = [*chain(*spec.ins)]
+        mapped = spec.body if spec.takes_all_replicas else spmd(self.group, spec.body, ins, spec.outs)
+        return lambda *values: mapped(*values, *own)
 
     def _traced_in(self, launch: _Launch) -> list[TracedFunction]:
         """List the functions that a program runs."""
@@ -154,6 +171,10 @@ class Compiler:
         return program
 
     def _compile(self, launch: _Launch) -> Executable:
+        return self._executable(self._spec(launch))
+
+    def _spec(self, launch: _Launch) -> ProgramSpec:
+        """Describe the program of a launch."""
         function, takes_all_replicas = self.builder.function, self.builder.runs_each_rank and bool(launch.sizes)
         arguments = self._arguments(launch)
         given: list[Layout] = [layout for layout, _ in chain(*arguments)]
@@ -162,7 +183,7 @@ class Compiler:
             taken = self._unpack(launch, self._with_halos(launch, values))
             return self._finish(launch, taken, self._run(launch, taken, launch.sizes))
 
-        spec = ProgramSpec(
+        return ProgramSpec(
             body=self._each_rank(launch, given) if takes_all_replicas else body,
             ins=[[layout for layout, _ in each] for each in arguments],
             shapes=[[shape for _, shape in each] for each in arguments],
@@ -176,7 +197,6 @@ class Compiler:
             has_fixed_kernels=self.call.block is not None,
             constants=self._constants(launch),
         )
-        return self._executable(spec)
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
         """Sort the arguments of a program on one replica."""

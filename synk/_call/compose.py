@@ -3,14 +3,12 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 from weakref import ref
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, get_abstract_mesh, use_abstract_mesh
 
 from .._base.errors import SynkError
@@ -23,42 +21,58 @@ from .._data.process_rows import ProcessLocalRows
 from .._data.transfer import gather_rows
 from .._reductions.results import ResultSpec
 from .._runtime.axis import axis_named, replica_axis
-from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.group import Group
-from .._runtime.layout import Layout, layouts, put
-from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
+from .._runtime.layout import Layout, put
+from .binding import AUTO, BoundArguments, CallOptions
+from .compiler import Compiler
 from .kinds import Kind, check_row_count, checked_subset, with_parts
-from .leaves import LeafSpec, broadcast_aval, keys_of_data, look, spec_of_part
-from .parts import arrays_of, part_of, part_table, split_into_launches
+from .leaves import look, spec_of_part
 from .plan import Site, Traced, plan_key
 from .program import Epilogue, ProgramBuilder
+from .rows import Rows
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces
+
+# The options of a call that a traced one heeds. It refuses all others.
+KNOWN = ("batch", "num_slices", "output_subset")
 
 
 @transfers_on_purpose()
 def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     """Trace a call into the transformation under way."""
-    name = site.function.name
+    function, name, defaults = site.function, site.function.name, CallOptions._field_defaults
+    unknown = [option for option in options._fields if option not in KNOWN]
     refused = {
-        "batch_s": options.batch_s is not None,
-        "blocks=": site.function.blocks is not None,
+        **{option: getattr(options, option) is not defaults[option] for option in unknown},
+        "blocks=": function.blocks is not None,
+        'nan="raise"': function.refuses_nan,
+        "compiler_options=": bool(function.compiler_options),
         'num_slices="auto"': options.num_slices == AUTO,
         "synk.local rows": any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves),
     }
     for words, is_used in refused.items():
         if is_used:
             raise ValueError(f"{name}: {words} cannot enter jit, grad, vmap or the like. Call it outside, or without.")
-    with axis_named(site.function.axis_name), own_mesh(name, site.group):
-        return _compose(site._replace(function=site.function.gathering()), bound, options)
+    with axis_named(function.axis_name), own_mesh(name, site.group):
+        return _compose(site._replace(function=function.gathering()), bound, options)
 
 
 def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
-    function, group, subset = site.function, site.group, options.output_subset
+    function, group, batch, subset = site.function, site.group, options.batch, options.output_subset
     name, spec = function.name, bound.spec
     leaves, parts = look(bound, name)
     specs = [spec_of_part(part) for part in parts]
-    sources = _picked(site, spec, (leaves, specs), options.batch)
+    subset = None if subset is None else checked_subset(subset, name)
+    picks = CallOptions(None if isinstance(batch, jax.core.Tracer) else batch, output_subset=subset)
+    # All rows come as from another group's host; `in_blocks` adds neighbours.
+    apart = site._replace(data_group=group)
+    kind = Kind(apart, replace(spec, overlaps=(None,) * len(spec.scattered)), specs, picks)
+    if picks.batch is batch:
+        sources = _picked(kind.select(apart, leaves, picks)[1])
+    elif any(specs[i].is_minibatch for i in spec.scattered):
+        raise ValueError(f"{name}: minibatch data cannot go with a traced batch. Pass its array.")
+    else:
+        sources = _picked_later(name, kind.select(apart, leaves, picks)[1], batch)
     broadcast = [to_jax(leaves[i], f"{name}: argument {spec.names[i]}") for i in spec.broadcast]
     rows = len(sources[0]) if sources else None
     if rows is None and options.num_slices > 1:
@@ -66,23 +80,21 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     lengths = None if rows is None else lengths_of(rows, group.size)
     # The rows of each replica are compiled in: their number is part of the outer trace anyway.
     slices = 1 if lengths is None else min(options.num_slices, max(lengths))
-    kind = CallSpec(
+    base = kind.base._replace(
         arguments=spec,
         options=(*trace_options(), *trace_surroundings()),
         rows=tuple((s.shape[1:], s.dtype) for s in sources),
         feeds=(SENT,) * len(sources),
-        broadcast=tuple(broadcast_aval(specs[i]) for i in spec.broadcast),
-        keys=keys_of_data(spec, specs),
-        subset=None if subset is None else checked_subset(subset, name),
+        donate=False,
         is_composed=True,
     )
-    call = with_parts(function, kind, lengths, 1)._replace(lengths=lengths, num_slices=slices)
+    call = with_parts(function, base, lengths, 1)._replace(lengths=lengths, num_slices=slices)
 
     def trace() -> Traced:
         # A program that touches a variable is refused, so none is touched here.
-        mapped, result = _make(function, group, call)
+        made = _make(function, group, call)
         function.on_first_call(site, bound, options, None)
-        return Traced({}, (ref(mapped),), lambda: (mapped, result))
+        return Traced({}, (ref(made[0]),), lambda: made)
 
     mapped, result = site.plans.find(site, plan_key(function, call), trace, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
@@ -127,31 +139,9 @@ def run_inlined(
         return mapped(*(jax.device_put(a, group.replicated) for a in placed))
 
 
-def _picked(
-    site: Site, spec: ArgumentSpec, looked: tuple[Sequence[Any], Sequence[LeafSpec]], batch: Any
-) -> list[jax.Array]:
-    """Pick rows of the scattered arguments; a traced batch picks them when the program runs. `looked` are the leaves of
-    the call, and what is known of each."""
-    name, (leaves, specs) = site.function.name, looked
-    # All rows come as from another group's host; `in_blocks` adds neighbours.
-    site, spec = site._replace(data_group=site.group), replace(spec, overlaps=(None,) * len(spec.scattered))
-    if isinstance(batch, jax.core.Tracer):
-        if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
-            form = f"{batch.dtype}{batch.shape}"
-            raise TypeError(f"{name}: a traced batch is a 1-d integer array; this one is {form}.")
-        if not batch.shape[0]:
-            raise ValueError(f"{name}: the batch selects no rows. A call needs at least one.")
-        if any(specs[i].is_minibatch for i in spec.scattered):
-            raise ValueError(f"{name}: minibatch data cannot go with a traced batch. Pass its array.")
-        _, rows = Kind(site, spec, specs, CallOptions()).select(site, leaves, CallOptions())
-        # Traced indexes cannot be checked. A row that is not there is NaN (of integers the least or the largest
-        # number), and never another row.
-        wide = batch if batch.dtype.itemsize >= 4 else batch.astype(jnp.int32)
-        sources = [to_jax(leaf, of.what) for of, leaf in zip(rows.inputs, rows.sources, strict=True)]
-        return [source.at[wide].get(mode="fill") for source in sources]
+def _picked(rows: Rows) -> list[jax.Array]:
+    """Pick rows of the scattered arguments."""
     picked: list[jax.Array] = []
-    options = CallOptions(batch)
-    _, rows = Kind(site, spec, specs, options).select(site, leaves, options)
     for of_argument, array, selection in zip(rows.inputs, rows.sources, rows.selections, strict=True):
         with named(of_argument.what):
             # A constant of the trace holds only the rows that are picked.
@@ -162,6 +152,20 @@ def _picked(
             array = narrowed(array[index if selection.indexes is None else selection.indexes])
             picked.append(array.astype(of_argument.dtype))
     return picked
+
+
+def _picked_later(name: str, rows: Rows, batch: jax.Array) -> list[jax.Array]:
+    """Pick rows of the scattered arguments by a traced batch, when the program runs."""
+    if not jnp.issubdtype(batch.dtype, jnp.integer) or batch.ndim != 1:
+        form = f"{batch.dtype}{batch.shape}"
+        raise TypeError(f"{name}: a traced batch is a 1-d integer array; this one is {form}.")
+    if not batch.shape[0]:
+        raise ValueError(f"{name}: the batch selects no rows. A call needs at least one.")
+    # Traced indexes cannot be checked. A row that is not there is NaN (of integers the least or the largest number),
+    # and never another row.
+    wide = batch if batch.dtype.itemsize >= 4 else batch.astype(jnp.int32)
+    sources = [to_jax(leaf, of.what) for of, leaf in zip(rows.inputs, rows.sources, strict=True)]
+    return [source.at[wide].get(mode="fill") for source in sources]
 
 
 def in_blocks(source: jax.Array, lengths: Sequence[int], overlap: Overlap | None) -> jax.Array:
@@ -190,7 +194,8 @@ def _make(
     """
     builder = ProgramBuilder(CallTraces(function, group, call))
     epilogue = Epilogue(builder)
-    result = epilogue.result
+    # This traces `then`, which may touch variables too.
+    _ = epilogue.result
     least = builder.outputs.least_rows(builder.combined) if call.has_rows else 0
     check_row_count(function.name, least, call.lengths)
     for variable in builder.traces.touched:
@@ -198,32 +203,4 @@ def _make(
             f"{function.name}: it uses the shared variable {variable.name}, so it cannot run inside jit, grad or vmap: "
             f'they would keep the value of now. Make it a "broadcast" argument and pass {variable.name}.value.'
         )
-    table = None
-    if call.lengths is not None and not call.is_plain:
-        table = np.array(part_table(split_into_launches(call.lengths, 1)[0], call.lengths), np.int32)
-
-    sizes, max_rows = call.part_sizes[0], call.part_sizes[0][0]
-
-    def run(rank: jax.Array, values: Sequence[jax.Array], sizes: Sequence[int | None]) -> list[jax.Array]:
-        return builder.states(sizes, {}, arrays_of(call, values), part_of(table, rank, max_rows, group.size), max_rows)
-
-    def finish(states: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.Array]:
-        part = part_of(table, lax.axis_index(replica_axis()), max_rows, group.size)
-        results, _ = epilogue.finish_values(states, {}, arrays_of(call, values), part)
-        return [results[i] for i in result.picked]
-
-    def body(*values: jax.Array) -> list[jax.Array]:
-        return finish(run(lax.axis_index(replica_axis()), values, sizes), values)
-
-    def rank_by_rank(*values: jax.Array) -> Sequence[jax.Array]:
-        counts = call.lengths or sizes * group.size
-        with axis_named(function.axis_name):
-            states = run_rank_by_rank(group, lambda r, part: run(jnp.int32(r), part, [counts[r]]), values, ins)
-            count = len(states)
-            given: list[Layout] = [*layouts("stacked", count), *ins]
-            return spmd(group, lambda *v: finish(v[:count], v[count:]), given, outs)(*states, *values)
-
-    ins: list[Layout] = [*layouts("rows", len(call.rows)), *layouts("replicated", len(call.broadcast))]
-    outs = layouts("replicated", len(result.picked))
-    mapped = rank_by_rank if builder.runs_each_rank else spmd(group, body, ins, outs)
-    return jax.jit(mapped), result
+    return jax.jit(Compiler(epilogue, (), {}).inlined()), epilogue.result

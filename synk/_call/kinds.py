@@ -63,6 +63,7 @@ class Kind:
 
     Attributes:
       is_new: whether no call of the kind has run.
+      base: the key of their plans, as far as it does not depend on the rows that are picked.
     """
 
     is_new = True
@@ -81,7 +82,7 @@ class Kind:
         self._scattered = [specs[i] for i in spec.scattered]
         self._is_local = any(leaf.kind == "local" for leaf in self._scattered)
         self._sort_by_rows()
-        self._base = self._base_call(site, options)
+        self.base = self._base_call(site, options)
         at_home = site.data_group is None
         self._placers = [
             (i, placer_of(specs[i], site.group, slices == 1, site.is_abstract, at_home)) for i in spec.broadcast
@@ -164,7 +165,7 @@ class Kind:
         def make() -> Form:
             inputs = tuple([self._input(site, i, picks, lengths) for i in range(len(self._scattered))])
             rows = tuple([(spec.shape, spec.dtype) for spec in inputs])
-            base = self._base._replace(rows=rows, feeds=tuple([spec.feed for spec in inputs]))
+            base = self.base._replace(rows=rows, feeds=tuple([spec.feed for spec in inputs]))
             call = with_parts(site.function, base, lengths, self._slices)
             return Form(base, call, inputs, lengths, self._slices)
 
@@ -181,7 +182,7 @@ class Kind:
             if i in self._minibatch:
                 picks_of = picks_of._replace(rows=leaf.shape[0], is_run=True, index="slice")
             elif i in self._on_replicas:
-                kind = self._base.held_index or "slice"
+                kind = self.base.held_index or "slice"
                 picks_of = picks_of._replace(
                     rows=leaf.shape[0], is_run=True, index=kind, is_on_replicas=overlap is None
                 )
@@ -234,7 +235,7 @@ class Kind:
             selection = select(batch, self._rows, self.name, names[self._picked[0]])
         form, selections = self._select(site, selection, chosen, index_kind(batch))
         stay = chosen if site.data_group is None else None
-        if form.lengths is not None and (self._base.held_index is None or stay is not None):
+        if form.lengths is not None and (self.base.held_index is None or stay is not None):
             return form, selections, form.lengths, stay
         # A variable may bring rows.
         lengths, stay = self._rows_of_variable(site, form, batch_s)
@@ -318,7 +319,7 @@ class Kind:
         lengths = None if holder is None else site.state(holder).rows_per_replica
         if holder is not None and self._block is not None:
             raise rows_not_in_blocks(self.name, holder.name, self._block)
-        if self._base.held_index is None:
+        if self.base.held_index is None:
             if lengths is None and self._slices > 1:
                 raise ValueError(
                     f"{self.name}: num_slices={self._slices} cuts rows, but this call has no scattered input, so no "

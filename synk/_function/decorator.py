@@ -80,7 +80,8 @@ def function(
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
       donate: whether old values of shared variables that are updated may be overwritten in place.
       nan: "raise" raises FloatingPointError, naming the row to blame (`Function.blame`), if an output or a newly
-        updated value is not finite. Such a call updates nothing. Each call is waited for. Not under `jit` and the like.
+        updated value is not finite. Such a call updates nothing. Each call is waited for. Under `jit` and the like,
+        such a function raises ValueError.
       wire: the format in which sums of floats ("sum", "mean", `synk.Weighted`) travel between replicas: "bf16" (half of
         the bytes) or "int8" (a quarter, with a scale for each 256 numbers); a pytree prefix of the outputs. Sums are
         made in float32, and all replicas get the same bits; the answer is the serial one to that rounding. With "int8"
@@ -90,7 +91,8 @@ def function(
         depend on neither replicas nor slices; `f.serial` has them too. Replicas get whole blocks. Not with "stack",
         "first", "scatter", callables, `batch_s`, rows that variables hold, or under `jit` and the like.
       compiler_options: options of XLA by name, as `jax.jit` takes them. On GPUs they override synk's own, which let
-        gradients travel while others are computed.
+        gradients travel while others are computed. Under `jit` and the like they raise ValueError, as those of an inner
+        `jax.jit` do.
       name: the name in messages; None for `fn`'s name.
 
     Returns:

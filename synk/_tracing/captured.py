@@ -15,7 +15,7 @@ from .._base.errors import SynkError
 from .._base.jax_context import transfers_on_purpose
 from .._base.pytree import key_of, narrow
 from .._runtime.constants import LARGE, Constant, constant_of
-from .equations import equations_inside, is_over_axis
+from .equations import equations, is_over_axis
 
 # Equations that only change where an array lies.
 _PLACES = frozenset(("sharding_constraint", "reshard", "mesh_cast"))
@@ -24,7 +24,7 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
-def without_places(closed: Any, name: str) -> tuple[Any, list[Constant]]:
+def without_places(closed: Any, name: str, merges_equal: bool = False) -> tuple[Any, list[Constant]]:
     """Return a jaxpr whose constants lie on the host and whose types name no mesh, and its large constants.
 
     JAX writes the mesh of a captured array into the type of all values computed from it. Inside `jax.shard_map` the
@@ -34,45 +34,36 @@ def without_places(closed: Any, name: str) -> tuple[Any, list[Constant]]:
     Args:
       closed: a closed jaxpr, traced outside any mesh.
       name: the function that messages name.
+      merges_equal: whether to leave out equations that repeat an earlier one. XLA drops these too, but sooner for
+        several devices than for one, and some of its rules depend on how often a value is used: A / broadcast(B)
+        becomes A * broadcast(1 / B) only if B is used once. Bits would differ.
     """
     with jax.ensure_compile_time_eval():
-        rewriter = _Rewriter(name)
-        return rewriter.closed(_with_constants_on_top(closed)), rewriter.large
+        rewriter = _Rewriter(name, merges_equal)
+        return rewriter.top(closed), rewriter.large
 
 
-def _with_constants_on_top(closed: Any) -> Any:
-    """Put the equations of inner jits that hold constants in the place of their calls."""
-    constants, values, eqns = list(closed.jaxpr.constvars), list(closed.consts), list[Any]()
-    instead: dict[Any, Any] = {}
-    for equation in closed.jaxpr.eqns:
-        equation = equation.replace(invars=_replaced(equation.invars, instead))
-        inner = _with_constants_on_top(equation.params["jaxpr"]) if equation.primitive.name == "jit" else None
-        if inner is None or not inner.consts:
-            eqns.append(equation)
-            continue
-        # Fresh variables, since a jaxpr may be called twice.
-        new = {variable: type(variable)(variable.aval) for variable in inner.jaxpr.constvars}
-        constants += new.values()
-        values += inner.consts
-        new |= zip(inner.jaxpr.invars, equation.invars, strict=True)
-        for called in inner.jaxpr.eqns:
-            ins = _replaced(called.invars, new)
-            new |= {variable: type(variable)(variable.aval) for variable in called.outvars}
-            eqns.append(called.replace(invars=ins, outvars=_replaced(called.outvars, new)))
-        instead |= zip(equation.outvars, _replaced(inner.jaxpr.outvars, new), strict=True)
-    outs = _replaced(closed.jaxpr.outvars, instead)
-    return closed.replace(jaxpr=closed.jaxpr.replace(constvars=constants, eqns=eqns, outvars=outs), consts=values)
+def _holds_constants(closed: Any) -> bool:
+    """Check whether a jaxpr, or a jit inside, has constants."""
+    inner = [equation.params["jaxpr"] for equation in closed.eqns if equation.primitive.name == "jit"]
+    return bool(closed.consts) or any(map(_holds_constants, inner))
 
 
 def _replaced(atoms: Sequence[Any], instead: dict[Any, Any]) -> list[Any]:
-    return [atom if isinstance(atom, Literal) else instead.get(atom, atom) for atom in atoms]
+    return [atom if isinstance(atom, Literal) else instead[atom] for atom in atoms]
+
+
+def _variables(old: Sequence[Any], new: dict[Any, Any]) -> list[Any]:
+    """Make variables in the place of old ones, and note them in `new`."""
+    new |= {variable: type(variable)(_without_mesh(variable.aval)) for variable in old}
+    return [new[variable] for variable in old]
 
 
 class _Rewriter:
     """A rewrite of a jaxpr and of inner jaxprs. A jaxpr that occurs twice stays one object, which JAX lowers once."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, merges_equal: bool) -> None:
+        self.name, self.merges_equal = name, merges_equal
         self.large: list[Constant] = []
         # By id: the old jaxpr or constant, kept alive so that its id stays its own, and the new one.
         self._done: dict[int, tuple[Any, Any]] = {}
@@ -82,32 +73,55 @@ class _Rewriter:
             self._done[id(old)] = old, make(old)
         return self._done[id(old)][1]
 
+    def top(self, closed: Any) -> Any:
+        """Rewrite a closed jaxpr, in which the equations of jits that hold constants take the place of their calls."""
+        consts = list(closed.consts)
+        return closed.replace(jaxpr=self._jaxpr(closed.jaxpr, consts), consts=self._constants(consts))
+
     def closed(self, closed: Any) -> Any:
         """Rewrite a closed jaxpr and its constants."""
         return closed.replace(jaxpr=self._once(closed.jaxpr, self._jaxpr), consts=self._constants(closed.consts))
 
-    def _jaxpr(self, jaxpr: Any) -> Any:
+    def _jaxpr(self, jaxpr: Any, consts: list[Any] | None = None) -> Any:
+        """Rewrite a jaxpr; with its constants, to which it adds theirs, also take in jits that hold constants."""
         new: dict[Any, Any] = {}
+        seen: dict[Any, list[Any]] = {}
+        constvars, invars, eqns = _variables(jaxpr.constvars, new), _variables(jaxpr.invars, new), list[Any]()
 
-        def read(atoms: Sequence[Any]) -> list[Any]:
-            return [atom if isinstance(atom, Literal) else new[atom] for atom in atoms]
+        def take_in(jaxpr: Any, new: dict[Any, Any]) -> list[Any]:
+            for equation in jaxpr.eqns:
+                name, outs = equation.primitive.name, _replaced(equation.invars, new)
+                if consts is not None and name == "jit" and _holds_constants(inner := equation.params["jaxpr"]):
+                    inside = dict(zip(inner.jaxpr.invars, outs, strict=True))
+                    constvars.extend(_variables(inner.jaxpr.constvars, inside))
+                    consts.extend(inner.consts)
+                    outs = take_in(inner.jaxpr, inside)
+                elif name not in _PLACES:
+                    rewritten = self._equation(equation, outs)
+                    outs = self._earlier(rewritten, seen) if self.merges_equal else rewritten.outvars
+                    eqns.extend([rewritten] if outs is rewritten.outvars else [])
+                new |= zip(equation.outvars, outs, strict=True)
+            return _replaced(jaxpr.outvars, new)
 
-        def make(variables: Sequence[Any]) -> list[Any]:
-            for variable in variables:
-                aval = _without_mesh(variable.aval)
-                new[variable] = variable if aval is variable.aval else type(variable)(aval)
-            return [new[variable] for variable in variables]
+        outs = take_in(jaxpr, new)
+        return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
 
-        constvars, invars, eqns = make(jaxpr.constvars), make(jaxpr.invars), []
-        for equation in jaxpr.eqns:
-            ins = read(equation.invars)
-            if equation.primitive.name in _PLACES:
-                new |= zip(equation.outvars, ins, strict=True)
-                continue
-            params = {key: self._param(key, value) for key, value in equation.params.items()}
-            ctx = equation.ctx if equation.ctx.cur_abstract_mesh.empty else self._once(equation.ctx, _outside_meshes)
-            eqns.append(equation.replace(invars=ins, outvars=make(equation.outvars), params=params, ctx=ctx))
-        return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=read(jaxpr.outvars))
+    def _equation(self, equation: Any, ins: list[Any]) -> Any:
+        params = {key: self._param(key, value) for key, value in equation.params.items()}
+        ctx = equation.ctx if equation.ctx.cur_abstract_mesh.empty else self._once(equation.ctx, _outside_meshes)
+        return equation.replace(invars=ins, outvars=_variables(equation.outvars, {}), params=params, ctx=ctx)
+
+    def _earlier(self, equation: Any, seen: dict[Any, list[Any]]) -> list[Any]:
+        """Return the results of the first of the equations that are equal to this one."""
+        names = tuple((repr(v.val), str(v.aval)) if isinstance(v, Literal) else v for v in equation.invars)
+        key = (equation.primitive, names, tuple(sorted(equation.params.items(), key=lambda item: item[0])))
+        try:
+            first = seen.setdefault(key, equation.outvars)
+        except TypeError:
+            # Its parameters have no hash.
+            return equation.outvars
+        has_dropped = any(type(variable).__name__ == "DropVar" for variable in first)
+        return equation.outvars if equation.effects or has_dropped else first
 
     def _param(self, key: str, value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -265,8 +279,7 @@ def _is_known(equation: Any, known: dict[Any, None]) -> bool:
     atoms = [atom for atom in equation.invars if not isinstance(atom, Literal)]
     if equation.effects or not atoms or not all(atom in known for atom in atoms):
         return False
-    inside = [equation, *equations_inside(equation)]
-    return not any(is_over_axis(inner) or inner.primitive.name == "pure_callback" for inner in inside)
+    return not any(is_over_axis(each) or each.primitive.name == "pure_callback" for each in equations([equation]))
 
 
 def _size(atoms: Sequence[Any]) -> int:

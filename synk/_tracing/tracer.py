@@ -15,7 +15,7 @@ from .._base.pytree import PyTree, as_keys
 from .._runtime.axis import axis_named, replica_axis
 from .captured import split, without_places
 from .context import TraceContext, tracing
-from .equations import draws_by_rbg, equations, equations_at_top, flops, is_over_axis, merge_equal, narrowest_float
+from .equations import draws_by_rbg, equations, flops, is_over_axis, narrowest_float
 from .fingerprint import fingerprint
 from .nan_origin import first_bad_line
 
@@ -112,14 +112,15 @@ def _trace(request: TraceRequest) -> TracedFunction:
         if set(learned["reads"]) <= set(variables):
             break
         variables = tuple(dict.fromkeys((*variables, *learned["reads"])))
-    closed, large = without_places(closed, request.sees.name)
-    closed = closed.replace(jaxpr=merge_equal(closed.jaxpr)) if request.merges_equal else closed
+    closed, large = without_places(closed, request.sees.name, request.merges_equal)
     # A wrong guess leaves leaves of variables in the jaxpr that nothing uses.
     is_used = [variable in learned["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
     invars = [*compress(closed.jaxpr.invars, is_used), *closed.jaxpr.invars[len(is_used) :]]
     closed = closed.replace(jaxpr=closed.jaxpr.replace(invars=invars))
-    all_equations = list(equations(closed.jaxpr))
-    learned["uses_rank"] |= {equation.primitive.name for equation in all_equations if _tells_ranks_apart(equation)}
+    all_equations = list(equations(closed.jaxpr.eqns))
+    names, over_axis = {e.primitive.name for e in all_equations}, list(filter(is_over_axis, all_equations))
+    # The host need not give all replicas the same answer.
+    learned["uses_rank"] |= {"io_callback"} & names | {e.primitive.name for e in over_axis if _tells_ranks_apart(e)}
     known, late = split(closed, large)
     return TracedFunction(
         run=functools.partial(_run, closed, late),
@@ -128,11 +129,11 @@ def _trace(request: TraceRequest) -> TracedFunction:
         variables=tuple(variable for variable in variables if variable in learned["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
-        has_callbacks=bool(closed.effects) or any(e.primitive.name == "pure_callback" for e in all_equations),
+        has_callbacks=bool(closed.effects) or "pure_callback" in names,
         draws_by_rbg=any(map(draws_by_rbg, all_equations)),
-        communicates=any(map(is_over_axis, all_equations)),
-        communicates_at_top=any(map(is_over_axis, equations_at_top(closed.jaxpr))),
-        has_convolution=any(equation.primitive.name == "conv_general_dilated" for equation in all_equations),
+        communicates=bool(over_axis),
+        communicates_at_top=bool(over_axis) and any(map(is_over_axis, equations(closed.jaxpr.eqns, is_at_top=True))),
+        has_convolution="conv_general_dilated" in names,
         narrowest=narrowest_float(all_equations),
         fingerprint=fingerprint(closed),
         flops=lambda results: flops(closed.jaxpr, [i in results for i in range(len(closed.out_avals))]),
@@ -165,13 +166,9 @@ def _run_traced(
 
 
 def _tells_ranks_apart(equation: Any) -> bool:
-    """Check whether an equation may turn values that are equal on all replicas into different ones."""
-    name, params = equation.primitive.name, equation.params
-    # The host need not give all replicas the same answer.
-    if name == "io_callback":
-        return True
-    by_rank = name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
-    return is_over_axis(equation) and (by_rank or params.get("axis_index_groups") is not None)
+    """Check whether an equation over the replicas' axis may turn values that are equal on all replicas into others."""
+    by_rank = equation.primitive.name in ("axis_index", "ppermute", "all_to_all", "reduce_scatter")
+    return by_rank or equation.params.get("axis_index_groups") is not None
 
 
 def _run(closed: Any, late: Any, *args: jax.Array, known: Sequence[Any]) -> list[jax.Array]:

@@ -77,7 +77,7 @@ def _shard_with_axes(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDty
 def _outlines(program: Any) -> Iterator[tuple[Any, ...]]:
     """Describe the constants and equations of a trace: all that must be the same for the whole and for shards."""
     yield "constants", _constants(program)
-    for equation in equations(program.jaxpr):
+    for equation in equations(program.eqns):
         numbers = [variable.val for variable in equation.invars if isinstance(variable, Literal)]
         simple = {k: v for k, v in equation.params.items() if isinstance(v, bool | int | float | str | np.dtype)}
         inner = [_constants(value) for value in jax.tree.leaves([*equation.params.values()])]

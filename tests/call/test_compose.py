@@ -428,6 +428,23 @@ def test_batch_s_under_jit_raises(four):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, lambda f: jax.grad(lambda x: f(x).sum())])
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"nan": "raise"}, 'nan="raise"'), ({"compiler_options": {"xla_backend_optimization_level": 0}}, "compiler_opt"),
+        ({"blocks": 2}, "blocks="),
+    ],
+)  # fmt: skip
+def test_options_that_a_traced_call_cannot_heed_raise(four, transform, option, words):
+    """Such an option of a function is not dropped in silence; without a transformation it holds."""
+    f = synk.function(lambda x: x.sum(0), name="f", **option)
+    with pytest.raises(ValueError, match=f"f: {words}.* cannot enter jit"):
+        transform(f)(np.ones((4, 3), np.float32))
+    assert_close(f(np.ones((4, 3), np.float32)), np.full(3, 4, np.float32))
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize("call", ["function", "scan", "pairs"])
 def test_an_outer_axis_of_the_name_of_the_replicas(group, call):
     """Collectives would meet over that one; with another name it is right."""

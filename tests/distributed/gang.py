@@ -16,7 +16,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import NamedTuple
 
-from synk._distributed.launcher import reserve_port
+from synk._command.launcher import reserve_port
 
 PROGRAMS = Path(__file__).with_name("gang_programs.py")
 ROOT = PROGRAMS.parent.parent.parent

@@ -26,8 +26,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 import synk
+from synk._command import launcher as synk_launcher
 from synk._distributed import agreement, coordinator
-from synk._distributed import launcher as synk_launcher
 from synk._runtime.group import make_group
 from synk._variables import checkpoint_files
 

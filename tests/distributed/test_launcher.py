@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from synk._distributed.launcher import main, reserve_port
+from synk._command.launcher import main, reserve_port
 
 from . import gang
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import synk
+from synk._command.launcher import reserve_port
 from synk._distributed import preemption
-from synk._distributed.launcher import reserve_port
 from synk._distributed.liveness import EXIT_PEER_FAILED
 
 from ..helpers import group_of, smoke

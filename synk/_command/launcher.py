@@ -21,8 +21,8 @@ from typing import IO
 
 from .._base.old_names import instead_of
 from .._base.units import counted
-from .coordinator import EXIT_NOT_MET
-from .liveness import EXIT_PEER_FAILED
+from .._distributed.coordinator import EXIT_NOT_MET
+from .._distributed.liveness import EXIT_PEER_FAILED
 
 EXIT_TIMEOUT = 124  # the exit code for a stuck process, as of the command `timeout`
 EXIT_TOLD = 128 + signal.SIGTERM  # the exit code of a program that was told to stop

@@ -17,8 +17,8 @@ import jax
 
 from .._base.units import counted, number_text
 from .._distributed.init import group, init
-from .info import machine, settings
-from .page import Bar, chart, page
+from .._explain.info import machine, settings
+from .._explain.page import Bar, chart, page
 
 
 def bench(arguments: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from synk._migrate.report import migrate
+from synk._command.migrate import migrate
 
 IMPORTS = """
 import functools

@@ -1,4 +1,4 @@
-"""Report: what programs with jax.pmap become in synk. Reads files; runs and writes nothing."""
+"""Migrate: what programs with jax.pmap become in synk. Reads files; runs and writes nothing."""
 
 import argparse
 import ast

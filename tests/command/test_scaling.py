@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from synk._explain.bench import bench as scaling
+from synk._command.bench import bench as scaling
 
 PROGRAM = """
 import numpy as np, synk

@@ -1,0 +1,1 @@
+"""Commands: what `python -m synk` does beside `info`. No other room imports them."""

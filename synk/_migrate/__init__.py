@@ -1,1 +1,0 @@
-"""Read programs written with jax.pmap, and say how synk spells them."""
