@@ -4,16 +4,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import jax
-
 from .._base.errors import DivergedError
 from .._base.partition import lengths_of
 from .._call.traces import View
 from .._data.selection import merge_replicas, select_on_replicas
 from .._runtime.group import Group
-from .._runtime.layout import Layout, shard_of_rank, sharding_of
 from .._variables.state import VariableState, deal_out
-from .._variables.variable import Shared, bind, computed_state, divergence, group_of, host_leaves
+from .._variables.variable import Shared, bind, computed_state, divergence
 
 
 def one_device(group: Group) -> Group:
@@ -35,28 +32,17 @@ def view_from(home: Group, group: Group, batch_s: Any = None) -> View:
     def view(variable: Shared) -> VariableState:
         state, storage = bind(variable, home), variable._spec.storage
         if state.rows_per_replica is not None:
-            return _deal_out(group, variable, batch_s)
+            return _deal_out(home, group, variable, batch_s)
         if not state.is_equal:
             raise DivergedError(divergence(variable))
-        if group.size == 1 and not storage.is_sharded:
-            return replace(state, leaves=[_first_replica(home, group, leaf, state.layout) for leaf in state.leaves])
-        return storage.state_of_copies(group, host_leaves(variable, 0), "stacked")
+        return storage.in_group(home, computed_state(variable), group)
 
     return view
 
 
-def _first_replica(home: Group, one: Group, leaf: jax.Array, layout: Layout) -> jax.Array:
-    """Return this process's first part of a leaf as an array of the group `one`, in the same memory."""
-    shard = shard_of_rank(home, leaf, home._local_ranks.start)
-    # Replicas of a simulated group share one device, where axis 0 of a stacked leaf counts them.
-    if home.is_simulated and layout == "stacked":
-        shard = shard[:1]
-    return jax.device_put(shard, sharding_of(one, layout))
-
-
-def _deal_out(group: Group, variable: Shared, batch_s: Any) -> VariableState:
+def _deal_out(home: Group, group: Group, variable: Shared, batch_s: Any) -> VariableState:
     """Deal out the rows that a variable holds, or those that `batch_s` picks, to the replicas of another group."""
-    home, state = group_of(variable), computed_state(variable)
+    state = computed_state(variable)
     (rows,) = variable._spec.storage.each_on_host(home, state)
     if batch_s is not None:
         together = merge_replicas(select_on_replicas(batch_s, state.rows_per_replica or (), "batch_s", variable.name))

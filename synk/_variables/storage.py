@@ -20,7 +20,7 @@ from .._base.errors import SynkError
 from .._reductions.shard_ops import cut, gather_shards, join, joined, parted, shard_shape
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group
-from .._runtime.layout import Layout, layouts, local_replica_to_host, put, set_replica
+from .._runtime.layout import Layout, layouts, local_replica_to_host, put, set_replica, shard_of_rank, sharding_of
 from .state import AbstractState, VariableState, deal_out, state_of_leaves, state_of_rows
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
@@ -116,6 +116,19 @@ class Storage:
         return [[np.concatenate(leaves) for leaves in zip(*values, strict=True)]]
 
     # Placing.
+
+    def in_group(self, home: Group, state: VariableState, group: Group) -> VariableState:
+        """Return the value that replicas share in another group: its first device, in the same memory, or simulated
+        replicas."""
+        if group.size > 1:
+            return self.state_of_copies(group, self.to_host(home, state, 0), "stacked")
+        leaves: list[jax.Array] = []
+        for leaf in state.leaves:
+            shard = shard_of_rank(home, leaf, home._local_ranks.start)
+            # Replicas of a simulated group share one device, where axis 0 of a stacked leaf counts them.
+            shard = shard[:1] if home.is_simulated and state.layout == "stacked" else shard
+            leaves.append(jax.device_put(shard, sharding_of(group, state.layout)))
+        return replace(state, leaves=leaves)
 
     def placed(self, group: Group, state: VariableState) -> VariableState:
         """Place the first leaves, which are the variable's own, so that no program has to copy them."""
@@ -266,6 +279,9 @@ class Shards(Storage):
 
     def each_on_host(self, group: Group, state: VariableState) -> list[list[np.ndarray]]:
         return [self.to_host(group, state, 0)]
+
+    def in_group(self, home: Group, state: VariableState, group: Group) -> VariableState:
+        return self.state_of_copies(group, self.to_host(home, state, 0), "stacked")
 
     def placed(self, group: Group, state: VariableState) -> VariableState:
         return self.state_of_copies(group, state.leaves, "stacked")

@@ -428,21 +428,16 @@ def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     if state.layout == "stacked":
         _agree_to_read(variable, group)
     # Under a trace a program that asks for its rank would mix with the trace.
+    spec, state = variable._spec, computed_state(variable)
     if borrow or is_traced():
-        leaves = host_leaves(variable, rank)
-        return variable._spec.tree(leaves if borrow else [jnp.array(leaf) for leaf in leaves])
-    return variable._spec.tree(variable._spec.storage.of_rank(group, computed_state(variable), rank))
+        leaves = spec.storage.to_host(group, state, rank)
+        return spec.tree(leaves if borrow else [jnp.array(leaf) for leaf in leaves])
+    return spec.tree(spec.storage.of_rank(group, state, rank))
 
 
 def _agree_to_read(variable: Shared, group: Group) -> None:
     """Let processes meet before a read that communicates, so that a process that reads alone is told."""
     group._peers.agree(f"a read of {variable._given_name}", "")
-
-
-def host_leaves(variable: Shared, rank: int) -> list[Any]:
-    """Return one replica's leaves, as users see them, in host memory, views where that saves a copy. All processes must
-    ask together."""
-    return variable._spec.storage.to_host(group_of(variable), computed_state(variable), rank)
 
 
 def divergence(variable: Shared) -> str:
