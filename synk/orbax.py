@@ -20,16 +20,13 @@ from ._variables.checkpoint import (
     is_of_others,
     mean_of,
 )
-from ._variables.shards import whole_leaves
-from ._variables.state import VariableState
+from ._variables.state import VariableState, state_of_leaves
 from ._variables.variable import (
     Shared,
     commit_all,
-    computed_leaves,
+    computed_state,
     group_of,
     state_of_copies,
-    state_of_leaves,
-    unpacked,
 )
 
 __all__ = ["load", "save"]
@@ -134,11 +131,8 @@ def _refuse_skipped(manager: Any, step: int) -> str:
 
 def _copy(variable: Shared) -> list[jax.Array]:
     """Copy the leaves of a variable as users see them; stacked if replicas differ."""
-    group, spec = group_of(variable), variable._spec
-    leaves, state = computed_leaves(variable), variable._state
-    if spec.is_cut is not None:
-        return whole_leaves(spec, group, leaves)
-    return unpacked(variable, group, leaves, state.layout, "replicated" if state.is_equal else "stacked")
+    state, to = computed_state(variable), "replicated" if variable._state.is_equal else "stacked"
+    return variable._spec.storage.read(group_of(variable), state.leaves, state.layout, to)
 
 
 def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:

@@ -174,7 +174,7 @@ class Kept:
     def fits(self, site: "Site") -> bool:
         """Tell whether the state of each variable is one of those for which the plan was made."""
         for variable, states in self.accepts.items():
-            is_seen_as_is = site.view is None and variable._spec.is_cut is None
+            is_seen_as_is = site.view is None and variable._group is site.group
             state = variable._state if is_seen_as_is else site.state(variable)
             if state.abstract not in states:
                 return False

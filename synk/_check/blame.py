@@ -1,6 +1,6 @@
 """Blame: which row makes the first number that is not finite, where it ran, and by which line."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -19,7 +19,7 @@ from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import relayout, run_collective, translate_peer_errors
 from .._runtime.group import Group
 from .._runtime.layout import Layout, layouts
-from .._variables.variable import Shared, bind, unpacked
+from .._variables.variable import Shared, bind
 from .probe import ALL_KINDS, Kinds, Prober, kinds_of
 from .serial import CallRows
 
@@ -152,7 +152,7 @@ def _not_finite_before(ready: ReadyCall) -> Iterator[tuple[bool, Shared | None, 
             yield kinds[0], None, f"{name}: argument {ready.call.arguments.names[place]} is not finite."
     for variable in ready.plan.accepts:
         state = bind(variable, group)
-        leaves = _leaves(variable, group, state.leaves, state.layout)
+        leaves = variable._spec.storage.apart(group, state.leaves, state.layout)
         for path, leaf in zip(variable._spec.paths, leaves, strict=True):
             kinds = _kinds_on_replicas(group, leaf, state.layout)
             if any(kinds):
@@ -175,16 +175,12 @@ def _not_finite_after(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str,
         olds = before.leaves
         if before.layout != state.layout:
             olds = relayout(group, olds, before.layout, state.layout)
-        leaves, olds = [_leaves(variable, group, stored, state.layout) for stored in (state.leaves, olds)]
+        storage = variable._spec.storage
+        leaves, olds = [storage.apart(group, stored, state.layout) for stored in (state.leaves, olds)]
         for path, leaf, old in zip(variable._spec.paths, leaves, olds, strict=True):
             kinds = _kinds_on_replicas(group, leaf, state.layout, old)
             if any(kinds):
                 yield f"{name}: every row is fine; then makes {variable.name}{path} not finite.{hint}", kinds
-
-
-def _leaves(variable: Shared, group: Group, stored: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]:
-    """Return the leaves that the user sees of stored ones."""
-    return unpacked(variable, group, stored, layout) if variable._spec.is_packed(stored) else stored
 
 
 def _kinds_on_replicas(group: Group, leaf: jax.Array, layout: Layout, *olds: jax.Array) -> Kinds:

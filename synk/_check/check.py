@@ -23,7 +23,6 @@ from .._runtime.dispatch import LOCK
 from .compare import Tolerance, difference, widened
 from .diagnosis import UnequalOutput, finding, likely_cause
 from .serial import CallRows, Runner
-from .views import stored_on_host
 
 
 def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
@@ -176,11 +175,11 @@ def _unequal_results(runner: Runner, one: Outcome, many: Outcome, tolerance: Tol
                 yield f"result{path} of then: {difference(a, b)}."
     for update in many.plan.updates:
         variable = update.variable
-        whole = stored_on_host(variable, one.updates[variable], runner.serial.group)[0]
-        by_rank = stored_on_host(variable, many.updates[variable], runner.parallel.group)
-        unpack = variable._spec.unpack
+        storage = variable._spec.storage
+        (whole,) = storage.each_on_host(runner.serial.group, one.updates[variable])
+        by_rank = storage.each_on_host(runner.parallel.group, many.updates[variable])
         for i, path in enumerate(variable._spec.paths):
-            a, got = unpack(*whole)[i], [unpack(*leaves)[i] for leaves in by_rank]
+            a, got = whole[i], [leaves[i] for leaves in by_rank]
             wrong = [rank for rank, value in enumerate(got) if not tolerance.admits(a, value)]
             if wrong:
                 hint = "; update it in then, from combined outputs." if update.depends_on is None else "."

@@ -19,8 +19,8 @@ from .._data.dataset import Data
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import Group
 from .._runtime.layout import put
-from .._variables.variable import commit_all, state_of_copies, state_of_rows
-from .views import one_device, stored_on_host, view_from
+from .._variables.variable import commit_all
+from .views import one_device, view_from
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,9 @@ def run_serial(runner: Runner, update: bool) -> PyTree:
             raise FloatingPointError(f"{runner.function.name}: its outputs or updates are not finite.")
         states = []
         for variable, state in outcome.updates.items() if update else ():
-            held = variable._state.rows_per_replica
-            leaves = stored_on_host(variable, state, runner.serial.group)[0]
-            if held is None:
-                states.append((variable, state_of_copies(variable, leaves)))
-            else:
-                parts = zip(*(np.split(leaf, np.cumsum(held)[:-1]) for leaf in leaves), strict=True)
-                states.append((variable, state_of_rows(variable, list(parts))))
+            storage = variable._spec.storage
+            (leaves,) = storage.each_on_host(runner.serial.group, state)
+            states.append((variable, storage.state_like(home, variable._state, leaves)))
         commit_all(states)
         # JAX refuses to combine an array on one device with results of calls, which lie on all devices:
         # https://docs.jax.dev/en/latest/faq.html#controlling-data-and-computation-placement-on-devices

@@ -1,6 +1,8 @@
 """Shards: arrays of which each replica stores one n-th, as a row of numbers, with zeros after the last number."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from operator import not_
 from typing import Any
 
 import jax
@@ -28,6 +30,17 @@ def cut(array: Any, replicas: int) -> Any:
 def join(shards: Any, shape: jax.ShapeDtypeStruct) -> Any:
     """Join the shards of an array of this shape."""
     return shards.reshape(-1)[: shape.size].reshape(shape.shape)
+
+
+def parted(leaves: Sequence[Any], in_shards: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """Part leaves into those that lie in shards and the others."""
+    return [*compress(leaves, in_shards)], [*compress(leaves, map(not_, in_shards))]
+
+
+def joined(sharded: Iterable[Any], others: Iterable[Any], in_shards: Sequence[bool]) -> list[Any]:
+    """Undo `parted`."""
+    sources = iter(others), iter(sharded)
+    return [next(sources[is_sharded]) for is_sharded in in_shards]
 
 
 # Functions from here on run inside a program, on each replica.

@@ -16,22 +16,18 @@ from .._data.host_buffers import acquire
 from .._data.sources import Copy, copy_rows
 from .._runtime.executable import from_process_0
 from .._runtime.group import Group, current_group
-from .._runtime.layout import local_replica_to_host, shard_of_rank, stack_parts
+from .._runtime.layout import shard_of_rank, stack_parts
 from .._tracing.context import eager
 from .checkpoint_files import WRITER, Checkpoint, read, write
 from .collectives import variables_of
-from .shards import whole_on_host
-from .state import VariableState
+from .state import VariableState, state_of_leaves, state_of_rows
 from .variable import (
     Shared,
     commit_all,
-    computed_leaves,
+    computed_state,
     group_of,
-    host_leaves,
     logical_shapes,
     state_of_copies,
-    state_of_leaves,
-    state_of_rows,
 )
 
 Folder = str | PathLike[str]
@@ -245,7 +241,7 @@ def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> 
     """Yield the leaves of all variables in host memory, by their names in the file."""
     for variable in variables.values():
         group, leaves = group_of(variable), computed_leaves(variable)
-        if variable._state.is_equal and variable._spec.is_cut is None:
+        if variable._state.is_equal and not variable._spec.is_sharded:
             leaves = [shard_of_rank(group, leaf, group._local_ranks.start) for leaf in leaves if is_writer]
         elif group._is_multi_process:
             # They come by way of other devices.
@@ -265,15 +261,11 @@ def _entries(variable: Shared, is_writer: bool) -> Iterator[tuple[int | None, It
 
     Processes that do not write take part in reads for which all must ask together.
     """
-    group, spec, leaves = group_of(variable), variable._spec, computed_leaves(variable)
-    if spec.is_cut is not None:
-        yield None, whole_on_host(spec, group, leaves)
-    elif not variable._state.is_equal:
-        for rank in range(group.size):
-            yield rank, host_leaves(variable, rank)
-    elif is_writer:
-        layout, rank = variable._state.layout, group._local_ranks.start
-        yield None, spec.unpack(*[local_replica_to_host(group, leaf, layout, rank, None) for leaf in leaves])
+    group, storage, state = group_of(variable), variable._spec.storage, computed_state(variable)
+    if state.is_equal:
+        yield None, storage.common_on_host(group, state, is_writer)
+    else:
+        yield from ((rank, storage.to_host(group, state, rank)) for rank in range(group.size))
 
 
 def _member(variable: str, leaf: int, rank: int | None) -> str:
@@ -307,7 +299,7 @@ def compare(variables: Mapping[str, Shared], kept: Mapping[str, Any], where: str
         saved, size = kept[name], group_of(variable).size
         for what, was, has in _differences(saved, variable):
             raise ValueError(f"{where}: {name}{what} was {was}, but {variable.name} has {has}.")
-        if not saved["is_equal"] and variable._spec.is_cut is not None:
+        if not saved["is_equal"] and variable._spec.storage.is_sharded:
             raise ValueError(
                 f"{where}: {name} differed on its replicas, but {variable.name} lies in shards, which make one value. "
                 f"Make it equal before it is saved."
@@ -363,6 +355,6 @@ def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str,
     if is_of_others(kept, variable):
         return state_of_copies(variable, [mean_of(leaves) for leaves in zip(*parts, strict=True)])
     if lengths is not None:
-        return state_of_rows(variable, parts)
-    stacked = [stack_parts(group, leaves, None) for leaves in zip(*map(spec.pack, parts), strict=True)]
+        return state_of_rows(group, parts)
+    stacked = [stack_parts(group, leaves, None) for leaves in zip(*map(spec.storage.pack, parts), strict=True)]
     return state_of_leaves(stacked, "stacked", diverged_by="what was saved")

@@ -23,28 +23,22 @@ from .._runtime.axis import replica_axis
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
 from .._runtime.group import Group
-from .._runtime.layout import Layout, constant, layouts, put
+from .._runtime.layout import Layout, constant, layouts
 from .._tracing.context import TraceContext, current_trace, eager
-from .shards import refuse_shards
-from .state import VariableState, refuse_narrow
+from .state import VariableState, refuse_narrow, state_of_leaves, state_of_rows
 from .variable import (
     Shared,
     bind,
     commit_all,
+    computed_state,
     group_of,
-    host_leaves,
     logical_shapes,
     new_leaves,
     refuse_inside,
     refuse_traced,
-    rows_of_rank,
-    stacked_leaves,
     state_of_copies,
-    state_of_leaves,
-    state_of_rows,
     state_of_value,
     state_with_rank,
-    unpacked,
 )
 
 Variables: TypeAlias = Shared | Sequence[Shared]
@@ -107,7 +101,7 @@ def scatter(variables: Variables, value: PyTree, batch: Any = None) -> None:
     pairs = _with_values(variables, value, "scatter")
     with eager():
         parts = ((v, _split_value(v, new, batch, group_of(v).size, "scatter")) for v, new in pairs)
-        commit_all([(v, state_of_rows(v, rows)) for v, rows in parts])
+        commit_all([(v, state_of_rows(group_of(v), rows)) for v, rows in parts])
 
 
 @public_api
@@ -282,7 +276,8 @@ def get_lengths(variables: Variables) -> Any:
 
 
 def _lengths(variable: Shared) -> list[Any]:
-    lengths = [rows_of_rank(variable, rank) for rank in range(group_of(variable).size)]
+    storage, abstract = variable._spec.storage, variable._state.abstract
+    lengths = [storage.rows_of(abstract, rank) for rank in range(group_of(variable).size)]
     if None in lengths:
         raise ValueError(f"synk.get_lengths: the leaves of {variable.name} have no common axis 0, so it has no rows.")
     return lengths
@@ -303,8 +298,8 @@ def get_shapes(variables: Variables) -> Any:
 
 
 def _shapes(variable: Shared) -> list[Any]:
-    lengths = variable._state.rows_per_replica or (None,) * group_of(variable).size
-    shapes = [[s.shape for s in logical_shapes(variable, rows)] for rows in lengths]
+    ranks, abstract = range(group_of(variable).size), variable._state.abstract
+    shapes = [[s.shape for s in logical_shapes(variable, abstract.rows_of(rank))] for rank in ranks]
     return [variable._spec.treedef.unflatten(leaves) for leaves in shapes]
 
 
@@ -325,7 +320,7 @@ def variables_of(variables: Any, call: str) -> list[Shared]:
         if call not in ("get_value", "get_lengths", "get_shapes", "save"):
             refuse_narrow(variable._state.abstract, f"synk.{call}: {variable.name}")
         if call in ("scatter", "gather", "all_gather", "reduce", "all_reduce", "set_value"):
-            refuse_shards(variable, f"synk.{call}")
+            variable._spec.storage.refuse(variable.name, f"synk.{call}")
     return list(checked)
 
 
@@ -386,14 +381,10 @@ def _state_of_first(variable: Shared) -> VariableState:
     with which processes begin.
     """
     group, state = group_of(variable), variable._state
-    if variable._spec.is_cut is not None:
-        return state_of_copies(variable, host_leaves(variable, 0))
-    is_new = variable._group is None
-    stacked = copy_to_replicas(group, state.leaves, "stacked") if is_new else stacked_leaves(variable)
-    leaves = broadcast_from(group, stacked, 0, state.layout)
-    if state.rows_per_replica is not None:
-        leaves = [put(group, leaf[:, : state.rows_per_replica[0]], "stacked") for leaf in leaves]
-    return state_of_leaves(leaves, state.layout)
+    if variable._group is not None:
+        return variable._spec.storage.state_of_first(group, computed_state(variable))
+    stacked = copy_to_replicas(group, state.leaves, "stacked")
+    return state_of_copies(variable, broadcast_from(group, stacked, 0, "replicated"))
 
 
 def _gather(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax.Array]:
@@ -404,7 +395,7 @@ def _gather(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax
         _refuse_unequal_rows(variable, state, call)
     elif any(not s.shape for s in logical_shapes(variable)):
         raise ValueError(f"synk.{call}: {variable.name} has leaves without rows to concatenate; use gather(nd_up=1).")
-    body, spec = _gather_body(nd_up, state.rows_per_replica, variable._spec.packing.unpack), variable._spec
+    body, spec = _gather_body(nd_up, state.rows_per_replica, variable._spec.storage.unpack), variable._spec
     ins, outs = layouts(state.layout, len(state.leaves)), layouts(layout, len(spec.shapes))
     return run_collective(group, body, ins, outs, state.leaves)
 
@@ -457,8 +448,8 @@ def _reduce(
 
 def _reduced_value(variable: Shared, op: ElementwiseOp) -> PyTree:
     """Return the combination of all replicas' values."""
-    leaves = _reduce(variable, "reduce", op, None, "none")
-    return variable._spec.tree(unpacked(variable, group_of(variable), leaves, "replicated"))
+    leaves, storage = _reduce(variable, "reduce", op, None, "none"), variable._spec.storage
+    return variable._spec.tree(storage.read(group_of(variable), leaves, "replicated", "replicated"))
 
 
 def _state_of_reduced(variable: Shared, op: ElementwiseOp) -> VariableState:

@@ -49,11 +49,11 @@ def check_replicas(*variables: Shared) -> None:
                 raise DivergedError(divergence(variable))
         group = group_of(checked[0])
         states = [bind(variable, group) for variable in checked]
-        body = _fingerprints(tuple((len(v._state.leaves), v._spec.packing.unpack, v._spec.is_cut) for v in checked))
+        kinds = tuple((len(v._state.leaves), v._spec.storage.comparable) for v in checked)
         leaves = [leaf for state in states for leaf in state.leaves]
         layouts: list[Layout] = [state.layout for state in states for _ in state.leaves]
         with translate_peer_errors(group):
-            table = np.asarray(run_collective(group, body, layouts, ["replicated"], leaves)[0])
+            table = np.asarray(run_collective(group, _fingerprints(kinds), layouts, ["replicated"], leaves)[0])
     names = [f"{variable.name}{path}" for variable in checked for path in variable._spec.paths]
     for i, name in enumerate(names):
         wrong = [rank for rank in range(group.size) if (table[rank, i] != table[0, i]).any()]
@@ -70,20 +70,17 @@ def check_replicas(*variables: Shared) -> None:
 
 
 @lru_cache(maxsize=256)
-def _fingerprints(variables: tuple[tuple[int, Body, tuple[bool, ...] | None], ...]) -> Body:
+def _fingerprints(variables: tuple[tuple[int, Body], ...]) -> Body:
     """Return a program that gives all replicas every replica's fingerprints.
 
     Args:
-      variables: for each its number of stored leaves, what unpacks them, and which of them are shards.
+      variables: for each its number of stored leaves, and what makes of them the leaves to compare.
     """
 
     def body(*leaves: jax.Array) -> list[jax.Array]:
         rest, prints = iter(leaves), list[jax.Array]()
-        for count, unpack, is_cut in variables:
-            unpacked = unpack(*islice(rest, count))
-            pairs = zip(unpacked, is_cut or [False] * len(unpacked), strict=True)
-            # Shards of two replicas are never alike.
-            prints += [jnp.zeros(2, jnp.uint32) if is_shard else _fingerprint(leaf) for leaf, is_shard in pairs]
+        for count, comparable in variables:
+            prints += map(_fingerprint, comparable(*islice(rest, count)))
         return [lax.all_gather(jnp.stack(prints) if prints else jnp.zeros((0, 2), jnp.uint32), replica_axis())]
 
     return body

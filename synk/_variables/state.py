@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
 
 from .._base.errors import SynkError
 from .._base.jax_context import config
-from .._runtime.layout import Layout
+from .._base.partition import lengths_of
+from .._runtime.group import Group
+from .._runtime.layout import Layout, stack_parts
 
 _WIDE = tuple(map(np.dtype, ("int64", "uint64", "float64", "complex128")))
 
@@ -48,6 +50,17 @@ class AbstractState:
             return self.shapes
         return [jax.ShapeDtypeStruct((rows, *s.shape[1:]), s.dtype) for s in self.shapes]
 
+    def rows_of(self, rank: int | None) -> int | None:
+        """Return how many rows a replica holds; None if the variable holds no rows, or for no rank."""
+        return None if self.rows_per_replica is None or rank is None else self.rows_per_replica[rank]
+
+    def dealt_out(self, replicas: int) -> "AbstractState":
+        """Return the state with its rows dealt out to so many replicas, or itself if it holds none."""
+        if self.rows_per_replica is None:
+            return self
+        lengths = lengths_of(sum(self.rows_per_replica), replicas)
+        return replace(self, shapes=tuple(self.part_shapes(max(lengths))), rows_per_replica=lengths)
+
     def global_shapes(self, size: int) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes of the arrays of a group of `size` replicas."""
         front = (size,) if self.layout == "stacked" else ()
@@ -81,6 +94,28 @@ class VariableState:
     @property
     def rows_per_replica(self) -> tuple[int, ...] | None:
         return self.abstract.rows_per_replica
+
+
+def state_of_leaves(
+    leaves: list[Any], layout: Layout, rows: Sequence[int] | None = None, diverged_by: str = ""
+) -> VariableState:
+    """Make a state of new leaves. Replicas are equal unless they hold rows, or `diverged_by` says why not."""
+    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[layout == "stacked" :], leaf.dtype) for leaf in leaves)
+    abstract = AbstractState(shapes, layout, None if rows is None else tuple(rows))
+    return VariableState(leaves, abstract, not diverged_by and rows is None, diverged_by)
+
+
+def state_of_rows(group: Group, parts: Sequence[Sequence[Any]]) -> VariableState:
+    """Make the state in which replicas hold rows: `parts[rank]` are the leaves of one replica."""
+    rows = tuple(int(leaves[0].shape[0]) for leaves in parts)
+    stacked = [stack_parts(group, leaves, max(rows)) for leaves in zip(*parts, strict=True)]
+    return state_of_leaves(stacked, "stacked", rows)
+
+
+def deal_out(group: Group, leaves: Sequence[np.ndarray], lengths: Sequence[int]) -> VariableState:
+    """Make the state in which replicas hold so many of the rows of leaves."""
+    cuts = np.cumsum(lengths)[:-1]
+    return state_of_rows(group, [*zip(*[np.split(leaf, cuts) for leaf in leaves], strict=True)])
 
 
 def with_layout(state: AbstractState, layout: Layout | None) -> AbstractState:

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import compress
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,72 +30,14 @@ from .._base.pytree import (
 )
 from .._runtime.layout import is_everywhere
 from .._tracing.context import current_trace
+from .storage import Buffers, Packed, Shapes, Storage, storage_of
 
-Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
-# The numbers of the leaves that lie one after another in each stored array.
-Buffers: TypeAlias = tuple[tuple[int, ...], ...]
 # The most bytes of a leaf that shares an array with others. A program takes about 4 us on a GPU for each array, and
 # copies so few bytes in less.
 SMALL = 1 << 16
 # The most leaves that share an array. XLA's CPU compiler makes a kernel for each place in an array from which a leaf is
 # cut, and the same kernels serve arrays of one shape: with more leaves in an array, programs compile for longer.
 TOGETHER = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Packing:
-    """How the leaves of values of some shapes are stored. Programs are kept by its methods.
-
-    Attributes:
-      shapes: of the logical leaves.
-      buffers: the leaves in each stored array; None if every leaf is stored by itself.
-    """
-
-    shapes: Shapes
-    buffers: Buffers | None
-
-    def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return stored leaves of logical ones. Leaves of other shapes than the first, with other rows, stay apart."""
-        if self.buffers is None or len(leaves) < len(self.shapes) or any(map(_differs, leaves, self.shapes)):
-            return list(leaves)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            return jax.eval_shape(self.pack, list(leaves))
-        numpy: Any = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np
-        return [
-            leaves[which[0]]
-            if len(which) == 1
-            else numpy.concatenate([numpy.asarray(leaves[i]).reshape(-1) for i in which])
-            for which in self.buffers
-        ]
-
-    def unpack(self, *stored: Any) -> list[Any]:
-        """Return logical leaves of stored ones. Both may have more axes in front."""
-        if self.buffers is None or len(stored) == len(self.shapes):
-            return list(stored)
-        leaves: dict[int, Any] = {}
-        for buffer, numbers in zip(stored, self.buffers, strict=True):
-            if len(numbers) == 1:
-                leaves[numbers[0]] = buffer
-                continue
-            sizes = [self.shapes[i].size for i in numbers]
-            if isinstance(buffer, np.ndarray):
-                parts = np.split(buffer, np.cumsum(sizes[:-1]), axis=-1)
-            else:
-                parts = lax.split(buffer, sizes, axis=buffer.ndim - 1)
-            for i, part in zip(numbers, parts, strict=True):
-                leaves[i] = part.reshape((*buffer.shape[:-1], *self.shapes[i].shape))
-        return [leaves[i] for i in range(len(self.shapes))]
-
-    def unpacked_copies(self, *stored: jax.Array) -> list[jax.Array]:
-        """Return copies of logical leaves, inside a program."""
-        # Without jnp.copy, jit returns the argument's own buffer.
-        return [jnp.copy(leaf) for leaf in self.unpack(*stored)]
-
-
-@lru_cache(maxsize=1024)
-def packing_of(shapes: Shapes, buffers: Buffers | None) -> Packing:
-    """Return the packing of leaves of these shapes, the same object for the same shapes."""
-    return Packing(shapes, buffers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,39 +48,22 @@ class ValueSpec:
       treedef: the tree of the value.
       paths: of the logical leaves, as messages write them.
       keys: the PRNG implementation of each logical leaf; None for plain arrays.
-      shapes: of the logical leaves, typed keys as raw data. Axis 0 may change if the variable holds rows.
-      buffers: the leaves in each stored array, since small leaves of one dtype and shape share an array; None if
-        none do.
-      is_cut: for a sharded variable, which leaves each replica holds one n-th of; None if it is not sharded.
+      storage: how the logical leaves are stored.
     """
 
     treedef: Any
     paths: tuple[str, ...]
     keys: tuple[Any, ...]
-    shapes: Shapes
-    buffers: Buffers | None
-    is_cut: tuple[bool, ...] | None = None
+    storage: Storage
 
     @property
-    def packing(self) -> "Packing":
-        """Return how leaves are stored: one object for all values that are stored alike, by which programs are kept."""
-        return packing_of(self.shapes, self.buffers) if self.buffers else packing_of((), None)
-
-    def is_packed(self, stored: Sequence[Any]) -> bool:
-        """Tell whether some of these stored arrays, or shapes of such, hold several leaves."""
-        return len(stored) < len(self.shapes)
-
-    def pack(self, leaves: Sequence[Any]) -> list[Any]:
-        """Return stored leaves of logical ones. Leaves of other shapes than the first, with other rows, stay apart."""
-        return self.packing.pack(leaves)
-
-    def unpack(self, *stored: Any) -> list[Any]:
-        """Return logical leaves of stored ones. Both may have more axes in front."""
-        return self.packing.unpack(*stored)
+    def shapes(self) -> Shapes:
+        """Return the shapes of the first logical leaves, typed keys as raw data. Rows may change axis 0."""
+        return self.storage.shapes
 
     def tree(self, stored: Sequence[Any]) -> PyTree:
         """Rebuild the user's tree from stored leaves: split packed buffers, and make typed keys of raw key data."""
-        return self.treedef.unflatten(map(as_keys, self.unpack(*stored), self.keys))
+        return self.treedef.unflatten(map(as_keys, self.storage.unpack(*stored), self.keys))
 
 
 def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[ValueSpec, list[Any]]:
@@ -160,7 +83,7 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
     buffers = _buffers(shapes) if packs and all(map(_is_here, data)) else None
-    spec = ValueSpec(treedef, paths, tuple(map(key_of, arrays)), shapes, buffers)
+    storage = storage_of(Packed, shapes, buffers) if buffers else storage_of(Storage, shapes)
     if not is_abstract:
         # Leaves that share an array are copied into it.
         apart = [which[0] for which in buffers if len(which) == 1] if buffers else range(len(data))
@@ -168,7 +91,7 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
         copied = [i for i in apart if not borrow or isinstance(data[i], jax.Array)]
         for i, copy in zip(copied, copies_of([data[i] for i in copied]), strict=True):
             data[i] = copy
-    return spec, spec.pack(data)
+    return ValueSpec(treedef, paths, tuple(map(key_of, arrays)), storage), storage.pack(data)
 
 
 def _buffers(shapes: Sequence[jax.ShapeDtypeStruct]) -> Buffers | None:
@@ -185,16 +108,6 @@ def _buffers(shapes: Sequence[jax.ShapeDtypeStruct]) -> Buffers | None:
 def _is_here(leaf: Any) -> bool:
     """Check whether this process can read a leaf."""
     return not isinstance(leaf, jax.Array) or is_everywhere(leaf)
-
-
-def _differs(leaf: Any, shape: jax.ShapeDtypeStruct) -> bool:
-    return leaf.shape != shape.shape
-
-
-def shared_rows(arrays: Sequence[Any]) -> int | None:
-    """Return the number of rows of all arrays; None where they share no axis 0."""
-    rows = {array.shape[0] if array.shape else None for array in arrays}
-    return rows.pop() if len(rows) == 1 else None
 
 
 def conform(

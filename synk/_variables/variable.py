@@ -20,13 +20,10 @@ from .._base.pytree import PyTree, abstract_array, as_keys
 from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
 from .._runtime.dispatch import drain, uninterrupted
-from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group, current_group
-from .._runtime.layout import Layout, layouts, put, set_replica, stack_parts
 from .._tracing.context import current_trace, eager
-from .shards import abstract_shards, refuse_shards, stored_shards, whole_leaves, whole_on_host
 from .state import AbstractState, VariableState, refuse_narrow
-from .value import conform, copies_of, shared_rows, spec_of_value
+from .value import conform, copies_of, spec_of_value
 
 _numbers, _made, _lock = count(), count(1), threading.RLock()
 
@@ -85,7 +82,7 @@ class Shared:
     @property
     def _is_per_replica(self) -> bool:
         """Check whether each replica stores leaves of its own by design: a shard, or what it alone has left out."""
-        return self._may_differ or self._spec.is_cut is not None
+        return self._may_differ or self._spec.storage.is_sharded
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -116,7 +113,7 @@ class Shared:
         """
         context = current_trace()
         if context is not None:
-            refuse_shards(self, context.name)
+            self._spec.storage.refuse(self.name, context.name)
             return context.read(self)
         with eager():
             return common_value(self)
@@ -126,7 +123,7 @@ class Shared:
     def value(self, new: PyTree) -> None:
         context = current_trace()
         if context is not None:
-            refuse_shards(self, context.name)
+            self._spec.storage.refuse(self.name, context.name)
             context.write(self, new, None)
             return
         refuse_traced(self.name, f"assigning {self.name}.value")
@@ -163,7 +160,7 @@ class Shared:
             raise SynkError(f"{self.name}.update: it is for use inside a function; outside, assign {self.name}.value.")
         if slices is not None and slices not in UPDATES:
             raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(UPDATES)}.")
-        refuse_shards(self, context.name)
+        self._spec.storage.refuse(self.name, context.name)
         context.write(self, new, slices)
 
     @public_api
@@ -226,10 +223,8 @@ class Shared:
         return self._spec.tree(leaves)
 
     def _conform(self, new: PyTree, shapes: Sequence[jax.ShapeDtypeStruct], call: str) -> list[Any]:
-        spec = self._spec
-        if not spec.is_packed(shapes):
-            return conform(spec, new, shapes, self.name, call)
-        return spec.pack(conform(spec, new, spec.shapes, self.name, call))
+        storage = self._spec.storage
+        return storage.pack(conform(self._spec, new, storage.seen(shapes), self.name, call), shapes)
 
 
 refuse_use(Shared, lambda self, how: f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
@@ -318,10 +313,10 @@ def bind(variable: Shared, group: Group) -> VariableState:
                 f"{variable.name}: it was made of shapes alone, for compile and explain. Give it a value first: "
                 f"{variable.name}.value = ..., or synk.load."
             )
-        state = state_in(variable, group)
+        state = variable._state
         refuse_narrow(state.abstract, variable.name)
         _compare_processes(variable, group, state.leaves)
-        variable._state, variable._group = replace(state, leaves=_placed(variable, group, state.leaves)), group
+        variable._state, variable._group = variable._spec.storage.placed(group, state), group
     if variable._group is not group:
         here = str(group) if str(group) != str(variable._group) else "a later one of that kind"
         raise SynkError(
@@ -342,12 +337,11 @@ def bind(variable: Shared, group: Group) -> VariableState:
 
 def state_in(variable: Shared, group: Group) -> VariableState:
     """Return the state as a call in a group sees it, without placing anything."""
-    if variable._spec.is_cut is None:
-        return variable._state
-    # A sharded variable is cut when it is placed.
+    state, storage = variable._state, variable._spec.storage
     if variable._group is None:
-        return replace(variable._state, abstract=abstract_shards(variable._spec, group.size))
-    return bind(variable, group)
+        return replace(state, abstract=storage.abstract(state.abstract, group.size))
+    # Shards in another group have other shapes: raise before a program is compiled for them.
+    return bind(variable, group) if storage.is_sharded else state
 
 
 def is_made_of_shapes(variable: Shared) -> bool:
@@ -372,13 +366,6 @@ def abstract_value(variable: Shared) -> PyTree:
     return jax.eval_shape(lambda *leaves: spec.treedef.unflatten(map(as_keys, leaves, spec.keys)), *shapes)
 
 
-def _placed(variable: Shared, group: Group, leaves: list[Any]) -> list[jax.Array]:
-    """Place the first leaves, which are the variable's own, so that no program has to copy them."""
-    if variable._spec.is_cut is not None:
-        return stored_shards(variable._spec, group, leaves)
-    return [put(group, leaf, "replicated") for leaf in leaves]
-
-
 def _compare_processes(variable: Shared, group: Group, leaves: list[Any]) -> None:
     """Compare new leaves between processes. First values always are: unseeded random numbers, say, differ."""
     name, cure = variable._given_name, f"synk.broadcast({variable.name})"
@@ -388,28 +375,19 @@ def _compare_processes(variable: Shared, group: Group, leaves: list[Any]) -> Non
 
 def logical_shapes(variable: Shared, rows: int | None = None) -> Sequence[jax.ShapeDtypeStruct]:
     """Return shapes of the leaves that the user sees, on a replica with `rows` rows, or with the most for None."""
-    spec, abstract = variable._spec, variable._state.abstract
-    is_rearranged = spec.is_cut is not None or spec.is_packed(abstract.shapes)
-    return spec.shapes if is_rearranged else abstract.part_shapes(rows)
-
-
-def rows_of_rank(variable: Shared, rank: int) -> int | None:
-    """Return the length of axis 0 on one replica; None where the leaves share no axis 0."""
-    held = variable._state.rows_per_replica
-    if held is not None:
-        return held[rank]
-    return shared_rows(logical_shapes(variable))
+    return variable._spec.storage.logical_shapes(variable._state.abstract, rows)
 
 
 # Reading.
 
 
-def computed_leaves(variable: Shared) -> list[jax.Array]:
-    """Return the stored leaves once they are computed; SharedLostError if the program that was to write them died."""
+def computed_state(variable: Shared) -> VariableState:
+    """Return the state once its leaves are computed; SharedLostError if the program that was to write them died."""
     group = group_of(variable)
     state = bind(variable, group)
     try:
-        return jax.block_until_ready(state.leaves)
+        jax.block_until_ready(state.leaves)
+        return state
     except Exception as error:
         # An exception that a handler of a signal has raised is no failure of the program.
         if _end_well(state.leaves):
@@ -421,7 +399,7 @@ def computed_leaves(variable: Shared) -> list[jax.Array]:
         drain()
         invalidate(variable, state, "a function", error)
         # This raises, unless a handler of a signal has set the variable meanwhile.
-        return computed_leaves(variable)
+        return computed_state(variable)
 
 
 def _end_well(leaves: Sequence[jax.Array]) -> bool:
@@ -438,21 +416,10 @@ def common_value(variable: Shared) -> PyTree:
     group = group_of(variable)
     if not bind(variable, group).is_equal:
         raise DivergedError(divergence(variable))
-    if variable._spec.is_cut is not None:
+    if variable._spec.storage.is_sharded:
         _agree_to_read(variable, group)
-    return variable._spec.tree(_common_leaves(variable, group))
-
-
-def unpacked(
-    variable: Shared, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout | None = None
-) -> list[jax.Array]:
-    """Return copies of stored leaves as users see them, in a layout; from stacked to replicated they must be equal."""
-    spec, to = variable._spec, to or layout
-    if not spec.is_packed(stored):
-        return relayout(group, stored, layout, to)
-    # One program for all leaves: each slice outside of one would be a program to compile.
-    ins, outs = layouts(layout, len(stored)), layouts(to, len(spec.shapes))
-    return run_collective(group, spec.packing.unpacked_copies, ins, outs, stored, is_local=True)
+    state = computed_state(variable)
+    return variable._spec.tree(variable._spec.storage.read(group, state.leaves, state.layout, "replicated"))
 
 
 def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
@@ -461,46 +428,16 @@ def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     if state.layout == "stacked":
         _agree_to_read(variable, group)
     # Under a trace a program that asks for its rank would mix with the trace.
+    spec, state = variable._spec, computed_state(variable)
     if borrow or is_traced():
-        leaves = host_leaves(variable, rank)
-        return variable._spec.tree(leaves if borrow else [jnp.array(leaf) for leaf in leaves])
-    if state.layout == "replicated" or variable._spec.is_cut is not None:
-        return variable._spec.tree(_common_leaves(variable, group))
-    leaves = broadcast_from(group, computed_leaves(variable), rank, "replicated")
-    leaves, rows = unpacked(variable, group, leaves, "replicated"), state.rows_per_replica
-    return variable._spec.tree(leaves if rows is None else [leaf[: rows[rank]] for leaf in leaves])
+        leaves = spec.storage.to_host(group, state, rank)
+        return spec.tree(leaves if borrow else [jnp.array(leaf) for leaf in leaves])
+    return spec.tree(spec.storage.of_rank(group, state, rank))
 
 
 def _agree_to_read(variable: Shared, group: Group) -> None:
     """Let processes meet before a read that communicates, so that a process that reads alone is told."""
     group._peers.agree(f"a read of {variable._given_name}", "")
-
-
-def _common_leaves(variable: Shared, group: Group) -> list[jax.Array]:
-    leaves = computed_leaves(variable)
-    if variable._spec.is_cut is not None:
-        return whole_leaves(variable._spec, group, leaves)
-    return unpacked(variable, group, leaves, variable._state.layout, "replicated")
-
-
-def host_leaves(variable: Shared, rank: int) -> list[Any]:
-    """Return one replica's leaves, as users see them, in host memory, views where that saves a copy. All processes must
-    ask together."""
-    group, leaves = group_of(variable), computed_leaves(variable)
-    if variable._spec.is_cut is not None:
-        return list(whole_on_host(variable._spec, group, leaves))
-    layout, held = variable._state.layout, variable._state.rows_per_replica
-    rows = None if held is None else held[rank]
-    return variable._spec.unpack(*[replica_to_host(group, leaf, layout, rank, rows) for leaf in leaves])
-
-
-def stacked_leaves(variable: Shared) -> list[jax.Array]:
-    """Return the leaves with one entry a replica on axis 0."""
-    group = group_of(variable)
-    state = bind(variable, group)
-    if state.layout == "stacked":
-        return state.leaves
-    return relayout(group, computed_leaves(variable), "replicated", "stacked")
 
 
 def divergence(variable: Shared) -> str:
@@ -547,21 +484,9 @@ def invalidate(variable: Shared, state: VariableState, name: str, cause: Excepti
         variable._state = replace(state, failure=(name, cause))
 
 
-def state_of_leaves(
-    leaves: list[Any], layout: Layout, rows: Sequence[int] | None = None, diverged_by: str = ""
-) -> VariableState:
-    """Make a state of new leaves. Replicas are equal unless they hold rows, or `diverged_by` says why not."""
-    shapes = tuple(jax.ShapeDtypeStruct(leaf.shape[layout == "stacked" :], leaf.dtype) for leaf in leaves)
-    abstract = AbstractState(shapes, layout, None if rows is None else tuple(rows))
-    return VariableState(leaves, abstract, not diverged_by and rows is None, diverged_by)
-
-
 def state_of_copies(variable: Shared, leaves: list[Any]) -> VariableState:
     """Make the state in which every replica has a copy of the leaves, or its shards of them."""
-    group, spec, layout = group_of(variable), variable._spec, variable._state.layout
-    if spec.is_cut is not None:
-        return state_of_leaves(stored_shards(spec, group, leaves), "stacked")
-    return state_of_leaves(copy_to_replicas(group, spec.pack(leaves), layout), layout)
+    return variable._spec.storage.state_of_copies(group_of(variable), leaves, variable._state.layout)
 
 
 def state_of_value(
@@ -571,37 +496,18 @@ def state_of_value(
     return state_of_copies(variable, new_leaves(variable, new, call, borrow, any_rows))
 
 
-def state_of_rows(variable: Shared, parts: Sequence[Sequence[Any]]) -> VariableState:
-    """Make the state in which replicas hold rows: `parts[rank]` are the leaves of one replica."""
-    group = group_of(variable)
-    rows = tuple(int(leaves[0].shape[0]) for leaves in parts)
-    stacked = [stack_parts(group, leaves, max(rows)) for leaves in zip(*parts, strict=True)]
-    return state_of_leaves(stacked, "stacked", rows)
-
-
 def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
     """Make the state in which one replica has a new value and the others keep theirs."""
-    group, state = _bind_rank(variable, rank)
-    refuse_shards(variable, "set_value(rank=...)")
+    group, _ = _bind_rank(variable, rank)
+    variable._spec.storage.refuse(variable.name, "set_value(rank=...)")
     leaves = new_leaves(variable, new, "set_value", borrow=False)
-    if variable._spec.is_packed(state.leaves):
-        leaves = variable._spec.pack(leaves)
-    has_same_shapes = [leaf.shape for leaf in leaves] == [s.shape for s in state.abstract.shapes]
-    if state.rows_per_replica is None and has_same_shapes:
-        pairs = zip(stacked_leaves(variable), leaves, strict=True)
-        stacked = [set_replica(group, old, leaf, rank) for old, leaf in pairs]
-        by = f"set_value(rank={rank})" if group.size > 1 else ""
-        return state_of_leaves(stacked, "stacked", diverged_by=by)
-    if shared_rows(leaves) is None or None in [rows_of_rank(variable, other) for other in range(group.size)]:
-        raise ValueError(f"set_value: {variable.name} changes its number of rows, so all leaves need as many.")
-    parts = [leaves if other == rank else host_leaves(variable, other) for other in range(group.size)]
-    return state_of_rows(variable, parts)
+    return variable._spec.storage.state_with_rank(group, computed_state(variable), rank, leaves, variable.name)
 
 
 def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
     """Check a new value and return its leaves, copies unless `borrow`. Axis 0 may change if `any_rows`."""
     spec = variable._spec
-    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and spec.is_cut is None)
+    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and not spec.storage.is_sharded)
     leaves = leaves if borrow else copies_of(leaves)
     _compare_processes(variable, group_of(variable), leaves)
     return leaves

@@ -16,9 +16,10 @@ from jax import lax
 from .._base.pytree import PyTree
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import accumulation_dtype
-from .._reductions.shard_ops import gather_shards, sum_to_shards, take_shards
+from .._reductions.shard_ops import gather_shards, joined, parted, sum_to_shards, take_shards
 from .._runtime.axis import replica_axis
 from .._tracing.context import current_trace
+from .._variables.storage import Shards, storage_of
 from .._variables.variable import Shared, abstract_value, map_value
 from .elementwise import is_sharded, sharded_state
 from .optimizer import Update
@@ -36,16 +37,17 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: Any, update: Update, params: Shared) -> None:
-        self._shapes, self._is_cut = params._spec.shapes, [*map(is_sharded, params._spec.shapes)]
+        self._shapes, self._in_shards = params._spec.shapes, [*map(is_sharded, params._spec.shapes)]
         self._update = update
-        # Which leaves of the state are cut, for so many replicas; raises if the optimizer mixes numbers.
-        self._cut_state = partial(sharded_state, optimizer.init, update, abstract_value(params))
+        # Which leaves of the state lie in shards, for so many replicas; raises if the optimizer mixes numbers.
+        self._sharded_state = partial(sharded_state, optimizer.init, update, abstract_value(params))
         self.state = Shared(map_value(params, optimizer.init), "opt_state", packs=False)
-        self.state._spec = replace(self.state._spec, is_cut=self._cut_state(2))
+        self._storage: Shards = storage_of(Shards, self.state._spec.shapes, self._sharded_state(2))
+        self.state._spec = replace(self.state._spec, storage=self._storage)
 
     def update(self, params: PyTree, grads: PyTree, loss: jax.Array, clip: float | None, unreduced: bool) -> PyTree:
         """Update this replica's shard of the state, inside `then`; return the new parameters."""
-        self._cut_state(lax.psum(1, replica_axis()))
+        self._sharded_state(lax.psum(1, replica_axis()))
         context = current_trace()
         assert context is not None
         leaves, treedef = jax.tree.flatten(params)
@@ -65,21 +67,19 @@ class ShardedOptimizer:
         state = self._map_state(_with_axes, context.read(self.state))
         new, state, _ = self._update(own_grads, state, own_params, loss)
         context.write(self.state, self._map_state(_as_shard, state), None)
-        cut_shapes = [*filter(is_sharded, self._shapes)]
-        return treedef.unflatten(self._apply(jax.tree.leaves(new), partial(gather_shards, shapes=cut_shapes)))
+        sharded_shapes = [*filter(is_sharded, self._shapes)]
+        return treedef.unflatten(self._apply(jax.tree.leaves(new), partial(gather_shards, shapes=sharded_shapes)))
 
     def _map_state(self, fn: Any, state: PyTree) -> PyTree:
         """Replace each sharded leaf of the optimizer's state by `fn(leaf, shape)`, given the unsharded shape."""
-        spec = self.state._spec
-        pairs = zip(jax.tree.leaves(state), spec.shapes, spec.is_cut or (), strict=True)
-        return spec.treedef.unflatten([fn(leaf, shape) if is_cut else leaf for leaf, shape, is_cut in pairs])
+        leaves, treedef = jax.tree.flatten(state)
+        rows = zip(leaves, self._storage.shapes, self._storage.sharded, strict=True)
+        return treedef.unflatten([fn(leaf, shape) if in_shards else leaf for leaf, shape, in_shards in rows])
 
-    def _apply(self, leaves: Leaves, on_cut: Any, on_whole: Any = list) -> list[jax.Array]:
+    def _apply(self, leaves: Leaves, on_sharded: Any, on_whole: Any = list) -> list[jax.Array]:
         """Apply one function to the list of leaves that lie in shards, and another to the list of the other leaves."""
-        pairs = [*zip(leaves, self._is_cut, strict=True)]
-        cut = iter(on_cut([leaf for leaf, is_cut in pairs if is_cut]))
-        whole = iter(on_whole([leaf for leaf, is_cut in pairs if not is_cut]))
-        return [next(cut if is_cut else whole) for is_cut in self._is_cut]
+        sharded, whole = parted(leaves, self._in_shards)
+        return joined(on_sharded(sharded), on_whole(whole), self._in_shards)
 
     def _clipped(self, grads: Leaves, largest: float) -> list[jax.Array]:
         """Scale gradients down to a global norm, as `optax.clip_by_global_norm` does."""

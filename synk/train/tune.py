@@ -18,7 +18,6 @@ from .._call.plan import Site
 from .._check.check import check_wires
 from .._check.compare import Tolerance, distance
 from .._check.serial import Runner
-from .._check.views import stored_on_host
 from .._explain.explain import Rehearsal, rehearse
 from .._function.function import Function
 from .._runtime.dispatch import LOCK, drain
@@ -206,7 +205,7 @@ class Tuner:
         """Return the leaves of a result, and the new values of variables on each replica."""
         numbers = [*map(np.asarray, outcome.leaves)]
         for variable in self._variables:
-            ranks = stored_on_host(variable, outcome.updates[variable], self._group)
+            ranks = variable._spec.storage.each_on_host(self._group, outcome.updates[variable])
             # Values that replicas share are there once.
             for rank in range(self._group.size):
                 numbers += ranks[rank % len(ranks)]

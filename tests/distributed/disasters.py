@@ -36,7 +36,8 @@ import optax
 
 import synk
 import synk.train
-from synk._distributed import agreement, coordinator, launcher, liveness, save_point
+from synk._command import launcher
+from synk._distributed import agreement, coordinator, liveness, save_point
 from synk._loops import resume
 from synk._variables import checkpoint, checkpoint_files
 

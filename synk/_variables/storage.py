@@ -1,0 +1,331 @@
+"""Storage: how the leaves of a variable's value lie on the replicas; a class for each way.
+
+*Logical* leaves are those that the user sees, *stored* ones those that programs take. Nothing else asks how they are
+stored: another way needs a class, with what differs from `Storage`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import compress
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._base.errors import SynkError
+from .._reductions.shard_ops import cut, gather_shards, join, joined, parted, shard_shape
+from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
+from .._runtime.group import Group
+from .._runtime.layout import Layout, layouts, local_replica_to_host, put, set_replica, shard_of_rank, sharding_of
+from .state import AbstractState, VariableState, deal_out, state_of_leaves, state_of_rows
+
+Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
+# The numbers of the leaves that lie one after another in each stored array.
+Buffers: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """Storage of whole leaves: a replica has a copy of each, or where replicas differ, a value or rows of its own.
+
+    Programs are kept by its methods.
+
+    Attributes:
+      shapes: of the logical leaves of the first value. Rows may change axis 0.
+      is_sharded: whether each replica stores a part, so that it has no value of its own, and reading communicates.
+    """
+
+    shapes: Shapes
+    is_sharded: ClassVar[bool] = False
+
+    # Leaves of one replica.
+
+    def pack(self, leaves: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
+        """Return stored leaves of logical ones; as many as `like` has, if it has any."""
+        return list(leaves)
+
+    def unpack(self, *stored: Any) -> list[Any]:
+        """Return the logical leaves, or parts of them, of stored ones. Both may have more axes in front."""
+        return list(stored)
+
+    def comparable(self, *stored: jax.Array) -> list[jax.Array]:
+        """Return logical leaves, which equal replicas have alike; empty ones where each replica stores a part."""
+        return self.unpack(*stored)
+
+    def seen(self, stored: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.ShapeDtypeStruct]:
+        """Return shapes of the leaves that a function sees on one replica, by those of stored ones."""
+        return stored
+
+    # Shapes.
+
+    def abstract(self, abstract: AbstractState, replicas: int) -> AbstractState:
+        """Return the state of a variable that is placed on so many replicas, by one that is not."""
+        return abstract
+
+    def logical_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
+        """Return shapes of the leaves that the user sees, on a replica with `rows` rows, or with the most for None."""
+        return self.seen(abstract.part_shapes(rows))
+
+    def rows_of(self, abstract: AbstractState, rank: int) -> int | None:
+        """Return the length of axis 0 on one replica; None where the leaves share no axis 0."""
+        rows = abstract.rows_of(rank)
+        return _shared_rows(self.logical_shapes(abstract, None)) if rows is None else rows
+
+    # Reading. States are in the group.
+
+    def apart(self, group: Group, stored: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]:
+        """Return the leaves that a function sees on each replica, in the same layout; copies only where it must."""
+        return stored
+
+    def read(self, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
+        """Return copies of the logical leaves in a layout; from stacked to replicated they must be equal."""
+        return relayout(group, stored, layout, to)
+
+    def of_rank(self, group: Group, state: VariableState, rank: int) -> list[jax.Array]:
+        """Return copies of one replica's logical leaves on every replica."""
+        if state.layout == "replicated":
+            return self.read(group, state.leaves, "replicated", "replicated")
+        leaves, rows = broadcast_from(group, state.leaves, rank, "replicated"), state.abstract.rows_of(rank)
+        leaves = self.read(group, leaves, "replicated", "replicated")
+        return leaves if rows is None else [leaf[:rows] for leaf in leaves]
+
+    def to_host(self, group: Group, state: VariableState, rank: int) -> list[np.ndarray]:
+        """Return one replica's logical leaves in host memory, views where that saves a copy. All processes must ask
+        together."""
+        rows = state.abstract.rows_of(rank)
+        return self.unpack(*[replica_to_host(group, leaf, state.layout, rank, rows) for leaf in state.leaves])
+
+    def common_on_host(self, group: Group, state: VariableState, is_reader: bool) -> Iterable[np.ndarray]:
+        """Return the logical leaves that all replicas share in host memory, at least in processes that read. All
+        processes must ask."""
+        layout, rank = state.layout, group._local_ranks.start
+        stored = state.leaves if is_reader else []
+        return self.unpack(*[local_replica_to_host(group, leaf, layout, rank, None) for leaf in stored])
+
+    def each_on_host(self, group: Group, state: VariableState) -> list[list[np.ndarray]]:
+        """Return the logical leaves of each replica in host memory; once if the replicas share them, or hold rows,
+        which are those of all replicas then."""
+        ranks = range(group.size if state.layout == "stacked" else 1)
+        values = [self.to_host(group, state, rank) for rank in ranks]
+        if state.rows_per_replica is None:
+            return values
+        return [[np.concatenate(leaves) for leaves in zip(*values, strict=True)]]
+
+    # Placing.
+
+    def in_group(self, home: Group, state: VariableState, group: Group) -> VariableState:
+        """Return the value that replicas share in another group: its first device, in the same memory, or simulated
+        replicas."""
+        if group.size > 1:
+            return self.state_of_copies(group, self.to_host(home, state, 0), "stacked")
+        leaves: list[jax.Array] = []
+        for leaf in state.leaves:
+            shard = shard_of_rank(home, leaf, home._local_ranks.start)
+            # Replicas of a simulated group share one device, where axis 0 of a stacked leaf counts them.
+            shard = shard[:1] if home.is_simulated and state.layout == "stacked" else shard
+            leaves.append(jax.device_put(shard, sharding_of(group, state.layout)))
+        return replace(state, leaves=leaves)
+
+    def placed(self, group: Group, state: VariableState) -> VariableState:
+        """Place the first leaves, which are the variable's own, so that no program has to copy them."""
+        return replace(state, leaves=[put(group, leaf, "replicated") for leaf in state.leaves])
+
+    def state_of_copies(self, group: Group, leaves: Sequence[Any], layout: Layout) -> VariableState:
+        """Make the state in which replicas share these logical leaves."""
+        return state_of_leaves(copy_to_replicas(group, self.pack(leaves), layout), layout)
+
+    def state_like(self, group: Group, before: VariableState, leaves: Sequence[np.ndarray]) -> VariableState:
+        """Make the state of logical leaves whose rows are dealt out as they were before, if replicas held rows."""
+        if before.rows_per_replica is None:
+            return self.state_of_copies(group, leaves, before.layout)
+        return deal_out(group, leaves, before.rows_per_replica)
+
+    def state_of_first(self, group: Group, state: VariableState) -> VariableState:
+        """Make the state in which every replica has what the first one holds, also if all are said to be equal."""
+        layout, rows = state.layout, state.abstract.rows_of(0)
+        leaves = broadcast_from(group, _stacked(group, state), 0, layout)
+        if rows is not None:
+            leaves = [put(group, leaf[:, :rows], "stacked") for leaf in leaves]
+        return state_of_leaves(leaves, layout)
+
+    def state_with_rank(
+        self, group: Group, state: VariableState, rank: int, leaves: Sequence[Any], name: str
+    ) -> VariableState:
+        """Make the state in which one replica has these logical leaves and the others keep theirs."""
+        new, abstract = self.pack(leaves, state.leaves), state.abstract
+        if abstract.rows_per_replica is None and [leaf.shape for leaf in new] == [s.shape for s in abstract.shapes]:
+            pairs = zip(_stacked(group, state), new, strict=True)
+            stacked = [set_replica(group, old, leaf, rank) for old, leaf in pairs]
+            by = f"set_value(rank={rank})" if group.size > 1 else ""
+            return state_of_leaves(stacked, "stacked", diverged_by=by)
+        if _shared_rows(leaves) is None or None in [self.rows_of(abstract, other) for other in range(group.size)]:
+            raise ValueError(f"set_value: {name} changes its number of rows, so all leaves need as many.")
+        parts = [leaves if other == rank else self.to_host(group, state, other) for other in range(group.size)]
+        return state_of_rows(group, parts)
+
+    def refuse(self, name: str, call: str) -> None:
+        """Raise SynkError if replicas have no values of their own, which `call` is about."""
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(Storage):
+    """Storage of small leaves that share arrays. Leaves of other shapes than the first, with other rows, stay apart.
+
+    Attributes:
+      buffers: the leaves in each stored array.
+    """
+
+    buffers: Buffers
+
+    def pack(self, leaves: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
+        is_packed, stays = len(leaves) < len(self.shapes), len(like) == len(self.shapes)
+        if is_packed or stays or any(map(_differs, leaves, self.shapes)):
+            return list(leaves)
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            return jax.eval_shape(self.pack, list(leaves))
+        numpy: Any = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np
+        return [
+            leaves[which[0]]
+            if len(which) == 1
+            else numpy.concatenate([numpy.asarray(leaves[i]).reshape(-1) for i in which])
+            for which in self.buffers
+        ]
+
+    def unpack(self, *stored: Any) -> list[Any]:
+        if not self._holds(stored):
+            return list(stored)
+        leaves: dict[int, Any] = {}
+        for buffer, numbers in zip(stored, self.buffers, strict=True):
+            if len(numbers) == 1:
+                leaves[numbers[0]] = buffer
+                continue
+            sizes = [self.shapes[i].size for i in numbers]
+            if isinstance(buffer, np.ndarray):
+                parts = np.split(buffer, np.cumsum(sizes[:-1]), axis=-1)
+            else:
+                parts = lax.split(buffer, sizes, axis=buffer.ndim - 1)
+            for i, part in zip(numbers, parts, strict=True):
+                leaves[i] = part.reshape((*buffer.shape[:-1], *self.shapes[i].shape))
+        return [leaves[i] for i in range(len(self.shapes))]
+
+    def seen(self, stored: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.ShapeDtypeStruct]:
+        return self.shapes if self._holds(stored) else stored
+
+    def apart(self, group: Group, stored: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]:
+        return self.read(group, stored, layout, layout) if self._holds(stored) else stored
+
+    def read(self, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
+        if not self._holds(stored):
+            return super().read(group, stored, layout, to)
+        # One program for all leaves: each slice outside of one would be a program to compile.
+        ins, outs = layouts(layout, len(stored)), layouts(to, len(self.shapes))
+        return run_collective(group, self._unpacked_copies, ins, outs, stored, is_local=True)
+
+    def _holds(self, stored: Sequence[Any]) -> bool:
+        """Check whether leaves share these arrays, or shapes of such."""
+        return len(stored) == len(self.buffers)
+
+    def _unpacked_copies(self, *stored: jax.Array) -> list[jax.Array]:
+        # Without jnp.copy, jit returns the argument's own buffer.
+        return [jnp.copy(leaf) for leaf in self.unpack(*stored)]
+
+
+@dataclass(frozen=True, eq=False)
+class Shards(Storage):
+    """Storage of one n-th of each large leaf on each of n replicas, which together hold one value.
+
+    Attributes:
+      sharded: for each leaf whether it lies in shards; other leaves are whole on every replica.
+    """
+
+    sharded: tuple[bool, ...]
+    is_sharded: ClassVar[bool] = True
+
+    def comparable(self, *stored: jax.Array) -> list[jax.Array]:
+        return [leaf[:0] if is_sharded else leaf for leaf, is_sharded in zip(stored, self.sharded, strict=True)]
+
+    def abstract(self, abstract: AbstractState, replicas: int) -> AbstractState:
+        pairs = zip(self.shapes, self.sharded, strict=True)
+        shapes = tuple(shard_shape(s, replicas) if is_sharded else s for s, is_sharded in pairs)
+        return AbstractState(shapes, "stacked")
+
+    def logical_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
+        return self.shapes
+
+    def read(self, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
+        return run_collective(group, self._gathered, layouts(layout, len(stored)), layouts(to, len(stored)), stored)
+
+    def of_rank(self, group: Group, state: VariableState, rank: int) -> list[jax.Array]:
+        return self.read(group, state.leaves, "stacked", "replicated")
+
+    def to_host(self, group: Group, state: VariableState, rank: int) -> list[np.ndarray]:
+        return [*self.common_on_host(group, state, True)]
+
+    def common_on_host(self, group: Group, state: VariableState, is_reader: bool) -> Iterator[np.ndarray]:
+        # One leaf after the other is gathered, so that no device needs memory for all of them.
+        rank = group._local_ranks.start
+        for leaf, is_sharded, shape in zip(state.leaves, self.sharded, self.shapes, strict=True):
+            if not is_sharded:
+                yield local_replica_to_host(group, leaf, "stacked", rank, None)
+            elif group._is_multi_process:
+                whole = storage_of(Shards, (shape,), (True,)).read(group, [leaf], "stacked", "replicated")[0]
+                yield local_replica_to_host(group, whole, "replicated", rank, None)
+            else:
+                yield join(np.asarray(leaf), shape)
+
+    def each_on_host(self, group: Group, state: VariableState) -> list[list[np.ndarray]]:
+        return [self.to_host(group, state, 0)]
+
+    def in_group(self, home: Group, state: VariableState, group: Group) -> VariableState:
+        return self.state_of_copies(group, self.to_host(home, state, 0), "stacked")
+
+    def placed(self, group: Group, state: VariableState) -> VariableState:
+        return self.state_of_copies(group, state.leaves, "stacked")
+
+    def state_of_copies(self, group: Group, leaves: Sequence[Any], layout: Layout) -> VariableState:
+        stored = [
+            put(group, np.array(cut(np.asarray(leaf), group.size)), "stacked")
+            if is_sharded
+            else copy_to_replicas(group, [leaf], "stacked")[0]
+            for leaf, is_sharded in zip(leaves, self.sharded, strict=True)
+        ]
+        return state_of_leaves(stored, "stacked")
+
+    def state_of_first(self, group: Group, state: VariableState) -> VariableState:
+        return self.state_of_copies(group, self.to_host(group, state, 0), "stacked")
+
+    def refuse(self, name: str, call: str) -> None:
+        raise SynkError(
+            f"{call}: {name} lies in shards, of which each replica holds one, so none has a value of its own. "
+            f"Outside of functions read and assign the whole, {name}.value; into one pass it as an argument."
+        )
+
+    def _gathered(self, *stored: jax.Array) -> list[jax.Array]:
+        sharded, others = parted(stored, self.sharded)
+        whole = gather_shards(sharded, [*compress(self.shapes, self.sharded)])
+        return joined(whole, map(jnp.copy, others), self.sharded)
+
+
+@lru_cache(maxsize=1024)
+def storage_of(kind: Any, *how: Any) -> Any:
+    """Return the storage of a class with these attributes: one object, since programs are kept by its methods."""
+    return kind(*how)
+
+
+def _stacked(group: Group, state: VariableState) -> list[jax.Array]:
+    """Return the leaves with one entry a replica on axis 0."""
+    return state.leaves if state.layout == "stacked" else relayout(group, state.leaves, "replicated", "stacked")
+
+
+def _differs(leaf: Any, shape: jax.ShapeDtypeStruct) -> bool:
+    return leaf.shape != shape.shape
+
+
+def _shared_rows(arrays: Sequence[Any]) -> int | None:
+    """Return the number of rows of all arrays; None where they share no axis 0."""
+    rows = {array.shape[0] if array.shape else None for array in arrays}
+    return rows.pop() if len(rows) == 1 else None
