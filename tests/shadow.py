@@ -50,7 +50,7 @@ def recognise(site, bound, options):
     if options.output_subset is not None:
         options = options._replace(output_subset=tuple(options.output_subset))
     full = kinds.Kind(site, bound.spec, specs, options)
-    assert kind._base == full._base, (kind._base, full._base)
+    assert kind.base == full.base, (kind.base, full.base)
     assert [(i, place.__qualname__) for i, place in kind._placers] == [
         (i, place.__qualname__) for i, place in full._placers
     ]

@@ -240,8 +240,9 @@ def described(variable: Shared) -> dict[str, Any]:
 def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the leaves of all variables in host memory, by their names in the file."""
     for variable in variables.values():
-        group, leaves = group_of(variable), computed_leaves(variable)
-        if variable._state.is_equal and not variable._spec.is_sharded:
+        group, state = group_of(variable), computed_state(variable)
+        leaves = state.leaves
+        if state.is_equal and not variable._spec.storage.is_sharded:
             leaves = [shard_of_rank(group, leaf, group._local_ranks.start) for leaf in leaves if is_writer]
         elif group._is_multi_process:
             # They come by way of other devices.
