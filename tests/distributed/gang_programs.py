@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 
 import synk
 from synk._command import launcher as synk_launcher
-from synk._distributed import agreement, coordinator
+from synk._distributed import agreement, coordinator, save_point
 from synk._runtime.group import make_group
 from synk._variables import checkpoint_files
 
@@ -1556,6 +1556,30 @@ def goes_on(folder, how="", items="60"):
         if how == "breaks alone" and me == 1 and i == 23:
             break
     say("ends", done=loop.done, counts=np.asarray(counts.value).tolist(), saved=saved, size=group.size)
+
+
+def leaves_a_loop(folder):
+    """Break off a loop of `synk.resume`, run a short one, and end."""
+    join()
+    w = synk.shared(0.0, name="w")
+    for n in range(2):
+        for i in synk.resume(range(5), {"w": w}, folder=f"{folder}/{n}"):
+            w.value = w.value + 1.0
+            if n == 0 and i == 2:
+                break
+
+
+def saves_often(folder):
+    """Call for the next save while process 1 is still at the one before, and count what is left in the store."""
+    join()
+    point, w = save_point.SavePoint, synk.shared(0.0, name="w")
+    answered = point.answered
+    if jax.process_index() == 1:
+        point.answered = lambda *args: (time.sleep(0.05), answered(*args))
+    for _ in synk.resume(range(200), {"w": w}, folder=folder, save_every=0.01):
+        w.value = w.value + 1.0
+        time.sleep(0.002)
+    say("ends", w=float(w.value), left=len(coordinator._client().key_value_dir_get("synk/")))
 
 
 def ends():

@@ -393,9 +393,16 @@ def test_a_loop_that_ends_alone(tmp_path, how):
         assert end.code in (1, 75, -signal.SIGABRT) and re.search(said_so, end.output), end
 
 
-def test_the_end_comes_after_its_own_thread():
+def test_a_save_is_called_for_while_another_ends(tmp_path):
+    """The call is kept, so processes go on together; what they told each other at saves does not pile up."""
+    for end in gang.run("saves_often", tmp_path, processes=2):
+        assert end.code == 0 and said(end.output)[0]["w"] == 200 and said(end.output)[0]["left"] < 20, end
+
+
+@pytest.mark.parametrize("program", ["ends", "leaves_a_loop"])
+def test_the_end_comes_after_its_own_threads(tmp_path, program):
     """Python waits for a thread that is inside the runtime, which would abort the process."""
-    ends = gang.run("ends", processes=2)
+    ends = gang.run(program, *[tmp_path] * (program != "ends"), processes=2)
     assert [(end.code, "FATAL" in end.output) for end in ends] == [(0, False)] * 2
 
 
