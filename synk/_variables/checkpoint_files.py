@@ -331,6 +331,9 @@ class Writer:
         def try_to() -> None:
             nonlocal act
             try:
+                # Where all cores compute, steps come first. Elsewhere the threads of a process share one priority.
+                if sys.platform == "linux":
+                    os.nice(19)
                 act()
             except Exception as error:
                 self._failure = _in_background(what, error)
