@@ -64,6 +64,7 @@ def save(
     Raises:
       TypeError: `extra` holds a value that JSON does not give back as it was.
       SharedLostError: a variable's value is lost.
+      OSError: the files cannot be written. All processes raise it, with its errno and file name, and can go on.
       SynkError: some variables live in a group over processes, and others in a group of this process.
 
     Example:

@@ -102,19 +102,16 @@ def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
 
         def write_on(data: Any) -> int:
             checksum.update(data)
-            return file.write(data)
+            # After an error an archive still ends itself, when it is collected.
+            return len(data) if file.closed else file.write(data)
 
         # It never goes back in a file that cannot tell its position.
-        archive = zipfile.ZipFile(cast(Any, SimpleNamespace(write=write_on, flush=file.flush)), "w")
-        try:
-            for name, array in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array_header_1_0(member, np.lib.format.header_data_from_array_1_0(array))
-                    member.write(array.reshape(-1, order="A").view(np.uint8).data)
-            archive.close()
-        finally:
-            # After an error it would end the file, and hide the error.
-            archive.fp = None
+        archive = zipfile.ZipFile(cast(Any, SimpleNamespace(write=write_on, flush=lambda: None)), "w")
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array_header_1_0(member, np.lib.format.header_data_from_array_1_0(array))
+                member.write(array.reshape(-1, order="A").view(np.uint8).data)
+        archive.close()
     return checksum.hexdigest()
 
 
@@ -336,6 +333,9 @@ class Writer:
         def try_to() -> None:
             nonlocal act
             try:
+                # Where all cores compute, steps come first. Elsewhere the threads of a process share one priority.
+                if sys.platform == "linux":
+                    os.nice(19)
                 act()
             except Exception as error:
                 self._failure = _in_background(what, error)

@@ -646,8 +646,9 @@ def test_large_values_of_the_call_are_saved(tmp_path, monkeypatch, kind, n):
     """Saves in a row, during which the variables are donated, and one of which fails half way."""
 
     def write_late(path, arrays):
-        is_updated.wait(10)
-        if "step-00000003" in str(path):
+        number = int(path.parent.name.split("-")[2])
+        is_updated[number].wait(10)
+        if number == 3:
             path.write_bytes(next(iter(arrays.values())).data)
             raise OSError(errno.ENOSPC, "No space left on device")
         return write_arrays(path, arrays)
@@ -655,7 +656,7 @@ def test_large_values_of_the_call_are_saved(tmp_path, monkeypatch, kind, n):
     def add(tree):
         return jax.tree.map(lambda leaf: leaf + np.ones((), leaf.dtype), tree)
 
-    write_arrays = checkpoint_files._write_arrays
+    write_arrays, is_updated = checkpoint_files._write_arrays, [threading.Event() for _ in range(6)]
     monkeypatch.setattr(checkpoint_files, "_write_arrays", write_late)
     with group_of(kind, n):
         value = {"a": np.zeros((500, 3000), np.float32), "b": jnp.zeros(70_001, jnp.bfloat16), "c": np.int32(0)}
@@ -665,11 +666,10 @@ def test_large_values_of_the_call_are_saved(tmp_path, monkeypatch, kind, n):
             then=lambda total: setattr(w, "value", add(w.value)),
         )
         for step in range(6):
-            is_updated = threading.Event()
             with pytest.raises(OSError, match="step 3 was not") if step == 4 else contextlib.nullcontext():
                 synk.save(tmp_path, {"w": w, "own": own}, step=step, keep=None, background=True)
             more(np.ones(12, np.float32))
-            is_updated.set()
+            is_updated[step].set()
         for step in (0, 1, 2, 5):
             synk.load(tmp_path, {"w": w, "own": own}, step=step)
             assert_same(seen(w) + seen(own), [np.full_like(leaf, step) for leaf in seen(w) + seen(own)])
@@ -690,6 +690,16 @@ def test_copies_take_the_memory_of_the_save_before(tmp_path, monkeypatch):
         synk.save(tmp_path, {"w": w}, step=step, keep=1, background=True)
     checkpoint_files.WRITER.wait()
     assert checkpoint_files.WRITER.is_idle and places == places[:1] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+def test_the_background_gives_way(tmp_path, monkeypatch):
+    """The thread that writes has the lowest priority, all others keep theirs."""
+    found = []
+    monkeypatch.setattr(checkpoint, "write", lambda *args: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
+    for in_background in (True, False):
+        synk.save(tmp_path, {"w": numbered()}, step=1, background=in_background)
+    assert found == [19, os.getpriority(os.PRIO_PROCESS, 0)] and found[1] < 19
 
 
 def test_a_failure_in_the_background_keeps_its_number(tmp_path):
