@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _newest_item(folder: Path | None) -> str:
     """Name the item of the newest checkpoint that `synk.resume` keeps in memory."""
     paths = [] if folder is None else folder.rglob("step-*")
-    items = re.findall(r"loop-(\d+)/step-(\d+)$", "\n".join(map(str, paths)), re.MULTILINE)
+    items = re.findall(r"loop-(\d+)[^/]*/step-(\d+)$", "\n".join(map(str, paths)), re.MULTILINE)
     newest = max(((int(loop), int(step)) for loop, step in items), default=None)
     return "" if newest is None else f" from item {newest[1]:,} in memory"
 

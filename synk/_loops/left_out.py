@@ -34,7 +34,7 @@ def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int]:
         return zip(*lefts, strict=bool(is_strict)), max(drops)
     if isinstance(steps, range | Sequence | np.ndarray):
         _check(min(n, len(steps)), n)
-        return (steps[i] for i in range(n, len(steps))), 0
+        return _items_from(steps, n), 0
     left = iter(steps)
     if hasattr(left, "leave_out"):
         _check(left.leave_out(n), n)
@@ -46,6 +46,13 @@ def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int]:
     finally:
         LEAVES_OUT.discard(get_ident())
     return left, 0 if isinstance(left, _SILENT) else n
+
+
+def _items_from(steps: Any, i: int) -> Iterator[Any]:
+    """Yield items by index. The loop may append some."""
+    while i < len(steps):
+        yield steps[i]
+        i += 1
 
 
 def _check(there: int, n: int) -> None:

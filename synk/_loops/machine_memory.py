@@ -1,6 +1,7 @@
 """Machine memory: a folder there that the launcher makes, in which checkpoints outlive a process."""
 
 import os
+from hashlib import sha256
 from pathlib import Path
 from shutil import disk_usage
 
@@ -13,13 +14,18 @@ _LIMITS = [
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def memory_folder(loop: int, is_shared: bool) -> Path | None:
-    """Return the folder for checkpoints of a loop; None without a launcher. Processes that run alone have one each."""
+def memory_folder(loop: int, place: Path | None, is_shared: bool) -> Path | None:
+    """Return the folder for checkpoints of a loop in memory; None without a launcher.
+
+    A program that is started again may leave out its first loop: `place`, where a loop saves beside, tells loops apart
+    too. Processes that run alone have a folder each.
+    """
     folder = os.environ.get("SYNK_MEMORY_FOLDER")
     if not folder:
         return None
     alone = "." if is_shared else f"process-{os.environ.get('SYNK_PROCESS_ID', 0)}"
-    return Path(folder) / alone / f"loop-{loop}"
+    of_place = "" if place is None else f"-{sha256(bytes(place)).hexdigest()[:8]}"
+    return Path(folder) / alone / f"loop-{loop}{of_place}"
 
 
 def free_bytes(folder: Path) -> int:

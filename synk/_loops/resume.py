@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from errno import ENOTDIR
 from pathlib import Path
 from shutil import rmtree
 from time import monotonic
@@ -71,10 +72,13 @@ class Resumed(Iterator[Any]):
         if folder is not None:
             used = self._group._cached(Resumed, None, set)
             if folder in used:
-                raise SynkError(f"synk.resume: a loop before saves in {folder}. Give each loop a folder of its own.")
+                raise SynkError(
+                    f"synk.resume: a loop before saves in {folder}. Give each loop a folder of its own. To go on with "
+                    f"a loop that was left, as in a notebook, call synk.close() and make the variables again."
+                )
             used.add(folder)
             self._places.append(Place(folder, save_every, keep, False))
-        memory = memory_folder(self._number, self._group._is_multi_process)
+        memory = memory_folder(self._number, folder, self._group._is_multi_process)
         if memory is not None and memory_every is not None:
             self._places.append(Place(memory, memory_every, 1, True))
         elif memory_every is not None:
@@ -84,6 +88,9 @@ class Resumed(Iterator[Any]):
         """Load the newest checkpoint, if there is one."""
 
         def find() -> Checkpoint:
+            for place in self._places:
+                if place.folder.exists() and not place.folder.is_dir():
+                    raise NotADirectoryError(ENOTDIR, "synk.resume: give a folder for checkpoints", str(place.folder))
             newest = max([place.folder for place in self._places], key=newest_step, default=None)
             if newest is None or newest_step(newest) < 0:
                 raise FileNotFoundError
@@ -104,12 +111,13 @@ class Resumed(Iterator[Any]):
     def begin(self, steps: Any) -> None:
         """Leave out the items of `steps` that are done."""
         if isinstance(steps, Iterable):
-            count = length(steps)
+            count, states = length(steps), [variable._state for variable in self._variables.values()]
             self._length = None if count is None else count - self.done
             self._items, dropped = leave_out(steps, self.done)
+            # What makes the items may have set variables meanwhile, as when it made them first.
+            if any(v._state is not state for v, state in zip(self._variables.values(), states, strict=True)):
+                self.load()
             if dropped:
-                # A loader that never ends has more, but this loop has ended.
-                self._items = iter(()) if self._is_finished else self._items
                 self._say(f"{dropped:,} items of {type(steps).__name__} were asked for and dropped")
         else:
             left = () if self._is_finished else steps(self.done, self.extra)
@@ -317,6 +325,10 @@ def resume(
     if folder is None and memory_every is None:
         raise ValueError("synk.resume: there is nowhere to save; give folder=, memory_every= or both.")
     check_keep(keep, "resume")
+    if extra is not None and not callable(extra):
+        raise TypeError(
+            f"synk.resume: extra is {shown(extra)}; give a function that returns what to keep at each save."
+        )
     loop = Resumed(variables, extra)
     place = None if folder is None else Path(folder).absolute()
     loop.add_places(place, save_every, memory_every, keep)

@@ -175,10 +175,30 @@ def test_more_epochs_go_on(tmp_path):
         assert loop.done == 4 * len(BATCHES) // 3 and run.values["counts"].tolist() == [EPOCHS + 1] * ROWS
 
 
-def test_a_loader_without_end(tmp_path):
-    """Once its loop has ended, a loader that would go on gives nothing more."""
-    start(2, tmp_path, "generator")
-    assert start(2, tmp_path, make=lambda run: itertools.cycle(BATCHES))[1].done == len(BATCHES)
+def test_a_generator_that_sets_variables(tmp_path):
+    """While its items are left out it sets them again; then the saved values are loaded."""
+
+    def made(run):
+        for i, batch in enumerate(BATCHES):
+            if i % 6 == 0:
+                run.w.value = np.full(2, i, np.float32)
+            yield batch
+
+    whole, *_ = start(2, tmp_path / "whole", make=made)
+    start(2, tmp_path / "parts", make=made, stop=8)
+    parts, *_ = start(3, tmp_path / "parts", make=made)
+    np.testing.assert_allclose(parts.values["w"], whole.values["w"], rtol=1e-6)
+
+
+def test_a_list_that_grows(tmp_path):
+    """Items that the loop appends are done too."""
+    with synk.simulate(2):
+        work, done = [1, 2, 3], []
+        for item in synk.resume(work, Run().variables, folder=tmp_path):
+            done.append(item)
+            if len(work) < 6:
+                work.append(9)
+    assert done == [1, 2, 3, 9, 9, 9]
 
 
 @pytest.mark.parametrize("kind", ["minibatches", "list", "generator", "zip", "iterate"])
@@ -297,6 +317,8 @@ def test_other_variables(tmp_path):
         (ValueError, "save_every is 0", {"save_every": 0}),
         (ValueError, "memory_every is '1'", {"memory_every": "1"}),
         (ValueError, "keep is 0", {"keep": 0}),
+        (TypeError, "extra is", {"extra": {"a": 1}}),
+        (NotADirectoryError, "give a folder", {"folder": __file__}),
         (TypeError, "what steps returned", {"steps": lambda done, extra: 3}),
     ],
 )
@@ -449,8 +471,11 @@ def test_a_save_that_is_due_while_another_runs(tmp_path, memory, monkeypatch, ca
 
 def test_a_failed_save_in_the_folder(tmp_path, monkeypatch):
     """It raises at the next save, as in synk.save."""
-    (tmp_path / "run").write_text("a file")
-    monkeypatch.setattr(resume, "newest_step", lambda folder: -1)
+
+    def write(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(resume, "write", write)
     with pytest.raises(OSError, match="item 0 was not written in the background"):
         start(2, tmp_path / "run")
 
