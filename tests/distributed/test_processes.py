@@ -357,6 +357,7 @@ def test_preemption_asked_now_and_then(monkeypatch):
     """JAX says yes to one number alone, so synk counts questions, and asks about a step once."""
     asked = []
     monkeypatch.setattr(preemption, "_answer", (None, False))
+    monkeypatch.setattr(preemption, "_is_told", False)
     monkeypatch.setattr(preemption, "_questions", 0)
     monkeypatch.setattr(preemption.coordinator, "is_running", lambda: True)
     reached = "jax.experimental.multihost_utils.reached_preemption_sync_point"
@@ -637,6 +638,7 @@ def test_preempted_as_soon_as_it_listens(monkeypatch):
     before, listen = signal.getsignal(signal.SIGTERM), signal.signal
     monkeypatch.setattr(preemption, "_terminated", None)
     monkeypatch.setattr(preemption, "_answer", (None, False))
+    monkeypatch.setattr(preemption, "_is_told", False)
     monkeypatch.setattr(preemption.signal, "signal", lambda *to: (listen(*to), signal.raise_signal(signal.SIGTERM)))
     try:
         assert synk.preempted(1)
@@ -649,6 +651,7 @@ def test_preempted_in_one_process(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(preemption, "_terminated", None)
     monkeypatch.setattr(preemption, "_answer", (None, False))
+    monkeypatch.setattr(preemption, "_is_told", False)
     try:
         assert not synk.preempted(1)
         os.kill(os.getpid(), signal.SIGTERM)
