@@ -179,11 +179,12 @@ def make(case, name):
 
         params = {"a": np.zeros(3, dtype), "b": np.zeros((), dtype)}
         if case.trainer == "local":
-            fn = synk.train.local_steps(loss, params, optax.sgd(0.02, 0.9), aux="sum", optimizer_state=False)
+            trained = synk.train.local_steps(loss, params, optax.sgd(0.02, 0.9), aux="sum", optimizer_state=False)
         else:
             more = {"shard_optimizer": case.trainer == "sharded", "blocks": case.blocks}
-            fn = synk.train.step(loss, params, optax.adam(0.02), aux="sum", **more)
-        variables = {name if key == "params" else key: v for key, v in fn.variables.items()}
+            trained = synk.train.step(loss, params, optax.adam(0.02), aux="sum", **more)
+        variables = {name if key == "params" else key: v for key, v in trained.variables.items()}
+        return trained, variables, seen
     return fn, variables, seen
 
 
@@ -243,7 +244,7 @@ def train(case, is_edited, is_resumed, faults):
             extra = (lambda: {"done": loops[-1].done}) if kind == "function" else None
             items = synk.resume(items, everything, **places, extra=extra)
             loops.append(items)
-        for i, item in enumerate(items, items.done if is_resumed else 0):
+        for i, item in enumerate(items, loops[-1].done if is_resumed else 0):
             result = body(item)
             seen.value = seen.value.at[number].add(result[1])
             if case.evaluates and i % 10 == 9:
@@ -613,7 +614,7 @@ def check_files(case):
         lines = (Path(case.at) / "log").read_text().splitlines()
         noted = {tuple(map(int, line.split())) for line in lines}
         for number in range(len(case.loops)):
-            items = sorted(item for loop, item, rank in noted if loop == number)
+            items = sorted(item for loop, item, _ in noted if loop == number)
             if items != [*range(len(items))] or {rank for *_, rank in noted} != {0}:
                 raise Wrong(f"the log of loop {number} has items {items}")
 
