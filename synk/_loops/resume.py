@@ -32,7 +32,7 @@ from .machine_memory import free_bytes, memory_folder
 
 
 class Place:
-    """Where a loop saves: the folder of the run, or the memory of the machine.
+    """A place where a loop saves: the folder of the run, or the memory of the machine.
 
     Attributes:
       folder: where checkpoints lie.
