@@ -15,7 +15,7 @@ from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group
 from .._runtime.layout import put
 from .._variables.state import VariableState
-from .._variables.variable import Shared, bind
+from .._variables.variable import Shared
 from .execute import ReadyCall, execute
 from .failures import translate_error
 from .parts import split_into_launches
@@ -132,7 +132,7 @@ def _execute_first(ready: ReadyCall, choice: SliceChoice) -> Any:
     copies on the host if the call donates."""
     kept: dict[Shared, tuple[VariableState, list[np.ndarray]]] = {}
     for variable in [update.variable for update in ready.plan.updates]:
-        state = bind(variable, ready.group)
+        state = ready.state(variable)
         kept[variable] = state, [np.array(leaf) for leaf in state.leaves] if ready.call.donate else []
     try:
         result = execute(ready)

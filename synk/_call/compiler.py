@@ -205,11 +205,11 @@ class Compiler:
         carry, rest, constants = list(islice(arguments, len(launch.carry))), list(arguments), self._constants(launch)
         rest, placed = rest[: len(rest) - len(constants)], rest[len(rest) - len(constants) :]
         table = None if self.call.is_plain else rest.pop()
-        rank = lax.axis_index(replica_axis()) if rank is None else rank
+        own_rank = lax.axis_index(replica_axis()) if self.group.size > 1 else jnp.int32(0)
         max_rows = launch.sizes[0] if launch.sizes else None
         # Replicas with blocks all have the size of the longest part.
         count = max_rows if len(launch.sizes) == 1 and self.call.block is None else None
-        part = part_of(table, rank, max_rows, self.group.size, count)
+        part = part_of(table, own_rank if rank is None else rank, max_rows, self.group.size, count)
         if self.call.is_over:
             part = part._replace(weight=jnp.asarray(part.count, jnp.result_type(float)))
         arrays = arrays_of(self.call, rest) if launch.sizes else PartArrays([], None, rest)
@@ -289,12 +289,12 @@ class Compiler:
         ]
         # A program sees states so far with the axis of replicas, of size 1. Without it, XLA copies each of them: a
         # reshape between a donated argument and the result that takes its place keeps the two apart.
-        carry: Placed = [("rows", jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.carry]
+        carry: Placed = [(self._carried_in, jax.ShapeDtypeStruct((size, *s.shape), s.dtype)) for s in launch.carry]
         rest: Placed = []
         if launch.sizes:
             max_rows = launch.sizes[0] or 0
             for row, feed in zip(call.row_shapes, call.feeds, strict=True):
-                rest += feed.arrays(row, max_rows, size)
+                rest += feed.arrays(row, max_rows, self.group)
             if call.held_index is not None:
                 rest.append(("stacked", index_shape(call.held_index, max_rows, size)))
         rest.extend(("replicated", shape) for shape in call.broadcast_shapes)
@@ -306,11 +306,16 @@ class Compiler:
         ]
         return [*leaves, carry, rest, *([constants] if constants else [])]
 
+    @property
+    def _carried_in(self) -> Layout:
+        """Return the layout of states so far; rows of one replica may be divided among devices, its states are not."""
+        return "rows" if self.group.size > 1 else "replicated"
+
     def _outs(self, launch: _Launch) -> list[Layout]:
         if not launch.is_last:
             # Each process reads the entries of all replicas.
             kept = layouts("replicated" if self.group._is_multi_process else "stacked", len(self.kept))
-            return [*layouts("rows", len(self.carry)), *kept]
+            return [*layouts(self._carried_in, len(self.carry)), *kept]
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
         staying = self.epilogue.staying
         flag: list[Layout] = ["replicated"] * self.refuses_nan

@@ -25,13 +25,13 @@ from .._runtime.group import Group
 from .._runtime.layout import Layout, put
 from .binding import AUTO, BoundArguments, CallOptions
 from .compiler import Compiler
-from .kinds import Kind, check_row_count, checked_subset, with_parts
+from .kinds import Kind, check_row_count, checked_subset, refuse_parts, with_parts
 from .leaves import look, spec_of_part
 from .plan import Site, Traced, plan_key
 from .program import Epilogue, ProgramBuilder
 from .rows import Rows
 from .spec import CallSpec, FunctionSpec
-from .traces import CallTraces
+from .traces import CallTraces, NeedsAllRows
 
 # The options of a call that a traced one heeds. It refuses all others.
 KNOWN = ("batch", "num_slices", "output_subset")
@@ -53,8 +53,14 @@ def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     for words, is_used in refused.items():
         if is_used:
             raise ValueError(f"{name}: {words} cannot enter jit, grad, vmap or the like. Call it outside, or without.")
+    if function.engine == "jit":
+        refuse_parts(name, bound.spec, options.num_slices, {})
     with axis_named(function.axis_name), own_mesh(name, site.group):
-        return _compose(site._replace(function=function.gathering()), bound, options)
+        site = site._replace(function=function.gathering())
+        try:
+            return _compose(site, bound, options)
+        except NeedsAllRows:
+            return _compose(site.as_one(), bound, options)
 
 
 def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
@@ -65,7 +71,7 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     subset = None if subset is None else checked_subset(subset, name)
     picks = CallOptions(None if isinstance(batch, jax.core.Tracer) else batch, output_subset=subset)
     # All rows come as from another group's host; `in_blocks` adds neighbours.
-    apart = site._replace(data_group=group)
+    apart = site._replace(home=site.home or group)
     kind = Kind(apart, replace(spec, overlaps=(None,) * len(spec.scattered)), specs, picks)
     if picks.batch is batch:
         sources = _picked(kind.select(apart, leaves, picks)[1])
@@ -98,7 +104,8 @@ def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
 
     mapped, result = site.plans.find(site, plan_key(function, call), trace, holds_function=True)
     pairs = zip(sources, spec.overlaps, strict=True)
-    blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), "rows") for source, overlap in pairs]
+    layout: Layout = "rows" if group.size > 1 else "replicated"
+    blocks = [place_traced(group, in_blocks(source, lengths or (), overlap), layout) for source, overlap in pairs]
     placed = [*blocks, *(place_traced(group, leaf, "replicated") for leaf in broadcast)]
     return result.tree(run_inlined(group, mapped, placed))
 

@@ -18,6 +18,7 @@ from .._runtime.group import Group
 from .._runtime.layout import constant
 from .._variables.state import VariableState
 from .._variables.variable import Shared, bind, divergence, invalidate
+from .._variables.views import View
 from .failures import FEWER_ROWS, NotFinite, translate_error
 from .parts import part_table, split_into_launches
 from .plan import CallPlan, Form, SliceChoice
@@ -37,6 +38,7 @@ class ReadyCall(NamedTuple):
       broadcast: the broadcast arguments on the replicas, or their shapes if the call does not run.
       num_slices: in how many slices replicas run their rows.
       choice: if synk has chosen the number of slices, the choice.
+      view: gives the state of a variable that lives in another group.
     """
 
     function: FunctionSpec
@@ -47,11 +49,16 @@ class ReadyCall(NamedTuple):
     broadcast: list[Any]
     num_slices: int
     choice: SliceChoice | None = None
+    view: View | None = None
 
     @property
     def call(self) -> CallSpec:
         """Return the key of the plan."""
         return self.form.call
+
+    def state(self, variable: Shared) -> VariableState:
+        """Return the state of a variable as the call takes it."""
+        return bind(variable, self.group) if self.view is None else self.view(variable)
 
 
 class Outcome(NamedTuple):
@@ -77,7 +84,7 @@ def execute(ready: ReadyCall) -> Any:
     for variable in plan.accepts:
         state = variable._state
         is_there = variable._group is group and state.failure is None
-        states[variable] = state if is_there else bind(variable, group)
+        states[variable] = state if is_there else ready.state(variable)
     arguments = _arguments(ready, states)
     if not plan.updates:
         values = run(name, plan.last, arguments)
@@ -127,9 +134,9 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
     return result.tree(leaves)
 
 
-def evaluate(ready: ReadyCall, view: Callable[[Shared], VariableState] | None) -> Outcome:
-    """Run a call without committing its updates."""
-    states = {v: bind(v, ready.group) if view is None else view(v) for v in ready.plan.accepts}
+def evaluate(ready: ReadyCall, view: View | None = None) -> Outcome:
+    """Run a call, perhaps with other states of variables, without committing its updates."""
+    states = {variable: (view or ready.state)(variable) for variable in ready.plan.accepts}
     values = run(ready.function.name, ready.plan.last, _arguments(ready, states))
     is_refused = ready.plan.has_flag and _is_refused(ready, values)
     if ready.group._is_multi_process:

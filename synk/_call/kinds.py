@@ -16,7 +16,7 @@ from .._base.pytree import most_of, named, narrow, too_large
 from .._data.dataset import abstract_rows, resident
 from .._data.feed import SENT
 from .._data.places import PLACES, Picks
-from .._data.process_rows import rows_of_processes, rows_of_replicas
+from .._data.process_rows import ProcessLocalRows, rows_of_processes, rows_of_replicas
 from .._data.selection import (
     IndexKind,
     ReplicaSelection,
@@ -28,7 +28,7 @@ from .._data.selection import (
 )
 from .._data.transfer import gather_rows
 from .._runtime.dispatch import retire_finished
-from .._runtime.group import Group
+from .._runtime.group import Group, GroupAsOne
 from .auto_slices import choose_slices
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
 from .execute import ReadyCall
@@ -47,7 +47,7 @@ from .rows import (
     with_overlap,
 )
 from .spec import CallSpec, FunctionSpec
-from .traces import rows_not_in_blocks
+from .traces import NeedsAllRows, rows_not_in_blocks
 
 # Rows of a call have numbers in int32.
 MOST_ROWS = 2**31 - 1
@@ -81,11 +81,13 @@ class Kind:
         check_leaves(spec, specs, self.name)
         self._scattered = [specs[i] for i in spec.scattered]
         self._is_local = any(leaf.kind == "local" for leaf in self._scattered)
+        if function.engine == "jit":
+            refuse_parts(self.name, spec, slices, {"batch_s": self._has_batch_s, "synk.local": self._is_local})
         self._sort_by_rows()
         self.base = self._base_call(site, options)
-        at_home = site.data_group is None
+        at_home = site.home is None
         self._placers = [
-            (i, placer_of(specs[i], site.group, slices == 1, site.is_abstract, at_home)) for i in spec.broadcast
+            (i, placer_of(specs[i], site.group, slices == 1, site.way == "absent", at_home)) for i in spec.broadcast
         ]
         self._forms = BoundedCache()
         # The rows of a call without a batch do not depend on values, unless variables bring them.
@@ -143,9 +145,10 @@ class Kind:
         function, spec, specs = site.function, self._spec, self._specs
         # jax_debug_nans runs a program again to find where NaN came from, so its arguments must be there still. So must
         # the rows of a variable that is an argument of its own update, as one with neighbours is.
-        may_donate = site.may_donate and function.donate and not function.refuses_nan and not checks_floats()
+        may_donate = site.way in ("live", "absent") and function.donate
+        may_donate = may_donate and not function.refuses_nan and not checks_floats()
         passes_variables = any(spec.overlaps) and any(leaf.is_variable for leaf in specs)
-        has_batch_s = self._has_batch_s and site.data_group is None
+        has_batch_s = self._has_batch_s and site.home is None
         return CallSpec(
             arguments=spec,
             options=trace_options(),
@@ -177,7 +180,7 @@ class Kind:
         """Choose how the rows of one argument come: sent from the host, or taken from where data lies."""
         leaf, overlap, place = self._scattered[i], self._spec.overlaps[i], self._spec.scattered[i]
         is_run, count, index = picks
-        if leaf.kind == "data" and site.data_group is None:
+        if leaf.kind == "data" and site.home is None:
             picks_of = Picks(count, is_run, index, False, self._has_batch_s, self._slices > 1, overlap, self._block)
             if i in self._minibatch:
                 picks_of = picks_of._replace(rows=leaf.shape[0], is_run=True, index="slice")
@@ -189,7 +192,7 @@ class Kind:
             taken = PLACES[leaf.place].take(site.group, leaf.shape[0], leaf.is_in_memory, picks_of)
             if taken is not None:
                 feed, is_exchanged = taken
-                read = read_abstract if site.is_abstract else read_resident
+                read = read_abstract if site.way == "absent" else read_resident
                 held = leaf.shape[0] if is_exchanged else None
                 return InputSpec(place, self._what(place), read, feed, leaf.shape[1:], narrow(leaf.dtype), held)
         feed = SENT if overlap is None else SENT._replace(overlap=overlap)
@@ -200,7 +203,7 @@ class Kind:
         is_whole = (
             (leaf.kind, leaf.key, raw.dtype, overlap) == ("array", None, dtype, None)
             and lengths is not None and is_run and count == leaf.shape[0] and len(set(lengths)) == 1
-            and self._slices == 1 and self._block is None
+            and self._slices == 1 and self._block is None and not isinstance(site.group, GroupAsOne)
         )  # fmt: skip
         return InputSpec(place, self._what(place), read, feed, raw.shape[1:], dtype, None, is_whole)
 
@@ -229,12 +232,12 @@ class Kind:
         batch, batch_s, names = options.batch, options.batch_s, self._spec.scattered_names
         selection, chosen = _NO_ROWS, None
         if self._on_replicas:
-            held = lengths_of(self._held_rows, (site.data_group or site.group).size)
+            held = lengths_of(self._held_rows, (site.home or site.group).size)
             chosen = select_on_replicas(batch_s, held, self.name, names[self._on_replicas[0]])
         if self._picked:
             selection = select(batch, self._rows, self.name, names[self._picked[0]])
         form, selections = self._select(site, selection, chosen, index_kind(batch))
-        stay = chosen if site.data_group is None else None
+        stay = chosen if site.home is None else None
         if form.lengths is not None and (self.base.held_index is None or stay is not None):
             return form, selections, form.lengths, stay
         # A variable may bring rows.
@@ -255,7 +258,7 @@ class Kind:
         check_equal_counts(self.name, counts)
         count = next(iter(counts.values()), None)
         lengths = None if count is None else lengths_of(count, site.group.size, self._block)
-        if chosen is not None and site.data_group is None:
+        if chosen is not None and site.home is None:
             lengths = chosen.lengths
         form = self._form(site, (selection.indexes is None, selection.rows, index), lengths)
         selections: list[Selection] = []
@@ -266,7 +269,7 @@ class Kind:
             elif chosen is not None and i in self._on_replicas:
                 # Another group, and a program that exchanges neighbours, take all rows that batch_s picks, in rank
                 # order.
-                takes_all = site.data_group is not None or self._spec.overlaps[i] is not None
+                takes_all = site.home is not None or self._spec.overlaps[i] is not None
                 of_argument = merge_replicas(chosen) if takes_all else Selection(None, 0, self._held_rows)
             selections.append(with_overlap(of_argument, spec.feed))
         return form, selections
@@ -276,7 +279,7 @@ class Kind:
     ) -> tuple[Form, Sequence[Selection], Sequence[Any], tuple[int, ...], int | None]:
         """Select rows that this process alone holds; the processes tell one another how many they have."""
         name, names = self.name, self._spec.scattered_names
-        home = site.data_group or site.group
+        home = site.home or site.group
         is_multi_process = home._is_multi_process
         sources = [leaves[i].source for i in self._spec.scattered]
         try:
@@ -301,7 +304,7 @@ class Kind:
             if not any(lengths):
                 raise ValueError(f"{name}: argument {names[0]} has 0 rows in every process; a call needs at least one.")
             # A call on one device takes all rows, so each process brings it those of the others.
-            if site.data_group is not None:
+            if site.home is not None:
                 sources = [rows_of_processes(home, gather_rows(source, selection, source.dtype)) for source in sources]
                 selection, lengths = Selection(None, 0, len(sources[0])), None
         if lengths is None:
@@ -350,6 +353,16 @@ class Kind:
         return values_on_host(rows, leaves, self._spec.broadcast)
 
 
+def refuse_parts(name: str, spec: ArgumentSpec, slices: int, others: dict[str, bool]) -> None:
+    """Raise ValueError if a call that is to run as one part asks for several parts, or for rows of replicas."""
+    for what, is_asked in {"num_slices": slices > 1, "synk.Overlap": any(spec.overlaps), **others}.items():
+        if is_asked:
+            raise ValueError(
+                f'{name}: engine="jit" runs all rows of a call as one part, so it does not go with {what}. Leave out '
+                f"one of the two."
+            )
+
+
 def read_resident(leaf: Any, group: Group) -> jax.Array:
     """Return the rows of data on the devices."""
     return resident(leaf, group)
@@ -363,14 +376,14 @@ def read_abstract(leaf: Any, group: Group) -> jax.ShapeDtypeStruct:
 def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[Kind, Sequence[Any]]:
     """Return the kind of a call, and its leaves. The kind is made if no such call was met before."""
     function, group = site.function, site.group
-    leaves, parts = look(bound, function.name, site.data_group or group, site.is_abstract)
+    leaves, parts = look(bound, function.name, site.home or group, site.way == "absent")
     if options.output_subset is not None:
         options = options._replace(output_subset=checked_subset(options.output_subset, function.name))
-    data_size = None if site.data_group is None else site.data_group.size
+    home_size = None if site.home is None else site.home.size
     batch_s = None if options.batch_s is None else index_kind(options.batch_s)
     key = (
         bound.spec, function.flags, trace_options(), options.num_slices, options.output_subset, options.batch is None,
-        batch_s, data_size, site.may_donate, site.is_abstract, *parts,
+        batch_s, home_size, site.way, *parts,
     )  # fmt: skip
 
     def make() -> Kind:
@@ -423,22 +436,27 @@ def checked_subset(subset: Any, name: str) -> tuple[Any, ...]:
 def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_check: bool = False) -> ReadyCall:
     """Recognise a call, select its rows, and find or make its plan. With `may_check`, the first call of a kind is
     checked if the user has asked for that."""
-    choice, function, group = None, site.function, site.group
+    choice, asked, function, group = None, options, site.function, site.group
     if function.blocks is not None:
         # Blocks run one at a time anyway.
         options = options._replace(num_slices=1)
     elif options.num_slices == AUTO:
-        choice = _choose(site, bound, options)
+        choice = SliceChoice(1, 1) if isinstance(group, GroupAsOne) else _choose(site, bound, options)
         options = options._replace(num_slices=choice.slices)
     kind, leaves = recognise(site, bound, options)
     form, rows = kind.select(site, leaves, options)
-    if group._is_multi_process and not site.is_abstract:
+    if group._is_multi_process and site.way != "absent":
         remedy = "Give each process the same arguments and batch; synk.local marks rows of its own."
         group._peers.compare_values(
             f"the arguments of {function.name}", partial(kind.values_on_host, rows, leaves), remedy
         )
     broadcast = kind.place_broadcast(group, leaves)
-    form, plan = form.with_plan(site)
+    try:
+        form, plan = form.with_plan(site)
+    except NeedsAllRows as needed:
+        if any(isinstance(leaf, ProcessLocalRows) for leaf in leaves):
+            raise ValueError(str(needed)) from None
+        return prepare(site.as_one(), bound, asked, may_check=may_check)
     if plan.least_rows > 1 and not function.is_over:
         check_row_count(function.name, plan.least_rows, rows.lengths)
     if plan.staying:
@@ -446,7 +464,7 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
     if may_check and kind.is_new:
         function.on_first_call(site, bound, options, plan)
         kind.is_new = False
-    return ReadyCall(function, group, form, plan, rows, broadcast, options.num_slices, choice)
+    return ReadyCall(function, group, form, plan, rows, broadcast, options.num_slices, choice, site.view)
 
 
 def _check_dealt_out(name: str, lengths: tuple[int, ...], size: int) -> None:
@@ -460,7 +478,7 @@ def _check_dealt_out(name: str, lengths: tuple[int, ...], size: int) -> None:
 
 def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceChoice:
     """Return the number of slices for num_slices="auto"."""
-    site = site._replace(is_abstract=True)
+    site = site._replace(way="absent")
 
     def form_of(slices: int) -> tuple[Form, Rows]:
         of_slices = options._replace(num_slices=slices)
@@ -477,7 +495,10 @@ def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceCho
         return form.with_plan(site)[1]
 
     form, rows = form_of(1)
-    return choose_slices(site, plan_key(site.function, form.call), rows, plan_of)
+    try:
+        return choose_slices(site, plan_key(site.function, form.call), rows, plan_of)
+    except NeedsAllRows:
+        return SliceChoice(1, 1)
 
 
 def start(site: Site, bound: BoundArguments, options: CallOptions, run: Callable[[ReadyCall], Any]) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import jax
@@ -16,24 +16,23 @@ from .._data.transfer import PartRows
 from .._reductions.outputs import OutputSpec
 from .._reductions.results import ResultSpec
 from .._runtime.executable import Executable
-from .._runtime.group import Group
+from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import Layout
 from .._tracing.fingerprint import without_objects
 from .._tracing.names import Names
 from .._variables.state import AbstractState, VariableState, with_layout
 from .._variables.variable import Shared, newest, state_in
+from .._variables.views import View, view_from, view_of_shapes
 from .compiler import Compiler
 from .failures import translate_error
 from .parts import split_into_launches
 from .program import Epilogue, ProgramBuilder
 from .rows import InputSpec
 from .spec import CallSpec, FunctionSpec
-from .traces import CallTraces, View, rows_not_in_blocks
+from .traces import TELLING_ROWS_APART, CallTraces, NeedsAllRows, rows_not_in_blocks
 
 # Groups for which a function keeps plans that refer to it.
 MAX_GROUPS = 4
-# What tells parts apart, and is of the law: numbers of rows are those of the serial run, and replicas may pass on rows.
-_OF_ROWS = {"synk.row_numbers", "synk.row_keys", "reduce_scatter", "ppermute", "all_to_all"}
 
 
 class UpdateSlice(NamedTuple):
@@ -212,9 +211,9 @@ class PlanCache:
     ) -> Any:
         """Return the plan for a key; make it if there is none.
 
-        Where `site.retraces` the function is always traced, since what it captures may have changed.
+        A site that runs afresh always traces the function, since what it captures may have changed.
         """
-        function, group, retraces = site.function, site.group, site.retraces
+        function, group, retraces = site.function, site.group, site.way == "afresh"
         self._groups.add(group)
         entries: list[Kept] = self.kept(group, key, list, holds_function)
         if not retraces and (entry := self.current(entries, site)) is not None:
@@ -294,27 +293,30 @@ class PlanCache:
 
 
 class Site(NamedTuple):
-    """A function, the group that runs it, and how its calls see variables and data of another group.
+    """A function, the group that runs it, and the way in which its calls run.
 
     Attributes:
       function: the function.
       plans: the plans of the function's calls.
       group: the group that runs the calls.
+      way: "live"; "trial" if old values of variables must stay; "afresh" if also the function is to be traced as it is
+        now, whatever it captured before; "absent" if calls are compiled and not run, so that shapes are enough.
+      home: the group in which variables and data live, if that is another group.
       view: gives the state of a variable that lives in another group.
-      data_group: the group in which scattered data lies, if that is another group.
-      may_donate: whether old values of variables may be overwritten.
-      is_abstract: whether shapes are enough, since calls are compiled and not run.
-      retraces: whether the function runs as it is now, whatever it captured when it was traced.
     """
 
     function: FunctionSpec
     plans: PlanCache
     group: Group
+    way: Literal["live", "trial", "afresh", "absent"] = "live"
+    home: Group | None = None
     view: View | None = None
-    data_group: Group | None = None
-    may_donate: bool = True
-    is_abstract: bool = False
-    retraces: bool = False
+
+    def as_one(self) -> "Site":
+        """Return the site of the same calls where all devices make one replica."""
+        home, group = self.home or self.group, self.group._as_one
+        view = view_of_shapes(group) if self.way == "absent" else view_from(home, group)
+        return self._replace(group=group, home=home, view=view)
 
     def state(self, variable: Shared) -> VariableState:
         """Return the state of a variable, as the calls see it."""
@@ -385,18 +387,24 @@ class Form:
         return self._exact
 
     def with_plan(self, site: Site) -> tuple["Form", CallPlan]:
-        """Return the plan of these calls, and the form that has its key; make the plan if there is none."""
-        kept = None if site.retraces else site.plans.current(self._kept, site)
+        """Return the plan of these calls, and the form that has its key; make the plan if there is none.
+
+        Raises:
+          NeedsAllRows: one replica that all devices make is to take the rows.
+        """
+        kept = None if site.way == "afresh" else site.plans.current(self._kept, site)
         if kept is None:
             plan = find_plan(site, self.call)
             self._kept = site.plans.kept(site.group, plan_key(site.function, self.call), list, self.call.is_over)
         else:
             plan = kept.plan
+        if isinstance(plan, str):
+            raise NeedsAllRows(plan)
         return (self, plan) if plan is not None else self.of_lengths().with_plan(site)
 
     def holder(self, site: Site) -> Shared | None:
         """Return the variable that brings rows to these calls, if there is one."""
-        kept = None if site.retraces else site.plans.current(self._holders, site)
+        kept = None if site.way == "afresh" else site.plans.current(self._holders, site)
         if kept is not None:
             return kept.plan
         base, function, taken = self._base, site.function, None if self.lengths is None else self.lengths[0]
@@ -443,9 +451,14 @@ def _compile(traced: Traced, function: FunctionSpec) -> Any:
 
 
 def trace_plan(site: Site, call: CallSpec) -> Traced:
-    """Trace a kind of call, to be finished as a `CallPlan`; as None if programs depend on the rows of each replica."""
+    """Trace a kind of call, to be finished as a `CallPlan`; as None if programs depend on the rows of each replica, and
+    as the words of a refusal if one replica is to take all rows."""
     traces = CallTraces(site.function, site.group, call, site.view)
-    builder = ProgramBuilder(traces)
+    try:
+        builder = ProgramBuilder(traces)
+    except NeedsAllRows as needed:
+        refusal = str(needed)
+        return Traced(traces.accepts, traces.record, lambda: refusal)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         return Traced(traces.accepts, traces.record, lambda: None)
     epilogue = Epilogue(builder)
@@ -501,7 +514,7 @@ def _make_plan(
         flops={size: traced.flops(builder.used) for size, traced in builder.traced.items()},
         flops_of_then=epilogue.flops_of_then,
         least_rows=builder.outputs.least_rows(builder.combined),
-        uses_rank=set().union(*(traced.uses_rank for traced in users)) - _OF_ROWS,
+        uses_rank=set().union(*(traced.uses_rank for traced in users)) - TELLING_ROWS_APART,
         compiler=compiler if call.is_over else None,
     )
 
@@ -527,9 +540,10 @@ def _must_be_equal(traces: CallTraces, updated: Sequence[Shared]) -> tuple[Share
 def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...] | None]:
     """Return for each updated variable the variables that must be equal for its new value to be; None if never."""
     depends_on: dict[Shared, tuple[Shared, ...] | None] = {}
-    first = epilogue.builder.first
+    first, is_one = epilogue.builder.first, isinstance(epilogue.builder.group, GroupAsOne)
     for variable, _ in first.writes:
-        depends_on[variable] = None if epilogue.call.has_rows or first.uses_rank else first.variables
+        differs = (epilogue.call.has_rows or first.uses_rank) and not is_one
+        depends_on[variable] = None if differs else first.variables
     if epilogue.then is None:
         return depends_on
     then, _ = epilogue.then
@@ -538,7 +552,8 @@ def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...
     leaves_equal = any(variable._is_per_replica for variable, _ in then.writes)
     for variable, _ in then.writes:
         may_differ = variable._may_differ and epilogue.builder.group.size > 1
-        depends_on[variable] = None if may_differ or (then.uses_rank and not leaves_equal) else equal
+        differs = may_differ or (then.uses_rank and not (leaves_equal or is_one))
+        depends_on[variable] = None if differs else equal
     return depends_on
 
 

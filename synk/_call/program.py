@@ -27,6 +27,7 @@ from .._reductions.reduction import (
 from .._reductions.results import ResultSpec, result_spec
 from .._runtime.axis import axis_named, replica_axis
 from .._runtime.constants import resolve
+from .._runtime.engine import divided
 from .._tracing.context import stateless
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
@@ -258,12 +259,12 @@ class ProgramBuilder:
         read = dict.fromkeys(chain(*(traced.variables for traced in self.traced.values())))
         return list(filter(self.traces.holds_rows, read))
 
-    def _read(self, size: int | None, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
+    def _read(self, size: int | None, state: State, arrays: PartArrays, part: Part) -> Sequence[jax.Array]:
         """Read the rows of a part: those of arguments, with their neighbours, then those of variables."""
         where = part.offset if arrays.held_index is None and self.call.is_sliced else arrays.held_index
         held = [(leaf, where) for variable in self._held for leaf in state[variable]]
         halos = [*map(halo_of, self.call.arguments.overlaps), *(0 for _ in held)]
-        return arrays._replace(arrays=[*arrays.arrays, *held]).read(size or 0, halos, part.count)
+        return divided(self.group, arrays._replace(arrays=[*arrays.arrays, *held]).read(size or 0, halos, part.count))
 
     def _without_weightless(
         self, run: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], leaves: Sequence[jax.Array]

@@ -17,21 +17,29 @@ from .._data.overlap import halo_of
 from .._data.row_keys import refuse_rbg
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._reductions.reduction import WEIGHTS_APART
-from .._runtime.group import Group
-from .._tracing.context import TraceContext
+from .._runtime.group import Group, GroupAsOne
+from .._tracing.context import NoAxisError, TraceContext
 from .._tracing.fingerprint import ByIdentity, fingerprint
 from .._tracing.names import named_objects
 from .._tracing.tracer import TracedFunction, TraceRequest, trace
-from .._variables.state import AbstractState, VariableState, refuse_narrow
+from .._variables.state import AbstractState, refuse_narrow
 from .._variables.variable import Shared, state_in
+from .._variables.views import View
 from .binding import constant_of
 from .row_map import map_rows
 from .spec import CallSpec, FunctionSpec
 
-# Returns the state of a variable as another group sees it.
-View = Callable[[Shared], VariableState]
+# What tells parts apart, and is of the law: numbers of rows are those of the serial run, and replicas may pass on rows.
+TELLING_ROWS_APART = {"synk.row_numbers", "synk.row_keys", "reduce_scatter", "ppermute", "all_to_all"}
 # The stored leaves of each variable on one replica.
 State = dict[Shared, list[jax.Array]]
+
+
+class NeedsAllRows(ValueError):
+    """A function that communicates takes all rows of a call in one replica, since they do not divide.
+
+    The message is for calls that cannot run so.
+    """
 
 
 class CallTraces:
@@ -90,7 +98,9 @@ class CallTraces:
         function, call = self.function, self.call
         # A collective inside `fn` must see the rows of all replicas: not those of one slice or batch, nor branches.
         # Rows of a map know nothing of one another, unless they have an axis of their own.
-        is_whole = not (call.is_sliced or function.of_one_row == "alone")
+        # In one replica each batch of `over` is all rows.
+        is_sliced = call.num_slices > 1 if function.engine == "jit" else call.is_sliced
+        is_whole = not (is_sliced or function.of_one_row == "alone")
         has_axis = is_whole and call.is_even and all(len(sizes) == 1 for sizes in call.part_sizes)
         seen = [(rows or 0) + halo_of(overlap) for overlap in call.arguments.overlaps]
         structs = [jax.ShapeDtypeStruct((n, *shape), dtype) for n, (shape, dtype) in zip(seen, call.rows, strict=True)]
@@ -143,14 +153,34 @@ class CallTraces:
         """Trace a function; of one of rows also tell the arguments, and how many rows of each it sees."""
         try:
             traced = trace(request)
-        except NameError as error:
-            refused = _refused_axis(request, self.function, str(error))
+        except (NameError, NoAxisError) as error:
+            refused, whole = _refused_axis(request, self.function, error)
             if refused is None:
                 raise
-            raise ValueError(refused) from error
+            if whole is None or not self._runs_as_one(whole):
+                raise ValueError(refused) from error
+            self._record(whole)
+            raise NeedsAllRows(refused) from error
         except (TypeError, ValueError) as error:
             _add_notes(error, arguments, seen)
             raise
+        self._record(traced)
+        return traced
+
+    def _runs_as_one(self, traced: TracedFunction) -> bool:
+        """Tell whether one replica that all devices make may run a function that communicates."""
+        function, call = self.function, self.call
+        if call.is_sliced or function.of_one_row or function.per_part or any(call.arguments.overlaps):
+            return False
+        if call.block is not None or call.held_index is not None or jax.tree.leaves(function.wires):
+            return False
+        # One replica has one part, rank 0 and size 1.
+        if any(op.collective == "stay" or not op.is_lawful for op in jax.tree.leaves(function.ops)):
+            return False
+        return not (traced.uses_rank - TELLING_ROWS_APART or any(v._spec.storage.is_sharded for v in traced.variables))
+
+    def _record(self, traced: TracedFunction) -> None:
+        """Note the variables and the fingerprint of a trace."""
         self.touched.update(dict.fromkeys((*traced.reads, *(variable for variable, _ in traced.writes))))
         reads, writes = [v._number for v in traced.variables], [(v._number, slices) for v, slices in traced.writes]
         # Two traces may have the same equations and return different trees, or Monoids with other functions.
@@ -159,7 +189,6 @@ class CallTraces:
         # Ops that are functions are not traced here, so what they read tells them from earlier ones.
         ops = [ByIdentity(value) for _, value in named_objects(self.function.ops_by_user)]
         self.record += (*reads, *writes, traced.fingerprint, returned, *ops)
-        return traced
 
     def _check_updates(self, traced: TracedFunction) -> None:
         """Refuse updates of variables that this kind of call cannot make."""
@@ -177,6 +206,11 @@ class CallTraces:
                 )
             if self.holds_rows(variable) and call.held_index is not None:
                 raise cannot_update_rows(function.name, variable.name)
+            if self.holds_rows(variable) and isinstance(self.group, GroupAsOne):
+                raise ValueError(
+                    f"{function.name}: {variable.name} holds rows, which one replica of all devices reads and cannot "
+                    f"update. Take the rows as an argument, and return the new ones."
+                )
             if call.is_sliced:
                 self._check_slices(variable, slices)
 
@@ -247,22 +281,30 @@ def _add_notes(error: Exception, arguments: Iterable[tuple[str, Any]], seen: Seq
         error.add_note(f"Take the gradient of the value. {WEIGHTS_APART}")
 
 
-def _refused_axis(request: TraceRequest, function: FunctionSpec, error: str) -> str | None:
-    """Say why a function may not communicate over the axis that JAX's error names; None for another error."""
-    sees, match = request.sees, re.search(r"unbound axis name: (\w+)", error)
+def _refused_axis(
+    request: TraceRequest, function: FunctionSpec, error: NameError | NoAxisError
+) -> tuple[str | None, TracedFunction | None]:
+    """Say why a function may not communicate over the axis that an error names, None for another error; also return the
+    trace with the axis."""
+    sees, match = request.sees, re.search(r"unbound axis name: (\w+)", str(error))
+    if isinstance(error, NoAxisError):
+        with suppress(Exception):
+            return str(error), trace(replace(request, sees=replace(sees, has_axis=True)))
+        return str(error), None
     if match is None:
-        return None
+        return None, None
     if match[1] != sees.axis_name:
         return (
             f'{sees.name}: it communicates over the axis "{match[1]}", but its replicas\' axis is "{sees.axis_name}": '
-            f'{function.made_by}(..., axis_name="{match[1]}").'
+            f'{function.made_by}(..., axis_name="{match[1]}").',
+            None,
         )
-    if "axis_index" in error and not function.of_one_row:
+    if "axis_index" in str(error) and not function.of_one_row:
         return (
             f"{sees.name}: it calls jax.lax.axis_index({match[1]!r}), which takes as many rows on every replica. Use "
             f"synk.rank(), which takes any number."
-        )
-    can_move = True
+        ), None
+    can_move, traced = True, None
     with suppress(Exception):
         # With the axis JAX traces all of it, and shows where it communicates.
         traced = trace(replace(request, sees=replace(sees, has_axis=True)))
@@ -270,9 +312,9 @@ def _refused_axis(request: TraceRequest, function: FunctionSpec, error: str) -> 
             return (
                 f"{sees.name}: it counts the replicas, as jax.lax.psum(1, {match[1]!r}) does, which takes as many rows "
                 f"on every replica. Use synk.size(), which takes any number."
-            )
+            ), None
         can_move = traced.communicates_at_top
-    return sees.without_axis(f"it communicates inside (over the axis {match[1]!r})", can_move)
+    return sees.without_axis(f"it communicates inside (over the axis {match[1]!r})", can_move), traced
 
 
 def shared_in(fn: Any) -> list[Shared]:
@@ -299,7 +341,8 @@ def _instead_of_communicating(function: FunctionSpec, call: CallSpec, replicas: 
     sizes = sorted({rows or 0 for part_sizes in call.part_sizes for rows in part_sizes})
     if sizes[-1] - sizes[0] > 1:  # rows that lie on the replicas already
         return "give a number of rows that divides."
-    return f"give {' or '.join(str(replicas * rows) for rows in sizes if rows)} rows, which divide."
+    counts = " or ".join(str(replicas * rows) for rows in sizes if rows)
+    return f'give {counts} rows, which divide. {function.made_by}(..., engine="jit") takes any number.'
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:

@@ -19,7 +19,7 @@ from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import relayout, run_collective, translate_peer_errors
 from .._runtime.group import Group
 from .._runtime.layout import Layout, layouts
-from .._variables.variable import Shared, bind
+from .._variables.variable import Shared
 from .probe import ALL_KINDS, Kinds, Prober, kinds_of
 from .serial import CallRows
 
@@ -65,9 +65,9 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
     # With these flags JAX raises where a probe computes NaN: https://docs.jax.dev/en/latest/debugging/flags.html
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):
         drain()
-        ready = prepare(site._replace(may_donate=False), bound, options)
+        ready = prepare(site._replace(way="trial"), bound, options)
         _refuse_rows(ready, bound)
-        outcome = evaluate(ready, None)
+        outcome = evaluate(ready)
         after = list(_not_finite_after(ready, outcome))
         # NaN comes first, since infinity before the call may be meant.
         before = sorted(_not_finite_before(ready), key=lambda cause: not cause[0])
@@ -151,7 +151,7 @@ def _not_finite_before(ready: ReadyCall) -> Iterator[tuple[bool, Shared | None, 
         if any(kinds):
             yield kinds[0], None, f"{name}: argument {ready.call.arguments.names[place]} is not finite."
     for variable in ready.plan.accepts:
-        state = bind(variable, group)
+        state = ready.state(variable)
         leaves = variable._spec.storage.apart(group, state.leaves, state.layout)
         for path, leaf in zip(variable._spec.paths, leaves, strict=True):
             kinds = _kinds_on_replicas(group, leaf, state.layout)
@@ -171,7 +171,7 @@ def _not_finite_after(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str,
             by = "then" if ready.function.then is not None else "combining its parts"
             yield f"{name}: every row is fine; {by} makes output{path} not finite.{hint}", kinds
     for variable, state in outcome.updates.items():
-        before = bind(variable, group)
+        before = ready.state(variable)
         olds = before.leaves
         if before.layout != state.layout:
             olds = relayout(group, olds, before.layout, state.layout)

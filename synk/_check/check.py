@@ -112,7 +112,7 @@ def _unequal_outputs(runner: Runner, one: Outcome, many: Outcome, tolerance: Tol
 def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndarray]:
     """Return the parts of every output, those with an entry a row joined, and how many rows each part has."""
     ready = runner.ready(runner.parallel, raw)
-    outcome = evaluate(ready, runner.parallel.view)
+    outcome = evaluate(ready)
     size, lengths = runner.parallel.group.size, ready.rows.lengths
     rows = [1] * size
     if lengths is not None:
@@ -131,7 +131,7 @@ def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolera
 
     def run(index: np.ndarray) -> np.ndarray:
         ready = prepare(runner.serial._replace(function=mapping), *rows.take(index))
-        return np.asarray(evaluate(ready, runner.serial.view).leaves[output])
+        return np.asarray(evaluate(ready).leaves[output])
 
     try:
         return likely_cause(run, len(rows.positions), tolerance)

@@ -17,7 +17,7 @@ from .._call.parts import split_into_launches
 from .._call.plan import PlanCache, Site
 from .._call.rows import feed_rows
 from .._call.spec import FunctionSpec, Stats
-from .._call.traces import CallTraces, View
+from .._call.traces import CallTraces
 from .._reductions.monoid import Monoid
 from .._reductions.outputs import is_whole
 from .._reductions.reduction import REDUCTIONS, Weighted
@@ -92,13 +92,13 @@ class Prober:
         bound, options = self._bound, CallOptions()
         if self._rows is not None:
             bound, options = self._rows.take(np.resize(rows, len(self._rows.positions)))
-        site = Site(self._function, self._plans, self._ready.group, may_donate=False)
+        site = Site(self._function, self._plans, self._ready.group, "trial")
         ready = prepare(site, bound, options._replace(num_slices=self._ready.num_slices))
         self.reads = ready.plan.accepts
-        return self._has_kinds(ready, None)
+        return self._has_kinds(ready)
 
-    def _has_kinds(self, ready: ReadyCall, view: View | None) -> bool:
-        return bool((np.asarray(evaluate(ready, view).leaves[0]) & self._kinds).any())
+    def _has_kinds(self, ready: ReadyCall) -> bool:
+        return bool((np.asarray(evaluate(ready).leaves[0]) & self._kinds).any())
 
     def find(self, kinds: Kinds) -> tuple[int, int] | None:
         """Find the first row to blame, or the first and last of rows that are bad together.
@@ -129,7 +129,7 @@ class Prober:
         except Exception:
             # The function may refuse a call of one row. The row is blamed without a line then.
             return True, None
-        if not self._has_kinds(ready, view):
+        if not self._has_kinds(ready):
             return False, None
         # The equations run one after the other.
         traced = CallTraces(self._function, one, ready.call, view).of_rows(1, keeps_lines=True)

@@ -14,13 +14,13 @@ from .._call.kinds import prepare
 from .._call.plan import PlanCache, Site
 from .._call.rows import Rows
 from .._call.spec import FunctionSpec
-from .._call.traces import View, cannot_update_rows, shared_in
+from .._call.traces import cannot_update_rows, shared_in
 from .._data.dataset import Data
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import Group
 from .._runtime.layout import put
 from .._variables.variable import commit_all
-from .views import one_device, view_from
+from .._variables.views import View, one_device, view_from
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,15 @@ class Runner:
     @cached_property
     def parallel(self) -> Site:
         """Return the site of the replicas; two simulated ones for a group of one, which runs the serial program."""
-        if self.home.size > 1:
-            return self._site(self.home)
+        if self.home.size > 1 or self.function.engine == "jit":
+            site = self._site(self.home)
+            return site.as_one() if self.function.engine == "jit" else site
         group = self.home._derived(self.home.devices[:1] * 2, True)
         return self._site(group, view_from(self.home, group, self.options.batch_s))
 
     def _site(self, group: Group, view: View | None = None) -> Site:
-        data_group = None if view is None else self.home
-        return Site(self.function, self.plans, group, view, data_group, may_donate=False, retraces=True)
+        home = None if view is None else self.home
+        return Site(self.function, self.plans, group, "afresh", home, view)
 
     def ready(self, site: Site, function: FunctionSpec) -> ReadyCall:
         """Prepare a call of the function, or of a function made of it."""
@@ -75,7 +76,7 @@ class Runner:
         """Run a call of the function, or of a function made of it."""
         # A variable that a dead program was to write must raise now, as in a call.
         drain()
-        outcome = evaluate(self.ready(site, function), site.view)
+        outcome = evaluate(self.ready(site, function))
         for variable, state in outcome.updates.items():
             if self.options.batch_s is not None and state.rows_per_replica:
                 raise cannot_update_rows(function.name, variable.name)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from .._runtime.group import Group
 from .._runtime.layout import Layout
 from .overlap import Overlap, halo_of
 from .selection import IndexKind
@@ -30,17 +31,17 @@ class InputFeed(NamedTuple):
     held_rows: int = 0
 
     def arrays(
-        self, row: jax.ShapeDtypeStruct, max_rows: int, replicas: int
+        self, row: jax.ShapeDtypeStruct, max_rows: int, group: Group
     ) -> list[tuple[Layout, jax.ShapeDtypeStruct]]:
         """Return layouts and global shapes for parts of up to `max_rows` rows of this shape."""
         max_rows += halo_of(self.overlap)
         front = {
-            "rows": (max_rows * replicas,),
-            "stacked": (replicas, self.size or max_rows),
+            "rows": (group._rows_sent(max_rows),),
+            "stacked": (group.size, self.size or max_rows),
             "replicated": (self.size,),
         }
         array = self.layout, jax.ShapeDtypeStruct((*front[self.layout], *row.shape), row.dtype)
-        return [array] if self.index is None else [array, ("stacked", index_shape(self.index, max_rows, replicas))]
+        return [array] if self.index is None else [array, ("stacked", index_shape(self.index, max_rows, group.size))]
 
 
 # Rows that each call sends from the host.

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._base.pytree import narrowed
 from .._runtime.dispatch import LOCK
-from .._runtime.group import Group
+from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import everywhere, host_copy, is_everywhere, is_placed, put
 from .host_buffers import acquire
 from .selection import Selection
@@ -55,6 +55,9 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
 
     The result shares no memory with an array of the user's. A `jax.Array` that lies in its place is returned itself.
     """
+    if isinstance(group, GroupAsOne):
+        home = group._home
+        return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
     max_rows = part_rows.max_rows
     if isinstance(source, jax.Array):
         is_all = selection.indexes is None and len(source) == selection.rows == max_rows * group.size
@@ -89,6 +92,14 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         return arrays[(index[0].start or 0) // max_rows - ranks.start]
 
     return jax.make_array_from_callback((max_rows * size, *row), group.stacked, part_at)
+
+
+def _blocks(rows: int, size: int) -> PartRows:
+    """Cut rows into equal blocks for so many devices. All filler comes behind the rows."""
+    most = -(-rows // size)
+    starts = tuple([min(most * rank, rows) for rank in range(size)])
+    counts = tuple([min(most, rows - start) for start in starts])
+    return PartRows(most, counts, starts, (0,) * size)
 
 
 def is_cut_by_host(group: Group, source: Any) -> bool:

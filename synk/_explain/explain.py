@@ -22,7 +22,6 @@ from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group
 from .._runtime.target import known_accelerator
 from .._variables.state import VariableState
-from .._variables.variable import bind
 from .hlo import read_collectives
 from .report import Explanation, InputReport, Measured, ProgramReport, VariableReport
 from .why import why_compiled
@@ -194,7 +193,7 @@ def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
     """Run a call on copies of its variables, and wait for it; change nothing."""
     ready = prepare()
     # The call may overwrite the values of variables, so it gets copies.
-    states = {variable: _copied(bind(variable, ready.group), ready.group) for variable in ready.plan.accepts}
+    states = {variable: _copied(ready.state(variable), ready.group) for variable in ready.plan.accepts}
     jax.block_until_ready([state.leaves for state in states.values()])
     # JAX returns before the devices are done, so both moments are told.
     start = perf_counter()

@@ -1,7 +1,7 @@
 """Decorator: `synk.function`, which checks what its user has given."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import jax
 
@@ -13,7 +13,7 @@ from .._call.spec import FunctionSpec, Stats, with_then
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
 from .._reductions.wire import check_wire
-from .._runtime.engine import ENGINES, EngineName
+from .._runtime.engine import EngineName
 from .function import Function
 
 Inputs = Sequence[PyTree] | Mapping[str, PyTree] | None
@@ -78,6 +78,9 @@ def function(
       axis_name: what the replicas' axis is called in `fn` and `then`, so that functions written for
         `jax.pmap(f, axis_name="batch")` run as they are.
       engine: "shard_map", or "pmap" for `jax.pmap`; equal bit for bit. Among several processes both are shard_map.
+        "jit" is for rows that see one another, as in a batch norm or a contrastive loss: `fn` runs once, over all rows
+        of the call, any number of them, and XLA divides its work among the devices. Not with `num_slices`, `batch_s`,
+        `synk.Overlap`, `synk.local`, `wire`, `blocks`, "scatter", "stack" or callables.
       donate: whether old values of shared variables that are updated may be overwritten in place.
       nan: "raise" raises FloatingPointError, naming the row to blame (`Function.blame`), if an output or a newly
         updated value is not finite. Such a call updates nothing. Each call is waited for. Under `jit` and the like,
@@ -115,15 +118,18 @@ def function(
         if not callable(fn):
             raise TypeError(f"synk.function: fn is {shown(fn)}; give a function of arrays.")
         called = name or getattr(fn, "__name__", type(fn).__name__)
-        if engine not in ENGINES:
-            raise ValueError(f"{called}: engine={engine!r}; use {' or '.join(map(repr, ENGINES))}.")
+        if engine not in get_args(EngineName):
+            raise ValueError(f"{called}: engine={engine!r}; use {' or '.join(map(repr, get_args(EngineName)))}.")
         binder = ArgumentBinder(fn, inputs, called)
+        checked = check_ops(ops, called)
+        if engine == "jit":
+            _refuse_parts(checked, wire, blocks, called)
         if nan not in (None, "raise"):
             raise ValueError(f'{called}: nan={nan!r}; use "raise", or None.')
         spec = FunctionSpec(
             name=called,
             fn=fn,
-            ops=check_ops(ops, called),
+            ops=checked,
             then=None,
             then_parameters=lambda count: (),
             axis_name=checked_axis(axis_name, called),
@@ -146,6 +152,17 @@ def _check_first_call(*call: Any) -> None:
         from .._check.check import check_first_call
 
         check_first_call(*call)
+
+
+def _refuse_parts(ops: PyTree, wire: PyTree, blocks: Any, name: str) -> None:
+    """Raise ValueError for what speaks of several parts, of which engine="jit" has one."""
+    named = [op.name for op in jax.tree.leaves(ops) if op.name in ("scatter", "stack", "callable")]
+    asked = [*map(repr, named), *["wire"] * bool(jax.tree.leaves(wire)), *["blocks"] * (blocks is not None)]
+    if asked:
+        raise ValueError(
+            f'{name}: engine="jit" runs all rows as one part, so it does not go with {asked[0]}. Use "concat" for an '
+            f"entry a row, or leave out one of the two."
+        )
 
 
 def checked_axis(axis_name: Any, name: str) -> str:

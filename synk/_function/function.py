@@ -31,7 +31,7 @@ from .._data.prefetch import Prefetch
 from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, launch, warn_of_keys
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
-from .._runtime.group import current_group
+from .._runtime.group import Group, current_group
 from .._tracing.context import current_trace
 from .._variables.variable import Shared
 
@@ -172,7 +172,7 @@ class Function:
         options = CallOptions(batch, batch_s, num_slices, output_subset)
         bound = self._bind(args, kwargs, options)
         if is_traced() or any(map(is_tracer_type, map(type, bound.leaves))):
-            return compose(Site(self._spec, self._plans, current_group()), bound, options)
+            return compose(self._site_in(current_group()), bound, options)
         return self._launch(bound, options)
 
     def _launch(self, bound: BoundArguments, options: CallOptions) -> PyTree:
@@ -387,7 +387,7 @@ class Function:
                 f"{self.name}.over: give batches=, which pick rows of its arguments, or source=, a loader of arguments."
             )
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        total = Accumulation(Site(self._spec, self._plans, current_group()))
+        total = Accumulation(self._site_in(current_group()))
         if batches is not None:
             calls = self._batches("over", (args, kwargs), batches, options).calls(batches)
         elif args or kwargs:
@@ -503,14 +503,19 @@ class Function:
     def _runner(self, bound: BoundArguments, options: CallOptions) -> Runner:
         from .._check.serial import Runner
 
-        return Runner(self._spec.gathering(), self._plans, bound, options, self._site().group)
+        self._site()
+        return Runner(self._spec.gathering(), self._plans, bound, options, current_group())
 
     def _site(self, call: str = "") -> Site:
         """Return where calls run now; SynkError where the group's devices are absent. `call` names a member."""
         group = current_group()
         if group.accelerator is not None:
             group._refuse_if_absent(f"{self.name}.{call}" if call else self.name)
-        return Site(self._spec, self._plans, group)
+        return self._site_in(group)
+
+    def _site_in(self, group: Group, way: Literal["live", "absent"] = "live") -> Site:
+        site = Site(self._spec, self._plans, group, way)
+        return site.as_one() if self._spec.engine == "jit" else site
 
     @public_api
     def compile(
@@ -630,9 +635,9 @@ class Function:
 
     def _absent_site(self) -> Site:
         """Return where calls are compiled and not run: devices may be absent, and shapes are enough."""
-        site = Site(self._spec, self._plans, current_group(), is_abstract=True)
-        if site.group.accelerator is None:
+        site = self._site_in(current_group(), "absent")
+        if site.group.accelerator is None or site.view is not None:
             return site
-        from .._check.views import view_of_absent
+        from .._variables.views import view_of_shapes
 
-        return site._replace(view=view_of_absent(site.group))
+        return site._replace(view=view_of_shapes(site.group))

@@ -26,7 +26,7 @@ from .._runtime.executable import translate_peer_errors
 from .._runtime.layout import constant, put
 from .._tracing.nan_origin import is_finite
 from .._variables.state import VariableState
-from .._variables.variable import Shared, bind
+from .._variables.variable import Shared
 
 # Arrays that one launch returns, with entries of rows or parts, and the number of rows of each replica.
 _Launched = tuple[tuple[int, ...], list[jax.Array]]
@@ -71,7 +71,7 @@ class Accumulation:
         """Launch the programs of a batch, which add to the sums."""
         plan, lengths = ready.plan, ready.rows.lengths
         assert lengths is not None and plan.start is not None
-        states = {variable: bind(variable, ready.group) for variable in plan.accepts}
+        states = {variable: ready.state(variable) for variable in plan.accepts}
         check_variables(ready, states)
         self._check(ready, states, sum(lengths))
         if self._first is None:

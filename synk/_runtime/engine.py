@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from .axis import AXIS, axis_named, replica_axis
-from .group import Group
+from .group import Group, GroupAsOne
 from .layout import Layouts
 
 Body: TypeAlias = Callable[..., Sequence[jax.Array]]
-EngineName: TypeAlias = Literal["shard_map", "pmap"]
+EngineName: TypeAlias = Literal["shard_map", "pmap", "jit"]
 
 
 def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "shard_map") -> Body:
@@ -34,10 +34,12 @@ def spmd(group: Group, body: Body, ins: Layouts, outs: Layouts, engine: str = "s
         with axis_named(axis):
             return body(*args)
 
+    if isinstance(group, GroupAsOne):
+        return _as_one(named, ins, outs)
     if group.is_simulated and group.size > 1:
         return _by_vmap(group, named, ins, outs)
     # Under jit, jax.pmap maps over the devices of this process alone.
-    if jax.process_count() > 1:
+    if jax.process_count() > 1 or engine == "jit":
         engine = "shard_map"
     return ENGINES[engine](group, named, ins, outs)
 
@@ -102,6 +104,31 @@ def _by_vmap(group: Group, body: Body, ins: Layouts, outs: Layouts) -> Body:
         return _of_replicas(results, outs)
 
     return call
+
+
+def _as_one(body: Body, ins: Layouts, outs: Layouts) -> Body:
+    """Run the body of one replica as it is, with an axis of size 1; XLA divides its work among the devices."""
+    # No argument is mapped, so nothing gets an axis more.
+    mapped = jax.vmap(
+        lambda _, *args: tuple(body(*args)), in_axes=(0, *[None] * len(ins)), axis_name=replica_axis(), axis_size=1
+    )
+
+    def call(*args: jax.Array) -> tuple[jax.Array, ...]:
+        results = mapped(
+            np.zeros(1), *(a[0] if layout == "stacked" else a for a, layout in zip(args, ins, strict=True))
+        )
+        return tuple(r if layout == "stacked" else r[0] for r, layout in zip(results, outs, strict=True))
+
+    return call
+
+
+def divided(group: Group, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Divide rows of one replica that all devices make together; XLA divides what is computed from them alike."""
+    if not isinstance(group, GroupAsOne):
+        return rows
+    # Inside a program rows need not divide:
+    # https://docs.jax.dev/en/latest/_autosummary/jax.lax.with_sharding_constraint.html
+    return [jax.lax.with_sharding_constraint(leaf, group.rows) for leaf in rows]
 
 
 def _axes(layouts: Layouts) -> tuple[int | None, ...]:

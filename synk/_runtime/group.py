@@ -167,6 +167,21 @@ class Group:
         return NamedSharding(self.mesh, PartitionSpec())
 
     @cached_property
+    def rows(self) -> NamedSharding:
+        """Return the sharding of rows, which are cut over the replicas."""
+        return self.stacked
+
+    def _rows_sent(self, rows: int) -> int:
+        """Return how many rows an array has that brings each replica so many."""
+        return rows * self.size
+
+    @cached_property
+    def _as_one(self) -> Group:
+        """Return the group of one replica that all devices make together; XLA divides its work among them."""
+        own = (self.devices[self._local_ranks.start],)
+        return GroupAsOne(own, self.mesh, self.is_simulated, self._peers, self.accelerator, self._memory, _home=self)
+
+    @cached_property
     def _limits_in_flight(self) -> bool:
         """Check whether programs that nobody waits for can block the devices."""
         return CPU_CAN_WEDGE and self.platform == "cpu" and len(set(self.devices)) > 1
@@ -212,6 +227,39 @@ class Group:
 
     def __exit__(self, *error: object) -> None:
         CURRENT.group = self._groups_before.pop()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GroupAsOne(Group):
+    """All devices of another group as one replica. Its arrays lie as those of the other group do."""
+
+    _home: Group = None  # type: ignore[assignment]  # fields before it have defaults
+
+    @cached_property
+    def stacked(self) -> NamedSharding:
+        return self._home.replicated
+
+    @cached_property
+    def replicated(self) -> NamedSharding:
+        return self._home.replicated
+
+    @cached_property
+    def rows(self) -> NamedSharding:
+        return self._home.stacked
+
+    @cached_property
+    def _is_multi_process(self) -> bool:
+        return self._home._is_multi_process
+
+    @cached_property
+    def _limits_in_flight(self) -> bool:
+        return self._home._limits_in_flight
+
+    def _rows_sent(self, rows: int) -> int:
+        return -(-rows // self._home.size) * self._home.size
+
+    def __repr__(self) -> str:
+        return f"{self._home!r}"
 
 
 class _CurrentGroup:

@@ -27,7 +27,7 @@ def layouts(layout: Layout, count: int) -> list[Layout]:
 
 def sharding_of(group: Group, layout: Layout) -> NamedSharding:
     """Return the sharding of an array with a layout."""
-    return group.replicated if layout == "replicated" else group.stacked
+    return {"replicated": group.replicated, "stacked": group.stacked, "rows": group.rows}[layout]
 
 
 def is_everywhere(array: jax.Array) -> bool:
@@ -135,8 +135,8 @@ def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Arr
         full[0, ... if rows is None else slice(len(part))] = part
         return full
 
-    if group.is_simulated:
-        return jax.device_put(np.concatenate([padded(part) for part in parts]), group.stacked)
+    if group.is_simulated or group.size == 1:
+        return put(group, np.concatenate([padded(part) for part in parts]), "stacked")
     placed = [jax.device_put(padded(parts[rank]), group.devices[rank]) for rank in group._local_ranks]
     return jax.make_array_from_single_device_arrays((group.size, *shape), group.stacked, placed)
 

@@ -24,6 +24,10 @@ _local = threading.local()
 _fresh = jax.make_user_context(None)
 
 
+class NoAxisError(ValueError):
+    """A function communicates where the axis of the replicas is missing."""
+
+
 @dataclass
 class TraceContext:
     """The surroundings of one function while it is traced, and what it did.

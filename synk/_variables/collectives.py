@@ -24,7 +24,7 @@ from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, run_collective
 from .._runtime.group import Group
 from .._runtime.layout import Layout, constant, layouts
-from .._tracing.context import TraceContext, current_trace, eager
+from .._tracing.context import NoAxisError, TraceContext, current_trace, eager
 from .state import VariableState, refuse_narrow, state_of_leaves, state_of_rows
 from .variable import (
     Shared,
@@ -531,4 +531,4 @@ def _check_axis(context: TraceContext, call: str) -> None:
         pairs = " synk.pairs combines all pairs of rows, of any number." if call == "all_gather" else ""
         # Loops, branches and gradients have traces of their own.
         is_at_top = trace_state() == context.state
-        raise ValueError(context.without_axis(f"synk.{call} communicates inside", is_at_top) + pairs)
+        raise NoAxisError(context.without_axis(f"synk.{call} communicates inside", is_at_top) + pairs)

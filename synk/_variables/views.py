@@ -1,16 +1,20 @@
-"""Views: the state of shared variables in another group: one device, simulated replicas, or absent devices."""
+"""Views: the state of shared variables in another group: one device, all as one, simulated replicas, absent ones."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from .._base.errors import DivergedError
 from .._base.partition import lengths_of
-from .._call.traces import View
 from .._data.selection import merge_replicas, select_on_replicas
-from .._runtime.group import Group
-from .._variables.state import VariableState, deal_out
-from .._variables.variable import Shared, bind, computed_state, divergence
+from .._runtime.executable import relayout
+from .._runtime.group import Group, GroupAsOne
+from .state import VariableState, deal_out, with_layout
+from .variable import Shared, bind, computed_state, divergence
+
+# Returns the state of a variable as another group sees it.
+View: TypeAlias = Callable[[Shared], VariableState]
 
 
 def one_device(group: Group) -> Group:
@@ -35,9 +39,24 @@ def view_from(home: Group, group: Group, batch_s: Any = None) -> View:
             return _deal_out(home, group, variable, batch_s)
         if not state.is_equal:
             raise DivergedError(divergence(variable))
+        if isinstance(group, GroupAsOne):
+            return _as_one(home, variable, state)
         return storage.in_group(home, computed_state(variable), group)
 
     return view
+
+
+def _as_one(home: Group, variable: Shared, state: VariableState) -> VariableState:
+    """Return the value that replicas share, where it lies, as the one replica sees it that their devices make."""
+    if variable._spec.storage.is_sharded:
+        raise ValueError(
+            f'{variable.name}: it lies in shards, one on each replica, which engine="jit" does not take. Leave '
+            f"shard_optimizer out, or the engine."
+        )
+    if state.layout == "replicated":
+        return state
+    leaves = relayout(home, state.leaves, state.layout, "replicated")
+    return replace(state, leaves=leaves, abstract=with_layout(state.abstract, "replicated"))
 
 
 def _deal_out(home: Group, group: Group, variable: Shared, batch_s: Any) -> VariableState:
@@ -50,12 +69,14 @@ def _deal_out(home: Group, group: Group, variable: Shared, batch_s: Any) -> Vari
     return deal_out(group, rows, lengths_of(len(rows[0]), group.size))
 
 
-def view_of_absent(group: Group) -> View:
-    """View variables by shapes in a group whose devices are absent, with their rows dealt out to its replicas."""
+def view_of_shapes(group: Group) -> View:
+    """View variables by shapes alone, in a group whose devices may be absent, with rows dealt out to its replicas."""
 
     def view(variable: Shared) -> VariableState:
         state = variable._state
         abstract = state.abstract.dealt_out(group.size)
+        if isinstance(group, GroupAsOne) and abstract.rows_per_replica is None:
+            abstract = with_layout(abstract, "replicated")
         return replace(state, abstract=variable._spec.storage.abstract(abstract, group.size))
 
     return view
