@@ -89,11 +89,11 @@ class FunctionSpec:
     name: str
     fn: Callable[..., PyTree]
     ops: PyTree
-    then: Callable[..., PyTree] | None
-    then_parameters: Callable[[int], Sequence[str]]
     engine: str
     donate: bool
-    stats: Stats
+    then: Callable[..., PyTree] | None = None
+    then_parameters: Callable[[int], Sequence[str]] = lambda count: ()
+    stats: Stats = field(default_factory=Stats)
     made_by: str = "synk.function"
     axis_name: str = AXIS
     of_one_row: Literal["", "alone", "axis"] = ""

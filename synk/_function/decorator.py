@@ -9,7 +9,7 @@ from .._base.errors import checked_integer, public_api, shown
 from .._base.pytree import PyTree
 from .._base.settings import is_checked
 from .._call.binding import ArgumentBinder
-from .._call.spec import FunctionSpec, Stats, with_then
+from .._call.spec import FunctionSpec, with_then
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
 from .._reductions.wire import check_wire
@@ -109,7 +109,6 @@ def function(
       >>> [round(float(value), 4) for value in statistics(np.arange(7.0), 2.0)]
       [6.0, 6.0]
     """
-    ops = reduce if outputs is None else outputs
 
     def make(fn: Callable[..., PyTree]) -> Function:
         if not callable(fn):
@@ -123,13 +122,10 @@ def function(
         spec = FunctionSpec(
             name=called,
             fn=fn,
-            ops=check_ops(ops, called),
-            then=None,
-            then_parameters=lambda count: (),
+            ops=check_ops(reduce if outputs is None else outputs, called),
             axis_name=checked_axis(axis_name, called),
             engine=engine,
             donate=donate,
-            stats=Stats(),
             refuses_nan=nan == "raise",
             compiler_options=checked_options(compiler_options, called),
             wires=check_wire(wire, called),
