@@ -154,7 +154,8 @@ class Kind:
             broadcast=tuple([broadcast_aval(specs[i]) for i in spec.broadcast]),
             keys=keys_of_data(spec, specs),
             held_index=index_kind(options.batch_s) if has_batch_s else None,
-            subset=options.output_subset,
+            # Rows and parts stand for these four. Programs may depend on any other option.
+            asked=options._replace(batch=None, batch_s=None, num_slices=1, turn=None),
             donate=may_donate and not passes_variables,
             is_over=function.is_over,
         )
@@ -369,8 +370,8 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
     data_size = None if site.data_group is None else site.data_group.size
     batch_s = None if options.batch_s is None else index_kind(options.batch_s)
     key = (
-        bound.spec, function.flags, trace_options(), options.num_slices, options.output_subset, options.batch is None,
-        batch_s, data_size, site.may_donate, site.is_abstract, *parts,
+        bound.spec, function.flags, trace_options(), options.batch is None, batch_s, options[2:-1], data_size,
+        site.may_donate, site.is_abstract, *parts,
     )  # fmt: skip
 
     def make() -> Kind:
