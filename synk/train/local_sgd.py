@@ -233,7 +233,7 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
         counts.value = {**counts.value, "steps": counts.value["steps"] + 1}
         return (combined["loss"], combined["aux"]) if model.has_aux else combined["loss"]
 
-    return model.function(on_part, {"loss": "mean"}, then)
+    return model.function(model.options, on_part, {"loss": "mean"}, then)
 
 
 def _average_function(model: TrainingModel, averaged: list[Shared], trained: Shared, counts: Shared) -> Function:

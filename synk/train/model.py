@@ -115,18 +115,16 @@ class TrainingModel:
 
     def function(
         self,
+        options: StepOptions,
         fn: Callable[..., PyTree],
         outputs: dict[str, PyTree],
         then: Callable[..., PyTree],
         then_of_unreduced: Callable[..., PyTree] | None = None,
-        options: StepOptions | None = None,
     ) -> Function:
         """Make a function of rows that looks like the loss, in messages and to `inputs`.
 
-        If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`. Without
-        `options`, programs have the settings of the model.
+        If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`.
         """
-        options = options or self.options
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
         ops = {**outputs, "aux": self.aux_ops}

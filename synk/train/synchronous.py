@@ -169,7 +169,7 @@ class Step:
             check_slices(num_slices, name)
         if not (barrier is None or isinstance(barrier, bool)):
             raise TypeError(f"{name}: barrier is {shown(barrier)}; give True or False.")
-        if not isinstance(wire, EllipsisType) and "feedback" in self.variables:
+        if isinstance(wire, PowerSGD) or (not isinstance(wire, EllipsisType) and "feedback" in self.variables):
             raise ValueError(
                 f"{name}: wire=synk.train.PowerSGD(...) belongs to the step; make another by synk.train.step."
             )
@@ -373,7 +373,7 @@ def _builder(model: TrainingModel) -> Callable[[StepOptions], Function]:
 
     state_ops = () if running is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(running))
     ops = {"loss": "mean", "state": state_ops, "counted": "any"}
-    return partial(model.function, on_part, ops, partial(then, False), partial(then, True))
+    return lambda options: model.function(options, on_part, ops, partial(then, False), partial(then, True))
 
 
 # The reduction of each kind of leaf of a state over the parts. Keys advance alike everywhere, so the first part's
