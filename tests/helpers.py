@@ -122,6 +122,22 @@ def numbers(rows, columns=2, seed=0):
     return ((order - count // 2) / 4).reshape(rows, columns).astype(np.float32)
 
 
+# How all rows combine by each op that means the same for any parts: by methods that arrays of NumPy and of JAX have.
+SERIAL = {
+    "sum": lambda x: x.sum(0), "mean": lambda x: x.mean(0), "avg": lambda x: x.mean(0), "max": lambda x: x.max(0),
+    "min": lambda x: x.min(0), "prod": lambda x: x.prod(0), "any": lambda x: x.any(0), "all": lambda x: x.all(0),
+    "concat": lambda x: x, "gather": lambda x: x,
+}  # fmt: skip
+ELEMENTWISE = [op for op in SERIAL if op not in ("concat", "gather")]
+DIFFERENTIABLE = [op for op in SERIAL if op not in ("any", "all")]
+
+
+def combined(x, ops=SERIAL):
+    """The rows combined by each op, of numbers for which the op says something: products near 1, and conditions."""
+    of_op = {"prod": 1 + x / 64, "any": x > 4, "all": x > -4}
+    return {op: SERIAL[op](of_op.get(op, x)) for op in ops}
+
+
 def mapped(x):
     """A copy as of a file that is mapped: no memory to take rows from as they are wanted."""
     copy = np.frombuffer(mmap.mmap(-1, max(x.nbytes, 1)), np.uint8)[: x.nbytes].view(x.dtype).reshape(x.shape)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import synk
 
-from .helpers import GROUPS, assert_close, calls, chosen, few, group_of, numbers, parts_of, slow
+from .helpers import GROUPS, SERIAL, assert_close, calls, chosen, few, group_of, numbers, parts_of, slow
+from .helpers import combined as by_op
 
 pytestmark = pytest.mark.smoke
 
@@ -19,31 +20,17 @@ MORE = [("devices", 4), ("simulated", 8)]
 everywhere = pytest.mark.parametrize(("kind", "n"), [*GROUPS, *(slow(*which) for which in MORE)])
 
 
-OPS = {
-    "sum": "sum", "mean": "mean", "avg": "avg", "max": "max", "min": "min", "prod": "prod", "any": "any", "all": "all",
-    "concat": "concat", "gather": "gather", "weighted": "mean",
-}  # fmt: skip
-
-
-@functools.partial(synk.function, outputs=OPS)
+@functools.partial(synk.function, outputs={**{op: op for op in SERIAL}, "weighted": "mean"})
 def statistics(x):
     weight = (x[:, 1] > 0).sum().astype(jnp.float32)
     masked = jnp.where(x[:, 1] > 0, x[:, 0], 0).sum()
-    return {
-        "sum": x.sum(0), "mean": x.mean(0), "avg": x.mean(), "max": x.max(0), "min": x.min(), "prod": (1 + x / 64).prod(0),
-        "any": (x > 4).any(0), "all": (x > -4).all(0), "concat": x * 2, "gather": x[:, 0],
-        "weighted": synk.Weighted(masked / weight, weight),
-    }  # fmt: skip
+    return {**by_op(x), "weighted": synk.Weighted(masked / weight, weight)}
 
 
 def by_numpy(x):
     """The same statistics of all rows at once."""
     positive = x[x[:, 1] > 0, 0]
-    return {
-        "sum": x.sum(0), "mean": x.mean(0), "avg": x.mean(), "max": x.max(0), "min": x.min(), "prod": (1 + x / 64).prod(0),
-        "any": (x > 4).any(0), "all": (x > -4).all(0), "concat": x * 2, "gather": x[:, 0],
-        "weighted": positive.mean() if len(positive) else np.nan,
-    }  # fmt: skip
+    return {**by_op(x), "weighted": positive.mean() if len(positive) else np.nan}
 
 
 @everywhere

@@ -31,7 +31,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class CallOptions(NamedTuple):
-    """Options of a call, as its user gave them.
+    """Options of a call, as its user gave them. Each but the batches and the turn is in the key of a kind.
 
     Attributes:
       batch: the rows of the whole input to take.

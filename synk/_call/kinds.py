@@ -157,7 +157,8 @@ class Kind:
             broadcast=tuple([broadcast_aval(specs[i]) for i in spec.broadcast]),
             keys=keys_of_data(spec, specs),
             held_index=index_kind(options.batch_s) if has_batch_s else None,
-            subset=options.output_subset,
+            # Rows and parts stand for these four. Programs may depend on any other option.
+            asked=options._replace(batch=None, batch_s=None, num_slices=1, turn=None),
             donate=may_donate and not passes_variables,
             is_over=function.is_over,
         )
@@ -382,8 +383,8 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
     home_size = None if site.home is None else site.home.size
     batch_s = None if options.batch_s is None else index_kind(options.batch_s)
     key = (
-        bound.spec, function.flags, trace_options(), options.num_slices, options.output_subset, options.batch is None,
-        batch_s, home_size, site.way, *parts,
+        bound.spec, function.flags, trace_options(), options.batch is None, batch_s, options[2:-1], home_size, site.way,
+        *parts,
     )  # fmt: skip
 
     def make() -> Kind:

@@ -90,7 +90,7 @@ class ProgramBuilder:
 
     def _wanted(self) -> list[int]:
         """Return the numbers of the outputs that are needed: all, unless `output_subset` leaves some out."""
-        outputs, function, subset = self.outputs, self.function, self.call.subset
+        outputs, function, subset = self.outputs, self.function, self.call.asked.output_subset
         if subset is None or function.then is not None or function.refuses_nan:
             return list(range(len(outputs.leaves)))
         return outputs.needed_for(result_spec(outputs.treedef, outputs.keys, subset, function.name).picked)
@@ -578,7 +578,7 @@ class Epilogue:
         treedef, keys = self.outputs.treedef, self.outputs.keys
         if self.then is not None:
             treedef, keys = self.then[0].outputs
-        return result_spec(treedef, keys, self.call.subset, self.function.name)
+        return result_spec(treedef, keys, self.call.asked.output_subset, self.function.name)
 
     @cached_property
     def then(self) -> tuple[TracedFunction, list[int]] | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._base.pytree import PyTree
 from .._reductions.monoid import Monoid
 from .._reductions.outputs import is_whole, match_prefix
-from .._reductions.reduction import ELEMENTWISE, WEIGHT, WEIGHTED, Reduction, Weighted, result_dtype
+from .._reductions.reduction import ELEMENTWISE, WEIGHT, WEIGHTED, Reduction, Weighted
 from .._tracing.context import current_trace
 from .spec import CallSpec, FunctionSpec
 
@@ -84,19 +84,18 @@ def _combined(op: Reduction, output: Any, where: str) -> Any:
         raise ValueError(f"{where} is a Monoid, a statistic of many rows, but synk.map runs one: use synk.function.")
     if isinstance(output, Weighted):
         # What does not go with its op, or has no scalar for its weight, is refused with the other outputs of parts.
-        return _mean(output) if op.name == "mean" and output.weight.ndim == 1 else output
+        if op.name != "mean" or output.weight.ndim != 1:
+            return output
+        weights = WEIGHT.prepare(output.weight, None)
+        return Weighted(jax.tree.map(lambda leaf: _over_rows(WEIGHTED, leaf, weights), output.value), weights.sum())
     if op.name in ELEMENTWISE:
-        return getattr(jnp, op.name)(output, axis=0)
+        return _over_rows(WEIGHTED if op.name == "mean" else op, output, jnp.ones(len(output)))
     # Other ops take one row's value: "same", and "first", which a check puts in place of the user's.
     return output if op.has_row_entries else output[0]
 
 
-def _mean(rows: Weighted) -> Weighted:
-    """Combine weighted rows into the weighted value of a part."""
-    weights = WEIGHT.prepare(rows.weight, None)
-
-    def mean(leaf: jax.Array) -> jax.Array:
-        total = jax.vmap(WEIGHTED.prepare)(leaf, weights).sum(0)
-        return WEIGHTED.finalize(total, weights.sum()).astype(result_dtype(leaf.dtype, "mean"))
-
-    return Weighted(jax.tree.map(mean, rows.value), weights.sum())
+def _over_rows(op: Reduction, rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """Combine the rows of a part to the part's value. Integers may become wider, as those of `jnp.sum` do."""
+    states = jax.vmap(op.prepare)(rows, weights)
+    whole = op.finalize(getattr(jnp, op.collective)(states, axis=0), weights.sum())
+    return whole.astype(rows.dtype) if jnp.issubdtype(rows.dtype, jnp.inexact) else whole

@@ -17,7 +17,7 @@ from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
 from .._reductions.reduction import REDUCTIONS
 from .._runtime.axis import AXIS
-from .binding import ArgumentBinder, ArgumentSpec
+from .binding import ArgumentBinder, ArgumentSpec, CallOptions
 
 
 class Stats:
@@ -89,11 +89,11 @@ class FunctionSpec:
     name: str
     fn: Callable[..., PyTree]
     ops: PyTree
-    then: Callable[..., PyTree] | None
-    then_parameters: Callable[[int], Sequence[str]]
     engine: str
     donate: bool
-    stats: Stats
+    then: Callable[..., PyTree] | None = None
+    then_parameters: Callable[[int], Sequence[str]] = lambda count: ()
+    stats: Stats = field(default_factory=Stats)
     made_by: str = "synk.function"
     axis_name: str = AXIS
     of_one_row: Literal["", "alone", "axis"] = ""
@@ -170,7 +170,7 @@ class CallSpec(NamedTuple):
       broadcast: shape, dtype and weakness of each broadcast argument.
       keys: the PRNG implementation of each leaf, or None, in the order of the tree.
       held_index: how `batch_s` picks from the rows that variables hold.
-      subset: the outputs that are asked for; None for all.
+      asked: options of the call, without those that are told by rows and parts.
       donate: whether old values may be overwritten.
       part_sizes: for the first launch and for each further kind of launch, the numbers of rows that parts have, most
         first. Which replica has how many is data. ((None,),) for a call without rows.
@@ -189,7 +189,7 @@ class CallSpec(NamedTuple):
     broadcast: tuple[tuple[tuple[int, ...], np.dtype, bool], ...]
     keys: tuple[Any, ...]
     held_index: IndexKind | None = None
-    subset: tuple[Any, ...] | None = None
+    asked: CallOptions = CallOptions()
     donate: bool = False
     part_sizes: tuple[tuple[int | None, ...], ...] = ((None,),)
     lengths: tuple[int, ...] | None = None

@@ -9,10 +9,10 @@ from .._call.binding import constant_of
 from .._call.plan import CallPlan, Compiled
 
 # Fields of the key of a plan that are told by argument, and so not by their names.
-_BY_ARGUMENT = ("arguments", "options", "rows", "feeds", "broadcast", "keys")
+_BY_ARGUMENT = ("arguments", "options", "rows", "feeds", "broadcast", "keys", "asked")
 # Fields of the key of a plan in the words of users.
 _WORDS = {
-    "held_index": "batch_s on rows of variables", "subset": "output_subset", "donate": "overwrites old values",
+    "held_index": "batch_s on rows of variables", "donate": "overwrites old values",
     "part_sizes": "rows of parts, by launch", "lengths": "rows of each replica",
     "is_even": "as many rows on all replicas", "is_composed": "under jit or grad",
     "is_over": "a batch of over", "block": "rows of a block",
@@ -57,6 +57,7 @@ def _parts(compiled: Compiled) -> dict[Any, str]:
     return {
         "group": group,
         **{_WORDS.get(name, name): str(value) for name, value in call._asdict().items() if name not in _BY_ARGUMENT},
+        **{option: str(value) for option, value in call.asked._asdict().items() if option not in call._fields},
         **dict(zip(TRACE_OPTIONS, map(repr, call.options), strict=False)),
         **{f"rows of {name}": _array(*row) for name, row in zip(spec.scattered_names, call.rows, strict=True)},
         **{f"feed of {name}": _record(feed) for name, feed in zip(spec.scattered_names, call.feeds, strict=True)},

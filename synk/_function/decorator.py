@@ -9,7 +9,7 @@ from .._base.errors import checked_integer, public_api, shown
 from .._base.pytree import PyTree
 from .._base.settings import is_checked
 from .._call.binding import ArgumentBinder
-from .._call.spec import FunctionSpec, Stats, with_then
+from .._call.spec import FunctionSpec, with_then
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import Op
 from .._reductions.wire import check_wire
@@ -112,7 +112,6 @@ def function(
       >>> [round(float(value), 4) for value in statistics(np.arange(7.0), 2.0)]
       [6.0, 6.0]
     """
-    ops = reduce if outputs is None else outputs
 
     def make(fn: Callable[..., PyTree]) -> Function:
         if not callable(fn):
@@ -121,21 +120,15 @@ def function(
         if engine not in get_args(EngineName):
             raise ValueError(f"{called}: engine={engine!r}; use {' or '.join(map(repr, get_args(EngineName)))}.")
         binder = ArgumentBinder(fn, inputs, called)
-        checked = check_ops(ops, called)
-        if engine == "jit":
-            _refuse_parts(checked, wire, blocks, called)
         if nan not in (None, "raise"):
             raise ValueError(f'{called}: nan={nan!r}; use "raise", or None.')
         spec = FunctionSpec(
             name=called,
             fn=fn,
-            ops=checked,
-            then=None,
-            then_parameters=lambda count: (),
+            ops=_checked_ops(reduce if outputs is None else outputs, called, engine, wire, blocks),
             axis_name=checked_axis(axis_name, called),
             engine=engine,
             donate=donate,
-            stats=Stats(),
             refuses_nan=nan == "raise",
             compiler_options=checked_options(compiler_options, called),
             wires=check_wire(wire, called),
@@ -154,15 +147,17 @@ def _check_first_call(*call: Any) -> None:
         check_first_call(*call)
 
 
-def _refuse_parts(ops: PyTree, wire: PyTree, blocks: Any, name: str) -> None:
-    """Raise ValueError for what speaks of several parts, of which engine="jit" has one."""
-    named = [op.name for op in jax.tree.leaves(ops) if op.name in ("scatter", "stack", "callable")]
-    asked = [*map(repr, named), *["wire"] * bool(jax.tree.leaves(wire)), *["blocks"] * (blocks is not None)]
-    if asked:
+def _checked_ops(ops: PyTree, name: str, engine: EngineName, wire: PyTree, blocks: Any) -> PyTree:
+    """Check the ops, and that they and all else speak of no parts where engine="jit" has one."""
+    checked = check_ops(ops, name)
+    named = [repr(op.name) for op in jax.tree.leaves(checked) if op.name in ("scatter", "stack", "callable")]
+    asked = [*named, *["wire"] * bool(jax.tree.leaves(wire)), *["blocks"] * (blocks is not None)]
+    if engine == "jit" and asked:
         raise ValueError(
             f'{name}: engine="jit" runs all rows as one part, so it does not go with {asked[0]}. Use "concat" for an '
             f"entry a row, or leave out one of the two."
         )
+    return checked
 
 
 def checked_axis(axis_name: Any, name: str) -> str:

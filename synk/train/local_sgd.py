@@ -24,7 +24,7 @@ from .._reductions.reduction import Op, Weighted
 from .._runtime.dispatch import drain, retire_finished
 from .._tracing.context import current_trace
 from .._variables.variable import Shared, shared
-from .model import LeafKind, TrainingModel, kinds_of
+from .model import LeafKind, StepOptions, TrainingModel, kinds_of
 
 
 class LocalSteps:
@@ -233,7 +233,7 @@ def _local_function(model: TrainingModel, trained: Shared, counts: Shared) -> Fu
         counts.value = {**counts.value, "steps": counts.value["steps"] + 1}
         return (combined["loss"], combined["aux"]) if model.has_aux else combined["loss"]
 
-    return model.function(on_part, {"loss": "mean"}, then)
+    return model.function(model.options, on_part, {"loss": "mean"}, then)
 
 
 def _average_function(model: TrainingModel, averaged: list[Shared], trained: Shared, counts: Shared) -> Function:
@@ -260,7 +260,7 @@ def _average_function(model: TrainingModel, averaged: list[Shared], trained: Sha
         return combined["loss"]
 
     ops = {"loss": "mean", "weights": "stack", "values": jax.tree.map(_AVERAGES.__getitem__, kinds)}
-    return function(on_replica, None, ops, then=then, donate=model.donate, name=f"{model.name}.average")
+    return function(on_replica, None, ops, then=then, donate=model.options.donate, name=f"{model.name}.average")
 
 
 @public_api
@@ -318,9 +318,6 @@ def local_steps(
       >>> print(f"{step.params.value['w']:.2f} after {step.steps} steps")
       2.44 after 3 steps
     """
-    model = TrainingModel(
-        "synk.train.local_steps", loss, params, optimizer,
-        state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name,
-        axis_name=axis_name,
-    )  # fmt: skip
+    options: Any = {option: value for option, value in locals().items() if option in StepOptions._fields}
+    model = TrainingModel("synk.train.local_steps", StepOptions(**options))
     return LocalSteps(model, every, optimizer_state, report)

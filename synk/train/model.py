@@ -12,7 +12,7 @@ import numpy as np
 
 from .._base.errors import shown
 from .._base.pytree import PyTree
-from .._function.decorator import Inputs, function
+from .._function.decorator import Inputs, Options, function
 from .._function.function import Function
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, WEIGHTS_APART, Weighted
@@ -29,18 +29,33 @@ LeafKind = Literal["number", "key", "count"]
 _ADVICE = "A loss is that of its rows: return the mean over them, or synk.Weighted(mean, weight)."
 
 
-class ProgramOptions(NamedTuple):
-    """Settings of how a step's programs compute.
+class StepOptions(NamedTuple):
+    """Arguments of `synk.train.step` as its user gave them, and settings of the programs.
+
+    Local steps have those that they take too. Options of `synk.function` are handed on to it by their names.
 
     Attributes:
-      wire: the format in which gradients travel; None for their own.
-      compiler_options: options of XLA.
       has_barrier: whether a barrier may stand between combining and the update.
       num_slices: the number of slices of calls that name none.
     """
 
-    wire: str | None = None
+    loss: Callable[..., Any]
+    params: PyTree
+    optimizer: Any
+    state: PyTree = None
+    inputs: Inputs = None
+    aux: PyTree = None
+    clip: float | None = None
+    donate: bool = True
+    nan: Literal["raise"] | None = None
+    wire: str | PowerSGD | None = None
+    shard_optimizer: bool = False
+    blocks: int | None = None
+    ema: float | None = None
+    log: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
+    axis_name: str = "replica"
     compiler_options: Mapping[str, Any] | None = None
+    name: str | None = None
     has_barrier: bool = True
     num_slices: int | Literal["auto"] | None = None
 
@@ -50,70 +65,40 @@ class TrainingModel:
 
     Attributes:
       call: the call that made it, in messages.
-      params, opt_state, state: the shared variables; `state` is None for a model without one.
+      params, opt_state, state, ema: the shared variables; `state` and `ema` are None for a model without them.
       variables: all shared variables that a step updates, by name.
-      options: settings of the step's programs.
+      options: the options of the step, checked.
     """
 
-    def __init__(
-        self,
-        call: str,
-        loss: Callable[..., Any],
-        params: PyTree,
-        optimizer: Any,
-        *,
-        state: PyTree,
-        inputs: Inputs,
-        aux: PyTree,
-        clip: float | None,
-        donate: bool,
-        name: str | None,
-        axis_name: str,
-        nan: Literal["raise"] | None = None,
-        wire: str | PowerSGD | None = None,
-        blocks: int | None = None,
-        shard_optimizer: bool = False,
-        compiler_options: Mapping[str, Any] | None = None,
-        log: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
-    ) -> None:
+    def __init__(self, call: str, options: StepOptions) -> None:
         try:
             import optax  # type: ignore[import-untyped]  # it has no stubs
         except ImportError as error:
             raise ImportError("synk.train: optax is not installed. Get it by: pip install optax") from error
-        if not callable(loss):
-            raise TypeError(f"{call}: loss is {shown(loss)}; give a function of the parameters and rows.")
-        if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
-            raise TypeError(f"{call}: optimizer is {shown(optimizer)}; give one of optax's, e.g. optax.sgd(0.1).")
-        if clip is not None:
-            wanted = "give the largest global norm of a gradient, a number > 0"
-            clip = checked_number(clip, f"{call}: clip", wanted, lambda clip: clip > 0)
-        if blocks is not None and (shard_optimizer or wire is not None):
-            option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
-            raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
-        _check_log(log, shard_optimizer, call)
-        self.call, self.name = call, name or getattr(loss, "__name__", type(loss).__name__)
-        self.loss, self.donate, self.inputs, self.axis_name = loss, donate, inputs, axis_name
-        self.nan: Literal["raise"] | None = nan
-        self._log = log
-        narrow = None if isinstance(wire, PowerSGD) else check_wire(wire, call)
-        self.options, self.blocks = ProgramOptions(narrow, compiler_options), blocks
-        self.has_aux, self.aux_ops = aux is not None, () if aux is None else check_ops(aux, self.name)
+        options = checked_step(options, call)
+        loss, params, optimizer, state = options.loss, options.params, options.optimizer, options.state
+        self.call, self.name, self.loss = call, options.name or getattr(loss, "__name__", type(loss).__name__), loss
+        self.has_aux = options.aux is not None
+        self.aux_ops = check_ops(options.aux, self.name) if self.has_aux else ()
         self.params = params if isinstance(params, Shared) else shared(params, "params")
         _check_params(self.params, call)
-        self._optax, self._clip, self._update = optax, clip, update_of(optax, optimizer)
+        self._optax, self._update = optax, update_of(optax, optimizer)
         self._sharded: ShardedOptimizer | None = None
-        if shard_optimizer:
+        if options.shard_optimizer:
             self._sharded = ShardedOptimizer(optimizer, self._update, self.params)
             self.opt_state = self._sharded.state
         else:
             self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state")
-        self.variables = {"params": self.params, "opt_state": self.opt_state}
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
-        if self.state is not None:
-            self.variables["state"] = self.state
-        self._low_rank = LowRankSum(wire, self.params) if isinstance(wire, PowerSGD) else None
-        if self._low_rank is not None:
-            self.variables |= {"feedback": self._low_rank.feedback, "basis": self._low_rank.basis}
+        self.ema = None if options.ema is None else shared(map_value(self.params, lambda params: params), "ema")
+        self._low_rank = low = LowRankSum(options.wire, self.params) if isinstance(options.wire, PowerSGD) else None
+        variables = {
+            "params": self.params, "opt_state": self.opt_state, "state": self.state,
+            "feedback": low and low.feedback, "basis": low and low.basis, "ema": self.ema,
+        }  # fmt: skip
+        self.variables = {name: variable for name, variable in variables.items() if variable is not None}
+        # Variables take the place of the user's arrays, which need not stay in memory.
+        self.options = options._replace(params=self.params, state=self.state)
         self.signature = self._signature_of_rows(call)
 
     def _signature_of_rows(self, call: str) -> inspect.Signature:
@@ -130,26 +115,23 @@ class TrainingModel:
 
     def function(
         self,
+        options: StepOptions,
         fn: Callable[..., PyTree],
         outputs: dict[str, PyTree],
         then: Callable[..., PyTree],
         then_of_unreduced: Callable[..., PyTree] | None = None,
-        options: ProgramOptions | None = None,
     ) -> Function:
         """Make a function of rows that looks like the loss, in messages and to `inputs`.
 
-        If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`. Without
-        `options`, programs have the settings of the model.
+        If the step itself adds up the gradients of the replicas, `then_of_unreduced` takes the place of `then`.
         """
-        narrow, compiler_options, has_barrier, _ = options or self.options
         fn.__name__, fn.__signature__ = self.name, self.signature  # type: ignore[attr-defined]  # inspect reads it
         fn.__wrapped__ = self.loss  # type: ignore[attr-defined]  # calls look up names of the loss
         ops = {**outputs, "aux": self.aux_ops}
+        narrow = options.wire if self._low_rank is None else None
         wire = None if narrow is None else {**dict.fromkeys(ops), "loss": (None, narrow)}
-        made = function(
-            fn, self.inputs, ops, then=then, name=self.name, axis_name=self.axis_name, donate=self.donate, nan=self.nan,
-            wire=wire, blocks=self.blocks, compiler_options=compiler_options,
-        )  # fmt: skip
+        given: Any = {name: value for name, value in options._asdict().items() if name in Options.__annotations__}
+        made = function(fn, options.inputs, ops, **(given | {"then": then, "wire": wire}))
         names = {
             "['loss'][0]": ("the loss", False),
             "['loss'][1]": (f"the gradient of {self.params.name}", False),
@@ -158,8 +140,8 @@ class TrainingModel:
         }
         inside = f"Read {self.params.name}.value there."
         spec = replace(
-            made._spec, made_by=self.call, advice=_ADVICE, output_names=names, inside=inside, has_barrier=has_barrier,
-            log=self._log,
+            made._spec, made_by=self.call, advice=_ADVICE, output_names=names, inside=inside,
+            has_barrier=options.has_barrier, log=options.log,
         )  # fmt: skip
         if self._low_rank is not None or (self._sharded is not None and narrow is None):
             unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
@@ -225,7 +207,7 @@ class TrainingModel:
         if self._low_rank is not None and unreduced:
             grads, unreduced = self._low_rank.sum(grads), False
         if self._sharded is not None:
-            params.value = new = self._sharded.update(params.value, grads, loss, self._clip, unreduced)
+            params.value = new = self._sharded.update(params.value, grads, loss, self.options.clip, unreduced)
             return new, None, None
         new, opt_state.value, updates = self.apply_updates(params.value, opt_state.value, grads, loss)
         params.value = new
@@ -235,18 +217,36 @@ class TrainingModel:
         self, params: PyTree, opt_state: PyTree, grads: PyTree, loss: jax.Array
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Return parameters and optimizer state after a step, and the updates of the parameters."""
-        if self._clip is not None:
-            grads, _ = self._optax.clip_by_global_norm(self._clip).update(grads, self._optax.EmptyState())
+        if self.options.clip is not None:
+            grads, _ = self._optax.clip_by_global_norm(self.options.clip).update(grads, self._optax.EmptyState())
         return self._update(grads, opt_state, params, loss)
 
 
-def _check_log(log: Any, shard_optimizer: bool, call: str) -> None:
+def checked_step(options: StepOptions, call: str) -> StepOptions:
+    """Check the options that need no variable. Return them with numbers as floats."""
+    loss, optimizer, wire, blocks, log = options.loss, options.optimizer, options.wire, options.blocks, options.log
+    if not callable(loss):
+        raise TypeError(f"{call}: loss is {shown(loss)}; give a function of the parameters and rows.")
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise TypeError(f"{call}: optimizer is {shown(optimizer)}; give one of optax's, e.g. optax.sgd(0.1).")
+    if options.clip is not None:
+        wanted = "give the largest global norm of a gradient, a number > 0"
+        options = options._replace(clip=checked_number(options.clip, f"{call}: clip", wanted, lambda clip: clip > 0))
+    if options.ema is not None:
+        wanted = "give its decay, a number >= 0 and < 1, such as 0.999"
+        options = options._replace(ema=checked_number(options.ema, f"{call}: ema", wanted, lambda ema: 0 <= ema < 1))
+    if blocks is not None and (options.shard_optimizer or wire is not None):
+        option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
+        raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
     if log is not None and not callable(log):
         raise TypeError(f"{call}: log is {shown(log)}; give a function of gradients, updates and parameters.")
-    if log is not None and shard_optimizer:
+    if log is not None and options.shard_optimizer:
         raise ValueError(
             f"{call}: log sees whole gradients and updates, which no replica has with shard_optimizer=True."
         )
+    if not isinstance(wire, PowerSGD):
+        check_wire(wire, call)
+    return options
 
 
 def checked_number(value: Any, what: str, wanted: str, is_valid: Callable[[float], bool]) -> float:

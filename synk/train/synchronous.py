@@ -19,10 +19,10 @@ from .._data.prefetch import Prefetch
 from .._function.decorator import Inputs, checked_options
 from .._function.function import Function
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
-from .._reductions.wire import WireName, check_wire
+from .._reductions.wire import WireName
 from .._tracing.context import current_trace
-from .._variables.variable import Shared, map_value, shared
-from .model import LeafKind, ProgramOptions, TrainingModel, checked_number, kinds_of
+from .._variables.variable import Shared
+from .model import LeafKind, StepOptions, TrainingModel, checked_number, checked_step, kinds_of
 from .power_sgd import PowerSGD
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class Step:
     ema: Shared | None
     variables: dict[str, Shared]
     # Makes the function with other settings of its programs.
-    _build: Callable[[ProgramOptions], Function] = field(repr=False)
-    _options: ProgramOptions = field(repr=False)
+    _build: Callable[[StepOptions], Function] = field(repr=False)
+    _options: StepOptions = field(repr=False)
 
     def _with_slices(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a call, with the step's own number of slices if they name none."""
@@ -169,19 +169,17 @@ class Step:
             check_slices(num_slices, name)
         if not (barrier is None or isinstance(barrier, bool)):
             raise TypeError(f"{name}: barrier is {shown(barrier)}; give True or False.")
-        if not isinstance(wire, EllipsisType) and "feedback" in self.variables:
+        if isinstance(wire, PowerSGD) or (not isinstance(wire, EllipsisType) and "feedback" in self.variables):
             raise ValueError(
                 f"{name}: wire=synk.train.PowerSGD(...) belongs to the step; make another by synk.train.step."
             )
-        blocks = self.function._spec.blocks
-        if isinstance(wire, str) and blocks is not None:
-            raise ValueError(f"{name}: wire={wire!r} rounds sums, so it does not go with blocks={blocks}.")
-        options = ProgramOptions(
-            old.wire if isinstance(wire, EllipsisType) else check_wire(wire, name),
-            dict(old.compiler_options or {}) | dict(checked_options(compiler_options, name)),
-            old.has_barrier if barrier is None else barrier,
-            old.num_slices if num_slices is None else num_slices,
+        options = old._replace(
+            wire=old.wire if isinstance(wire, EllipsisType) else wire,
+            compiler_options={**(old.compiler_options or {}), **dict(checked_options(compiler_options, name))},
+            has_barrier=old.has_barrier if barrier is None else barrier,
+            num_slices=old.num_slices if num_slices is None else num_slices,
         )
+        options = checked_step(options, name)
         return replace(self, function=self._build(options), _options=options)
 
     @public_api
@@ -334,19 +332,19 @@ def step(
       >>> print(f"{step(x, 3 * x):.1f} {step.params.value['w']:.1f}")
       117.0 7.8
     """
-    model = TrainingModel(
-        "synk.train.step", loss, params, optimizer,
-        state=state, inputs=inputs, aux=aux, clip=clip, donate=donate, name=name, nan=nan, wire=wire,
-        blocks=blocks, shard_optimizer=shard_optimizer, compiler_options=compiler_options, axis_name=axis_name,
-        log=log,
+    model = TrainingModel("synk.train.step", StepOptions(**locals()))
+    build = _builder(model)
+    return Step(
+        build(model.options), model.params, model.opt_state, model.state, model.ema, model.variables, build,
+        model.options,
     )  # fmt: skip
 
+
+def _builder(model: TrainingModel) -> Callable[[StepOptions], Function]:
+    """Return the function that makes the function of a step, with some settings of its programs."""
     # Variables in cells of `on_part` and `then` are expected by tracing, which saves a second trace.
-    held, opt_state, running, average, decay = model.params, model.opt_state, model.state, None, 0.0
-    if ema is not None:
-        wanted = "give its decay, a number >= 0 and < 1, such as 0.999"
-        decay = checked_number(ema, "synk.train.step: ema", wanted, lambda decay: 0 <= decay < 1)
-        average = model.variables["ema"] = shared(map_value(held, lambda params: params), "ema")
+    held, opt_state, running, average = model.params, model.opt_state, model.state, model.ema
+    decay, log = model.options.ema or 0.0, model.options.log
 
     def on_part(*args: Any, **kwargs: Any) -> PyTree:
         value, weight, grads, state, aux = model.value_and_grad(held.value, running, args, kwargs)
@@ -375,9 +373,7 @@ def step(
 
     state_ops = () if running is None else jax.tree.map(_STATE_OPS.__getitem__, kinds_of(running))
     ops = {"loss": "mean", "state": state_ops, "counted": "any"}
-    build = partial(model.function, on_part, ops, partial(then, False), partial(then, True))
-    function = build(model.options)
-    return Step(function, held, opt_state, running, average, model.variables, build, model.options)
+    return lambda options: model.function(options, on_part, ops, partial(then, False), partial(then, True))
 
 
 # The reduction of each kind of leaf of a state over the parts. Keys advance alike everywhere, so the first part's

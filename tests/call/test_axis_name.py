@@ -13,7 +13,7 @@ from jax import lax
 import synk
 import synk.train
 
-from ..helpers import assert_close, assert_same, group_of, numbers
+from ..helpers import SERIAL, assert_close, assert_same, combined, group_of, numbers
 
 pytestmark = pytest.mark.smoke
 
@@ -120,22 +120,16 @@ def test_what_synk_itself_sends(on_group, options):
     x = numbers(11, 3)
 
     def all_ops(x):
-        return {
-            "sum": x.sum(0), "mean": x.mean(0), "max": x.max(0), "prod": jnp.prod(x, 0), "any": (x > 1).any(0),
-            "concat": x * 2, "stats": synk.stats.std(x), "top": synk.stats.top_k(x[:, 0], 2), "weight": synk.Weighted(x.sum(), jnp.float32(x.shape[0])),
-        }  # fmt: skip
+        others = {"stats": synk.stats.std(x), "top": synk.stats.top_k(x[:, 0], 2)}
+        return {**combined(x), **others, "weight": synk.Weighted(x.sum(), jnp.float32(x.shape[0]))}
 
-    ops = {name: name for name in ("sum", "mean", "max", "prod", "any", "concat")} | {
-        "stats": "merge",
-        "top": "merge",
-        "weight": "mean",
-    }
+    ops = {**{op: op for op in SERIAL}, "stats": "merge", "top": "merge", "weight": "mean"}
     f, usual = made(lambda axis: all_ops, None, ops)
     assert_same(f(x, **options), usual(x, **options))
     held = synk.data(x, place="scatter")
     assert_same(f(held, **options), usual(held, **options))
     stays, wide = synk.function(lambda x: x + 1, reduce="scatter", axis_name="rows"), numbers(11, 40)
-    assert_same(np.asarray(stays(x, **options)), np.asarray(usual(x, **options)["concat"] / 2 + 1))
+    assert_same(np.asarray(stays(x, **options)), np.asarray(usual(x, **options)["concat"] + 1))
     around = {"x": synk.Overlap(2, 1)}
     blur, usual = made(lambda axis: lambda x: x[:-3] + x[1:-2] + x[2:-1] + x[3:], around, reduce="concat")
     assert_same(blur(held, **options), usual(held, **options))

@@ -10,25 +10,20 @@ from jax.sharding import AxisType
 
 import synk
 
-from ..helpers import assert_close, chosen, group_of, needs_devices, numbers, slow, smoke
+from ..helpers import DIFFERENTIABLE, assert_close, chosen, group_of, needs_devices, numbers, slow, smoke
+from ..helpers import combined as by_op
 
 W = np.array([0.5, -1.0], np.float32)
 X = numbers(9)
 
-ELEMENTWISE = {
-    "sum": lambda z: z.sum(0), "mean": lambda z: z.mean(0), "max": lambda z: z.max(0), "min": lambda z: z.min(0),
-    "prod": lambda z: (1 + z / 64).prod(0),
-}  # fmt: skip
 ROWS = [1, 3, 8, 9]
 
 
 def weigh(w, x):
-    z = x * w[None]
-    return {op: by_rows(z) for op, by_rows in ELEMENTWISE.items()} | {"concat": z}
+    return by_op(x * w[None], DIFFERENTIABLE)
 
 
-OPS = {op: op for op in (*ELEMENTWISE, "concat")}
-combined = synk.function(weigh, {"w": "broadcast"}, OPS)
+combined = synk.function(weigh, {"w": "broadcast"}, {op: op for op in DIFFERENTIABLE})
 
 
 @pytest.fixture(params=["devices", slow("simulated")])
@@ -102,7 +97,7 @@ def gradients(call, x):
 
 
 @pytest.mark.parametrize("rows", [slow(2), slow(8), smoke(9)])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_gradient_of_every_op(op, rows):
     """As that of the serial function, over dividing rows, others and fewer than replicas."""
     x = numbers(rows)

@@ -1,5 +1,7 @@
 """Ops: how parts combine, dtype by dtype, and what is no law's but one part's a replica."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,18 @@ import pytest
 
 import synk
 import synk.train
+from synk._reductions.reduction import REDUCTIONS, ElementwiseOp, RowsOp  # no public name lists all ops
 
-from ..helpers import assert_close, group_of, numbers, parts_of, slow
+from ..helpers import SERIAL, assert_close, group_of, numbers, parts_of, slow
 
 ROWS = [1, 3, 4, 9]
+
+
+def test_the_law_is_tried_for_every_op():
+    """All ops that mean the same for any parts are in the table from which tests draw, but three with tests of their own."""
+    lawful = {name for name, op in REDUCTIONS.items() if op.is_lawful}
+    assert lawful - SERIAL.keys() == {"scatter", "merge", "same"}
+    assert {*get_args(ElementwiseOp), *get_args(RowsOp), "same"} == REDUCTIONS.keys() | SERIAL.keys()
 
 
 @pytest.mark.parametrize("rows", ROWS)

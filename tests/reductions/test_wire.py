@@ -133,9 +133,9 @@ def test_a_tree_of_wires():
 @pytest.mark.parametrize(("wire", "error"), [("bf8", ValueError), (8, TypeError), ({"a": "fp16"}, ValueError)])
 def test_wrong_wires(wire, error):
     """When the function is made, or the step."""
-    with pytest.raises(error, match=r'is none of synk\'s; use "bf16", "int8" or None'):
+    with pytest.raises(error, match=r'is none of synk\'s; use "bf16", .* or None'):
         function_of(wire)
-    with pytest.raises(error, match=r'synk\.train\.step: .*use "bf16", "int8"'):
+    with pytest.raises(error, match=r'synk\.train\.step: .*use "bf16", .*None'):
         synk.train.step(lambda p, x: (p * x).sum(), np.ones(3, np.float32), optax.sgd(0.1), wire=wire)
 
 

@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import random
 import sys
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -205,6 +207,17 @@ def test_a_bound_keyword_is_a_constant(devices):
     loss = functools.partial(lambda params, x, y, weights: mean_loss(params, x * weights, y), weights=W[None])
     step = synk.train.step(loss, START, optax.sgd(0.1), name="scaled")
     assert_close(step(*rows_of(7)), loss(START, *rows_of(7)))
+
+
+@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+def test_given_arrays_need_not_stay(make):
+    """Variables take the place of the parameters and the state, of which a step keeps no second copy."""
+    given = np.ones(3, np.float32), np.zeros(3, np.float32)
+    left = [*map(weakref.ref, given)]
+    step = make(lambda w, s, x: ((w * x).mean(), s), given[0], optax.sgd(0.1), state=given[1])
+    del given
+    gc.collect()
+    assert [reference() for reference in left] == [None, None] and step.state is not None
 
 
 def test_variables_are_taken_and_shared(devices):

@@ -110,7 +110,8 @@ def test_wrong_options(group):
     for options, kind, text in [
         ({"num_slices": 0}, ValueError, "with_options: num_slices is 0"),
         ({"barrier": 1}, TypeError, "with_options: barrier is .*1.*give True or False"),
-        ({"wire": "bf8"}, ValueError, "wire"),
+        ({"wire": "bf8"}, ValueError, "with_options: wire 'bf8'"),
+        ({"wire": synk.train.PowerSGD(1)}, ValueError, "with_options: wire=.*make another by synk.train.step"),
         ({"compiler_options": 3}, TypeError, "with_options: compiler_options is"),
     ]:
         with pytest.raises(kind, match=text):
