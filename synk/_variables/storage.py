@@ -17,7 +17,9 @@ import numpy as np
 from jax import lax
 
 from .._base.errors import SynkError
+from .._reductions.collectives import all_gather as gather_arrays
 from .._reductions.shard_ops import cut, gather_shards, join, joined, parted, shard_shape
+from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group
 from .._runtime.layout import Layout, layouts, local_replica_to_host, put, set_replica, shard_of_rank, sharding_of
@@ -75,7 +77,15 @@ class Storage:
         rows = abstract.rows_of(rank)
         return _shared_rows(self.logical_shapes(abstract, None)) if rows is None else rows
 
+    def takes_other_rows(self, abstract: AbstractState, is_assigned: bool) -> bool:
+        """Check whether a new value may have another number of rows: given by a call, or assigned where rows lie."""
+        return not is_assigned or abstract.rows_per_replica is not None
+
     # Reading. States are in the group.
+
+    def asks_all(self, state: VariableState, rank: int | None) -> bool:
+        """Check whether processes must read together: one replica's value, or for None the value that all share."""
+        return rank is not None and state.layout == "stacked"
 
     def apart(self, group: Group, stored: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]:
         """Return the leaves that a function sees on each replica, in the same layout; copies only where it must."""
@@ -105,6 +115,13 @@ class Storage:
         layout, rank = state.layout, group._local_ranks.start
         stored = state.leaves if is_reader else []
         return self.unpack(*[local_replica_to_host(group, leaf, layout, rank, None) for leaf in stored])
+
+    def gather(self, group: Group, state: VariableState, nd_up: int, layout: Layout) -> list[jax.Array]:
+        """Return the logical leaves of all replicas in a layout: with an axis of replicas in front, or for `nd_up` 0
+        their rows one after another."""
+        body = _gather_body(nd_up, state.rows_per_replica, self.unpack)
+        ins, outs = layouts(state.layout, len(state.leaves)), layouts(layout, len(self.shapes))
+        return run_collective(group, body, ins, outs, state.leaves)
 
     def each_on_host(self, group: Group, state: VariableState) -> list[list[np.ndarray]]:
         """Return the logical leaves of each replica in host memory; once if the replicas share them, or hold rows,
@@ -256,6 +273,12 @@ class Shards(Storage):
     def logical_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
         return self.shapes
 
+    def takes_other_rows(self, abstract: AbstractState, is_assigned: bool) -> bool:
+        return False
+
+    def asks_all(self, state: VariableState, rank: int | None) -> bool:
+        return True
+
     def read(self, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
         return run_collective(group, self._gathered, layouts(layout, len(stored)), layouts(to, len(stored)), stored)
 
@@ -314,6 +337,19 @@ class Shards(Storage):
 def storage_of(kind: Any, *how: Any) -> Any:
     """Return the storage of a class with these attributes: one object, since programs are kept by its methods."""
     return kind(*how)
+
+
+@lru_cache(maxsize=256)
+def _gather_body(nd_up: int, rows: tuple[int, ...] | None, unpack: Body) -> Body:
+    def body(*stored: jax.Array) -> list[jax.Array]:
+        gathered = list(unpack(*gather_arrays(stored)))
+        if nd_up:
+            return gathered
+        if rows is None or len(set(rows)) == 1:
+            return [lax.collapse(entries, 0, 2) for entries in gathered]
+        return [jnp.concatenate([entries[rank, :n] for rank, n in enumerate(rows)]) for entries in gathered]
+
+    return body
 
 
 def _stacked(group: Group, state: VariableState) -> list[jax.Array]:

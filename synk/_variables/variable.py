@@ -128,8 +128,7 @@ class Shared:
             return
         refuse_traced(self.name, f"assigning {self.name}.value")
         with eager():
-            any_rows = self._state.rows_per_replica is not None
-            commit_all([(self, state_of_value(self, new, f"{self.name}.value", any_rows=any_rows))])
+            commit_all([(self, state_of_value(self, new, f"{self.name}.value", is_assigned=True))])
 
     @public_api
     def update(self, new: PyTree, slices: str | None = None) -> None:
@@ -416,17 +415,15 @@ def common_value(variable: Shared) -> PyTree:
     group = group_of(variable)
     if not bind(variable, group).is_equal:
         raise DivergedError(divergence(variable))
-    if variable._spec.storage.is_sharded:
-        _agree_to_read(variable, group)
+    _agree_to_read(variable, group, None)
     state = computed_state(variable)
     return variable._spec.tree(variable._spec.storage.read(group, state.leaves, state.layout, "replicated"))
 
 
 def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     """Return a copy of one replica's value; NumPy arrays that may share memory with it if `borrow`."""
-    group, state = _bind_rank(variable, rank)
-    if state.layout == "stacked":
-        _agree_to_read(variable, group)
+    group, _ = _bind_rank(variable, rank)
+    _agree_to_read(variable, group, rank)
     # Under a trace a program that asks for its rank would mix with the trace.
     spec, state = variable._spec, computed_state(variable)
     if borrow or is_traced():
@@ -435,9 +432,10 @@ def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     return spec.tree(spec.storage.of_rank(group, state, rank))
 
 
-def _agree_to_read(variable: Shared, group: Group) -> None:
+def _agree_to_read(variable: Shared, group: Group, rank: int | None) -> None:
     """Let processes meet before a read that communicates, so that a process that reads alone is told."""
-    group._peers.agree(f"a read of {variable._given_name}", "")
+    if variable._spec.storage.asks_all(variable._state, rank):
+        group._peers.agree(f"a read of {variable._given_name}", "")
 
 
 def divergence(variable: Shared) -> str:
@@ -490,10 +488,10 @@ def state_of_copies(variable: Shared, leaves: list[Any]) -> VariableState:
 
 
 def state_of_value(
-    variable: Shared, new: PyTree, call: str = "set_value", *, borrow: bool = False, any_rows: bool = True
+    variable: Shared, new: PyTree, call: str = "set_value", *, borrow: bool = False, is_assigned: bool = False
 ) -> VariableState:
     """Make the state in which every replica has a copy of a new value."""
-    return state_of_copies(variable, new_leaves(variable, new, call, borrow, any_rows))
+    return state_of_copies(variable, new_leaves(variable, new, call, borrow, is_assigned))
 
 
 def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
@@ -504,10 +502,11 @@ def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
     return variable._spec.storage.state_with_rank(group, computed_state(variable), rank, leaves, variable.name)
 
 
-def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
-    """Check a new value and return its leaves, copies unless `borrow`. Axis 0 may change if `any_rows`."""
+def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, is_assigned: bool = False) -> list[Any]:
+    """Check a new value and return its leaves, copies unless `borrow`."""
     spec = variable._spec
-    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and not spec.storage.is_sharded)
+    any_rows = spec.storage.takes_other_rows(variable._state.abstract, is_assigned)
+    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows)
     leaves = leaves if borrow else copies_of(leaves)
     _compare_processes(variable, group_of(variable), leaves)
     return leaves
