@@ -4,7 +4,7 @@
 stored: another way needs a class, with what differs from `Storage`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress
@@ -22,7 +22,16 @@ from .._reductions.shard_ops import cut, gather_shards, join, joined, parted, sh
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group
-from .._runtime.layout import Layout, layouts, local_replica_to_host, put, set_replica, shard_of_rank, sharding_of
+from .._runtime.layout import (
+    Layout,
+    layouts,
+    local_replica_to_host,
+    put,
+    set_replica,
+    shard_of_rank,
+    sharding_of,
+    stack_parts,
+)
 from .state import AbstractState, VariableState, deal_out, state_of_leaves, state_of_rows
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
@@ -160,6 +169,30 @@ class Storage:
         if before.rows_per_replica is None:
             return self.state_of_copies(group, leaves, before.layout)
         return deal_out(group, leaves, before.rows_per_replica)
+
+    def restored(self, group: Group, saved: Mapping[str, Any], leaves: Sequence[Any], layout: Layout) -> VariableState:
+        """Make the state that a checkpoint describes.
+
+        Args:
+          group: where the variable lives, or will live.
+          saved: its description.
+          leaves: the logical leaves that replicas share; else for each a stacked array, or arrays of all replicas.
+          layout: for leaves that replicas share.
+        """
+        if saved["is_equal"]:
+            return self.state_of_copies(group, leaves, layout)
+        if saved["replicas"] != group.size:
+            return self.state_of_copies(group, list(map(_mean_of, leaves)), layout)
+        rows = saved["lengths"]
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            # In memory of its own, since programs may overwrite it.
+            stacked = relayout(group, leaves, "stacked", "stacked")
+        elif rows is None:
+            packed = map(self.pack, zip(*leaves, strict=True))
+            stacked = [stack_parts(group, parts, None) for parts in zip(*packed, strict=True)]
+        else:
+            stacked = [stack_parts(group, parts, max(rows)) for parts in leaves]
+        return state_of_leaves(stacked, "stacked", rows, diverged_by="what was saved")
 
     def state_of_first(self, group: Group, state: VariableState) -> VariableState:
         """Make the state in which every replica has what the first one holds, also if all are said to be equal."""
@@ -355,6 +388,11 @@ def _gather_body(nd_up: int, rows: tuple[int, ...] | None, unpack: Body) -> Body
 def _stacked(group: Group, state: VariableState) -> list[jax.Array]:
     """Return the leaves with one entry a replica on axis 0."""
     return state.leaves if state.layout == "stacked" else relayout(group, state.leaves, "replicated", "stacked")
+
+
+def _mean_of(entries: Any) -> np.ndarray:
+    """Return the average of replicas' values, for another number of replicas."""
+    return np.mean(np.asarray(entries), axis=0, dtype=np.float64).astype(entries[0].dtype)
 
 
 def _differs(leaf: Any, shape: jax.ShapeDtypeStruct) -> bool:

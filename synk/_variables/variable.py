@@ -422,7 +422,7 @@ def common_value(variable: Shared) -> PyTree:
 
 def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     """Return a copy of one replica's value; NumPy arrays that may share memory with it if `borrow`."""
-    group, _ = _bind_rank(variable, rank)
+    group = _group_with_rank(variable, rank)
     _agree_to_read(variable, group, rank)
     # Under a trace a program that asks for its rank would mix with the trace.
     spec, state = variable._spec, computed_state(variable)
@@ -455,15 +455,15 @@ def divergence(variable: Shared) -> str:
     )
 
 
-def _bind_rank(variable: Shared, rank: int) -> tuple[Group, VariableState]:
-    """Return the group and the state there; raise if the group has no such rank."""
+def _group_with_rank(variable: Shared, rank: int) -> Group:
+    """Return the group in which the variable lives from now on; raise if it has no such rank."""
     group = group_of(variable)
-    state = bind(variable, group)
+    bind(variable, group)
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
         raise TypeError(f"{variable.name}: rank is {shown(rank)}; give an integer from 0 to {group.size - 1}.")
     if not 0 <= rank < group.size:
         raise IndexError(f"{variable.name}: there is no rank {rank}; ranks are 0 to {group.size - 1}.")
-    return group, state
+    return group
 
 
 # Replacing.
@@ -496,7 +496,7 @@ def state_of_value(
 
 def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
     """Make the state in which one replica has a new value and the others keep theirs."""
-    group, _ = _bind_rank(variable, rank)
+    group = _group_with_rank(variable, rank)
     variable._spec.storage.refuse(variable.name, "set_value(rank=...)")
     leaves = new_leaves(variable, new, "set_value", borrow=False)
     return variable._spec.storage.state_with_rank(group, computed_state(variable), rank, leaves, variable.name)
