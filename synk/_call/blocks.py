@@ -52,7 +52,7 @@ class Blocks:
 
     @cached_property
     def valid(self) -> dict[bool, np.ndarray]:
-        """Return the numbers of the valid entries of all replicas, in row order."""
+        """Return the indexes of the valid entries of all replicas, in row order."""
         valid: dict[bool, list[np.ndarray]] = {True: [], False: []}
         for rank, (length, full) in enumerate(zip(self.lengths, self.full, strict=True)):
             for kind, whole, last in ((True, full * self.size, self.rest), (False, full, 1)):

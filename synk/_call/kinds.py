@@ -58,8 +58,7 @@ class Kind:
     """Calls that differ in values alone: the trees of their arguments, shapes, types, places of data and options are
     the same.
 
-    It is made from the key by which a call is recognised, and never looks at a leaf. It refers neither to leaves nor to
-    the function.
+    A kind depends on its key alone. It never reads an argument, and refers to no leaf and to no function.
 
     Attributes:
       is_new: whether no call of the kind has run.
@@ -186,9 +185,9 @@ class Kind:
                 picks_of = picks_of._replace(
                     rows=leaf.shape[0], is_run=True, index=kind, is_on_replicas=overlap is None
                 )
-            taken = PLACES[leaf.place].take(site.group, leaf.shape[0], leaf.is_in_memory, picks_of)
-            if taken is not None:
-                feed, is_exchanged = taken
+            choice = PLACES[leaf.place].choose_feed(site.group, leaf.shape[0], leaf.is_in_memory, picks_of)
+            if choice is not None:
+                feed, is_exchanged = choice
                 read = read_abstract if site.is_abstract else read_resident
                 held = leaf.shape[0] if is_exchanged else None
                 return InputSpec(place, self._what(place), read, feed, leaf.shape[1:], narrow(leaf.dtype), held)
@@ -382,8 +381,8 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
 def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
     """Return the key of a call whose replicas have so many rows each, in so many slices.
 
-    How many rows each replica has is data of programs; part sizes are compiled in. Where outputs have an entry a row
-    or a part, programs of unequal parts know all lengths.
+    Programs take the number of rows of each replica as data; part sizes are compiled in. Where outputs have an entry a
+    row or a part, programs of unequal parts know all lengths.
     """
     if lengths is None:
         return call

@@ -43,7 +43,7 @@ class ProgramBuilder:
     Attributes:
       traced: the trace of `fn` for each number of rows that parts have, most first.
       outputs: the structure of what `fn` returns.
-      combined: numbers of the wanted outputs that combine.
+      combined: indexes of the wanted outputs that combine.
       reduced: how each of the combined outputs combines.
       updates: the variables that `fn` writes, and how slices of each combine.
       reductions: how slices of each state combine.
@@ -88,7 +88,7 @@ class ProgramBuilder:
         return dict.fromkeys(sizes)
 
     def _wanted(self) -> list[int]:
-        """Return the numbers of the outputs that are needed: all, unless `output_subset` leaves some out."""
+        """Return the indexes of the outputs that are needed: all, unless `output_subset` leaves some out."""
         outputs, function, subset = self.outputs, self.function, self.call.subset
         if subset is None or function.then is not None or function.refuses_nan:
             return list(range(len(outputs.leaves)))
@@ -96,7 +96,7 @@ class ProgramBuilder:
 
     @property
     def used(self) -> list[int]:
-        """Return the numbers of the results of `fn` that are needed, updates among them."""
+        """Return the indexes of the results of `fn` that are needed, updates among them."""
         return [*self.combined, *range(len(self.outputs.leaves), len(self.first.shapes))]
 
     def _slices(self, rows: int | None) -> list[RowRange]:
@@ -502,7 +502,7 @@ class Epilogue:
             )
 
     def _valid_entries(self) -> list[np.ndarray | None]:
-        """Return the numbers of the valid entries of each gathered output, in row order; None if all are valid."""
+        """Return the indexes of the valid entries of each gathered output, in row order; None if all are valid."""
         lengths = self.call.lengths
         if lengths is None or (self.call.is_even and not self.call.is_sliced):
             return [None for _ in self.reduced]

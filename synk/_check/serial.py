@@ -122,7 +122,7 @@ class CallRows:
         if bound.numbers is not None:
             self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.positions]
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> tuple[BoundArguments, CallOptions]:
+    def call_of(self, rows: Sequence[int] | np.ndarray) -> tuple[BoundArguments, CallOptions]:
         """Make arguments and options for a call with some of the rows, by their numbers in this call."""
         index = np.asarray(rows)
         leaves = [

@@ -26,7 +26,7 @@ _alive: WeakValueDictionary[int, Data] = WeakValueDictionary()
 
 
 class Hold:
-    """Hold of a loop on data. It ends with the loop.
+    """Hold of a loop on data, until the loop ends.
 
     Attributes:
       name: the loop in messages.

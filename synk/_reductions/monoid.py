@@ -102,7 +102,7 @@ class Merge:
     """A Monoid among the outputs, whose functions work on leaves of its state.
 
     Attributes:
-      leaves: the numbers of the leaves of its state.
+      leaves: the indexes of the leaves of its state.
       results: the leaves of its answer.
       least_rows, has_order: as in `statistic`.
       is_gathered: whether its answer is made of all rows.

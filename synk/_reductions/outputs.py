@@ -37,7 +37,7 @@ class OutputSpec(NamedTuple):
 
     Attributes:
       leaves: all leaves that combine, weights included.
-      items: the outputs in the order of the tree: numbers of leaves, and Monoids. Weights are no outputs.
+      items: the outputs in the order of the tree: indexes of leaves, and Monoids. Weights are no outputs.
       treedef: the tree of the outputs.
     """
 
@@ -71,7 +71,7 @@ class OutputSpec(NamedTuple):
         return [leaf.key for leaf in self.results]
 
     def needed_for(self, picked: Sequence[int]) -> list[int]:
-        """Return the numbers of the leaves that the picked outputs are made of, weights included."""
+        """Return the indexes of the leaves that the picked outputs are made of, weights included."""
         sources = list[Sequence[int]]()
         for item in self.items:
             sources += [item.leaves] * len(item.results) if isinstance(item, Merge) else [[item]]
@@ -80,14 +80,14 @@ class OutputSpec(NamedTuple):
 
     @property
     def staying(self) -> list[int]:
-        """Return the numbers of the outputs that stay on the replicas that made them."""
+        """Return the indexes of the outputs that stay on the replicas that made them."""
         return [i for i, leaf in enumerate(self.results) if leaf.reduction.collective == "stay"]
 
     def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[Any]:
         """Make the outputs from combined leaves.
 
         Args:
-          combined: the combined leaves, by number. Outputs whose leaves are left out become None.
+          combined: the combined leaves, by index. Outputs whose leaves are left out become None.
           present: as in `Merge.merge_all`.
         """
         outputs: list[Any] = []

@@ -29,7 +29,7 @@ CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
 
 class InFlight:
-    """A program that was launched. It equals only itself.
+    """A program that was launched, equal only to itself.
 
     Attributes:
       token: one output of the program, a `jax.Array`, to wait on.

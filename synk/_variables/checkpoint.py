@@ -245,7 +245,7 @@ def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> 
         if state.is_equal and not variable._spec.storage.asks_all(state, None):
             leaves = [shard_of_rank(group, leaf, group._local_ranks.start) for leaf in leaves if is_writer]
         elif group._is_multi_process:
-            # They come by way of other devices.
+            # The leaves come by way of other devices.
             leaves = []
         for leaf in leaves:
             leaf.copy_to_host_async()
@@ -324,13 +324,13 @@ def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
         if was != has:
             yield "'s tree", f"one with {was or 'nothing'}", f"{has or 'nothing'} there"
     skip = kept["lengths"] is not None or own["lengths"] is not None  # axis 0
-    for there, here in zip(kept["leaves"], own["leaves"], strict=True):
-        was, has = there["shape"], here["shape"]
+    for old, new in zip(kept["leaves"], own["leaves"], strict=True):
+        was, has = old["shape"], new["shape"]
         if was[skip:] != has[skip:] or len(was) != len(has):
-            yield f"{here['path']}'s shape", was, has
+            yield f"{new['path']}'s shape", was, has
         for field, what in (("dtype", "dtype"), ("key", "PRNG keys")):
-            if there[field] != here[field]:
-                yield f"{here['path']}'s {what}", there[field], here[field]
+            if old[field] != new[field]:
+                yield f"{new['path']}'s {what}", old[field], new[field]
 
 
 def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:

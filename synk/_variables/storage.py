@@ -18,7 +18,7 @@ from jax import lax
 
 from .._base.errors import SynkError
 from .._reductions.collectives import all_gather as gather_arrays
-from .._reductions.shard_ops import cut, gather_shards, join, joined, parted, shard_shape
+from .._reductions.shard_ops import from_shards, gather_shards, joined, parted, shard_shape, to_shards
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group
@@ -35,7 +35,7 @@ from .._runtime.layout import (
 from .state import AbstractState, VariableState, deal_out, state_of_leaves, state_of_rows
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
-# The numbers of the leaves that lie one after another in each stored array.
+# Indexes of the leaves that lie one after another in each stored array.
 Buffers: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -331,7 +331,7 @@ class Shards(Storage):
                 whole = storage_of(Shards, (shape,), (True,)).read(group, [leaf], "stacked", "replicated")[0]
                 yield local_replica_to_host(group, whole, "replicated", rank, None)
             else:
-                yield join(np.asarray(leaf), shape)
+                yield from_shards(np.asarray(leaf), shape)
 
     def each_on_host(self, group: Group, state: VariableState) -> list[list[np.ndarray]]:
         return [self.to_host(group, state, 0)]
@@ -344,7 +344,7 @@ class Shards(Storage):
 
     def state_of_copies(self, group: Group, leaves: Sequence[Any], layout: Layout) -> VariableState:
         stored = [
-            put(group, np.array(cut(np.asarray(leaf), group.size)), "stacked")
+            put(group, np.array(to_shards(np.asarray(leaf), group.size)), "stacked")
             if is_sharded
             else copy_to_replicas(group, [leaf], "stacked")[0]
             for leaf, is_sharded in zip(leaves, self.sharded, strict=True)

@@ -317,10 +317,10 @@ def bind(variable: Shared, group: Group) -> VariableState:
         _compare_processes(variable, group, state.leaves)
         variable._state, variable._group = variable._spec.storage.placed(group, state), group
     if variable._group is not group:
-        here = str(group) if str(group) != str(variable._group) else "a later one of that kind"
+        current = str(group) if str(group) != str(variable._group) else "a later one of that kind"
         raise SynkError(
-            f"{variable.name}: it lives in {variable._group}, but the current group is {here}. Use it in its own group "
-            f"(`with group:`), or make a new one from {variable.name}.get_value()."
+            f"{variable.name}: it lives in {variable._group}, but the current group is {current}. Use it in its own "
+            f"group (`with group:`), or make a new one from {variable.name}.get_value()."
         )
     if variable._state.failure is not None:
         name, cause = variable._state.failure
