@@ -9,16 +9,7 @@ import jax
 import jax.core
 import numpy as np
 
-from .._base.pytree import (
-    SCALARS,
-    as_data,
-    as_keys,
-    is_number,
-    is_weak,
-    key_of,
-    narrow,
-    number_dtype,
-)
+from .._base.pytree import SCALARS, as_data, as_keys, is_number, is_weak, key_of, narrow, number_dtype
 from .._data.dataset import Data, resident, source_of
 from .._data.places import PLACES
 from .._data.process_rows import ProcessLocalRows

@@ -42,10 +42,7 @@ class Monoid:
     """
 
     def __init__(
-        self,
-        state: PyTree,
-        merge: Callable[[PyTree, PyTree], PyTree],
-        finish: Callable[[PyTree], PyTree] | None = None,
+        self, state: PyTree, merge: Callable[[PyTree, PyTree], PyTree], finish: Callable[[PyTree], PyTree] | None = None
     ) -> None:
         self.state, self.merge, self.finish = state, merge, finish
         self._least_rows, self._has_order = 1, True

@@ -21,13 +21,7 @@ from .._tracing.context import eager
 from .checkpoint_files import WRITER, Checkpoint, read, write
 from .collectives import variables_of
 from .state import VariableState
-from .variable import (
-    Shared,
-    commit_all,
-    computed_state,
-    group_of,
-    logical_shapes,
-)
+from .variable import Shared, commit_all, computed_state, group_of, logical_shapes
 
 Folder = str | PathLike[str]
 

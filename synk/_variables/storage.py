@@ -187,11 +187,9 @@ class Storage:
         if all(isinstance(leaf, jax.Array) for leaf in leaves):
             # In memory of its own, since programs may overwrite it.
             stacked = relayout(group, leaves, "stacked", "stacked")
-        elif rows is None:
-            packed = map(self.pack, zip(*leaves, strict=True))
-            stacked = [stack_parts(group, parts, None) for parts in zip(*packed, strict=True)]
         else:
-            stacked = [stack_parts(group, parts, max(rows)) for parts in leaves]
+            entries = leaves if rows else zip(*map(self.pack, zip(*leaves, strict=True)), strict=True)
+            stacked = [stack_parts(group, parts, max(rows) if rows else None) for parts in entries]
         return state_of_leaves(stacked, "stacked", rows, diverged_by="what was saved")
 
     def state_of_first(self, group: Group, state: VariableState) -> VariableState:
