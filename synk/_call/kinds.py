@@ -32,7 +32,7 @@ from .._runtime.group import Group
 from .auto_slices import choose_slices
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
 from .execute import ReadyCall
-from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, look, placer_of, spec_of_part
+from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, placer_of, recognise_leaves, spec_of_part
 from .parts import split_into_launches
 from .plan import CallPlan, Form, Site, SliceChoice, plan_key, trace_plan
 from .rows import (
@@ -362,7 +362,7 @@ def read_abstract(leaf: Any, group: Group) -> jax.ShapeDtypeStruct:
 def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[Kind, Sequence[Any]]:
     """Return the kind of a call, and its leaves. The kind is made if no such call was met before."""
     function, group = site.function, site.group
-    leaves, parts = look(bound, function.name, site.data_group or group, site.is_abstract)
+    leaves, parts = recognise_leaves(bound, function.name, site.data_group or group, site.is_abstract)
     if options.output_subset is not None:
         options = options._replace(output_subset=checked_subset(options.output_subset, function.name))
     data_size = None if site.data_group is None else site.data_group.size
@@ -440,7 +440,7 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
     form, plan = form.with_plan(site)
     if plan.least_rows > 1 and not function.is_over:
         check_row_count(function.name, plan.least_rows, rows.lengths)
-    if plan.staying:
+    if plan.scattered:
         _check_dealt_out(function.name, rows.lengths or (), group.size)
     if may_check and kind.is_new:
         function.on_first_call(site, bound, options, plan)

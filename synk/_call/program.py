@@ -203,7 +203,7 @@ class ProgramBuilder:
     @property
     def gathers_rows(self) -> bool:
         """Tell whether an output has an entry a row, whose place depends on the rows of all replicas."""
-        kinds = ("gather", "stay") if self.call.is_sliced else ("gather",)
+        kinds = ("gather", "scatter") if self.call.is_sliced else ("gather",)
         reductions = [leaf.reduction for leaf in self.outputs.leaves]
         return any(op.has_row_entries and op.collective in kinds for op in reductions)
 
@@ -307,7 +307,7 @@ class ProgramBuilder:
             ),
         ]
         for i, reduction in enumerate(self.reductions):
-            if reduction.collective in ("gather", "stay") and self.call.has_rows:
+            if reduction.collective in ("gather", "scatter") and self.call.has_rows:
                 shape = (entries[reduction.has_row_entries], *shapes[i].shape[1:])
                 shapes[i] = jax.ShapeDtypeStruct(shape, shapes[i].dtype)
         return shapes
@@ -363,7 +363,7 @@ class ProgramBuilder:
                 states.append(merged[i])
             elif i in self.kept:
                 states.append(leaf)
-            elif reduction.collective in ("gather", "stay"):
+            elif reduction.collective in ("gather", "scatter"):
                 slot = part.row_slot if reduction.has_row_entries else part.part_slot
                 states.append(lax.dynamic_update_slice_in_dim(before[i], leaf, slot, front))
             else:
@@ -489,13 +489,13 @@ class Epilogue:
     def __init__(self, builder: ProgramBuilder) -> None:
         self.builder, self.call, self.function, self.group = builder, builder.call, builder.function, builder.group
         self.traces, self.outputs, self.reduced = builder.traces, builder.outputs, builder.reduced
-        self.staying = self.outputs.staying
-        if self.staying and not self.call.has_rows:
+        self.scattered = self.outputs.scattered
+        if self.scattered and not self.call.has_rows:
             raise ValueError(
                 f'{self.function.name}: "scatter" keeps rows where they were made, but this call has no rows.'
             )
-        if self.staying and self.function.then is not None:
-            path = self.outputs.results[self.staying[0]].path
+        if self.scattered and self.function.then is not None:
+            path = self.outputs.results[self.scattered[0]].path
             raise ValueError(
                 f'{self.function.name}: output{path} is "scatter", so it stays in parts, but then takes whole outputs. '
                 f'Use "concat", or make what follows a function of its own.'
@@ -528,10 +528,10 @@ class Epilogue:
             whole = combine_replicas(
                 states, self.reduced, self._valid_entries(), self.call.is_composed, per_process=self.group._per_process
             )
-        if self.staying and self.call.is_sliced:
+        if self.scattered and self.call.is_sliced:
             where = jnp.asarray(self._own_order)[lax.axis_index(replica_axis())]
             for i, leaf in enumerate(self.reduced):
-                if leaf.reduction.collective == "stay":
+                if leaf.reduction.collective == "scatter":
                     whole[i] = whole[i].at[where].get(mode="promise_in_bounds")
         leaves = dict(zip(self.builder.combined, whole, strict=True))
         with self._parts_alone():

@@ -79,9 +79,9 @@ class OutputSpec(NamedTuple):
         return sorted(needed | {w for i in needed if (w := self.leaves[i].weight) is not None})
 
     @property
-    def staying(self) -> list[int]:
+    def scattered(self) -> list[int]:
         """Return the indexes of the outputs that stay on the replicas that made them."""
-        return [i for i, leaf in enumerate(self.results) if leaf.reduction.collective == "stay"]
+        return [i for i, leaf in enumerate(self.results) if leaf.reduction.collective == "scatter"]
 
     def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[Any]:
         """Make the outputs from combined leaves.
