@@ -17,6 +17,7 @@ from ._variables.checkpoint import (
     compare,
     described,
     is_of_others,
+    restored_state,
 )
 from ._variables.variable import Shared, commit_all, computed_state, group_of
 
@@ -104,8 +105,7 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
         if sized:
             state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
         new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
-        placed = [(v, kept[name], new[name], v._state.layout) for name, v in variables.items()]
-        commit_all([(v, v._spec.storage.restored(group_of(v), *leaves)) for v, *leaves in placed])
+        commit_all([(v, restored_state(v, kept[name], new[name])) for name, v in variables.items()])
     return int(step), about["extra"]
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
@@ -340,4 +340,9 @@ def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str,
         return from_process_0(group, own, shapes)
 
     leaves = stored(None) if kept["is_equal"] else [*zip(*map(stored, range(kept["replicas"])), strict=True)]
-    return variable._spec.storage.restored(group, kept, leaves, variable._state.layout)
+    return restored_state(variable, kept, leaves)
+
+
+def restored_state(variable: Shared, kept: Mapping[str, Any], leaves: Sequence[Any]) -> VariableState:
+    """Make the state of a variable from its saved description and leaves, as `Storage.restored` takes them."""
+    return variable._spec.storage.restored(group_of(variable), kept, leaves, variable._state.layout)

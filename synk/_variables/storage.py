@@ -390,7 +390,8 @@ def _stacked(group: Group, state: VariableState) -> list[jax.Array]:
 
 def _mean_of(entries: Any) -> np.ndarray:
     """Return the average of replicas' values, for another number of replicas."""
-    return np.mean(np.asarray(entries), axis=0, dtype=np.float64).astype(entries[0].dtype)
+    values = np.asarray(entries)
+    return np.mean(values, axis=0, dtype=np.float64).astype(values.dtype)
 
 
 def _differs(leaf: Any, shape: jax.ShapeDtypeStruct) -> bool:
