@@ -119,6 +119,15 @@ def test_a_module_names_its_idea(name):
             assert len(lines) <= LONGEST, f"{name}.{node.name}"
 
 
+def test_docstrings_name_their_object():
+    """No docstring begins with a word that leaves open what it speaks of."""
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                begins = re.match(r"(Of|What|How|Whether|Those|These|They|The same|It|Names|Runs|Writes)\b", text)
+                assert not begins, f"{name}.{node.name}: {text}"
+
+
 def test_private_jax_is_in_one_place():
     """Where nothing public serves: the store that processes share."""
     found = [name for name, tree in MODULES.items() if "jax._src" in ast.unparse(tree)]

@@ -64,7 +64,7 @@ class Blocks:
 def fusion_barrier(group: Group, values: PyTree, part: Part) -> PyTree:
     """Return values that XLA cannot fuse with what computes them.
 
-    Fused, a product and a sum become one operation with other bits, so the bits would depend on what is around.
+    Fused, a product and a sum become one operation with other bits, so the bits would depend on the code around.
     """
     if group.platform != "cpu":
         return lax.optimization_barrier(values)

@@ -194,7 +194,7 @@ Placer = Callable[[Group, Any], Any]
 
 
 def placer_of(leaf: LeafSpec, group: Group, is_used_once: bool, is_abstract: bool, is_at_home: bool) -> Placer:
-    """Return what brings a broadcast argument to every replica; for a call that does not run, what returns its shape.
+    """Return the function that brings a broadcast argument to every replica or, if nothing runs, returns its shape.
 
     Args:
       leaf: the argument.

@@ -45,8 +45,8 @@ _holds: WeakSet[Hold] = WeakSet()
 class Data:
     """Rows for the inputs of functions; made by `synk.data`.
 
-    It holds the array given, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call that
-    reads copies on devices, of this `Data` or of another one that holds the array, sends them what was written. A
+    A `Data` holds the given array, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call
+    that reads copies on devices, of this `Data` or of another one that holds the array, sends them what was written. A
     write to the array itself goes unseen.
 
     Attributes:

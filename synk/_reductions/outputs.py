@@ -46,7 +46,7 @@ class OutputSpec(NamedTuple):
     treedef: Any
 
     def record(self, fingerprint: Callable[[Any], Hashable]) -> tuple[Any, ...]:
-        """Return what tells the outputs from those of another trace, by fingerprints of jaxprs."""
+        """Return a record that tells the outputs from those of another trace, by fingerprints of jaxprs."""
         merges = [(merge.leaves, merge.has_order, *map(fingerprint, merge.traced())) for merge in self.merges]
         return self.treedef, self.leaves, *merges
 
@@ -132,7 +132,7 @@ class OutputRules(NamedTuple):
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
-    """Check a tree of ops and return it as one of reductions."""
+    """Check a tree of ops, and return the tree of their reductions."""
     return jax.tree.map(lambda op: reduction_of(op, name), outputs, is_leaf=lambda op: op is None)
 
 

@@ -79,7 +79,7 @@ def drain() -> None:
 
 
 def _retire(program: InFlight) -> None:
-    """Wait for a program, then forget it. If it died, tell its variables."""
+    """Wait for a program, then forget it. If the program died, tell its variables."""
     try:
         program.token.block_until_ready()
     except Exception as error:

@@ -98,7 +98,7 @@ class Program:
     def __init__(self, group: Group, name: str, run: Callable[..., list[jax.Array]], is_local: bool = False) -> None:
         """Make a program of a function of its lists of arguments, whose last output is a token.
 
-        A local one communicates nothing: one process may run it.
+        A local program communicates nothing: one process may run it.
         """
         self.group, self.name, self._run = group, name, run
         self._peers, self._is_local, self._limits_in_flight = group._peers, is_local, group._limits_in_flight

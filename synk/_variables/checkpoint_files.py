@@ -210,7 +210,7 @@ def newest_step(folder: Path) -> int:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a checkpoint from one that has taken its place; None if it is gone."""
+    """Return numbers that tell a checkpoint from another in its place; None if there is none."""
     try:
         status = path.stat()
     except OSError:

@@ -56,11 +56,11 @@ class Storage:
     # Leaves of one replica.
 
     def pack(self, leaves: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
-        """Return stored leaves of logical ones; as many as `like` has, if it has any."""
+        """Pack logical leaves into stored ones: into as many as `like` has, if it has any."""
         return list(leaves)
 
     def unpack(self, *stored: Any) -> list[Any]:
-        """Return the logical leaves, or parts of them, of stored ones. Both may have more axes in front."""
+        """Unpack stored leaves into logical ones, or parts into parts. Both may have more axes in front."""
         return list(stored)
 
     def comparable(self, *stored: jax.Array) -> list[jax.Array]:
