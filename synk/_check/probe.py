@@ -133,11 +133,8 @@ class Prober:
             return False, None
         # The equations run one after the other.
         traced = CallTraces(self._function, one, ready.call, view).of_rows(1, keeps_lines=True)
-        leaves = [
-            leaf[0] if view(variable).layout == "stacked" else leaf
-            for variable in traced.variables
-            for leaf in view(variable).leaves
-        ]
+        pairs = [pair for v in traced.variables for pair in zip(view(v).leaves, view(v).abstract.shapes, strict=True)]
+        leaves = [leaf.reshape(shape.shape) for leaf, shape in pairs]
         arrays = feed_rows(one, ready.rows, split_into_launches((1,), 1)[0])
         arguments = ready.call.arguments.in_tree_order(arrays, ready.broadcast)
         with jax.ensure_compile_time_eval():
