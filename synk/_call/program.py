@@ -172,8 +172,8 @@ class ProgramBuilder:
 
         def run(size: int | None) -> list[jax.Array]:
             # A branch that is not selected must not give gradients: NaN times 0 is NaN.
-            is_cut = runs_all and self.call.is_composed
-            inputs = arrays.map(partial(constant_unless, part.count == size)) if is_cut else arrays
+            stops_gradients = runs_all and self.call.is_composed
+            inputs = arrays.map(partial(constant_unless, part.count == size)) if stops_gradients else arrays
             if self.call.is_composed and self.call.is_sliced:
                 return self._run_slices(size, inputs, part, known)
             return self.run_part(size, state=state, arrays=inputs, part=part, max_rows=max_rows, known=known[size])
