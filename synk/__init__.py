@@ -109,5 +109,5 @@ def __getattr__(name: str) -> _typing.Any:
 
 
 def __dir__() -> list[str]:
-    """List what users use, also what is not loaded yet."""
+    """List the public names, loaded or not."""
     return sorted([*__all__, *_MODULES, "pytensor", *(name for name in globals() if name.startswith("__"))])

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._base.errors import public_api
-from ._runtime.executable import relayout
 from ._tracing.context import eager
 from ._variables.checkpoint import (
     check_variables,
@@ -18,16 +17,9 @@ from ._variables.checkpoint import (
     compare,
     described,
     is_of_others,
-    mean_of,
+    restored_state,
 )
-from ._variables.state import VariableState, state_of_leaves
-from ._variables.variable import (
-    Shared,
-    commit_all,
-    computed_state,
-    group_of,
-    state_of_copies,
-)
+from ._variables.variable import Shared, commit_all, computed_state, group_of
 
 __all__ = ["load", "save"]
 
@@ -113,7 +105,7 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
         if sized:
             state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
         new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
-        commit_all([(v, _restored_state(v, kept[name], new[name])) for name, v in variables.items()])
+        commit_all([(v, restored_state(v, kept[name], new[name])) for name, v in variables.items()])
     return int(step), about["extra"]
 
 
@@ -151,18 +143,6 @@ def _with_empty(wanted: list[jax.ShapeDtypeStruct], restored: list[jax.Array]) -
     """Return all leaves: the restored ones, and zeros for leaves without numbers."""
     rest = iter(restored)
     return [next(rest) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for leaf in wanted]
-
-
-def _restored_state(variable: Shared, kept: Any, leaves: list[jax.Array]) -> VariableState:
-    """Return the state of a variable with restored leaves."""
-    # In memory of its own, since programs may overwrite it.
-    group = group_of(variable)
-    if is_of_others(kept, variable):
-        return state_of_copies(variable, [mean_of([*np.asarray(leaf)]) for leaf in leaves])
-    if not kept["is_equal"]:
-        stacked = relayout(group, leaves, "stacked", "stacked")
-        return state_of_leaves(stacked, "stacked", kept["lengths"], diverged_by="what was saved")
-    return state_of_copies(variable, leaves)
 
 
 def _orbax() -> Any:

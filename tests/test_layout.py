@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -26,6 +27,7 @@ FLOORS = [
     {"_check", "_explain", "_loops", "_skeletons"}, {"_function"}, {"train", "pytensor", "_command"},
 ]  # fmt: skip
 NEIGHBOURS = set()
+GUIDE = (PACKAGE.parent / "docs/how_it_works.md").read_text()
 LONGEST = 40  # lines of a function, its docstring and comments not counted
 PATHS = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 MODULES = {name: ast.parse(path.read_text()) for name, path in PATHS.items()}
@@ -71,6 +73,25 @@ def test_a_room_imports_rooms_below(name):
             assert not {other for other in above if (name, room(other)) not in NEIGHBOURS}, module
 
 
+def test_the_guide_has_each_room():
+    """The page for readers has each room in its table, and says of each whether it is of the core."""
+    text = GUIDE.partition("## Rooms")[2]
+    table, _, after = text.partition("The core is")
+    assert sorted(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|(.+?)\|", table, re.M)))) == ROOMS
+    core, others = [re.findall(r"`(\w+)`", sentence) for sentence in after.split(".")[:2]]
+    assert sorted([*core, *others]) == ROOMS
+    for name in set(core) - {"_function"}:
+        assert {room(other) for module, found in GRAPH.items() if room(module) == name for other in found} <= {*core}
+
+
+def test_the_guide_has_records_that_there_are():
+    """Each record of a call that the page for readers names is a class of the module beside it."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\| `(\w+)/(\w+)\.py` \|$", GUIDE, re.M)
+    assert len(rows) > 9
+    for record, *place in rows:
+        assert record in {node.name for node in MODULES[".".join(place)].body if isinstance(node, ast.ClassDef)}
+
+
 def test_a_program_imports_no_command():
     """What `python -m synk` does is imported by that alone."""
     importers = {name for name in MODULES for other in imported(name) if room(other) == "_command"}
@@ -96,6 +117,15 @@ def test_a_module_names_its_idea(name):
             lines = TEXTS[name][body[0].lineno - 1 : node.end_lineno] if body else []
             lines = [line for line in lines if line.strip() and not line.strip().startswith("#")]
             assert len(lines) <= LONGEST, f"{name}.{node.name}"
+
+
+def test_docstrings_name_their_object():
+    """No docstring begins with a word that leaves open what it speaks of."""
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                begins = re.match(r"(Of|What|How|Whether|Those|These|They|The same|It|Names|Runs|Writes)\b", text)
+                assert not begins, f"{name}.{node.name}: {text}"
 
 
 def test_private_jax_is_in_one_place():

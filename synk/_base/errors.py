@@ -61,7 +61,7 @@ class SynkError(Exception):
 
 
 class LawError(SynkError):
-    """Raised by `f.check` where the parallel answer is not the serial one.
+    """Error of `f.check` where the parallel answer is not the serial one.
 
     The message names every output and shared variable that differs, and the ops that would have matched.
 
@@ -77,7 +77,7 @@ class LawError(SynkError):
 
 
 class DivergedError(SynkError):
-    """Raised where replicas hold different values and one value was asked for.
+    """Error where replicas hold different values and one value was asked for.
 
     Example:
       >>> import numpy as np, synk
@@ -93,14 +93,14 @@ class DivergedError(SynkError):
 
 
 class SharedLostError(SynkError):
-    """Raised on reading a shared variable if a program that was to write it died on a device.
+    """Error of reading a shared variable if a program that was to write it died on a device.
 
     Setting the variable (`w.value = ...`, `w.set_value`, `synk.broadcast`, `synk.scatter`) or `synk.load` heals it.
     """
 
 
 class PeerError(SynkError):
-    """Raised where another process of the group has failed or is gone.
+    """Error where another process of the group has failed or is gone.
 
     The group cannot go on: end this process, and start all again from the last checkpoint (`python -m synk launch
     --restarts` does).
@@ -108,11 +108,11 @@ class PeerError(SynkError):
 
 
 class DisagreementError(SynkError):
-    """Raised in every process of a group where they are about to run different programs."""
+    """Error in every process of a group where they are about to run different programs."""
 
 
 class Preempted(SystemExit):
-    """Raised by a loop of `synk.resume` in every process, once it has saved after a SIGTERM.
+    """Exit that a loop of `synk.resume` raises in every process, once it has saved after a SIGTERM.
 
     It ends the program with exit code 143, which tells a launcher that the program was told to stop.
     """
@@ -122,7 +122,7 @@ class Preempted(SystemExit):
 
 
 class CheckpointError(SynkError):
-    """Raised by `synk.load` where there are checkpoints, but none that was asked for is whole.
+    """Error of `synk.load` where there are checkpoints, but none that was asked for is whole.
 
     The message names the file, the step and what is wrong with it.
     """

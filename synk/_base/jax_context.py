@@ -86,7 +86,7 @@ def is_traced() -> bool:
 
 
 def leave_traces() -> None:
-    """End all transformations of this thread. Ctrl-C on JAX's way out of one leaves the thread inside it for good."""
+    """End all transformations of this thread. Ctrl-C while JAX leaves one would keep the thread in it for good."""
     _enter_trace(_EVALUATION).__enter__()
 
 

@@ -57,7 +57,7 @@ def as_data(leaf: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def is_number(dtype: np.dtype) -> bool:
-    """Check whether JAX has numbers of a dtype. It has small floats of its own, and no C long double."""
+    """Check whether JAX has numbers of a dtype. JAX has small floats of its own, and no C long double."""
     no_numbers = (np.void, np.longdouble, np.clongdouble)
     return dtype.kind not in "OSUMm" and dtype.fields is None and dtype.type not in no_numbers
 
@@ -106,7 +106,7 @@ def fitting(numbers: Any, dtype: np.dtype) -> Any:
     """Return numbers that will be cast to a dtype. Raise OverflowError for integers that would wrap around."""
     if most := most_of(numbers.dtype, dtype):
         numbers = np.asarray(numbers)
-        # A disjunction has every bit of its numbers. It takes one pass, and the extremes take two.
+        # A disjunction has every bit of its numbers, and takes one pass where the extremes take two.
         if numbers.size and not 0 <= np.bitwise_or.reduce(numbers, axis=None) <= most:
             # NumPy refuses Python integers that do not fit, and casts its own ones silently.
             np.array([int(numbers.min()), int(numbers.max())], dtype)

@@ -188,8 +188,8 @@ class ProgramMemory(NamedTuple):
 
 def memory_of(program: Executable, plan: CallPlan) -> ProgramMemory:
     """Return the bytes that a program of a plan needs."""
-    taken = plan.reads[program is plan.finish or plan.start is None]
-    resident = sum(_device_bytes(v, plan, program.group) for v in plan.accepts if v not in taken)
+    read = plan.reads[program is plan.finish or plan.start is None]
+    resident = sum(_device_bytes(v, plan, program.group) for v in plan.accepts if v not in read)
     return sizes_of(program)._replace(resident=resident)
 
 
@@ -227,7 +227,7 @@ def most_rows(
 ) -> int:
     """Return about the most rows, up to `full`, that need at most `limit` bytes; 0 if one row needs more.
 
-    It asks first for `full` rows and interpolates downward: extrapolating from few rows underestimates.
+    The search begins with `full` rows and interpolates downward: extrapolating from few rows underestimates.
 
     Args:
       need: returns the bytes that a number of rows needs; it compiles.
@@ -243,7 +243,7 @@ def most_rows(
     for left in range(_TRIES, 0, -1):
         if bad - 1 <= good or snap(bad - 1) <= good or (good and bad <= _CLOSE * good):
             break
-        # Aim lower as long as nothing fits: more than `fixed` may be independent of the rows.
+        # Nothing fits yet: aim 10 % lower, since more memory than `fixed` may not depend on rows.
         aim = limit if good else 0.9 * limit
         below = bad - 1 if good else max(1, int(0.9 * bad))
         guess = int(good + (aim - good_bytes) * (bad - good) / max(1, bad_bytes - good_bytes))

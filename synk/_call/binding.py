@@ -68,10 +68,10 @@ class ArgumentSpec:
 
     Attributes:
       treedef: the tree of (args, kwargs), with None in the place of static arguments.
-      scattered: numbers of the scattered leaves.
-      broadcast: numbers of the broadcast leaves.
+      scattered: indexes of the scattered leaves.
+      broadcast: indexes of the broadcast leaves.
       names: the name of each leaf in messages.
-      parameters: for each given parameter that is not static, its tree of leaf numbers.
+      parameters: for each given parameter that is not static, its tree of leaf indexes.
       statics: the value of each static argument, by parameter.
       constants: `statics`, and the default of each parameter that is not given.
       positions: the parameters that may be given by position.
@@ -90,7 +90,7 @@ class ArgumentSpec:
 
     @cached_property
     def scattered_names(self) -> list[str]:
-        """Names of the scattered leaves."""
+        """Return the names of the scattered leaves."""
         return [self.names[i] for i in self.scattered]
 
     def in_tree_order(self, scattered: Sequence[Any], broadcast: Sequence[Any]) -> tuple[Any, ...]:
@@ -201,23 +201,23 @@ class ArgumentBinder:
         if self._array_defaults:
             defaults = {p: a for p, a in self._array_defaults.items() if p not in self.positions[: len(args)]}
             kwargs = {**defaults, **kwargs}
-        told: list[Any] = []
+        static_keys: list[Any] = []
         statics: dict[str, Any] = {}
         # Static arguments may be no trees.
         leaves, treedef = tree_flatten(() if self.static_names else (args, kwargs))
         if self.static_names or Shared in map(type, leaves):
             statics = self._statics(args, kwargs)
             # Static values stand beside the treedef in the key, not in it: a treedef's hash ignores its nodes' data.
-            told = [(name, told_apart(value)) for name, value in statics.items()]
+            static_keys = [(name, told_apart(value)) for name, value in statics.items()]
             args, kwargs = self._map(lambda name, value: None if name in statics else value, args, kwargs)
             leaves, treedef = tree_flatten((args, kwargs))
         spec = self._specs.get(
-            (treedef, *told), lambda: _LISTED if _has_list(treedef) else self._spec(treedef, statics)
+            (treedef, *static_keys), lambda: _LISTED if _has_list(treedef) else self._spec(treedef, statics)
         )
         # A list of numbers is one array, but its treedef is that of a list of arrays: such trees need a second look.
         if spec is _LISTED:
             leaves, listed = tree_flatten(self._map(self._with_arrays, args, kwargs))
-            key = (listed, *told, *[_LISTED] * _has_list(listed))
+            key = (listed, *static_keys, *[_LISTED] * _has_list(listed))
             spec = self._specs.get(key, lambda: self._spec(listed, statics))
         return BoundArguments(spec, leaves)
 

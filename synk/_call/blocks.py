@@ -52,7 +52,7 @@ class Blocks:
 
     @cached_property
     def valid(self) -> dict[bool, np.ndarray]:
-        """Return the numbers of the valid entries of all replicas, in row order."""
+        """Return the indexes of the valid entries of all replicas, in row order."""
         valid: dict[bool, list[np.ndarray]] = {True: [], False: []}
         for rank, (length, full) in enumerate(zip(self.lengths, self.full, strict=True)):
             for kind, whole, last in ((True, full * self.size, self.rest), (False, full, 1)):
@@ -64,7 +64,7 @@ class Blocks:
 def fusion_barrier(group: Group, values: PyTree, part: Part) -> PyTree:
     """Return values that XLA cannot fuse with what computes them.
 
-    Fused, a product and a sum become one operation with other bits, so the bits would depend on what is around.
+    Fused, a product and a sum become one operation with other bits, so the bits would depend on the code around.
     """
     if group.platform != "cpu":
         return lax.optimization_barrier(values)

@@ -59,7 +59,7 @@ class Compiler:
       updates: the variables that the call writes, in the order of the results: new values come first.
       layouts: the layout of each variable, as programs take and return it.
       states: shapes of a replica's states between launches.
-      carried: numbers of the states that travel from launch to launch.
+      carried: indexes of the states that travel from launch to launch.
       kept: indexes of the states that each launch of `f.over` returns, whose entries it joins on the host.
       carry: shapes of the carried states.
       reads: the variables that programs which run `fn` take, and those of the program that ends the call.
@@ -317,9 +317,9 @@ class Compiler:
             kept = layouts("replicated" if self.group._is_multi_process else "stacked", len(self.kept))
             return [*layouts(self._carried_in, len(self.carry)), *kept]
         new: list[Layout] = [self.layouts[v] for v in self.updates for _ in self.traces.abstract(v).shapes]
-        staying = self.epilogue.staying
+        scattered = self.epilogue.scattered
         flag: list[Layout] = ["replicated"] * self.refuses_nan
-        return [*new, *("stacked" if i in staying else "replicated" for i in self.epilogue.result.picked), *flag]
+        return [*new, *("stacked" if i in scattered else "replicated" for i in self.epilogue.result.picked), *flag]
 
     def _donated(self, launch: _Launch) -> tuple[int, ...]:
         """Return which lists of arguments a program may overwrite: the states so far, or old values of variables."""

@@ -26,14 +26,14 @@ from .._runtime.layout import Layout, put
 from .binding import AUTO, BoundArguments, CallOptions
 from .compiler import Compiler
 from .kinds import Kind, check_row_count, checked_subset, refuse_parts, with_parts
-from .leaves import look, spec_of_part
+from .leaves import recognise_leaves, spec_of_part
 from .plan import Site, Traced, plan_key
 from .program import Epilogue, ProgramBuilder
 from .rows import Rows
 from .spec import CallSpec, FunctionSpec
 from .traces import CallTraces, NeedsAllRows
 
-# The options of a call that a traced one heeds. It refuses all others.
+# The options of a call that a traced one heeds. All others are refused.
 KNOWN = ("batch", "num_slices", "output_subset")
 
 
@@ -66,7 +66,7 @@ def compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
 def _compose(site: Site, bound: BoundArguments, options: CallOptions) -> PyTree:
     function, group, batch, subset = site.function, site.group, options.batch, options.output_subset
     name, spec = function.name, bound.spec
-    leaves, parts = look(bound, name)
+    leaves, parts = recognise_leaves(bound, name)
     specs = [spec_of_part(part) for part in parts]
     subset = None if subset is None else checked_subset(subset, name)
     picks = CallOptions(None if isinstance(batch, jax.core.Tracer) else batch, output_subset=subset)

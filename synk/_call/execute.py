@@ -128,7 +128,7 @@ def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
     """Return the result as the user sees it."""
     plan, result = ready.plan, ready.plan.result
     leaves: list[Any] = values[plan.num_updated :]
-    for i in plan.staying:
+    for i in plan.scattered:
         rows, name = sum(ready.rows.lengths or ()), f"{ready.function.name}(...)"
         leaves[i] = data_of_replicas(ready.group, leaves[i], rows, result.keys[i], name)
     return result.tree(leaves)

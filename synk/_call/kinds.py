@@ -32,7 +32,7 @@ from .._runtime.group import Group, GroupAsOne
 from .auto_slices import choose_slices
 from .binding import AUTO, ArgumentSpec, BoundArguments, CallOptions
 from .execute import ReadyCall
-from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, look, placer_of, spec_of_part
+from .leaves import LeafSpec, broadcast_aval, check_leaves, keys_of_data, placer_of, recognise_leaves, spec_of_part
 from .parts import split_into_launches
 from .plan import CallPlan, Form, Site, SliceChoice, plan_key, trace_plan
 from .rows import (
@@ -58,8 +58,7 @@ class Kind:
     """Calls that differ in values alone: the trees of their arguments, shapes, types, places of data and options are
     the same.
 
-    It is made from the key by which a call is recognised, and never looks at a leaf. It refers neither to leaves nor to
-    the function.
+    A kind depends on its key alone. It never reads an argument, and refers to no leaf and to no function.
 
     Attributes:
       is_new: whether no call of the kind has run.
@@ -190,9 +189,9 @@ class Kind:
                 picks_of = picks_of._replace(
                     rows=leaf.shape[0], is_run=True, index=kind, is_on_replicas=overlap is None
                 )
-            taken = PLACES[leaf.place].take(site.group, leaf.shape[0], leaf.is_in_memory, picks_of)
-            if taken is not None:
-                feed, is_exchanged = taken
+            choice = PLACES[leaf.place].choose_feed(site.group, leaf.shape[0], leaf.is_in_memory, picks_of)
+            if choice is not None:
+                feed, is_exchanged = choice
                 read = read_abstract if site.way == "absent" else read_resident
                 held = leaf.shape[0] if is_exchanged else None
                 return InputSpec(place, self._what(place), read, feed, leaf.shape[1:], narrow(leaf.dtype), held)
@@ -377,7 +376,7 @@ def read_abstract(leaf: Any, group: Group) -> jax.ShapeDtypeStruct:
 def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[Kind, Sequence[Any]]:
     """Return the kind of a call, and its leaves. The kind is made if no such call was met before."""
     function, group = site.function, site.group
-    leaves, parts = look(bound, function.name, site.home or group, site.way == "absent")
+    leaves, parts = recognise_leaves(bound, function.name, site.home or group, site.way == "absent")
     if options.output_subset is not None:
         options = options._replace(output_subset=checked_subset(options.output_subset, function.name))
     home_size = None if site.home is None else site.home.size
@@ -396,8 +395,8 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
 def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:
     """Return the key of a call whose replicas have so many rows each, in so many slices.
 
-    How many rows each replica has is data of programs; part sizes are compiled in. Where outputs have an entry a row
-    or a part, programs of unequal parts know all lengths.
+    Programs take the number of rows of each replica as data; part sizes are compiled in. Where outputs have an entry a
+    row or a part, programs of unequal parts know all lengths.
     """
     if lengths is None:
         return call
@@ -460,7 +459,7 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
         return prepare(site.as_one(), bound, asked, may_check=may_check)
     if plan.least_rows > 1 and not function.is_over:
         check_row_count(function.name, plan.least_rows, rows.lengths)
-    if plan.staying:
+    if plan.scattered:
         _check_dealt_out(function.name, rows.lengths or (), group.size)
     if may_check and kind.is_new:
         function.on_first_call(site, bound, options, plan)

@@ -1,4 +1,4 @@
-"""Leaves: look once at each leaf of a call's arguments, tell its kind from its value, and bring broadcast ones to the
+"""Leaves: recognise each leaf of a call's arguments, tell its kind from its value, and bring broadcast ones to the
 replicas."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +9,7 @@ import jax
 import jax.core
 import numpy as np
 
-from .._base.pytree import (
-    SCALARS,
-    as_data,
-    as_keys,
-    is_number,
-    is_weak,
-    key_of,
-    narrow,
-    number_dtype,
-)
+from .._base.pytree import SCALARS, as_data, as_keys, is_number, is_weak, key_of, narrow, number_dtype
 from .._data.dataset import Data, resident, source_of
 from .._data.places import PLACES
 from .._data.process_rows import ProcessLocalRows
@@ -77,10 +68,10 @@ def _is_array_type(cls: type) -> bool:
     return issubclass(cls, jax.Array) and not issubclass(cls, jax.core.Tracer)
 
 
-def look(
+def recognise_leaves(
     bound: BoundArguments, name: str, group: Group | None = None, is_abstract: bool = False
 ) -> tuple[Sequence[Any], list[Any]]:
-    """Look at each leaf that a user has passed, once.
+    """Recognise each leaf that a user has passed by its kind, shape and dtype.
 
     Args:
       bound: the arguments.
@@ -104,10 +95,10 @@ def look(
             # JAX makes the aval of typed keys anew whenever it is asked for.
             parts.append(leaf.aval if isinstance(dtype, np.dtype) else (leaf.shape, dtype))
         else:
-            looked, part = _look_closely(leaf, i, bound, name, (group, is_abstract))
+            new, part = _recognise_leaf(leaf, i, bound, name, (group, is_abstract))
             parts.append(part)
-            if looked is not leaf:
-                leaves = [*leaves[:i], looked, *leaves[i + 1 :]]
+            if new is not leaf:
+                leaves = [*leaves[:i], new, *leaves[i + 1 :]]
     return leaves, parts
 
 
@@ -126,10 +117,10 @@ def spec_of_part(part: Any) -> LeafSpec:
     return LeafSpec("array", part.shape, part.dtype, part.weak_type)
 
 
-def _look_closely(
+def _recognise_leaf(
     leaf: Any, i: int, bound: BoundArguments, name: str, where: tuple[Group | None, bool]
 ) -> tuple[Any, Any]:
-    """Look at a leaf that is neither a plain array nor a plain number."""
+    """Recognise a leaf that is neither a plain array nor a plain number."""
     (group, is_abstract), spec, what = where, bound.spec, f"{name}: argument {bound.spec.names[i]}"
     is_scattered = i in spec.scattered
     if isinstance(leaf, Shared) and is_scattered and spec.overlaps[spec.scattered.index(i)] and group is not None:
@@ -203,7 +194,7 @@ Placer = Callable[[Group, Any], Any]
 
 
 def placer_of(leaf: LeafSpec, group: Group, is_used_once: bool, is_abstract: bool, is_at_home: bool) -> Placer:
-    """Return what brings a broadcast argument to every replica; for a call that does not run, what returns its shape.
+    """Return the function that brings a broadcast argument to every replica or, if nothing runs, returns its shape.
 
     Args:
       leaf: the argument.

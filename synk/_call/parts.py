@@ -74,8 +74,8 @@ class PartArrays(NamedTuple):
       arrays: for each scattered argument an array, and an index of the rows in it or None.
       held_index: the index of rows in variables that hold rows.
       broadcast: the broadcast arguments.
-      spares: a real row for each array that has none behind the replica's rows, by the array's number. It fills parts
-        that a replica runs although it has fewer rows.
+      spares: a real row for each array that has none behind the replica's rows, by the array's index. The row
+        fills parts that a replica runs although it has fewer rows.
       constants: the arguments that captured arrays are.
     """
 

@@ -70,7 +70,7 @@ class CallPlan:
       layouts: the layout of each variable as programs take it.
       updates: the updates of variables.
       result: the structure of what the call returns.
-      staying: numbers of the leaves of the result that stay on the replicas that made them.
+      scattered: indexes of the leaves of the result that stay on the replicas that made them.
       outputs: the structure of what `fn` returned.
       has_flag: whether the last program also tells that a number is not finite, and then updates nothing.
       narrowest: the narrowest dtype of the floats that `fn` computes.
@@ -92,7 +92,7 @@ class CallPlan:
     layouts: dict[Shared, Layout]
     updates: tuple[UpdateSlice, ...]
     result: ResultSpec
-    staying: tuple[int, ...]
+    scattered: tuple[int, ...]
     outputs: OutputSpec
     has_flag: bool
     narrowest: np.dtype | None
@@ -507,7 +507,7 @@ def _make_plan(
         layouts=layouts,
         updates=tuple(updates),
         result=result,
-        staying=tuple(j for j, i in enumerate(result.picked) if i in epilogue.staying),
+        scattered=tuple(j for j, i in enumerate(result.picked) if i in epilogue.scattered),
         outputs=builder.outputs,
         has_flag=compiler.refuses_nan,
         narrowest=builder.first.narrowest,

@@ -44,7 +44,7 @@ class ProgramBuilder:
     Attributes:
       traced: the trace of `fn` for each number of rows that parts have, most first.
       outputs: the structure of what `fn` returns.
-      combined: numbers of the wanted outputs that combine.
+      combined: indexes of the wanted outputs that combine.
       reduced: how each of the combined outputs combines.
       updates: the variables that `fn` writes, and how slices of each combine.
       reductions: how slices of each state combine.
@@ -89,7 +89,7 @@ class ProgramBuilder:
         return dict.fromkeys(sizes)
 
     def _wanted(self) -> list[int]:
-        """Return the numbers of the outputs that are needed: all, unless `output_subset` leaves some out."""
+        """Return the indexes of the outputs that are needed: all, unless `output_subset` leaves some out."""
         outputs, function, subset = self.outputs, self.function, self.call.asked.output_subset
         if subset is None or function.then is not None or function.refuses_nan:
             return list(range(len(outputs.leaves)))
@@ -97,7 +97,7 @@ class ProgramBuilder:
 
     @property
     def used(self) -> list[int]:
-        """Return the numbers of the results of `fn` that are needed, updates among them."""
+        """Return the indexes of the results of `fn` that are needed, updates among them."""
         return [*self.combined, *range(len(self.outputs.leaves), len(self.first.shapes))]
 
     def _slices(self, rows: int | None) -> list[RowRange]:
@@ -173,8 +173,8 @@ class ProgramBuilder:
 
         def run(size: int | None) -> list[jax.Array]:
             # A branch that is not selected must not give gradients: NaN times 0 is NaN.
-            is_cut = runs_all and self.call.is_composed
-            inputs = arrays.map(partial(constant_unless, part.count == size)) if is_cut else arrays
+            stops_gradients = runs_all and self.call.is_composed
+            inputs = arrays.map(partial(constant_unless, part.count == size)) if stops_gradients else arrays
             if self.call.is_composed and self.call.is_sliced:
                 return self._run_slices(size, inputs, part, known)
             return self.run_part(size, state=state, arrays=inputs, part=part, max_rows=max_rows, known=known[size])
@@ -204,7 +204,7 @@ class ProgramBuilder:
     @property
     def gathers_rows(self) -> bool:
         """Tell whether an output has an entry a row, whose place depends on the rows of all replicas."""
-        kinds = ("gather", "stay") if self.call.is_sliced else ("gather",)
+        kinds = ("gather", "scatter") if self.call.is_sliced else ("gather",)
         reductions = [leaf.reduction for leaf in self.outputs.leaves]
         return any(op.has_row_entries and op.collective in kinds for op in reductions)
 
@@ -308,7 +308,7 @@ class ProgramBuilder:
             ),
         ]
         for i, reduction in enumerate(self.reductions):
-            if reduction.collective in ("gather", "stay") and self.call.has_rows:
+            if reduction.collective in ("gather", "scatter") and self.call.has_rows:
                 shape = (entries[reduction.has_row_entries], *shapes[i].shape[1:])
                 shapes[i] = jax.ShapeDtypeStruct(shape, shapes[i].dtype)
         return shapes
@@ -364,7 +364,7 @@ class ProgramBuilder:
                 states.append(merged[i])
             elif i in self.kept:
                 states.append(leaf)
-            elif reduction.collective in ("gather", "stay"):
+            elif reduction.collective in ("gather", "scatter"):
                 slot = part.row_slot if reduction.has_row_entries else part.part_slot
                 states.append(lax.dynamic_update_slice_in_dim(before[i], leaf, slot, front))
             else:
@@ -490,20 +490,20 @@ class Epilogue:
     def __init__(self, builder: ProgramBuilder) -> None:
         self.builder, self.call, self.function, self.group = builder, builder.call, builder.function, builder.group
         self.traces, self.outputs, self.reduced = builder.traces, builder.outputs, builder.reduced
-        self.staying = self.outputs.staying
-        if self.staying and not self.call.has_rows:
+        self.scattered = self.outputs.scattered
+        if self.scattered and not self.call.has_rows:
             raise ValueError(
                 f'{self.function.name}: "scatter" keeps rows where they were made, but this call has no rows.'
             )
-        if self.staying and self.function.then is not None:
-            path = self.outputs.results[self.staying[0]].path
+        if self.scattered and self.function.then is not None:
+            path = self.outputs.results[self.scattered[0]].path
             raise ValueError(
                 f'{self.function.name}: output{path} is "scatter", so it stays in parts, but then takes whole outputs. '
                 f'Use "concat", or make what follows a function of its own.'
             )
 
     def _valid_entries(self) -> list[np.ndarray | None]:
-        """Return the numbers of the valid entries of each gathered output, in row order; None if all are valid."""
+        """Return the indexes of the valid entries of each gathered output, in row order; None if all are valid."""
         lengths = self.call.lengths
         if lengths is None or (self.call.is_even and not self.call.is_sliced):
             return [None for _ in self.reduced]
@@ -529,10 +529,10 @@ class Epilogue:
             whole = combine_replicas(
                 states, self.reduced, self._valid_entries(), self.call.is_composed, per_process=self.group._per_process
             )
-        if self.staying and self.call.is_sliced:
+        if self.scattered and self.call.is_sliced:
             where = jnp.asarray(self._own_order)[lax.axis_index(replica_axis())]
             for i, leaf in enumerate(self.reduced):
-                if leaf.reduction.collective == "stay":
+                if leaf.reduction.collective == "scatter":
                     whole[i] = whole[i].at[where].get(mode="promise_in_bounds")
         leaves = dict(zip(self.builder.combined, whole, strict=True))
         with self._parts_alone():

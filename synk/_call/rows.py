@@ -23,10 +23,10 @@ from .parts import split_into_launches
 
 
 class InputSpec(NamedTuple):
-    """How the rows of one scattered argument reach the replicas. It depends on no value.
+    """Way in which the rows of one scattered argument reach the replicas, whatever their values are.
 
     Attributes:
-      leaf: the number of the argument among the leaves of the call.
+      leaf: the index of the argument among the leaves of the call.
       what: the argument in messages.
       read: takes the leaf and the group, and returns the rows on the host or the array on the devices; None if the leaf
         is that itself.
@@ -199,11 +199,11 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
             continue
         layout, index, overlap = spec.feed.layout, spec.feed.index, spec.feed.overlap
         if layout == "rows":
-            here = widened(parts, overlap)
+            asked = widened(parts, overlap)
             if rows.rows_before is not None:
-                here = here._replace(starts=tuple([start - rows.rows_before for start in parts.starts]))
+                asked = asked._replace(starts=tuple([start - rows.rows_before for start in parts.starts]))
             try:
-                values.append(send_rows(group, source, selection, here, spec.dtype))
+                values.append(send_rows(group, source, selection, asked, spec.dtype))
             except OverflowError as error:
                 raise too_large(spec.what, error) from None
             continue

@@ -126,9 +126,9 @@ class FunctionSpec:
         """
         if self.plain is not None:
             return replace(self.plain, gathers_all=True)
-        if all(op.collective != "stay" for op in jax.tree.leaves(self.ops)):
+        if all(op.collective != "scatter" for op in jax.tree.leaves(self.ops)):
             return self
-        ops = jax.tree.map(lambda op: REDUCTIONS["concat"] if op.collective == "stay" else op, self.ops)
+        ops = jax.tree.map(lambda op: REDUCTIONS["concat"] if op.collective == "scatter" else op, self.ops)
         return replace(self, ops=ops, gathers_all=True)
 
     def exact(self) -> "FunctionSpec":

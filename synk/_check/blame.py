@@ -166,7 +166,7 @@ def _not_finite_after(ready: ReadyCall, outcome: Outcome) -> Iterator[tuple[str,
     has_weights = any(leaf.weight is not None for leaf in plan.outputs.leaves)
     hint = " A synk.Weighted mean is NaN where the weights of all rows add up to 0." if has_weights else ""
     for i, (path, leaf) in enumerate(zip(plan.result.paths, outcome.leaves, strict=True)):
-        kinds = _kinds_on_replicas(group, leaf, "stacked" if i in plan.staying else "replicated")
+        kinds = _kinds_on_replicas(group, leaf, "stacked" if i in plan.scattered else "replicated")
         if any(kinds):
             by = "then" if ready.function.then is not None else "combining its parts"
             yield f"{name}: every row is fine; {by} makes output{path} not finite.{hint}", kinds

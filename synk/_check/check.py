@@ -130,7 +130,7 @@ def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolera
     rows = CallRows(bound, runner.ready(runner.serial, mapping).rows)
 
     def run(index: np.ndarray) -> np.ndarray:
-        ready = prepare(runner.serial._replace(function=mapping), *rows.take(index))
+        ready = prepare(runner.serial._replace(function=mapping), *rows.call_of(index))
         return np.asarray(evaluate(ready).leaves[output])
 
     try:

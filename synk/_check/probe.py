@@ -71,7 +71,7 @@ def _flagging(function: FunctionSpec) -> FunctionSpec:
 
 
 class Prober:
-    """Runs a function on rows of one call, over and over, by programs of one shape.
+    """Prober of one call: runs its function on some of its rows, over and over, by programs of one shape.
 
     Attributes:
       probes: how often it ran.
@@ -91,7 +91,7 @@ class Prober:
         # With the same number of rows each time, one compiled program serves all probes.
         bound, options = self._bound, CallOptions()
         if self._rows is not None:
-            bound, options = self._rows.take(np.resize(rows, len(self._rows.positions)))
+            bound, options = self._rows.call_of(np.resize(rows, len(self._rows.positions)))
         site = Site(self._function, self._plans, self._ready.group, "trial")
         ready = prepare(site, bound, options._replace(num_slices=self._ready.num_slices))
         self.reads = ready.plan.accepts
@@ -103,8 +103,8 @@ class Prober:
     def find(self, kinds: Kinds) -> tuple[int, int] | None:
         """Find the first row to blame, or the first and last of rows that are bad together.
 
-        It asks for the kinds that the answer shows first, since infinity may be meant for some rows, as in a mask
-        before a maximum. If no single row shows those, it asks for all kinds.
+        The search asks for the kinds that the answer shows first, since infinity may be meant for some rows, as in a
+        mask before a maximum. If no single row shows those, the search asks for all kinds.
         """
         if self._rows is None:
             return None
@@ -122,7 +122,7 @@ class Prober:
         Sums over a row that is repeated may overflow where its own do not.
         """
         assert self._rows is not None
-        runner = Runner(self._function, PlanCache(), *self._rows.take([row]), self._ready.group)
+        runner = Runner(self._function, PlanCache(), *self._rows.call_of([row]), self._ready.group)
         one, view = runner.serial.group, runner.serial.state
         try:
             ready = runner.ready(runner.serial, self._function)
@@ -133,11 +133,8 @@ class Prober:
             return False, None
         # The equations run one after the other.
         traced = CallTraces(self._function, one, ready.call, view).of_rows(1, keeps_lines=True)
-        leaves = [
-            leaf[0] if view(variable).layout == "stacked" else leaf
-            for variable in traced.variables
-            for leaf in view(variable).leaves
-        ]
+        pairs = [pair for v in traced.variables for pair in zip(view(v).leaves, view(v).abstract.shapes, strict=True)]
+        leaves = [leaf.reshape(shape.shape) for leaf, shape in pairs]
         arrays = feed_rows(one, ready.rows, split_into_launches((1,), 1)[0])
         arguments = ready.call.arguments.in_tree_order(arrays, ready.broadcast)
         with jax.ensure_compile_time_eval():
@@ -148,8 +145,8 @@ class Prober:
 def find_first(rows: int, is_bad: Callable[[Sequence[int]], bool]) -> tuple[int, int] | None:
     """Find the first row that is bad by itself, or a run of rows that are bad together; None if all are good.
 
-    It asks at most 2 log2(rows) + 4 times. A row is named only if some other is good by itself, since a number that is
-    computed across rows, such as a standard deviation, may be bad for any row alone.
+    The search asks at most 2 log2(rows) + 4 times. A row is named only if some other is good by itself, since a number
+    that is computed across rows, such as a standard deviation, may be bad for any row alone.
 
     Returns:
       The first and the last row; they are equal if one row is bad by itself.

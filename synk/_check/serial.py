@@ -1,12 +1,14 @@
 """Serial: run one call on one device, with its rows and variables as that device sees them."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from .._base.errors import DivergedError
 from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
@@ -46,11 +48,12 @@ class Runner:
         """Return the site of one device, which runs all rows."""
         group = one_device(self.home)
         view = view_from(self.home, group, self.options.batch_s)
-        # Over processes, replicas exchange the rows of variables here, since they cannot while a function is traced.
+        # Processes exchange what each has of a variable before a function is traced, since they cannot meanwhile.
         if self.home._is_multi_process:
             for variable in (*shared_in(self.function.fn), *shared_in(self.function.then)):
-                if variable._state.rows_per_replica is not None:
-                    view(variable)
+                if variable._spec.storage.asks_all(variable._state, 0):
+                    with suppress(DivergedError):
+                        view(variable)
         return self._site(group, view)
 
     @cached_property
@@ -123,7 +126,7 @@ class CallRows:
         if bound.numbers is not None:
             self.numbers = bound.numbers.positions(0, bound.numbers.rows)[self.positions]
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> tuple[BoundArguments, CallOptions]:
+    def call_of(self, rows: Sequence[int] | np.ndarray) -> tuple[BoundArguments, CallOptions]:
         """Make arguments and options for a call with some of the rows, by their numbers in this call."""
         index = np.asarray(rows)
         leaves = [

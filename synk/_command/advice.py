@@ -99,9 +99,9 @@ def _literal(node: ast.expr | None) -> Any:
 
 def _lines(program: Program, mapped: Mapped, communication: list[Communication]) -> str:
     """Name where something communicates: lines of the file, or of others."""
-    here = program.path(mapped.node)
+    own_path = program.path(mapped.node)
     places = sorted({(program.path(each.node), each.node.lineno) for each in communication})
-    lines = [str(line) if path == here else f"{line} of {path}" for path, line in places]
+    lines = [str(line) if path == own_path else f"{line} of {path}" for path, line in places]
     return f"line {lines[0]}" if len(lines) == 1 else f"lines {', '.join(lines)}"
 
 

@@ -222,13 +222,13 @@ def _lock(folder: Path) -> IO[str]:
 class Member:
     """A process of the gang, and the thread that reads its output.
 
-    It leads a session of its own: its helpers end with it, and Ctrl-C comes by the launcher alone.
+    The process leads a session of its own: its helpers end with it, and Ctrl-C comes by the launcher alone.
 
     Attributes:
       rank: its number among the processes of all machines.
       process: the handle of the process.
       code: how the process has ended, negative if by a signal; None while it runs.
-      start, end: when it was started, and when `look` saw its end.
+      start, end: when it was started, and when `note_end` saw its end.
       ended_by_runtime: whether JAX has ended it, since another process was gone.
       exit_until: when it will count as stuck in its exit; infinite before its program and those of the others end.
       is_over: whether nobody waits for its output any more.
@@ -248,10 +248,10 @@ class Member:
 
     @property
     def follows(self) -> bool:
-        """Whether it has ended because of another process."""
+        """Check whether the process has ended because of another one."""
         return self.code in (EXIT_PEER_FAILED, EXIT_NOT_MET) or self.ended_by_runtime
 
-    def look(self) -> None:
+    def note_end(self) -> None:
         """Note the end of the process. Kill it if it is stuck in its exit: its program has ended well."""
         if self.code is None and (code := _exit_code(self.process)) is not None:
             self.code, self.end = code, monotonic()
@@ -264,7 +264,7 @@ class Member:
                 self.exit_until = monotonic() + float(self._exits.read_text())
 
     def _read(self) -> None:
-        """Print each line with the rank before it. Of a progress bar, print one state a second."""
+        """Print each line with the rank before it. Print one state a second of a progress bar."""
         assert self.process.stdout is not None
         rest, printed = b"", 0.0
         self._append_to_log(b"")
@@ -335,7 +335,7 @@ def _watch(members: Sequence[Member], signals: Sequence[int]) -> None:
     until, is_passed_on = FOREVER, False
     while True:
         for member in members:
-            member.look()
+            member.note_end()
         failed, causes = _failed(members, signals)
         limits = [until, *(m.end + GRACE_SECONDS for m in failed), *(m.end + NOTICE_SECONDS for m in causes)]
         if all(m.code is not None for m in members) or monotonic() > min(limits) or len(signals) > 1:

@@ -144,7 +144,7 @@ def _named(target: ast.AST) -> str:
 
 
 class _Reader:
-    """Walk the body of a mapped function, and of what it calls."""
+    """Reader of the body of a mapped function, and of what it calls."""
 
     def __init__(self, program: Program, mapped: Mapped, axis: str) -> None:
         self.program, self.mapped, self.axis = program, mapped, axis

@@ -26,7 +26,7 @@ _alive: WeakValueDictionary[int, Data] = WeakValueDictionary()
 
 
 class Hold:
-    """Hold of a loop on data. It ends with the loop.
+    """Hold of a loop on data, until the loop ends.
 
     Attributes:
       name: the loop in messages.
@@ -45,8 +45,8 @@ _holds: WeakSet[Hold] = WeakSet()
 class Data:
     """Rows for the inputs of functions; made by `synk.data`.
 
-    It holds the array given, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call that
-    reads copies on devices, of this `Data` or of another one that holds the array, sends them what was written. A
+    A `Data` holds the given array, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call
+    that reads copies on devices, of this `Data` or of another one that holds the array, sends them what was written. A
     write to the array itself goes unseen.
 
     Attributes:

@@ -23,8 +23,8 @@ _lock = threading.RLock()
 def acquire(count: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     """Return uninitialised memory for some arrays of one shape, stacked. Large memory is used again later.
 
-    JAX may read this memory (on CPUs) or send it (elsewhere) long after a call returns. It holds a reference as long,
-    and only memory to which nothing refers is used again. Where they are large, each of the arrays is aligned.
+    JAX may read this memory (on CPUs) or send it (elsewhere) long after a call returns. JAX holds a reference as
+    long, and only memory to which nothing refers is used again. Where they are large, each of the arrays is aligned.
     """
     size = prod(shape) * dtype.itemsize
     step = -(-size // ALIGNMENT) * ALIGNMENT

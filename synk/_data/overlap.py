@@ -16,7 +16,7 @@ from .._runtime.axis import replica_axis
 from .transfer import PartRows
 
 Edge: TypeAlias = Literal["nearest", "cyclic", "reflect", "fill"]
-# Of np.pad; what is filled comes in programs.
+# Modes of np.pad. Programs fill in the rows of "fill".
 _MODES: dict[str, Any] = {"nearest": "edge", "cyclic": "wrap", "reflect": "reflect", "fill": "edge"}
 
 
@@ -26,7 +26,7 @@ class Overlap:
 
     The function returns as many rows as are its own: `out[before:-after]` of what it makes of all it sees. Neighbours
     are neighbours in the selection of the call. Rows on the host and broadcast ones are cut so, without communication.
-    Of scattered data only neighbours are exchanged; so with a shared variable that holds rows, which may be passed.
+    Replicas exchange only the neighbours of scattered data, and of a shared variable that holds rows.
 
     Args:
       before: how many rows before its own a part sees.

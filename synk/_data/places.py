@@ -54,13 +54,13 @@ class Place:
       layout: the layout of the rows on the devices; None where they stay on the host.
       bring: put the first rows of a source on the devices: `bring(group, source, rows, dtype, copy, stale)`. Where
         there is a copy already, only rows in the range `stale` differ from it.
-      take: choose how a call takes the rows: `take(group, rows, is_in_memory, picks)` returns a feed, and whether
-        replicas first send one another the rows that the call picks. None: send the rows from the host.
+      choose_feed: choose how a call takes the rows: `choose_feed(group, rows, is_in_memory, picks)` returns a feed,
+        and whether replicas first send one another the rows that the call picks. None: send the rows from the host.
     """
 
     layout: Layout | None
     bring: Callable[[Group, HostSource, int, np.dtype, jax.Array | None, range], jax.Array]
-    take: Callable[[Group, int, bool, Picks], tuple[InputFeed, bool] | None]
+    choose_feed: Callable[[Group, int, bool, Picks], tuple[InputFeed, bool] | None]
 
     def abstract(self, group: Group, shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of what `bring` returns for rows of this shape."""
@@ -70,8 +70,7 @@ class Place:
 
 
 class ReplicaRows:
-    """Rows that were made on the replicas. They are copied to the host when they are first read there, by all processes
-    together."""
+    """Rows that were made on the replicas. The first read on the host copies them there, in all processes together."""
 
     def __init__(self, group: Group, stacked: jax.Array, rows: int) -> None:
         self.shape, self.dtype = (rows, *stacked.shape[2:]), stacked.dtype
@@ -151,13 +150,13 @@ def _send(group: Group, rows: int, is_in_memory: bool, picks: Picks) -> None:
     """Send the rows from the host."""
 
 
-def _take_replicated(group: Group, rows: int, is_in_memory: bool, picks: Picks) -> tuple[InputFeed, bool]:
+def _feed_of_replicated(group: Group, rows: int, is_in_memory: bool, picks: Picks) -> tuple[InputFeed, bool]:
     """Let each replica pick its rows from all rows, which it has."""
     kind: IndexKind = picks.index if picks.overlap is None else "gather"
     return InputFeed("replicated", kind, rows, picks.overlap), False
 
 
-def _take_scattered(group: Group, rows: int, is_in_memory: bool, picks: Picks) -> tuple[InputFeed, bool] | None:
+def _feed_of_scattered(group: Group, rows: int, is_in_memory: bool, picks: Picks) -> tuple[InputFeed, bool] | None:
     """Let each replica take its own rows, or pick from them; exchange rows where others have those that it wants."""
     overlap, held = picks.overlap, -(-rows // group.size)
     if picks.is_on_replicas:
@@ -181,6 +180,6 @@ def _take_scattered(group: Group, rows: int, is_in_memory: bool, picks: Picks) -
 
 PLACES: dict[str, Place] = {
     "host": Place(None, _stay, _send),
-    "scatter": Place("stacked", scatter_rows, _take_scattered),
-    "broadcast": Place("replicated", replicate_rows, _take_replicated),
+    "scatter": Place("stacked", scatter_rows, _feed_of_scattered),
+    "broadcast": Place("replicated", replicate_rows, _feed_of_replicated),
 }

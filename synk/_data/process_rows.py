@@ -77,12 +77,12 @@ def rows_of_replicas(group: Group, rows: int | None, name: str, what: str) -> tu
       what: describes the call, on which processes must agree.
     """
     # Entries of other processes are not sent.
-    told = np.zeros((group.size, 2), np.int32)
+    entries = np.zeros((group.size, 2), np.int32)
     parts = split_rows(rows or 0, len(group._local_ranks))
-    told[group._local_ranks, 0] = -1 if rows is None else [part.rows for part in parts]
-    told[group._local_ranks, 1] = zlib.crc32(what.encode()) >> 1
+    entries[group._local_ranks, 0] = -1 if rows is None else [part.rows for part in parts]
+    entries[group._local_ranks, 1] = zlib.crc32(what.encode()) >> 1
     with translate_peer_errors(group):
-        (gathered,) = run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, told, "stacked")])
+        (gathered,) = run_collective(group, _gather, ["stacked"], ["replicated"], [put(group, entries, "stacked")])
         every = np.asarray(gathered)
     if rows is None:
         return ()

@@ -31,7 +31,7 @@ AT_ONCE = 1 << 28
 
 
 class Reader:
-    """A source that gives rows by position when it is indexed (h5py, zarr). It is read in parts, never whole.
+    """A source that gives rows by position when it is indexed (h5py, zarr), and is read in parts, never whole.
 
     Rows are checked when they come. NumPy would convert, unmask or repeat them to fit a buffer.
     """
@@ -248,8 +248,8 @@ def _read(source: Reader, indexes: np.ndarray | None, copies: Sequence[Copy]) ->
     if indexes is not None:
         rows, at = source.find(np.concatenate([indexes[copy.start : copy.stop] for copy in copies]))
         for copy in copies:
-            here, at = at[: len(copy.buffer)], at[len(copy.buffer) :]
-            copy.buffer[...] = fitting(rows[here], copy.buffer.dtype)
+            own, at = at[: len(copy.buffer)], at[len(copy.buffer) :]
+            copy.buffer[...] = fitting(rows[own], copy.buffer.dtype)
         return
     for run in _runs([piece for copy in copies for piece in _pieces(copy, AT_ONCE)]):
         first = run[0].start

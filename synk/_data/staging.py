@@ -77,7 +77,7 @@ class StagingPool:
         self._kept: dict[Any, list[StagingBuffer]] = {}
         self._lock = threading.Lock()
 
-    def take(self, device: Device, shape: tuple[int, ...], dtype: np.dtype) -> StagingBuffer:
+    def free_buffer(self, device: Device, shape: tuple[int, ...], dtype: np.dtype) -> StagingBuffer:
         """Return a buffer that no transfer reads: one that is kept, or a new one."""
         # A signal handler may call a function of synk's.
         with uninterrupted(), self._lock:
@@ -89,7 +89,7 @@ class StagingPool:
                 free = kept[0]
             if free is not None:
                 kept.remove(free)
-        # The oldest transfer has nearly ended, as its buffer was filled before another one.
+        # Wait for the oldest transfer: its buffer was filled first, so it ends first.
         return free if free is not None and free.wait() else StagingBuffer(device, shape, dtype)
 
     def give(self, buffers: Sequence[StagingBuffer]) -> None:
@@ -119,7 +119,7 @@ def staging_buffers(
         return None
     pool = _pool(group)
     try:
-        return [pool.take(device, shape, dtype) for device in devices]
+        return [pool.free_buffer(device, shape, dtype) for device in devices]
     except jax.errors.JaxRuntimeError:
         # The host has no more memory to lock.
         return None

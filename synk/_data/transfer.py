@@ -149,7 +149,7 @@ def fill_parts(
 
 
 def send_index(group: Group, values: np.ndarray) -> Any:
-    """Place small numbers, one entry a replica on axis 0. They must be a new array: devices may read it in place."""
+    """Place a new array of small numbers, one entry a replica on axis 0. Devices may read the array in place."""
     if group._has_one_device:
         return values
     return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)

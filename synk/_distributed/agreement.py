@@ -70,8 +70,8 @@ class JaxPeers(Peers):
 
     def from_process_0(self, what: str, act: Callable[[], str]) -> str:
         self._exchange(what, "")
-        # It is deleted with what this process has published in the exchange.
-        folder = f"synk/exchange/{self._exchanges}/0/told/"
+        # The answer is deleted with what this process has published in the exchange.
+        folder = f"synk/exchange/{self._exchanges}/0/answer/"
         if jax.process_index() == 0:
             try:
                 result = act()
@@ -83,14 +83,14 @@ class JaxPeers(Peers):
                 raise
             store.put(f"{folder}0", json.dumps([None, result]))
             return result
-        kind, told = json.loads(self._wait(folder, 0, what))
+        kind, answer = json.loads(self._wait(folder, 0, what))
         if kind is None:
-            return told
+            return answer
         if kind in ("KeyboardInterrupt", "SystemExit"):
-            raise self.end(_peer_failed({"0": f"{what}: {kind}({told[0]})"}))
-        if kind in _SHARED_ERRORS or len(told) > 1:
-            raise _SHARED_ERRORS.get(kind, OSError)(*told)
-        raise OSError(f"{what}: process 0 failed: {kind}: {told[0]}")
+            raise self.end(_peer_failed({"0": f"{what}: {kind}({answer[0]})"}))
+        if kind in _SHARED_ERRORS or len(answer) > 1:
+            raise _SHARED_ERRORS.get(kind, OSError)(*answer)
+        raise OSError(f"{what}: process 0 failed: {kind}: {answer[0]}")
 
     def after_failure(self, what: str, error: Exception) -> Exception:
         if (gone := self.translate_error(error)) is not None:

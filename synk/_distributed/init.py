@@ -176,12 +176,12 @@ def _use(devices: tuple[Device, ...], is_simulated: bool, memory: int | float | 
 
     The ranks of each process must be consecutive.
     """
-    here = jax.process_index()
-    local = [rank for rank, device in enumerate(devices) if device.process_index == here]
+    process = jax.process_index()
+    local = [rank for rank, device in enumerate(devices) if device.process_index == process]
     if not local or local != [*range(local[0], local[-1] + 1)]:
         raise ValueError(
             f"synk.init: of the devices {devices}, those of one process must stand together, and each process that "
-            f"runs this needs one; this is process {here}."
+            f"runs this needs one; this is process {process}."
         )
     missing = {*range(jax.process_count())} - {device.process_index for device in devices}
     if missing and len(local) < len(devices):

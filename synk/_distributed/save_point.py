@@ -24,7 +24,7 @@ _END = "end"
 class SavePoint:
     """The items of a loop before which all processes of a group save; `loop` is its number in the program."""
 
-    # That of the latest loop of all processes, whose thread may run still.
+    # The save point of the latest loop of all processes, whose thread may run still.
     _latest: "SavePoint | None" = None
 
     def __init__(self, loop: int, is_shared: bool) -> None:

@@ -133,7 +133,7 @@ class Function:
 
     @property
     def shared(self) -> tuple[Shared, ...]:
-        """The shared variables that it reads and writes, as far as its calls have shown."""
+        """Return the shared variables that the function reads and writes, as far as its calls have shown."""
         return self._plans.variables()
 
     @public_api

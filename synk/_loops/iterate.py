@@ -11,7 +11,7 @@ import jax
 from .._base.errors import public_api, shown, warn
 from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, named, narrow
 from .._call.binding import BoundArguments, CallOptions
-from .._call.leaves import check_leaves, look, spec_of_part
+from .._call.leaves import check_leaves, recognise_leaves, spec_of_part
 from .._call.rows import common_rows, refuse_together
 from .._call.spec import FunctionSpec
 from .._data.dataset import Data, Hold, source_of
@@ -123,7 +123,7 @@ class Batches:
         self.function, self.bound, self.options, self.group, self.name = function, bound, options, group, name
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
-        leaves, parts = look(with_numbers, function.name, group)
+        leaves, parts = recognise_leaves(with_numbers, function.name, group)
         specs = [spec_of_part(part) for part in parts]
         check_leaves(bound.spec, specs, function.name)
         self._keys = [specs[i].key for i in bound.spec.scattered]

@@ -28,7 +28,7 @@ def all_sum(values: Arrays) -> list[jax.Array]:
 
 
 def all_extremes(values: Arrays, is_min: Sequence[bool]) -> list[jax.Array]:
-    """Take the elementwise maximum or minimum over the replicas, NaN if one has NaN. It has no gradient.
+    """Take the elementwise maximum or minimum over the replicas, NaN if one has NaN. Extremes have no gradient.
 
     Floats travel as integers of the same order, since all-reduces of floats may lose NaN
     (https://github.com/openxla/xla/issues/21461). Minima travel as maxima of the reverse order, so that one collective

@@ -42,10 +42,7 @@ class Monoid:
     """
 
     def __init__(
-        self,
-        state: PyTree,
-        merge: Callable[[PyTree, PyTree], PyTree],
-        finish: Callable[[PyTree], PyTree] | None = None,
+        self, state: PyTree, merge: Callable[[PyTree, PyTree], PyTree], finish: Callable[[PyTree], PyTree] | None = None
     ) -> None:
         self.state, self.merge, self.finish = state, merge, finish
         self._least_rows, self._has_order = 1, True
@@ -102,7 +99,7 @@ class Merge:
     """A Monoid among the outputs, whose functions work on leaves of its state.
 
     Attributes:
-      leaves: the numbers of the leaves of its state.
+      leaves: the indexes of the leaves of its state.
       results: the leaves of its answer.
       least_rows, has_order: as in `statistic`.
       is_gathered: whether its answer is made of all rows.

@@ -37,7 +37,7 @@ class OutputSpec(NamedTuple):
 
     Attributes:
       leaves: all leaves that combine, weights included.
-      items: the outputs in the order of the tree: numbers of leaves, and Monoids. Weights are no outputs.
+      items: the outputs in the order of the tree: indexes of leaves, and Monoids. Weights are no outputs.
       treedef: the tree of the outputs.
     """
 
@@ -46,7 +46,7 @@ class OutputSpec(NamedTuple):
     treedef: Any
 
     def record(self, fingerprint: Callable[[Any], Hashable]) -> tuple[Any, ...]:
-        """Return what tells the outputs from those of another trace, by fingerprints of jaxprs."""
+        """Return a record that tells the outputs from those of another trace, by fingerprints of jaxprs."""
         merges = [(merge.leaves, merge.has_order, *map(fingerprint, merge.traced())) for merge in self.merges]
         return self.treedef, self.leaves, *merges
 
@@ -71,7 +71,7 @@ class OutputSpec(NamedTuple):
         return [leaf.key for leaf in self.results]
 
     def needed_for(self, picked: Sequence[int]) -> list[int]:
-        """Return the numbers of the leaves that the picked outputs are made of, weights included."""
+        """Return the indexes of the leaves that the picked outputs are made of, weights included."""
         sources = list[Sequence[int]]()
         for item in self.items:
             sources += [item.leaves] * len(item.results) if isinstance(item, Merge) else [[item]]
@@ -79,15 +79,15 @@ class OutputSpec(NamedTuple):
         return sorted(needed | {w for i in needed if (w := self.leaves[i].weight) is not None})
 
     @property
-    def staying(self) -> list[int]:
-        """Return the numbers of the outputs that stay on the replicas that made them."""
-        return [i for i, leaf in enumerate(self.results) if leaf.reduction.collective == "stay"]
+    def scattered(self) -> list[int]:
+        """Return the indexes of the outputs that stay on the replicas that made them."""
+        return [i for i, leaf in enumerate(self.results) if leaf.reduction.collective == "scatter"]
 
     def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[Any]:
         """Make the outputs from combined leaves.
 
         Args:
-          combined: the combined leaves, by number. Outputs whose leaves are left out become None.
+          combined: the combined leaves, by index. Outputs whose leaves are left out become None.
           present: as in `Merge.merge_all`.
         """
         outputs: list[Any] = []
@@ -132,7 +132,7 @@ class OutputRules(NamedTuple):
 
 
 def check_ops(outputs: PyTree, name: str) -> PyTree:
-    """Check a tree of ops and return it as one of reductions."""
+    """Check a tree of ops, and return the tree of their reductions."""
     return jax.tree.map(lambda op: reduction_of(op, name), outputs, is_leaf=lambda op: op is None)
 
 

@@ -73,7 +73,7 @@ class Reduction:
     Attributes:
       name: the op, in the words of users and messages.
       collective: how states of replicas combine. "gather" keeps the entries of all parts in row order; "first" adds the
-        value of the first part and zeros of the others; "merge" keeps each replica's state, for a Monoid; "stay" and
+        value of the first part and zeros of the others; "merge" keeps each replica's state, for a Monoid; "scatter" and
         "unreduced" send nothing.
       prepare: turns (value of a part, its weight) into a state: widens and weighs the value. A state that is gathered
         has entries on axis 0.
@@ -85,7 +85,7 @@ class Reduction:
     """
 
     name: str
-    collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge", "stay", "unreduced"]
+    collective: Literal["sum", "max", "min", "prod", "gather", "first", "merge", "scatter", "unreduced"]
     prepare: Callable[[jax.Array, Any], jax.Array]
     accumulate: Callable[[jax.Array, jax.Array], jax.Array] = jnp.add
     finalize: Callable[[Any, Any], Any] = _as_it_is
@@ -149,7 +149,7 @@ REDUCTIONS = {
         Reduction("any", "sum", lambda v, _: v.astype(bool).astype(np.int32)),
         Reduction("all", "sum", lambda v, _: (~v.astype(bool)).astype(np.int32), finalize=lambda n, _: n == 0),
         Reduction("concat", "gather", _as_it_is, has_row_entries=True),
-        Reduction("scatter", "stay", _as_it_is, has_row_entries=True),
+        Reduction("scatter", "scatter", _as_it_is, has_row_entries=True),
         Reduction("stack", "gather", _as_entry, is_lawful=False),
         Reduction("first", "first", _as_it_is, is_lawful=False),
         Reduction("merge", "merge", _as_it_is),
@@ -298,7 +298,7 @@ def _communicate(
         numbers = [i for i, other in enumerate(routes) if other == route]
         arrays, kinds = [states[i] for i in numbers], [leaves[i].reduction.collective for i in numbers]
         match route:
-            case "stay":
+            case "scatter":
                 wholes = arrays
             case "sum":
                 # The bits of the first part's value and zeros of the others add up exactly, also for NaN and -0.0.
@@ -330,7 +330,7 @@ def _route(state: jax.Array, leaf: OutputLeaf, has_gradients: bool) -> str:
     # Rounded numbers have no derivative, and few numbers are not worth a scale.
     if leaf.wire and not has_gradients and state.dtype == np.float32 and state.size >= wire.BLOCK:
         return leaf.wire
-    return {"first": "sum", "merge": "gather", "unreduced": "stay"}.get(kind, kind)
+    return {"first": "sum", "merge": "gather", "unreduced": "scatter"}.get(kind, kind)
 
 
 def constant_unless(counts: Any, value: jax.Array) -> jax.Array:

@@ -21,13 +21,13 @@ def shard_shape(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStr
     return jax.ShapeDtypeStruct((-(-shape.size // replicas),), shape.dtype)
 
 
-def cut(array: Any, replicas: int) -> Any:
+def to_shards(array: Any, replicas: int) -> Any:
     """Cut an array of NumPy or JAX into shards: (replicas, numbers of a shard)."""
     numpy: Any = np if isinstance(array, np.ndarray) else jnp
     return numpy.pad(array.reshape(-1), (0, -array.size % replicas)).reshape(replicas, -1)
 
 
-def join(shards: Any, shape: jax.ShapeDtypeStruct) -> Any:
+def from_shards(shards: Any, shape: jax.ShapeDtypeStruct) -> Any:
     """Join the shards of an array of this shape."""
     return shards.reshape(-1)[: shape.size].reshape(shape.shape)
 
@@ -46,16 +46,16 @@ def joined(sharded: Iterable[Any], others: Iterable[Any], in_shards: Sequence[bo
 # Functions from here on run inside a program, on each replica.
 
 
-def take_shards(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Take this replica's shards of arrays that all replicas have."""
-    return [cut(array, lax.psum(1, replica_axis()))[lax.axis_index(replica_axis())] for array in arrays]
+def own_shards(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return this replica's shards of arrays that all replicas have."""
+    return [to_shards(array, lax.psum(1, replica_axis()))[lax.axis_index(replica_axis())] for array in arrays]
 
 
 def sum_to_shards(parts: Sequence[jax.Array]) -> list[jax.Array]:
     """Add up arrays over the replicas, and return this replica's shards of the sums (a reduce-scatter)."""
-    return sum_scatter([cut(part, lax.psum(1, replica_axis())) for part in parts])
+    return sum_scatter([to_shards(part, lax.psum(1, replica_axis())) for part in parts])
 
 
 def gather_shards(shards: Sequence[jax.Array], shapes: Shapes) -> list[jax.Array]:
     """Gather arrays of these shapes from the shards of all replicas."""
-    return [join(whole, shape) for whole, shape in zip(all_gather(shards), shapes, strict=True)]
+    return [from_shards(whole, shape) for whole, shape in zip(all_gather(shards), shapes, strict=True)]

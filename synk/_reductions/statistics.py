@@ -32,7 +32,7 @@ def integers_of(x: Any, name: str) -> jax.Array:
         raise TypeError(f"synk.stats.{name}: it counts integers, but this array has dtype {x.dtype}.")
     if jnp.can_cast(x.dtype, np.int32):
         return x.astype(jnp.int32)
-    # Numbers beyond int32 are counted in no bin. They must not wrap around into one.
+    # Numbers beyond int32 are counted in no bin, and must not wrap around into one.
     return jnp.where((x >= 0) & (x <= np.iinfo(np.int32).max), x.astype(jnp.int32), -1)
 
 

@@ -29,7 +29,7 @@ class Constant:
         self.value, self.key = value, key
 
     def on(self, group: Group) -> jax.Array:
-        """Return the array on every replica. It is sent once a group."""
+        """Return the array on every replica; send it once a group."""
         return group._cached(self, None, lambda: put(group, self.value, "replicated"))
 
 

@@ -29,7 +29,7 @@ CPU_CAN_WEDGE = JAXLIB < (0, 12)
 
 
 class InFlight:
-    """A program that was launched. It equals only itself.
+    """A program that was launched, equal only to itself.
 
     Attributes:
       token: one output of the program, a `jax.Array`, to wait on.
@@ -79,7 +79,7 @@ def drain() -> None:
 
 
 def _retire(program: InFlight) -> None:
-    """Wait for a program, then forget it. If it died, tell its variables."""
+    """Wait for a program, then forget it. If the program died, tell its variables."""
     try:
         program.token.block_until_ready()
     except Exception as error:

@@ -150,7 +150,4 @@ def _of_replicas(results: Sequence[jax.Array], layouts: Layouts) -> tuple[jax.Ar
     return tuple(r.reshape(r.shape[0] * r.shape[1], *r.shape[2:]) if layout == "rows" else r for r, layout in pairs)
 
 
-ENGINES: dict[str, Callable[[Group, Body, Layouts, Layouts], Body]] = {
-    "shard_map": _by_shard_map,
-    "pmap": _by_pmap,
-}
+ENGINES: dict[str, Callable[[Group, Body, Layouts, Layouts], Body]] = {"shard_map": _by_shard_map, "pmap": _by_pmap}

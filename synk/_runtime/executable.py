@@ -67,7 +67,7 @@ class ProgramSpec:
       options: options of the compiler, in addition to those of the group's platform.
       takes_all_replicas: whether `body` takes the arrays of all replicas, and is not mapped.
       has_fixed_kernels: whether its bits are the same in every process and run, on one kind of device.
-      constants: captured arrays. They are a last list of arguments, which callers do not pass.
+      constants: captured arrays, a last list of arguments, which callers do not pass.
     """
 
     body: Body
@@ -98,7 +98,7 @@ class Program:
     def __init__(self, group: Group, name: str, run: Callable[..., list[jax.Array]], is_local: bool = False) -> None:
         """Make a program of a function of its lists of arguments, whose last output is a token.
 
-        A local one communicates nothing: one process may run it.
+        A local program communicates nothing: one process may run it.
         """
         self.group, self.name, self._run = group, name, run
         self._peers, self._is_local, self._limits_in_flight = group._peers, is_local, group._limits_in_flight
@@ -242,8 +242,8 @@ def run_collective(
 ) -> list[jax.Array]:
     """Run a small program of synk's.
 
-    It is cached by `body`, which must be a lasting object. Processes compare the program before it first runs, unless
-    it is local.
+    The cache of programs has `body` as its key, so it must be a lasting object. Processes compare the program before it
+    first runs, unless it is local.
     """
     args, key = list(args), (body, tuple(ins), tuple(outs))
     module, function = body.__module__.split(".")[-1], body.__qualname__.split(".")[0]
@@ -275,7 +275,7 @@ def _copy(*values: jax.Array) -> Sequence[jax.Array]:
 
 
 def copy_to_replicas(group: Group, leaves: Sequence[Any], layout: Layout) -> list[jax.Array]:
-    """Copy each leaf to all replicas, and return the copies in a layout. They may share memory with NumPy leaves."""
+    """Copy each leaf to all replicas, and return the copies in a layout. Copies may share memory with NumPy leaves."""
     return relayout(group, [put(group, leaf, "replicated") for leaf in leaves], "replicated", layout)
 
 

@@ -123,19 +123,19 @@ class Group:
     def memory(self) -> int | None:
         if isinstance(self._memory, int):
             return self._memory
-        told = None if self.accelerator is None else self.accelerator.usable_memory
-        if told is None and self.platform != "cpu":
+        usable = None if self.accelerator is None else self.accelerator.usable_memory
+        if usable is None and self.platform != "cpu":
             stats: Mapping[str, int] = self.devices[self._local_ranks.start].memory_stats() or {}
-            told = stats.get("bytes_limit")
-        return told if told is None or self._memory is None else int(told * self._memory)
+            usable = stats.get("bytes_limit")
+        return usable if usable is None or self._memory is None else int(usable * self._memory)
 
     @cached_property
     def _local_ranks(self) -> range:
         """Return the ranks whose devices belong to this process."""
         if self.accelerator is not None:
             return range(self.size)
-        here = jax.process_index()
-        ranks = [rank for rank, device in enumerate(self.devices) if device.process_index == here]
+        process = jax.process_index()
+        ranks = [rank for rank, device in enumerate(self.devices) if device.process_index == process]
         return range(ranks[0], ranks[-1] + 1) if ranks else range(0)
 
     @cached_property

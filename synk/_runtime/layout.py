@@ -36,7 +36,7 @@ def is_everywhere(array: jax.Array) -> bool:
 
 
 def everywhere(array: jax.Array) -> np.ndarray:
-    """Copy a whole array to host memory. If it lies over several processes, all of them call this together."""
+    """Copy a whole array to host memory. All processes over which the array lies call this together."""
     return np.asarray(array if is_everywhere(array) else multihost_utils.process_allgather(array, tiled=True))
 
 
@@ -126,7 +126,7 @@ def set_replica(group: Group, array: jax.Array, new: Any, rank: int) -> jax.Arra
 
 
 def stack_parts(group: Group, parts: Sequence[Any], rows: int | None) -> jax.Array:
-    """Stack one array a replica, each padded to `rows` rows. With None they have one shape."""
+    """Stack one array a replica, each padded to `rows` rows. For None all have one shape."""
     group._refuse_if_absent("rows to place")
     shape = parts[0].shape if rows is None else (rows, *parts[0].shape[1:])
 

@@ -14,15 +14,7 @@ from .._base.partition import lengths_of
 from .._base.pytree import PyTree
 from .._reductions.monoid import Monoid
 from .._reductions.outputs import is_whole
-from .._reductions.reduction import (
-    ELEMENTWISE,
-    ElementwiseOp,
-    Reduction,
-    Weighted,
-    fold,
-    reduction_of,
-    result_dtype,
-)
+from .._reductions.reduction import ELEMENTWISE, ElementwiseOp, Reduction, Weighted, fold, reduction_of, result_dtype
 from .._runtime.axis import replica_axis
 from .._runtime.group import current_group
 from .skeletons import Leaves, Results, Skeleton, all_rows, row_tree, run_skeleton, without_state
@@ -86,7 +78,7 @@ def pairs(
 
 
 # The number of pairs that are made at a time: a replica needs memory for its rows, visiting rows, and these pairs.
-TOGETHER = 1 << 16
+PAIRS_AT_ONCE = 1 << 16
 
 
 class _Ring(NamedTuple):
@@ -112,7 +104,7 @@ class _Ring(NamedTuple):
             return self._pairs(x, all_rows(y, self.lengths))
         rank, to_previous = lax.axis_index(replica_axis()), [(i, (i - 1) % size) for i in range(size)]
         lengths, max_rows = jnp.asarray(np.array(self.lengths, np.int32)), max(self.lengths)
-        count = max(1, min(max_rows, TOGETHER // x[0].shape[0]))
+        count = max(1, min(max_rows, PAIRS_AT_ONCE // x[0].shape[0]))
         blocks = jnp.arange(-(-max_rows // count) * count, dtype=jnp.int32).reshape(-1, count)
 
         def turn(k: jax.Array, carry: tuple[list[jax.Array], ...]) -> tuple[list[jax.Array], ...]:

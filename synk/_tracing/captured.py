@@ -233,7 +233,7 @@ def split(closed: Any, large: Sequence[Constant]) -> tuple[Callable[[], list[Any
     nothing is gained.
 
     Returns:
-      What computes the constants of the second part, large ones as `Constant`s; and the second part.
+      A function that computes the constants of the second part, large ones as `Constant`s; and the second part.
     """
     jaxpr, constants = closed.jaxpr, {id(constant.value): constant for constant in large}
     is_worth_it = any(id(const) in constants for const in closed.consts)

@@ -20,17 +20,17 @@ from .names import content
 _DEEPEST = 4
 # Types whose repr says all.
 _EXACT = (int, str, bytes, bool, type(None))
-# Rules of jax.custom_jvp and jax.custom_vjp. They are new objects in each trace, and belong to gradients alone.
+# Rules of jax.custom_jvp and jax.custom_vjp. Each trace makes new ones, which belong to gradients alone.
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
 
 
 def fingerprint(closed: Any) -> Hashable:
     """Return a value that is equal for closed jaxprs that compute the same: a digest, and objects without a text."""
-    teller = _Teller()
+    writer = _Writer()
     # A trace may be under way around the call.
     with jax.ensure_compile_time_eval():
-        text = repr(teller.closed(closed))
-    return sha256(text.encode()).digest(), tuple(teller.objects)
+        text = repr(writer.closed(closed))
+    return sha256(text.encode()).digest(), tuple(writer.objects)
 
 
 def without_objects(record: Hashable) -> Hashable:
@@ -66,24 +66,24 @@ def _field_names(value: Any) -> Sequence[str]:
     return [field.name for field in fields(value)] if is_dataclass(value) else list(getattr(value, "__dict__", ()))
 
 
-class _Teller:
+class _Writer:
     """A writer of jaxprs as nested tuples of exact values. A jaxpr or constant that occurs again is a number."""
 
     def __init__(self) -> None:
         self.objects: list[ByIdentity] = []
         # By id: the object, kept alive so that its id stays its own, and its number.
-        self._told: dict[int, tuple[Any, int]] = {}
+        self._written: dict[int, tuple[Any, int]] = {}
 
     def closed(self, closed: Any) -> Any:
         """Return a closed jaxpr and its constants as tuples."""
-        # In JAX 0.12 a closed jaxpr and its jaxpr are one object, so the jaxpr must not count as told already.
+        # In JAX 0.12 a closed jaxpr and its jaxpr are one object, so the jaxpr must not count as written already.
         return self._jaxpr(closed.jaxpr), [self._once(const, self._array) for const in closed.consts]
 
-    def _once(self, value: Any, tell: Callable[[Any], Any]) -> Any:
-        if id(value) in self._told:
-            return "again", self._told[id(value)][1]
-        self._told[id(value)] = value, len(self._told)
-        return tell(value)
+    def _once(self, value: Any, write: Callable[[Any], Any]) -> Any:
+        if id(value) in self._written:
+            return "again", self._written[id(value)][1]
+        self._written[id(value)] = value, len(self._written)
+        return write(value)
 
     def _array(self, const: Any) -> Any:
         if (constant := known_constant(const)) is not None:
@@ -102,11 +102,11 @@ class _Teller:
                 numbers[variable] = len(numbers)
             return [(getattr(v.aval, "shape", None), str(getattr(v.aval, "dtype", None))) for v in variables]
 
-        told: list[Any] = [makes((*jaxpr.constvars, *jaxpr.invars))]
+        written: list[Any] = [makes((*jaxpr.constvars, *jaxpr.invars))]
         for equation in jaxpr.eqns:
             params = [(name, self._value(value)) for name, value in equation.params.items() if name not in _RULES]
-            told.append((equation.primitive.name, takes(equation.invars), makes(equation.outvars), params))
-        return told, takes(jaxpr.outvars)
+            written.append((equation.primitive.name, takes(equation.invars), makes(equation.outvars), params))
+        return written, takes(jaxpr.outvars)
 
     def _value(self, value: Any, depth: int = 0) -> Any:
         """Return a parameter of an equation as tuples. Values that a callback holds are deeper than 0."""

@@ -20,7 +20,8 @@ def named_objects(functions: Iterable[Any]) -> list[tuple[tuple[Any, str | None]
 
 
 class Names:
-    """The objects under a function's global names and cells. They stay alive only if they take no weak reference."""
+    """The objects under a function's global names and cells. Those without weak references (numbers, lists) are kept
+    alive."""
 
     __slots__ = ("_cells", "_globals")
 

@@ -52,7 +52,7 @@ class TracedFunction:
     """A function of plain arrays: it maps leaves of variables and arguments, the rank and the first row to leaves.
 
     Attributes:
-      run: runs the function. It takes the values of `known` by that name, and returns outputs, then new leaves.
+      run: runs the function: takes the values of `known` by that name, and returns outputs, then new leaves.
       known: computes what depends on captured arrays alone, once; large arrays are `Constant`s.
       blame_line: takes the arguments of `run`, and returns the line that makes the first number that is not finite.
       variables: the variables whose leaves come first, in this order.

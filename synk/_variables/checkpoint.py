@@ -16,19 +16,12 @@ from .._data.host_buffers import acquire
 from .._data.sources import Copy, copy_rows
 from .._runtime.executable import from_process_0
 from .._runtime.group import Group, current_group
-from .._runtime.layout import shard_of_rank, stack_parts
+from .._runtime.layout import shard_of_rank
 from .._tracing.context import eager
 from .checkpoint_files import WRITER, Checkpoint, read, write
 from .collectives import variables_of
-from .state import VariableState, state_of_leaves, state_of_rows
-from .variable import (
-    Shared,
-    commit_all,
-    computed_state,
-    group_of,
-    logical_shapes,
-    state_of_copies,
-)
+from .state import VariableState
+from .variable import Shared, commit_all, computed_state, group_of, logical_shapes
 
 Folder = str | PathLike[str]
 
@@ -243,10 +236,10 @@ def _arrays(variables: Mapping[str, Shared], is_writer: bool, is_copy: bool) -> 
     for variable in variables.values():
         group, state = group_of(variable), computed_state(variable)
         leaves = state.leaves
-        if state.is_equal and not variable._spec.storage.is_sharded:
+        if state.is_equal and not variable._spec.storage.asks_all(state, None):
             leaves = [shard_of_rank(group, leaf, group._local_ranks.start) for leaf in leaves if is_writer]
         elif group._is_multi_process:
-            # They come by way of other devices.
+            # The leaves come by way of other devices.
             leaves = []
         for leaf in leaves:
             leaf.copy_to_host_async()
@@ -273,11 +266,6 @@ def _entries(variable: Shared, is_writer: bool) -> Iterator[tuple[int | None, It
 def _member(variable: str, leaf: int, rank: int | None) -> str:
     """Name a leaf in the file by numbers, since names of variables may be anything."""
     return f"{variable}.{leaf}.{'all' if rank is None else rank}"
-
-
-def mean_of(entries: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the average of replicas' values, for another number of replicas."""
-    return np.mean(entries, axis=0, dtype=np.float64).astype(entries[0].dtype)
 
 
 def _storable(array: np.ndarray, is_copy: bool) -> np.ndarray:
@@ -330,18 +318,18 @@ def _differences(kept: Any, variable: Shared) -> Iterator[tuple[str, Any, Any]]:
         if was != has:
             yield "'s tree", f"one with {was or 'nothing'}", f"{has or 'nothing'} there"
     skip = kept["lengths"] is not None or own["lengths"] is not None  # axis 0
-    for there, here in zip(kept["leaves"], own["leaves"], strict=True):
-        was, has = there["shape"], here["shape"]
+    for old, new in zip(kept["leaves"], own["leaves"], strict=True):
+        was, has = old["shape"], new["shape"]
         if was[skip:] != has[skip:] or len(was) != len(has):
-            yield f"{here['path']}'s shape", was, has
+            yield f"{new['path']}'s shape", was, has
         for field, what in (("dtype", "dtype"), ("key", "PRNG keys")):
-            if there[field] != here[field]:
-                yield f"{here['path']}'s {what}", there[field], here[field]
+            if old[field] != new[field]:
+                yield f"{new['path']}'s {what}", old[field], new[field]
 
 
 def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str, np.ndarray] | None) -> VariableState:
     """Make the state of a variable from a checkpoint; `arrays` is None in processes other than 0."""
-    spec, group, lengths = variable._spec, group_of(variable), kept["lengths"]
+    group, lengths = group_of(variable), kept["lengths"]
 
     def stored(rank: int | None) -> list[np.ndarray]:
         shapes: list[jax.ShapeDtypeStruct] = []
@@ -351,12 +339,10 @@ def _loaded_state(member: str, variable: Shared, kept: Any, arrays: Mapping[str,
         own = None if arrays is None else [arrays[_member(member, i, rank)].view(s.dtype) for i, s in enumerate(shapes)]
         return from_process_0(group, own, shapes)
 
-    if kept["is_equal"]:
-        return state_of_copies(variable, stored(None))
-    parts = [stored(rank) for rank in range(kept["replicas"])]
-    if is_of_others(kept, variable):
-        return state_of_copies(variable, [mean_of(leaves) for leaves in zip(*parts, strict=True)])
-    if lengths is not None:
-        return state_of_rows(group, parts)
-    stacked = [stack_parts(group, leaves, None) for leaves in zip(*map(spec.storage.pack, parts), strict=True)]
-    return state_of_leaves(stacked, "stacked", diverged_by="what was saved")
+    leaves = stored(None) if kept["is_equal"] else [*zip(*map(stored, range(kept["replicas"])), strict=True)]
+    return restored_state(variable, kept, leaves)
+
+
+def restored_state(variable: Shared, kept: Mapping[str, Any], leaves: Sequence[Any]) -> VariableState:
+    """Make the state of a variable from its saved description and leaves, as `Storage.restored` takes them."""
+    return variable._spec.storage.restored(group_of(variable), kept, leaves, variable._state.layout)

@@ -62,8 +62,8 @@ def write(
 ) -> None:
     """Write a checkpoint and delete all but the newest `keep`.
 
-    It is written under another name and takes its own by one rename. Checkpoints of later steps, of a run that has gone
-    back, are renamed: they are neither loaded nor counted nor deleted.
+    The folder is written under another name and takes its own by one rename. Checkpoints of later steps, of a run that
+    has gone back, are renamed: they are neither loaded nor counted nor deleted.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in [*filter(_is_abandoned, folder.glob(".saving-*")), *folder.glob(".gone-*")]:
@@ -105,7 +105,7 @@ def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> str:
             # After an error an archive still ends itself, when it is collected.
             return len(data) if file.closed else file.write(data)
 
-        # It never goes back in a file that cannot tell its position.
+        # An archive never goes back in a file that cannot tell its position.
         archive = zipfile.ZipFile(cast(Any, SimpleNamespace(write=write_on, flush=lambda: None)), "w")
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
@@ -210,7 +210,7 @@ def newest_step(folder: Path) -> int:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a checkpoint from one that has taken its place; None if it is gone."""
+    """Return numbers that tell a checkpoint from another in its place; None if there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -286,7 +286,7 @@ def _to_disk(path: Path) -> None:
 
 
 def _in_background(what: str, error: Exception) -> OSError:
-    """Return the error to raise where it is learned that a write has failed. It holds no array, as a traceback does."""
+    """Return the error of a write that has failed, without the traceback, which would hold arrays."""
     text = f"synk.save: {what} was not written in the background ({type(error).__name__}: "
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, f"{text}{error.strerror})", error.filename)
@@ -294,7 +294,7 @@ def _in_background(what: str, error: Exception) -> OSError:
 
 
 class Writer:
-    """Writes checkpoints, one at a time."""
+    """Writer of checkpoints, one at a time."""
 
     def __init__(self) -> None:
         # Not Thread.join: if Ctrl-C interrupts it, Python 3.11 takes a running thread for ended

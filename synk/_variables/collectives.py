@@ -395,22 +395,7 @@ def _gather(variable: Shared, call: str, nd_up: int, layout: Layout) -> list[jax
         _refuse_unequal_rows(variable, state, call)
     elif any(not s.shape for s in logical_shapes(variable)):
         raise ValueError(f"synk.{call}: {variable.name} has leaves without rows to concatenate; use gather(nd_up=1).")
-    body, spec = _gather_body(nd_up, state.rows_per_replica, variable._spec.storage.unpack), variable._spec
-    ins, outs = layouts(state.layout, len(state.leaves)), layouts(layout, len(spec.shapes))
-    return run_collective(group, body, ins, outs, state.leaves)
-
-
-@lru_cache(maxsize=256)
-def _gather_body(nd_up: int, rows: tuple[int, ...] | None, unpack: Body) -> Body:
-    def body(*stored: jax.Array) -> list[jax.Array]:
-        gathered = list(unpack(*gather_arrays(stored)))
-        if nd_up:
-            return gathered
-        if rows is None or len(set(rows)) == 1:
-            return [lax.collapse(entries, 0, 2) for entries in gathered]
-        return [jnp.concatenate([entries[rank, :n] for rank, n in enumerate(rows)]) for entries in gathered]
-
-    return body
+    return variable._spec.storage.gather(group, state, nd_up, layout)
 
 
 def _reduce(

@@ -71,7 +71,7 @@ class AbstractState:
 class VariableState:
     """The leaves of a shared variable and what is known of them. Nothing assigns to a state that is made.
 
-    It is not frozen, since making a frozen one takes three times as long, in each call.
+    The class is not frozen: each call makes states, and a frozen one takes three times as long to make.
 
     Attributes:
       leaves: the stored leaves, global arrays of the variable's group.

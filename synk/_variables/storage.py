@@ -4,7 +4,7 @@
 stored: another way needs a class, with what differs from `Storage`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import compress
@@ -17,14 +17,25 @@ import numpy as np
 from jax import lax
 
 from .._base.errors import SynkError
-from .._reductions.shard_ops import cut, gather_shards, join, joined, parted, shard_shape
+from .._reductions.collectives import all_gather as gather_arrays
+from .._reductions.shard_ops import from_shards, gather_shards, joined, parted, shard_shape, to_shards
+from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group
-from .._runtime.layout import Layout, layouts, local_replica_to_host, put, set_replica, shard_of_rank, sharding_of
+from .._runtime.layout import (
+    Layout,
+    layouts,
+    local_replica_to_host,
+    put,
+    set_replica,
+    shard_of_rank,
+    sharding_of,
+    stack_parts,
+)
 from .state import AbstractState, VariableState, deal_out, state_of_leaves, state_of_rows
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
-# The numbers of the leaves that lie one after another in each stored array.
+# Indexes of the leaves that lie one after another in each stored array.
 Buffers: TypeAlias = tuple[tuple[int, ...], ...]
 
 
@@ -45,11 +56,11 @@ class Storage:
     # Leaves of one replica.
 
     def pack(self, leaves: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
-        """Return stored leaves of logical ones; as many as `like` has, if it has any."""
+        """Pack logical leaves into stored ones: into as many as `like` has, if it has any."""
         return list(leaves)
 
     def unpack(self, *stored: Any) -> list[Any]:
-        """Return the logical leaves, or parts of them, of stored ones. Both may have more axes in front."""
+        """Unpack stored leaves into logical ones, or parts into parts. Both may have more axes in front."""
         return list(stored)
 
     def comparable(self, *stored: jax.Array) -> list[jax.Array]:
@@ -75,7 +86,15 @@ class Storage:
         rows = abstract.rows_of(rank)
         return _shared_rows(self.logical_shapes(abstract, None)) if rows is None else rows
 
+    def takes_other_rows(self, abstract: AbstractState, is_assigned: bool) -> bool:
+        """Check whether a new value may have another number of rows: given by a call, or assigned where rows lie."""
+        return not is_assigned or abstract.rows_per_replica is not None
+
     # Reading. States are in the group.
+
+    def asks_all(self, state: VariableState, rank: int | None) -> bool:
+        """Check whether processes must read together: one replica's value, or for None the value that all share."""
+        return rank is not None and state.layout == "stacked"
 
     def apart(self, group: Group, stored: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]:
         """Return the leaves that a function sees on each replica, in the same layout; copies only where it must."""
@@ -105,6 +124,13 @@ class Storage:
         layout, rank = state.layout, group._local_ranks.start
         stored = state.leaves if is_reader else []
         return self.unpack(*[local_replica_to_host(group, leaf, layout, rank, None) for leaf in stored])
+
+    def gather(self, group: Group, state: VariableState, nd_up: int, layout: Layout) -> list[jax.Array]:
+        """Return the logical leaves of all replicas in a layout: with an axis of replicas in front, or for `nd_up` 0
+        their rows one after another."""
+        body = _gather_body(nd_up, state.rows_per_replica, self.unpack)
+        ins, outs = layouts(state.layout, len(state.leaves)), layouts(layout, len(self.shapes))
+        return run_collective(group, body, ins, outs, state.leaves)
 
     def each_on_host(self, group: Group, state: VariableState) -> list[list[np.ndarray]]:
         """Return the logical leaves of each replica in host memory; once if the replicas share them, or hold rows,
@@ -143,6 +169,28 @@ class Storage:
         if before.rows_per_replica is None:
             return self.state_of_copies(group, leaves, before.layout)
         return deal_out(group, leaves, before.rows_per_replica)
+
+    def restored(self, group: Group, saved: Mapping[str, Any], leaves: Sequence[Any], layout: Layout) -> VariableState:
+        """Make the state that a checkpoint describes.
+
+        Args:
+          group: where the variable lives, or will live.
+          saved: its description.
+          leaves: the logical leaves that replicas share; else for each a stacked array, or arrays of all replicas.
+          layout: for leaves that replicas share.
+        """
+        if saved["is_equal"]:
+            return self.state_of_copies(group, leaves, layout)
+        if saved["replicas"] != group.size:
+            return self.state_of_copies(group, list(map(_mean_of, leaves)), layout)
+        rows = saved["lengths"]
+        if all(isinstance(leaf, jax.Array) for leaf in leaves):
+            # In memory of its own, since programs may overwrite it.
+            stacked = relayout(group, leaves, "stacked", "stacked")
+        else:
+            entries = leaves if rows else zip(*map(self.pack, zip(*leaves, strict=True)), strict=True)
+            stacked = [stack_parts(group, parts, max(rows) if rows else None) for parts in entries]
+        return state_of_leaves(stacked, "stacked", rows, diverged_by="what was saved")
 
     def state_of_first(self, group: Group, state: VariableState) -> VariableState:
         """Make the state in which every replica has what the first one holds, also if all are said to be equal."""
@@ -256,6 +304,12 @@ class Shards(Storage):
     def logical_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
         return self.shapes
 
+    def takes_other_rows(self, abstract: AbstractState, is_assigned: bool) -> bool:
+        return False
+
+    def asks_all(self, state: VariableState, rank: int | None) -> bool:
+        return True
+
     def read(self, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
         return run_collective(group, self._gathered, layouts(layout, len(stored)), layouts(to, len(stored)), stored)
 
@@ -275,7 +329,7 @@ class Shards(Storage):
                 whole = storage_of(Shards, (shape,), (True,)).read(group, [leaf], "stacked", "replicated")[0]
                 yield local_replica_to_host(group, whole, "replicated", rank, None)
             else:
-                yield join(np.asarray(leaf), shape)
+                yield from_shards(np.asarray(leaf), shape)
 
     def each_on_host(self, group: Group, state: VariableState) -> list[list[np.ndarray]]:
         return [self.to_host(group, state, 0)]
@@ -288,7 +342,7 @@ class Shards(Storage):
 
     def state_of_copies(self, group: Group, leaves: Sequence[Any], layout: Layout) -> VariableState:
         stored = [
-            put(group, np.array(cut(np.asarray(leaf), group.size)), "stacked")
+            put(group, np.array(to_shards(np.asarray(leaf), group.size)), "stacked")
             if is_sharded
             else copy_to_replicas(group, [leaf], "stacked")[0]
             for leaf, is_sharded in zip(leaves, self.sharded, strict=True)
@@ -316,9 +370,28 @@ def storage_of(kind: Any, *how: Any) -> Any:
     return kind(*how)
 
 
+@lru_cache(maxsize=256)
+def _gather_body(nd_up: int, rows: tuple[int, ...] | None, unpack: Body) -> Body:
+    def body(*stored: jax.Array) -> list[jax.Array]:
+        gathered = list(unpack(*gather_arrays(stored)))
+        if nd_up:
+            return gathered
+        if rows is None or len(set(rows)) == 1:
+            return [lax.collapse(entries, 0, 2) for entries in gathered]
+        return [jnp.concatenate([entries[rank, :n] for rank, n in enumerate(rows)]) for entries in gathered]
+
+    return body
+
+
 def _stacked(group: Group, state: VariableState) -> list[jax.Array]:
     """Return the leaves with one entry a replica on axis 0."""
     return state.leaves if state.layout == "stacked" else relayout(group, state.leaves, "replicated", "stacked")
+
+
+def _mean_of(entries: Any) -> np.ndarray:
+    """Return the average of replicas' values, for another number of replicas."""
+    values = np.asarray(entries)
+    return np.mean(values, axis=0, dtype=np.float64).astype(values.dtype)
 
 
 def _differs(leaf: Any, shape: jax.ShapeDtypeStruct) -> bool:

@@ -37,7 +37,7 @@ from .storage import Buffers, Packed, Shapes, Storage, storage_of
 SMALL = 1 << 16
 # The most leaves that share an array. XLA's CPU compiler makes a kernel for each place in an array from which a leaf is
 # cut, and the same kernels serve arrays of one shape: with more leaves in an array, programs compile for longer.
-TOGETHER = 16
+LEAVES_A_BUFFER = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
-    buffers = _buffers(shapes) if packs and all(map(_is_here, data)) else None
+    buffers = _buffers(shapes) if packs and all(map(_is_readable, data)) else None
     storage = storage_of(Packed, shapes, buffers) if buffers else storage_of(Storage, shapes)
     if not is_abstract:
         # Leaves that share an array are copied into it.
@@ -101,11 +101,11 @@ def _buffers(shapes: Sequence[jax.ShapeDtypeStruct]) -> Buffers | None:
         # XLA packs numbers below a byte in ways of its own.
         is_small = 0 < shape.size * shape.dtype.itemsize <= SMALL and bits_of(shape.dtype) >= 8
         alike.setdefault((shape.dtype, shape.shape) if is_small else i, []).append(i)
-    groups = [which[at : at + TOGETHER] for which in alike.values() for at in range(0, len(which), TOGETHER)]
+    groups = [some[at : at + LEAVES_A_BUFFER] for some in alike.values() for at in range(0, len(some), LEAVES_A_BUFFER)]
     return tuple(map(tuple, groups)) if len(groups) < len(shapes) else None
 
 
-def _is_here(leaf: Any) -> bool:
+def _is_readable(leaf: Any) -> bool:
     """Check whether this process can read a leaf."""
     return not isinstance(leaf, jax.Array) or is_everywhere(leaf)
 

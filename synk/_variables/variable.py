@@ -128,8 +128,7 @@ class Shared:
             return
         refuse_traced(self.name, f"assigning {self.name}.value")
         with eager():
-            any_rows = self._state.rows_per_replica is not None
-            commit_all([(self, state_of_value(self, new, f"{self.name}.value", any_rows=any_rows))])
+            commit_all([(self, state_of_value(self, new, f"{self.name}.value", is_assigned=True))])
 
     @public_api
     def update(self, new: PyTree, slices: str | None = None) -> None:
@@ -318,10 +317,10 @@ def bind(variable: Shared, group: Group) -> VariableState:
         _compare_processes(variable, group, state.leaves)
         variable._state, variable._group = variable._spec.storage.placed(group, state), group
     if variable._group is not group:
-        here = str(group) if str(group) != str(variable._group) else "a later one of that kind"
+        current = str(group) if str(group) != str(variable._group) else "a later one of that kind"
         raise SynkError(
-            f"{variable.name}: it lives in {variable._group}, but the current group is {here}. Use it in its own group "
-            f"(`with group:`), or make a new one from {variable.name}.get_value()."
+            f"{variable.name}: it lives in {variable._group}, but the current group is {current}. Use it in its own "
+            f"group (`with group:`), or make a new one from {variable.name}.get_value()."
         )
     if variable._state.failure is not None:
         name, cause = variable._state.failure
@@ -416,17 +415,15 @@ def common_value(variable: Shared) -> PyTree:
     group = group_of(variable)
     if not bind(variable, group).is_equal:
         raise DivergedError(divergence(variable))
-    if variable._spec.storage.is_sharded:
-        _agree_to_read(variable, group)
+    _agree_to_read(variable, group, None)
     state = computed_state(variable)
     return variable._spec.tree(variable._spec.storage.read(group, state.leaves, state.layout, "replicated"))
 
 
 def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     """Return a copy of one replica's value; NumPy arrays that may share memory with it if `borrow`."""
-    group, state = _bind_rank(variable, rank)
-    if state.layout == "stacked":
-        _agree_to_read(variable, group)
+    group = _group_with_rank(variable, rank)
+    _agree_to_read(variable, group, rank)
     # Under a trace a program that asks for its rank would mix with the trace.
     spec, state = variable._spec, computed_state(variable)
     if borrow or is_traced():
@@ -435,9 +432,10 @@ def value_of_rank(variable: Shared, rank: int, borrow: bool) -> PyTree:
     return spec.tree(spec.storage.of_rank(group, state, rank))
 
 
-def _agree_to_read(variable: Shared, group: Group) -> None:
+def _agree_to_read(variable: Shared, group: Group, rank: int | None) -> None:
     """Let processes meet before a read that communicates, so that a process that reads alone is told."""
-    group._peers.agree(f"a read of {variable._given_name}", "")
+    if variable._spec.storage.asks_all(variable._state, rank):
+        group._peers.agree(f"a read of {variable._given_name}", "")
 
 
 def divergence(variable: Shared) -> str:
@@ -457,15 +455,15 @@ def divergence(variable: Shared) -> str:
     )
 
 
-def _bind_rank(variable: Shared, rank: int) -> tuple[Group, VariableState]:
-    """Return the group and the state there; raise if the group has no such rank."""
+def _group_with_rank(variable: Shared, rank: int) -> Group:
+    """Return the group in which the variable lives from now on; raise if it has no such rank."""
     group = group_of(variable)
-    state = bind(variable, group)
+    bind(variable, group)
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
         raise TypeError(f"{variable.name}: rank is {shown(rank)}; give an integer from 0 to {group.size - 1}.")
     if not 0 <= rank < group.size:
         raise IndexError(f"{variable.name}: there is no rank {rank}; ranks are 0 to {group.size - 1}.")
-    return group, state
+    return group
 
 
 # Replacing.
@@ -490,24 +488,25 @@ def state_of_copies(variable: Shared, leaves: list[Any]) -> VariableState:
 
 
 def state_of_value(
-    variable: Shared, new: PyTree, call: str = "set_value", *, borrow: bool = False, any_rows: bool = True
+    variable: Shared, new: PyTree, call: str = "set_value", *, borrow: bool = False, is_assigned: bool = False
 ) -> VariableState:
     """Make the state in which every replica has a copy of a new value."""
-    return state_of_copies(variable, new_leaves(variable, new, call, borrow, any_rows))
+    return state_of_copies(variable, new_leaves(variable, new, call, borrow, is_assigned))
 
 
 def state_with_rank(variable: Shared, rank: int, new: PyTree) -> VariableState:
     """Make the state in which one replica has a new value and the others keep theirs."""
-    group, _ = _bind_rank(variable, rank)
+    group = _group_with_rank(variable, rank)
     variable._spec.storage.refuse(variable.name, "set_value(rank=...)")
     leaves = new_leaves(variable, new, "set_value", borrow=False)
     return variable._spec.storage.state_with_rank(group, computed_state(variable), rank, leaves, variable.name)
 
 
-def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, any_rows: bool = True) -> list[Any]:
-    """Check a new value and return its leaves, copies unless `borrow`. Axis 0 may change if `any_rows`."""
+def new_leaves(variable: Shared, new: PyTree, call: str, borrow: bool, is_assigned: bool = False) -> list[Any]:
+    """Check a new value and return its leaves, copies unless `borrow`."""
     spec = variable._spec
-    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows and not spec.storage.is_sharded)
+    any_rows = spec.storage.takes_other_rows(variable._state.abstract, is_assigned)
+    leaves = conform(spec, new, logical_shapes(variable), variable.name, call, any_rows)
     leaves = leaves if borrow else copies_of(leaves)
     _compare_processes(variable, group_of(variable), leaves)
     return leaves

@@ -25,7 +25,7 @@ def one_device(group: Group) -> Group:
 
 
 def view_from(home: Group, group: Group, batch_s: Any = None) -> View:
-    """View variables of the group `home` in another group: its first device, or simulated replicas of its only one.
+    """View variables of the group `home` in another group: its first device, or simulated replicas on its only device.
 
     A variable has the value that all replicas share. Rows of all replicas, or those that `batch_s` picks, are dealt
     out in rank order.

@@ -60,11 +60,7 @@ class Converted:
         values = [as_typed(value, variable) for value, variable in zip(values, self._inputs, strict=True)]
         # PyTensor's conversions count on JAX's default promotion. They warn where they ask for 64 bits that JAX has
         # switched off (see `as_typed`), and where they drop assertions, which a trace cannot raise.
-        with (
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-            warnings.catch_warnings(),
-        ):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Explicitly requested dtype|Skipping .* as JAX tracing", UserWarning)
             run = self._for_shapes(tuple(value.shape for value in values), jax.config.read("jax_enable_x64"))
             outputs = run(*values)

@@ -67,7 +67,7 @@ def is_sharded(shape: jax.ShapeDtypeStruct) -> bool:
 def _shard_with_axes(shape: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
     """Return the shape of a shard as optimizers see it.
 
-    It has as many axes as the whole, since masks tell matrices from biases by their axes.
+    A shard has as many axes as the whole, since masks tell matrices from biases by their axes.
     """
     if not is_sharded(shape):
         return shape

@@ -131,10 +131,10 @@ class LocalSteps:
         if kind is None:
             self.finish()
 
-    def _step(self, take: Callable[[], Any]) -> Any:
-        """Take a step by calling `take`, count it, and average if it is time to."""
+    def _step(self, run: Callable[[], Any]) -> Any:
+        """Take a step by calling `run`, count it, and average if it is time to."""
         self._recount()
-        result = take()
+        result = run()
         # A loader that was asked for the next item, and has read `steps`, has counted this step already.
         if self._counts._state is not self._read:
             self._steps, self._read = self._steps + 1, self._counts._state

@@ -105,10 +105,10 @@ class TrainingModel:
         """Return the signature of the loss without parameters and state."""
         signature = inspect.signature(self.loss)
         parameters = list(signature.parameters.values())
-        taken = 1 if self.state is None else 2
-        first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:taken]
-        if len(first) < taken:
-            what = "the parameters" if taken == 1 else "the parameters and the state"
+        count = 1 if self.state is None else 2
+        first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+        if len(first) < count:
+            what = "the parameters" if count == 1 else "the parameters and the state"
             raise TypeError(f"{call}: the loss {self.name}{signature} must take {what} first, and after them rows.")
         bound = self.loss.keywords if isinstance(self.loss, functools.partial) else ()
         return signature.replace(parameters=[p for p in parameters if p not in first and p.name not in bound])

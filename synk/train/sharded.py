@@ -16,7 +16,7 @@ from jax import lax
 from .._base.pytree import PyTree
 from .._reductions.collectives import all_sum
 from .._reductions.reduction import accumulation_dtype
-from .._reductions.shard_ops import gather_shards, joined, parted, sum_to_shards, take_shards
+from .._reductions.shard_ops import gather_shards, joined, own_shards, parted, sum_to_shards
 from .._runtime.axis import replica_axis
 from .._tracing.context import current_trace
 from .._variables.storage import Shards, storage_of
@@ -57,12 +57,12 @@ class ShardedOptimizer:
                 # Without a barrier XLA makes one computation of a sum and its use, and all sums wait for each other.
                 grad_shards = lax.optimization_barrier(grad_shards)
         else:
-            grad_shards = self._apply(jax.tree.leaves(grads), take_shards)
+            grad_shards = self._apply(jax.tree.leaves(grads), own_shards)
         grad_shards = [grad.astype(shape.dtype) for grad, shape in zip(grad_shards, self._shapes, strict=True)]
         grad_shards = grad_shards if clip is None else self._clipped(grad_shards, clip)
         own_grads, own_params = [
             treedef.unflatten(map(_with_axes, shards, self._shapes))
-            for shards in (grad_shards, self._apply(leaves, take_shards))
+            for shards in (grad_shards, self._apply(leaves, own_shards))
         ]
         state = self._map_state(_with_axes, context.read(self.state))
         new, state, _ = self._update(own_grads, state, own_params, loss)

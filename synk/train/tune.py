@@ -72,7 +72,7 @@ class _Trial(NamedTuple):
 
 
 class Tuner:
-    """Search for the settings under which a call of a step is fastest. It prints what each does."""
+    """Search for the settings under which a call of a step is fastest. A search prints the result of each setting."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Tuner:
     def _try(self, label: str, setting: dict[str, Any], left: int) -> Sequence[str]:
         """Try a setting beside those of the best, and keep it if it is faster; return what its row shows.
 
-        It takes its share of the time, if `left` settings are left.
+        If `left` settings are left, the trial takes its share of the time.
         """
         start = perf_counter()
         if not self._all_agree(f"whether time is left for {label}", start < self._deadline):
@@ -135,7 +135,7 @@ class Tuner:
         trial = self._trial(setting)
         if failure := self._failure_to_compile(label, trial):
             return "", "", failure
-        # These settings show in the text that XLA compiles to.
+        # Compiler options and the barrier show in the text that XLA compiles to.
         digest = trial.digest() if setting.keys() <= {"compiler_options", "barrier"} else None
         if self._all_agree(f"whether {label} has been tried", digest in self._tried):
             return "", "", "the same program as one before"

@@ -995,7 +995,11 @@ def full_disk(group, noted):
 
 @case
 def first_values(group, noted):
-    """First values that differ raise in all processes, and the named remedy helps."""
+    """First values that differ raise in all processes, and the named remedy helps, also where they lie in shards."""
+    import optax
+
+    import synk.train
+
     w = synk.shared(np.full(3, jax.process_index(), np.float32), name="w")
     for act in (lambda: w.value, lambda: synk.function(lambda x: x.sum() * w.value)(np.ones(4, np.float32))):
         if jax.process_count() > 1:
@@ -1003,6 +1007,14 @@ def first_values(group, noted):
     synk.broadcast(w)
     assert w.value.tolist() == [0, 0, 0]
     synk.check_replicas(w)
+    follower = optax.GradientTransformation(lambda params: params, lambda grads, state, params=None: (grads, state))
+    start = np.full((3, 2), jax.process_index(), np.float32)
+    step = synk.train.step(lambda params, x: jnp.sum(params) * jnp.mean(x), start, follower, shard_optimizer=True)
+    if jax.process_count() > 1:
+        raises(synk.DisagreementError, "opt_state", lambda: step.opt_state.value)
+    synk.broadcast(step.opt_state)
+    assert not step.opt_state.value.any() and step.opt_state.value.shape == (3, 2)
+    synk.check_replicas(step.opt_state)
     made = [synk.shared(np.zeros(2)) for _ in range(1 + jax.process_index())][-1]  # its name is another in each
     assert made.value.tolist() == [0, 0]
 
