@@ -170,7 +170,7 @@ class CallTraces:
     def _runs_as_one(self, traced: TracedFunction) -> bool:
         """Tell whether one replica that all devices make may run a function that communicates."""
         function, call = self.function, self.call
-        if call.is_sliced or function.of_one_row or function.per_part or any(call.arguments.overlaps):
+        if call.is_sliced or function.of_one_row or any(call.arguments.overlaps):
             return False
         if call.block is not None or call.held_index is not None or jax.tree.leaves(function.wires):
             return False

@@ -61,11 +61,11 @@ class Blame:
 
 def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: CallOptions) -> Blame | None:
     """Find what makes a call's numbers not finite; `probe_plans` are the plans of its probes."""
-    function = site.function
+    function, site = site.function, site._replace(way="trial")
     # With these flags JAX raises where a probe computes NaN: https://docs.jax.dev/en/latest/debugging/flags.html
     with LOCK, jax.debug_nans(False), jax.debug_infs(False):
         drain()
-        ready = prepare(site._replace(way="trial"), bound, options)
+        ready = prepare(site, bound, options)
         _refuse_rows(ready, bound)
         outcome = evaluate(ready)
         after = list(_not_finite_after(ready, outcome))
@@ -76,7 +76,7 @@ def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: Ca
         if is_fine or (nans and (nans[0][0] is None or function.then is None)):
             return Blame(nans[0][1]) if nans else None
         rows = CallRows(bound, ready.rows) if ready.rows.inputs else None
-        prober = Prober(ready, probe_plans, bound, rows)
+        prober = Prober(site._replace(plans=probe_plans), ready, bound, rows)
         shown = ALL_KINDS
         if after and len(nans) == len(before):
             shown = tuple(map(any, zip(*(kinds for _, kinds in after), strict=True)))

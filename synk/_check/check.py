@@ -113,7 +113,7 @@ def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndar
     """Return the parts of every output, those with an entry a row joined, and how many rows each part has."""
     ready = runner.ready(runner.parallel, raw)
     outcome = evaluate(ready)
-    size, lengths = runner.parallel.group.size, ready.rows.lengths
+    size, lengths = ready.group.size, ready.rows.lengths
     rows = [1] * size
     if lengths is not None:
         by_launch = split_into_launches(lengths, ready.num_slices)

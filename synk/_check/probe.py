@@ -78,10 +78,12 @@ class Prober:
       reads: the variables that the function reads.
     """
 
-    def __init__(self, ready: ReadyCall, plans: PlanCache, bound: BoundArguments, rows: CallRows | None) -> None:
+    def __init__(self, site: Site, ready: ReadyCall, bound: BoundArguments, rows: CallRows | None) -> None:
+        """Make the prober of a call that is ready; the site is where probes run, with plans of their own."""
         self.probes = 0
         self.reads: Collection[Shared] = ()
-        self._function, self._plans, self._ready = _flagging(ready.function), plans, ready
+        self._function, self._ready = _flagging(ready.function), ready
+        self._site = site._replace(function=self._function)
         self._bound, self._rows = bound, rows
         self._kinds = ALL_KINDS
 
@@ -92,8 +94,7 @@ class Prober:
         bound, options = self._bound, CallOptions()
         if self._rows is not None:
             bound, options = self._rows.call_of(np.resize(rows, len(self._rows.positions)))
-        site = Site(self._function, self._plans, self._ready.group, "trial")
-        ready = prepare(site, bound, options._replace(num_slices=self._ready.num_slices))
+        ready = prepare(self._site, bound, options._replace(num_slices=self._ready.num_slices))
         self.reads = ready.plan.accepts
         return self._has_kinds(ready)
 
@@ -122,7 +123,7 @@ class Prober:
         Sums over a row that is repeated may overflow where its own do not.
         """
         assert self._rows is not None
-        runner = Runner(self._function, PlanCache(), *self._rows.call_of([row]), self._ready.group)
+        runner = Runner(self._function, PlanCache(), *self._rows.call_of([row]), self._site.home or self._site.group)
         one, view = runner.serial.group, runner.serial.state
         try:
             ready = runner.ready(runner.serial, self._function)

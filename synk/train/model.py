@@ -17,6 +17,7 @@ from .._function.function import Function
 from .._reductions.outputs import check_ops
 from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, WEIGHTS_APART, Weighted
 from .._reductions.wire import check_wire
+from .._runtime.engine import EngineName
 from .._variables.value import conform
 from .._variables.variable import Shared, map_value, shared
 from .optimizer import update_of
@@ -54,6 +55,7 @@ class StepOptions(NamedTuple):
     ema: float | None = None
     log: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
     axis_name: str = "replica"
+    engine: EngineName = "shard_map"
     compiler_options: Mapping[str, Any] | None = None
     name: str | None = None
     has_barrier: bool = True
@@ -238,6 +240,9 @@ def checked_step(options: StepOptions, call: str) -> StepOptions:
     if blocks is not None and (options.shard_optimizer or wire is not None):
         option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
         raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
+    if options.engine == "jit" and (options.shard_optimizer or isinstance(wire, PowerSGD)):
+        option = "shard_optimizer=True" if options.shard_optimizer else f"wire={wire!r}"
+        raise ValueError(f'{call}: {option} is for parts of a batch, but engine="jit" runs all its rows as one.')
     if log is not None and not callable(log):
         raise TypeError(f"{call}: log is {shown(log)}; give a function of gradients, updates and parameters.")
     if log is not None and options.shard_optimizer:

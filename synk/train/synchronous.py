@@ -20,6 +20,7 @@ from .._function.decorator import Inputs, checked_options
 from .._function.function import Function
 from .._reductions.reduction import REDUCTIONS, Reduction, Weighted
 from .._reductions.wire import WireName
+from .._runtime.engine import EngineName
 from .._tracing.context import current_trace
 from .._variables.variable import Shared
 from .model import LeafKind, StepOptions, TrainingModel, checked_number, checked_step, kinds_of
@@ -138,6 +139,7 @@ class Step:
         wire: WireName | EllipsisType | None = ...,
         num_slices: int | Literal["auto"] | None = None,
         barrier: bool | None = None,
+        engine: EngineName | None = None,
     ) -> Step:
         """Make a step by another program over the same shared variables; what is not given stays as it is.
 
@@ -150,6 +152,7 @@ class Step:
           num_slices: in how many slices calls run that do not name a number.
           barrier: whether, on several GPUs, all gradients are combined before the update of the first parameter
             begins.
+          engine: as for `synk.train.step`.
 
         Returns:
           The new step; `tune` finds out which is fastest.
@@ -178,6 +181,7 @@ class Step:
             compiler_options={**(old.compiler_options or {}), **dict(checked_options(compiler_options, name))},
             has_barrier=old.has_barrier if barrier is None else barrier,
             num_slices=old.num_slices if num_slices is None else num_slices,
+            engine=engine or old.engine,
         )
         options = checked_step(options, name)
         return replace(self, function=self._build(options), _options=options)
@@ -269,16 +273,16 @@ def step(
     ema: float | None = None,
     log: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
     axis_name: str = "replica",
+    engine: EngineName = "shard_map",
     compiler_options: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> Step:
     """Make a training step: gradients of each replica's rows, their mean, and the optimizer's update on every replica.
 
     It is the serial step for any rows, replicas and slices, unless the loss computes something *across* rows, as
-    BatchNorm does: its statistics are then those of each part, and running averages are combined weighted by rows. If
-    all parts have as many rows, `flax.linen.BatchNorm(axis_name="replica")`, or `jax.lax.pmean(x, "replica")` in the
-    loss, computes statistics of the whole batch, and the step is serial again. Other numbers of rows then raise. The
-    axis has another name if `axis_name` says so.
+    BatchNorm does: its statistics are then those of each part, and running averages are combined weighted by rows. With
+    `engine="jit"` they are those of the whole batch, and the step is serial again. So it is with a loss that
+    communicates itself, as by `flax.linen.BatchNorm(axis_name="replica")` or `jax.lax.pmean(x, "replica")`.
 
     Args:
       loss: `loss(params, *rows)` returns the mean loss of its rows (per replica): a scalar, or
@@ -312,6 +316,7 @@ def step(
         the new parameters, for what is to be logged, such as their norms. It runs on every replica after each update.
         A step returns its tree last. Not with `shard_optimizer`.
       axis_name: as for `synk.function`.
+      engine: as for `synk.function`: "jit" if rows of a batch see one another. Not with `shard_optimizer`.
       compiler_options: as for `synk.function`; `Step.tune` finds some that help.
       name: what messages call the step; by default the loss's name.
 
