@@ -2,10 +2,7 @@
 
 import dataclasses
 import gc
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,6 +20,7 @@ from jax import lax
 import synk
 import synk.train
 
+from . import harness
 from .helpers import (
     assert_close,
     assert_same,
@@ -444,13 +442,7 @@ def test_variables_come_in_one_order():
         f(np.ones(2))
         print([each.name for each in f.shared])
         """
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code], env={**environment, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "2", "3")
-    ]  # fmt: skip
+    said = [harness.python(code, PYTHONHASHSEED=seed).stdout for seed in "123"]
     assert said == ["['d', 'e', 'c', 'a', 'b']\n"] * 3
 
 

@@ -1,15 +1,14 @@
 """Graphs of PyTensor: the serial answer by any replicas, beside PyTensor's own functions; variables that both see."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from . import harness
 
 pytensor = pytest.importorskip("pytensor", reason='install the extra "pytensor"')
 pytensor.config.floatX = "float32"
@@ -437,6 +436,5 @@ assert found.dtype == np.float64 and abs(w.get_value() - 3) < 1e-14, w.get_value
 f = synk.pytensor.function([small], [(small * 2, "concat"), small.mean()])
 assert [v.dtype for v in f(np.ones(5, np.float32))] == [np.float32] * 2
 """
-    plain = {k: v for k, v in os.environ.items() if k != "PYTENSOR_FLAGS"} | {"JAX_NUM_CPU_DEVICES": "3"}
-    done = subprocess.run([sys.executable, "-c", program], env=plain, capture_output=True, text=True, timeout=120)
+    done = harness.python("-c", program, JAX_NUM_CPU_DEVICES="3", PYTENSOR_FLAGS="")
     assert done.returncode == 0, done.stderr
