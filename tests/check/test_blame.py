@@ -12,7 +12,7 @@ import synk
 import synk.train
 from synk._check.probe import find_first
 
-from ..helpers import assert_close, group_of, mapped, parts_of, raised_by, slow, slow_but, unchanged
+from ..helpers import assert_close, first_of, group_of, mapped, parts_of, raised_by, slow, slow_but, unchanged
 
 
 class TestSearch:
@@ -75,7 +75,7 @@ def two():
 
 
 @pytest.mark.parametrize("slices", [slow(1), 3])
-@pytest.mark.parametrize("kind", GROUPS, ids=str)
+@pytest.mark.parametrize("kind", first_of(*GROUPS), ids=str)
 def test_rows_are_found(kind, slices):
     """At many positions, warm, with one program for all of it; row, replica, slice and line are right."""
     f = synk.function(log_loss, inputs=["x"], reduce="mean")

@@ -288,7 +288,7 @@ class File:
         self.x[index] = rows
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("devices", 3), slow("devices", 8), ("simulated", 3)])
+@pytest.mark.parametrize(("kind", "n"), [("devices", 3), slow("devices", 1), slow("devices", 8), slow("simulated", 3)])
 @pytest.mark.parametrize("held", SHARED)
 @in_every_place
 def test_a_write_is_seen_by_all_that_hold_the_rows(kind, n, held, place):
