@@ -16,6 +16,8 @@ import synk.train
 
 from ..helpers import Bar, assert_close, assert_same, first_of, group_of, numbers, raised_by, unchanged
 
+pytestmark = pytest.mark.usefixtures("group")
+
 X = numbers(11)
 PLACES = ("raw", "host", "scatter", "broadcast")
 BATCHES = [[3, 1, 0, 9], slice(4), [10, -1, 5], None, X[:, 0] > 0, 4, np.array([7])]
@@ -23,13 +25,6 @@ BATCHES = [[3, 1, 0, 9], slice(4), [10, -1, 5], None, X[:, 0] > 0, 4, np.array([
 in_every_place = pytest.mark.parametrize("place", PLACES)
 of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
 rows = synk.function(lambda x: x, reduce="concat", name="rows")
-
-
-@pytest.fixture(autouse=True)
-def on_two_replicas():
-    """Two devices for all tests here."""
-    with group_of("devices", 2):
-        yield
 
 
 def at(place, x, **options):
