@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from . import harness
+from .helpers import slow
 
 pytensor = pytest.importorskip("pytensor", reason='install the extra "pytensor"')
 pytensor.config.floatX = "float32"
@@ -62,7 +63,7 @@ def trained():
     return batches, costs, [w.get_value() for w in params]
 
 
-@pytest.mark.parametrize(("n", "num_slices"), [(1, 3), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("n", "num_slices"), [slow(1, 3), (2, 3), slow(4, 1)])
 def test_training_is_that_of_one_device(trained, n, num_slices):
     """Cold, warm, uneven and sliced; the law by `check` as well."""
     batches, costs, params = trained

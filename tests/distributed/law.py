@@ -20,6 +20,7 @@ from synk._distributed import agreement
 from ..harness import say
 from ..helpers import assert_close as close
 from ..helpers import numbers
+from ..test_law import by_numpy, statistics
 from .programs import join, raises
 
 CASES = {}
@@ -94,35 +95,9 @@ def over_processes(group, note):
         raises(FloatingPointError, "row 3", lambda: next(results))  # noqa: B023  # called here
 
 
-OPS = {
-    "sum": "sum", "mean": "mean", "max": "max", "min": "min", "prod": "prod", "any": "any", "all": "all",
-    "concat": "concat", "gather": "gather", "weighted": "mean", "stack": "stack", "first": "first", "call": None,
-}  # fmt: skip
-
-
-def median(parts):
-    return jnp.median(parts, axis=0)
-
-
-@functools.partial(synk.function, outputs=OPS | {"call": median})
-def statistics(x):
-    weight = (x[:, 1] > 0).sum().astype(jnp.float32)
-    masked = jnp.where(x[:, 1] > 0, x[:, 0], 0).sum()
-    return {
-        "sum": x.sum(0), "mean": x.mean(0), "max": x.max(0), "min": x.min(), "prod": (1 + x / 64).prod(0),
-        "any": (x > 4).any(0), "all": (x > -4).all(0), "concat": x * 2, "gather": x[:, 0],
-        "weighted": synk.Weighted(masked / weight, weight), "stack": x.sum(0), "first": x[0], "call": x.max(),
-    }  # fmt: skip
-
-
-def by_numpy(x, parts):
-    positive = x[x[:, 1] > 0, 0]
-    return {
-        "sum": x.sum(0), "mean": x.mean(0), "max": x.max(0), "min": x.min(), "prod": (1 + x / 64).prod(0),
-        "any": (x > 4).any(0), "all": (x > -4).all(0), "concat": x * 2, "gather": x[:, 0],
-        "weighted": positive.mean() if len(positive) else np.nan, "stack": np.stack([p.sum(0) for p in parts]),
-        "first": x[0], "call": np.median([p.max() for p in parts]),
-    }  # fmt: skip
+@functools.partial(synk.function, outputs=("stack", "first", lambda parts: jnp.median(parts, axis=0)))
+def of_parts(x):
+    return x.sum(0), x[0], x.max()
 
 
 @case
@@ -131,7 +106,9 @@ def ops(group, noted):
     n = group.size
     for rows in sorted({n - 1, n, 2 * n + 1} - {0}):
         x = numbers(rows)
-        close(statistics(x), by_numpy(x.astype(np.float64), [p for p in np.array_split(x, n) if len(p)]))
+        close(statistics(x), by_numpy(x.astype(np.float64)))
+        parts = [part for part in np.array_split(x, n) if len(part)]
+        close(of_parts(x), (np.stack([p.sum(0) for p in parts]), x[0], np.median([p.max() for p in parts])))
 
 
 @functools.partial(synk.function, outputs=("sum", "mean", "max", "concat"))

@@ -296,29 +296,35 @@ def test_a_run_that_goes_back(tmp_path):
     assert synk.load(tmp_path, {"w": w})[0] == 80 and w.value[0] == 91
 
 
-@pytest.mark.parametrize("at", range(1, 13))
-def test_dying_while_a_run_leaves_others_behind(tmp_path, monkeypatch, at):
-    """At each thing it does to the disk: what is loaded is as before, or what the run has just saved."""
-    w = saved(tmp_path, 100, 200, 300, 400)
-    synk.load(tmp_path, {"w": w}, step=100)
-    calls = 0
+@contextlib.contextmanager
+def dying(monkeypatch, at):
+    """Let each of the disk's own functions raise from call `at` of any of them on; the calls."""
+    calls = []
 
     def dies(real):
         def call(*args, **options):
-            nonlocal calls
-            calls += 1
-            if calls >= at:
+            calls.append(real)
+            if len(calls) >= at:
                 raise KeyboardInterrupt
             return real(*args, **options)
 
         return call
 
-    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         for owner, name in ((os, "rename"), (os, "fsync"), (shutil, "rmtree")):
             patched.setattr(owner, name, dies(getattr(owner, name)))
+        yield calls
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_dying_while_a_run_leaves_others_behind(tmp_path, monkeypatch, at):
+    """At each thing it does to the disk: what is loaded is as before, or what the run has just saved."""
+    w = saved(tmp_path, 100, 200, 300, 400)
+    synk.load(tmp_path, {"w": w}, step=100)
+    with dying(monkeypatch, at) as calls, contextlib.suppress(KeyboardInterrupt):
         synk.save(tmp_path, {"w": w}, step=210, keep=None)
     step = synk.load(tmp_path, {"w": w})[0]
-    assert step in (210, 300, 400) and (step == 210 or calls >= at)
+    assert step in (210, 300, 400) and (step == 210 or len(calls) >= at)
     synk.save(tmp_path, {"w": w}, step=220, keep=None)
     assert synk.load(tmp_path, {"w": w})[0] == 220 and left_behind(tmp_path) == [300, 400]
 
@@ -358,23 +364,8 @@ def test_dying_while_a_step_is_replaced(tmp_path, monkeypatch, at):
     w.value = np.full(2, 1, np.int32)
     synk.save(tmp_path, {"w": w}, step=7)
     w.value = np.full(2, 2, np.int32)
-    calls = 0
-
-    def dies(real):
-        def call(*args, **options):
-            nonlocal calls
-            calls += 1
-            if calls >= at:
-                raise KeyboardInterrupt
-            return real(*args, **options)
-
-        return call
-
-    with monkeypatch.context() as patched:
-        for module, name in (("os", "rename"), ("shutil", "rmtree"), ("os", "fsync")):
-            patched.setattr(f"{module}.{name}", dies(getattr(sys.modules[module], name)))
-        with pytest.raises(KeyboardInterrupt):
-            synk.save(tmp_path, {"w": w}, step=7)
+    with dying(monkeypatch, at), pytest.raises(KeyboardInterrupt):
+        synk.save(tmp_path, {"w": w}, step=7)
     w.value = np.zeros(2, np.int32)
     assert synk.load(tmp_path, {"w": w})[0] == 7 and w.value[0] in (1, 2)
     synk.save(tmp_path, {"w": w}, step=7)
