@@ -12,7 +12,18 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import GROUPS, assert_close, assert_same, first_of, group_of, interrupted, needs_plugin, slow, unchanged
+from ..helpers import (
+    GROUPS,
+    assert_close,
+    assert_same,
+    first_of,
+    group_of,
+    interrupted,
+    needs_plugin,
+    slow,
+    slow_but,
+    unchanged,
+)
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(23, 4)).astype(np.float32)  # which neither 2 nor 3 divides
@@ -166,7 +177,10 @@ STEPS = {
 
 @pytest.mark.parametrize(
     ("replicas", "name"),
-    [*((group, "plain") for group in GROUPS), *(slow(("devices", 2), name) for name in STEPS if name != "plain")],
+    slow_but(
+        [(GROUPS[1], "plain")],
+        [*((group, "plain") for group in GROUPS), *((GROUPS[1], name) for name in STEPS if name != "plain")],
+    ),
     ids=str,
     indirect=["replicas"],
 )
