@@ -7,7 +7,7 @@ import pytest
 
 import synk
 
-from .helpers import group_of
+from .helpers import first_of, group_of
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -28,6 +28,13 @@ def no_group_is_left():
 def group():
     """Make a group of two replicas on two devices."""
     with group_of("devices", 2) as group:
+        yield group
+
+
+@pytest.fixture(params=first_of(("devices", 4), ("devices", 1), ("simulated", 4)), ids=str)
+def on_group(request):
+    """Make a group of four replicas on four devices; among the slow tests, of one, and of some on one device."""
+    with group_of(*request.param) as group:
         yield group
 
 

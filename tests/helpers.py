@@ -48,6 +48,11 @@ def slow_but(quick, values):
     return [value if value in quick else slow(*(value if isinstance(value, tuple) else (value,))) for value in values]
 
 
+def first_of(quick, *others):
+    """These parameters, of which only `-m slow` hears of all but the first."""
+    return [quick, *map(slow, others)]
+
+
 def few(examples):
     """So many hypothesis examples: each may compile, so none has a deadline, and every run draws the same."""
     return settings(max_examples=examples, deadline=None, derandomize=True, database=None)

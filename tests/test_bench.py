@@ -2,9 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,22 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 import synk
 
+from . import harness
+
 BENCH = Path(__file__).resolve().parent.parent / "bench"
-# What conftest.py and CI set for tests is not for these processes.
-PLAIN = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
 
 pytest.importorskip("flax", reason="the benchmarks train with it: install the extra `bench`")
 
 
 def run(script, *arguments):
     """What a benchmark prints, from a process of its own."""
-    done = subprocess.run(
-        [sys.executable, BENCH / script, *map(str, arguments)],
-        env=PLAIN | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    done = harness.python(BENCH / script, *arguments, deadline=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -13,19 +13,13 @@ import pytest
 import synk
 import synk.train
 
-from .helpers import group_of, numbers, raised_by
+from .helpers import numbers, raised_by
 
-pytestmark = pytest.mark.smoke
+pytestmark = [pytest.mark.usefixtures("four"), pytest.mark.smoke]
 
 X = numbers(9)
 MANY = jax.device_count() + 1
 HERE = os.path.dirname(synk.__file__)
-
-
-@pytest.fixture(autouse=True)
-def on_four_replicas():
-    with group_of("devices", 4):
-        yield
 
 
 def loss(x):

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import synk
 import synk.train
 
+from . import harness
 from .helpers import slow
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -52,14 +51,7 @@ def run(name, **environment):
     if name in COMPUTING:
         flags = os.environ.get("XLA_FLAGS", "").split()
         environment["XLA_FLAGS"] = " ".join(flag for flag in flags if "emitters" in flag)
-    plain = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name],
-        env=plain | {"JAX_PLATFORMS": "cpu"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = harness.python(EXAMPLES / name, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,12 +1,10 @@
 """Exit: however a program ends, synk adds nothing to what it prints."""
 
-import os
-import subprocess
-import sys
 from textwrap import dedent
 
 import pytest
 
+from . import harness
 from .helpers import slow_but
 
 # JAX's registry keeps what Tree registers, and so the program's globals. Python clears them after synk's modules, which
@@ -107,7 +105,5 @@ PROGRAMS = {
 def test_nothing_is_said_at_the_end(name, tmp_path):
     """synk prints nothing at the end of a program, however it ends and whatever it keeps."""
     program = PREPARED + dedent(PROGRAMS[name])
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    ended = harness.python("-W", "error", "-c", program, tmp_path, JAX_NUM_CPU_DEVICES="4")
     assert (ended.stderr, ended.returncode) == ("", 0)

@@ -2,10 +2,7 @@
 
 import dataclasses
 import gc
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,6 +20,7 @@ from jax import lax
 import synk
 import synk.train
 
+from . import harness
 from .helpers import (
     assert_close,
     assert_same,
@@ -34,20 +32,6 @@ from .helpers import (
 
 X = numbers(8)
 W = np.array([0.5, -1.0], np.float32)
-
-
-@pytest.fixture
-def few_replicas():
-    """Two replicas on two devices."""
-    with group_of("devices", 2) as group:
-        yield group
-
-
-@pytest.fixture
-def two():
-    """Two replicas on two devices."""
-    with group_of("devices", 2) as group:
-        yield group
 
 
 # Traces after calls.
@@ -67,7 +51,7 @@ TRANSFORMED = {
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", TRANSFORMED)
 @pytest.mark.parametrize("rows", [slow(6), 7])
-def test_transformations_after_a_call(few_replicas, name, rows):
+def test_transformations_after_a_call(group, name, rows):
     """A function composes whether it was called before or not."""
     x, transformed = jnp.asarray(numbers(rows)), TRANSFORMED[name]
     f = synk.function(lambda x: (x**2).sum())
@@ -76,7 +60,7 @@ def test_transformations_after_a_call(few_replicas, name, rows):
 
 
 @pytest.mark.smoke
-def test_calls_after_transformations(few_replicas):
+def test_calls_after_transformations(group):
     """A trace leaves nothing behind: the next call gives the bits of a fresh function's."""
     f, g = [synk.function(lambda x: jnp.tanh(x @ W).mean(), reduce="mean") for _ in range(2)]
     for transform in (jax.grad(f), jax.jit(f), jax.checkpoint(f)):
@@ -84,7 +68,7 @@ def test_calls_after_transformations(few_replicas):
     assert_same(f(X), g(X))
 
 
-def test_a_traced_keyword_after_a_call(few_replicas):
+def test_a_traced_keyword_after_a_call(group):
     """A number that is traced may stand where a number stood."""
     f = synk.function(lambda x, scale: (x * scale).sum(), ["x"])
     f(X, scale=2.0)
@@ -95,7 +79,7 @@ def test_a_traced_keyword_after_a_call(few_replicas):
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_lengths_of_unsliced_outputs(two, slices):
+def test_lengths_of_unsliced_outputs(group, slices):
     """Outputs that grow with the parts: programs of 8 rows in slices do not serve 16."""
     f = synk.function(lambda x: jnp.concatenate([x, -x]), reduce="max")
     for rows, slices_ in ((8, slices), (16, 2), (8, 1), (16, slices)):
@@ -105,7 +89,7 @@ def test_lengths_of_unsliced_outputs(two, slices):
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_another_variable_at_another_length(few_replicas, slices):
+def test_another_variable_at_another_length(group, slices):
     """A function that writes one variable over few rows and another over many: each call updates its own."""
     few, many = [synk.shared(np.float32(0), name=name) for name in ("few", "many")]
 
@@ -134,7 +118,7 @@ def compilations(f, rows, slices, calls=3):
 
 
 @pytest.mark.parametrize(("rows", "slices"), CALLS)
-def test_a_variable_met_in_then_alone(few_replicas, rows, slices):
+def test_a_variable_met_in_then_alone(group, rows, slices):
     """The second call compiles nothing, dividing rows or not, sliced or not."""
     total = synk.shared(np.float32(0))
     f = synk.function(lambda x: x.sum(), then=lambda part: setattr(total, "value", total.value + part))
@@ -147,7 +131,7 @@ def square(w, x):
 
 
 @pytest.mark.parametrize(("rows", "slices"), CALLS)
-def test_a_training_step_compiles_once(few_replicas, rows, slices):
+def test_a_training_step_compiles_once(group, rows, slices):
     """The second step compiles nothing."""
     step = synk.train.step(square, np.float32(1), optax.sgd(0.1))
     compiled = []
@@ -169,7 +153,7 @@ def test_totals_share_a_program():
 
 
 @pytest.mark.smoke
-def test_rank_promotion_after_a_call(few_replicas):
+def test_rank_promotion_after_a_call(group):
     """Under `numpy_rank_promotion("raise")` a call raises as JAX does, whatever was called before."""
     f = synk.function(lambda x, w: x + w, ["x"], "concat")
     with jax.numpy_rank_promotion("allow"):
@@ -181,7 +165,7 @@ def test_rank_promotion_after_a_call(few_replicas):
 
 
 @pytest.mark.smoke
-def test_dtype_promotion_after_a_call(few_replicas):
+def test_dtype_promotion_after_a_call(group):
     """And under `numpy_dtype_promotion("strict")`."""
     f = synk.function(lambda x, w: (x * w).sum(), ["x"])
     with jax.numpy_dtype_promotion("standard"):
@@ -267,7 +251,7 @@ def by_what_names_do_not_show(w):
 
 @pytest.mark.parametrize("make", [by_closure, by_helper, by_attribute, by_then, by_what_names_do_not_show])
 @pytest.mark.parametrize("slices", [1, slow(2)])
-def test_a_name_that_is_given_to_another_variable(few_replicas, make, slices):
+def test_a_name_that_is_given_to_another_variable(group, make, slices):
     """As where a cell of a notebook is run again: the next call, of a kind seen before, reads the new one, and keeps
     nothing of the old one."""
     old = synk.shared(np.float32(1))
@@ -334,7 +318,7 @@ def helped(fn):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("how", KINDS_OF_HOLDING)
-def test_what_a_function_captures_is_fixed_when_it_is_traced(few_replicas, how):
+def test_what_a_function_captures_is_fixed_when_it_is_traced(group, how):
     """Calls go on with it, the serial run has it as it is now, and check says so and blames no op; until another
     variable is made, which has every function look again."""
     one, hundred = synk.shared(np.float32(1)), synk.shared(np.float32(100))
@@ -383,7 +367,7 @@ def numbers_by_names():
 @pytest.mark.smoke
 @pytest.mark.parametrize("what", ["number", "array", "variable", "function"])
 @pytest.mark.parametrize("slices", [1, slow(2)])
-def test_another_object_under_a_name_of_its_own(few_replicas, what, slices):
+def test_another_object_under_a_name_of_its_own(group, what, slices):
     """It is seen at the next call, also in slices; and back again."""
     functions, change = numbers_by_names()
     f = synk.function(functions[what], reduce="concat")
@@ -399,7 +383,7 @@ def test_another_object_under_a_name_of_its_own(few_replicas, what, slices):
 
 
 @pytest.mark.smoke
-def test_a_function_that_counts_its_traces(few_replicas):
+def test_a_function_that_counts_its_traces(group):
     """Under a name of its own, as one does with jax.jit: calls of a kind seen before trace nothing."""
     traces = 0
 
@@ -417,7 +401,7 @@ def test_a_function_that_counts_its_traces(few_replicas):
 
 
 @pytest.mark.smoke
-def test_what_is_done_to_a_number_deeper_down_is_told_by_check(few_replicas):
+def test_what_is_done_to_a_number_deeper_down_is_told_by_check(group):
     """As any mutable object that a function reads."""
     settings = {"scale": 1.0}
     f = synk.function(lambda x: jnp.mean(x * settings["scale"]), reduce="mean")
@@ -444,17 +428,11 @@ def test_variables_come_in_one_order():
         f(np.ones(2))
         print([each.name for each in f.shared])
         """
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code], env={**environment, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
-        ).stdout
-        for seed in ("1", "2", "3")
-    ]  # fmt: skip
+    said = [harness.python(code, PYTHONHASHSEED=seed).stdout for seed in "123"]
     assert said == ["['d', 'e', 'c', 'a', 'b']\n"] * 3
 
 
-def test_roles_that_change_where_no_name_tells(few_replicas):
+def test_roles_that_change_where_no_name_tells(group):
     """Variables were made since, so it is traced once more: the same ones in another order are another program."""
     roles = {n: synk.shared(np.float32(n)) for n in range(100)}  # more than are looked into
     f = synk.function(lambda x: x.mean() * roles[7].value + 2 * roles[3].value, reduce="mean")
@@ -466,7 +444,7 @@ def test_roles_that_change_where_no_name_tells(few_replicas):
 
 
 @pytest.mark.parametrize("slices", [slow(1), 2])
-def test_another_object_takes_over_the_variable(few_replicas, slices):
+def test_another_object_takes_over_the_variable(group, slices):
     """Wrapped once more, it is what it is now, for every kind of call."""
 
     class Net:
@@ -492,7 +470,7 @@ def test_another_object_takes_over_the_variable(few_replicas, slices):
         net = Scaled(net)
 
 
-def test_no_variable_takes_the_place_of_another_between_batches(few_replicas):
+def test_no_variable_takes_the_place_of_another_between_batches(group):
     """All batches of one answer have the same."""
     w = synk.shared(np.float32(1), name="w")
     f = synk.function(lambda x: (x * w.value).sum(), name="f")
@@ -509,7 +487,7 @@ def test_no_variable_takes_the_place_of_another_between_batches(few_replicas):
 
 
 @pytest.mark.parametrize("options", [slow({"num_slices": 2}), {"batches": [7, 8]}, {}], ids=str)
-def test_variables_that_have_lost_their_places_go(few_replicas, options):
+def test_variables_that_have_lost_their_places_go(group, options):
     """However often, and with other rows each time, none of them is kept."""
     w, gone = None, []
     f = synk.function(lambda x: (x * w.value).sum())
@@ -523,7 +501,7 @@ def test_variables_that_have_lost_their_places_go(few_replicas, options):
     assert [ref() is None for ref in gone] == [True] * 4 + [False] and f.shared == (w,)
 
 
-def test_a_variable_that_is_made_compiles_nothing(few_replicas):
+def test_a_variable_that_is_made_compiles_nothing(group):
     """Functions look again which ones they use, by a trace alone."""
     w, traces = synk.shared(np.float32(1)), []
     f = synk.function(lambda x: (traces.append(None), (x * w.value).sum())[1])
@@ -536,7 +514,7 @@ def test_a_variable_that_is_made_compiles_nothing(few_replicas):
     del other
 
 
-def test_a_variable_that_is_gone_has_nobodys_place(few_replicas):
+def test_a_variable_that_is_gone_has_nobodys_place(group):
     """Functions do not look again for its sake, and find one that was made before it."""
     w, traces = [synk.shared(np.float32(1))], []
     f = synk.function(lambda x: (traces.append(None), (x * w[0].value).sum())[1])
@@ -551,7 +529,7 @@ def test_a_variable_that_is_gone_has_nobodys_place(few_replicas):
 
 
 @pytest.mark.parametrize("end", [synk.close, lambda: None], ids=["closed", "going on"])
-def test_variables_that_have_left_a_container_go(few_replicas, end):
+def test_variables_that_have_left_a_container_go(group, end):
     """Fold by fold, each with other rows: none but the last one's is kept."""
     model, gone = [], []
     f = synk.function(lambda x: (x * model[0].value).sum())
@@ -579,7 +557,7 @@ def test_variables_in_a_container_go_with_their_group(keeps):
     assert (gone() is None, f.shared) == ((False, (kept,)) if keeps else (True, ()))
 
 
-def test_kinds_of_calls_that_touch_variables_of_their_own(few_replicas):
+def test_kinds_of_calls_that_touch_variables_of_their_own(group):
     """Made one after the other, each is compiled twice at most."""
     models = []
     f = synk.function(lambda x: (x * models[x.shape[1] - 1].value).sum())
@@ -594,7 +572,7 @@ def test_kinds_of_calls_that_touch_variables_of_their_own(few_replicas):
     assert f.stats.compilations == count
 
 
-def test_a_first_variable_in_a_container(few_replicas):
+def test_a_first_variable_in_a_container(group):
     """A function that had none has it from the next call on."""
     layers = []
     f = synk.function(lambda x: x.mean() + sum(w.value for w in layers), reduce="mean")
@@ -605,7 +583,7 @@ def test_a_first_variable_in_a_container(few_replicas):
 
 
 @pytest.mark.parametrize("make", [synk.train.step, partial(synk.train.local_steps, every=1)])
-def test_a_name_of_the_loss_that_is_given_to_another_variable(few_replicas, make):
+def test_a_name_of_the_loss_that_is_given_to_another_variable(group, make):
     """The next step takes that one, which was there before."""
     teacher = one = synk.shared(np.float32(1))
     hundred = synk.shared(np.float32(100))
@@ -616,7 +594,7 @@ def test_a_name_of_the_loss_that_is_given_to_another_variable(few_replicas, make
             assert float(step(x)) == pytest.approx(want)
 
 
-def test_variables_that_a_shape_decides_on(few_replicas):
+def test_variables_that_a_shape_decides_on(group):
     """A program is for one state of its variables, and keeps its place while they are in another."""
     window, bias = synk.shared(np.ones(3, np.float32)), synk.shared(np.float32(10))
     f = synk.function(
@@ -630,7 +608,7 @@ def test_variables_that_a_shape_decides_on(few_replicas):
     assert len(set(counts[1:])) == 1
 
 
-def test_an_update_goes_to_the_variable_of_that_name(few_replicas):
+def test_an_update_goes_to_the_variable_of_that_name(group):
     """It trains the new one, and the old one stays as it was."""
     w = old = synk.shared(np.float32(0))
     step = synk.function(lambda x: x.mean(), reduce="mean", then=lambda m: setattr(w, "value", w.value + m))
@@ -646,7 +624,7 @@ def test_an_update_goes_to_the_variable_of_that_name(few_replicas):
     assert float(old.value) == 3
 
 
-def test_a_function_is_forgotten(few_replicas):
+def test_a_function_is_forgotten(group):
     """A group that lives on keeps no function alive, nor its variables."""
     total = synk.shared(np.float32(0))
     f = synk.function(lambda x: x.sum(), then=lambda part: setattr(total, "value", total.value + part))
@@ -658,7 +636,7 @@ def test_a_function_is_forgotten(few_replicas):
     assert [ref() for ref in gone] == [None, None]
 
 
-def test_a_model_is_forgotten(few_replicas):
+def test_a_model_is_forgotten(group):
     """Whose methods are its functions, in whatever way they were called."""
 
     class Model:
@@ -687,7 +665,7 @@ def test_a_model_is_forgotten(few_replicas):
 
 
 @pytest.mark.parametrize("rows", [7, 11, 14])
-def test_bits_do_not_depend_on_other_splits(few_replicas, rows):
+def test_bits_do_not_depend_on_other_splits(group, rows):
     """Uneven calls of other lengths leave the bits of this one as they are."""
     rng = np.random.default_rng(0)
     weights = rng.normal(size=(5, 4)).astype(np.float32)
@@ -800,7 +778,7 @@ def test_threads_with_many_static_values():
 
 
 @pytest.mark.smoke
-def test_what_equations_do_not_show_tells_programs_apart(few_replicas):
+def test_what_equations_do_not_show_tells_programs_apart(group):
     """Numbers of NumPy's among their parameters, callbacks, and which constant is used where."""
     pad, power, host = np.int64(0), np.int64(1), [lambda v: np.asarray(v * 2), lambda v: np.asarray(v * 3)]
     one, ten = np.ones(3, np.float32), np.full(3, 10, np.float32)
@@ -848,7 +826,7 @@ def test_a_serial_run_leaves_calls_as_they_are(replicas):
         assert float(f.serial(X)) == float(f(X)) == pytest.approx(2 * X.sum())
 
 
-def test_variables_that_were_arguments_go(few_replicas):
+def test_variables_that_were_arguments_go(group):
     """Those of serial runs and checks too."""
     f, gone = synk.function(lambda x, w: jnp.sum(x) * w.value[0]), []
     for _ in range(4):
@@ -860,7 +838,7 @@ def test_variables_that_were_arguments_go(few_replicas):
     assert sum(each() is not None for each in gone) <= 1
 
 
-def test_a_captured_array_that_is_changed_in_place(few_replicas):
+def test_a_captured_array_that_is_changed_in_place(group):
     """It is as it was traced, under a new jit too."""
     table = np.ones(3, np.float32)
     f = synk.function(lambda x: jnp.sum(x) * jnp.asarray(table).sum())
@@ -871,7 +849,7 @@ def test_a_captured_array_that_is_changed_in_place(few_replicas):
 
 
 @pytest.mark.smoke
-def test_what_a_callback_writes_is_no_change(few_replicas):
+def test_what_a_callback_writes_is_no_change(group):
     """It reads when it runs; the calls before do not make another program."""
     told, table = [], {"scale": 1.0}
 
@@ -910,7 +888,7 @@ TRACED_ANEW = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", TRACED_ANEW)
-def test_traces_of_one_function_are_one_program(few_replicas, kind):
+def test_traces_of_one_function_are_one_program(group, kind):
     """Whatever new objects JAX makes in each: nothing is compiled again, and check finds nothing stale."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         f, counts = synk.function(TRACED_ANEW[kind], reduce="concat"), []

@@ -5,8 +5,6 @@ import doctest
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +17,8 @@ from jax._src import config  # noqa: TID251  # what it lists has no public name
 import synk
 import synk.train
 from synk._base.jax_context import TRACE_OPTIONS
+
+from . import harness
 
 PACKAGE = Path(__file__).resolve().parent.parent / "synk"
 # Rooms from the ground up. A room imports rooms before it; those of one floor only where NEIGHBOURS says so.
@@ -179,7 +179,7 @@ assert names == {*synk.__all__, "stats", "train", "typing", "orbax", "pytensor"}
 assert {name for name, _ in inspect.getmembers(synk) if name[0] != "_"} == names - {"pytensor"}
 assert "optax" not in sys.modules and not jax.config.jax_enable_x64
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ended = harness.python(program)
     assert (ended.stderr, ended.returncode) == ("", 0)
 
 

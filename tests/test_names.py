@@ -1,7 +1,5 @@
 """Names: the modules and names that synk exports, and its words for names that it does not have."""
 
-import subprocess
-import sys
 from functools import partial
 
 import jax.numpy as jnp
@@ -12,11 +10,13 @@ import pytest
 import synk
 import synk.train
 
+from . import harness
+
 
 def test_train_after_import_synk_alone():
     """`import synk` is enough for `synk.train.step`."""
     code = "import synk; print(synk.train.step.__name__, synk.train.local_steps.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = harness.python(code)
     assert done.stdout.split() == ["step", "local_steps"], done.stderr
 
 
@@ -29,7 +29,7 @@ print([name for name in sys.modules if name.startswith(tuple(f"synk.{module}" fo
 from synk import save, scan
 print(save.__module__, scan.__module__, "synk._skeletons.scan" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = harness.python(code)
     assert done.stdout.splitlines() == ["[]", "synk synk True"], done.stderr
 
 

@@ -1,15 +1,15 @@
 """Graphs of PyTensor: the serial answer by any replicas, beside PyTensor's own functions; variables that both see."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from . import harness
+from .helpers import slow
 
 pytensor = pytest.importorskip("pytensor", reason='install the extra "pytensor"')
 pytensor.config.floatX = "float32"
@@ -63,7 +63,7 @@ def trained():
     return batches, costs, [w.get_value() for w in params]
 
 
-@pytest.mark.parametrize(("n", "num_slices"), [(1, 3), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("n", "num_slices"), [slow(1, 3), (2, 3), slow(4, 1)])
 def test_training_is_that_of_one_device(trained, n, num_slices):
     """Cold, warm, uneven and sliced; the law by `check` as well."""
     batches, costs, params = trained
@@ -437,6 +437,5 @@ assert found.dtype == np.float64 and abs(w.get_value() - 3) < 1e-14, w.get_value
 f = synk.pytensor.function([small], [(small * 2, "concat"), small.mean()])
 assert [v.dtype for v in f(np.ones(5, np.float32))] == [np.float32] * 2
 """
-    plain = {k: v for k, v in os.environ.items() if k != "PYTENSOR_FLAGS"} | {"JAX_NUM_CPU_DEVICES": "3"}
-    done = subprocess.run([sys.executable, "-c", program], env=plain, capture_output=True, text=True, timeout=120)
+    done = harness.python("-c", program, JAX_NUM_CPU_DEVICES="3", PYTENSOR_FLAGS="")
     assert done.returncode == 0, done.stderr

@@ -175,7 +175,7 @@ class CallTraces:
         if call.block is not None or call.held_index is not None or jax.tree.leaves(function.wires):
             return False
         # One replica has one part, rank 0 and size 1.
-        if any(op.collective == "stay" or not op.is_lawful for op in jax.tree.leaves(function.ops)):
+        if any(op.collective == "stay" or op.name in ("stack", "callable") for op in jax.tree.leaves(function.ops)):
             return False
         return not (traced.uses_rank - TELLING_ROWS_APART or any(v._spec.storage.is_sharded for v in traced.variables))
 

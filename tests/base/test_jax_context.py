@@ -1,8 +1,6 @@
 """JAX context: whether a transformation is under way, and what the user has set around a call."""
 
 import contextlib
-import subprocess
-import sys
 import threading
 
 import jax
@@ -11,6 +9,8 @@ import pytest
 from jax._src import core  # noqa: TID251  # to break what Ctrl-C breaks
 
 from synk._base.jax_context import TRACE_OPTIONS, config, has_user_jax_context, is_traced, trace_options
+
+from .. import harness
 
 pytestmark = pytest.mark.smoke
 
@@ -156,5 +156,5 @@ assert not is_traced()
 leave_traces()
 assert jax.numpy.ones(2).sum() == 2
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = harness.python(program)
     assert done.returncode == 0, done.stderr

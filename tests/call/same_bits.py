@@ -1,7 +1,6 @@
 """The same bits for any replicas, slices and batches, and in the serial run; run by test_blocks.py, as XLA compiles by default."""
 
 import functools
-import hashlib
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +13,9 @@ import synk.train
 from synk import stats
 
 from ..helpers import group_of
+from .test_blocks import CONSTANT, RANDOM, W, X, Y, cross_entropy, digest
 
-RANDOM = np.random.default_rng(5)
-X = RANDOM.normal(size=(75, 24)).astype(np.float32)
-Y = X[:, :4].argmax(1).astype(np.int32)
-W = {"in": RANDOM.normal(size=(24, 40)).astype(np.float32), "out": RANDOM.normal(size=(40, 4)).astype(np.float32)}
-CONSTANT = RANDOM.normal(size=(40, 7)).astype(np.float32)
 GROUPS = [(("devices", 5), 8), (("simulated", 3), 8)]  # with their blocks
-
-
-def digest(tree):
-    """Of all bits."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-    return hashlib.sha1(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
-
-
-def cross_entropy(params, x, y):
-    scores = jnp.tanh(x @ params["in"]) @ params["out"]
-    return optax.softmax_cross_entropy_with_integer_labels(scores, y).mean()
 
 
 def outputs(x, y, params):

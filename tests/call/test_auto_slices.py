@@ -1,8 +1,6 @@
 """num_slices="auto": the fewest slices that fit into memory, the same answer, and nothing lost where memory does not do."""
 
-import os
 import re
-import subprocess
 import sys
 import textwrap
 
@@ -17,6 +15,7 @@ import synk.train
 from synk._base.units import size_text
 from synk._call.auto_slices import most_rows
 
+from .. import harness
 from ..helpers import needs_plugin, slow, slow_but, tells_no_memory
 
 RANDOM = np.random.default_rng(0)
@@ -277,9 +276,7 @@ OUT_OF_MEMORY = """
 def test_out_of_memory(donate):
     """A device that has less than was said: twice the slices until it does, and no variable is lost or updated twice."""
     program = textwrap.dedent(OUT_OF_MEMORY.format(donate=donate))
-    env = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # or each thread reserves 64 MB of what there is
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    done = harness.python(program, MALLOC_ARENA_MAX="1")  # or each thread reserves 64 MB of what there is
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("slices ")
 

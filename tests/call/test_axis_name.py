@@ -13,17 +13,9 @@ from jax import lax
 import synk
 import synk.train
 
-from ..helpers import SERIAL, assert_close, assert_same, combined, group_of, numbers
+from ..helpers import SERIAL, assert_close, assert_same, combined, numbers, slow
 
-pytestmark = pytest.mark.smoke
-
-GROUPS = [("devices", 1), ("devices", 4), ("simulated", 4)]
-
-
-@pytest.fixture(params=GROUPS, ids=str, autouse=True)
-def on_group(request):
-    with group_of(*request.param) as group:
-        yield group
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("on_group")]
 
 
 def centred(x):
@@ -108,9 +100,9 @@ def test_then_and_variables(on_group):
 @pytest.mark.parametrize(
     ("on_group", "options"),
     [
-        (("devices", 4), {}),
+        slow(("devices", 4), {}),
         (("devices", 4), {"batch": 7, "num_slices": 3}),
-        (("simulated", 4), {"batch": [6, 0, 1, 5, 2]}),
+        slow(("simulated", 4), {"batch": [6, 0, 1, 5, 2]}),
     ],
     ids=str,
     indirect=["on_group"],

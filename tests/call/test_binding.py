@@ -14,7 +14,7 @@ from jax.experimental import sparse
 
 import synk
 
-from ..helpers import group_of
+from ..helpers import group_of, slow, slow_but
 
 DATA = np.arange(4, dtype=np.float32)
 X = np.arange(4, dtype=np.float32) / 4
@@ -72,9 +72,22 @@ WAYS = {
     "nnx.jit": nnx.jit(rows),
     "named_call": jax.named_call(rows, name="rows"),
 }
+# Of each library, and of each kind of JAX's.
+QUICK = (
+    "partial",
+    "by position",
+    "vmap",
+    "jit",
+    "vmap of wraps",
+    "partial of jit",
+    "method",
+    "object",
+    "filter_jit",
+    "nnx.jit",
+)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(QUICK, WAYS))
 def test_what_a_partial_has_bound_is_a_constant(way):
     """As many numbers as rows, or not; called, serially, in slices and under jit."""
     fn = WAYS[way]
@@ -264,7 +277,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("devices", 3), ("simulated", 4)])
+@pytest.mark.parametrize(("kind", "n"), [("devices", 3), slow("devices", 1), slow("simulated", 4)])
 @pytest.mark.parametrize("form", SPARSE)
 def test_sparse_arrays(kind, n, form):
     """Are refused where replicas would get parts, or combine some, and work where all have the whole."""

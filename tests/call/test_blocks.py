@@ -1,9 +1,6 @@
 """blocks=k: the same bits wherever it runs, and what does not go with it."""
 
 import hashlib
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -15,6 +12,7 @@ import pytest
 import synk
 import synk.train
 
+from .. import harness
 from ..helpers import group_of, slow
 
 RANDOM = np.random.default_rng(5)
@@ -40,19 +38,8 @@ def cross_entropy(params, x, y):
 def test_the_same_bits():
     """same_bits.py in a process of its own: what tests turn off of XLA, so that they compile in less time, changes bits."""
     here = Path(__file__).parent
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        str(here / "same_bits.py"),
-    ]
-    done = subprocess.run(
-        command, cwd=here.parent.parent, env=os.environ | {"XLA_FLAGS": ""}, capture_output=True, text=True, check=False
-    )
+    command = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", here / "same_bits.py"]
+    done = harness.python(*command, cwd=harness.ROOT, XLA_FLAGS="")
     assert done.returncode == 0, done.stdout[-3000:]
 
 

@@ -88,7 +88,13 @@ def close(got, wanted):
 
 @pytest.mark.parametrize("replicas", [smoke(4), slow(1)])
 @pytest.mark.parametrize(
-    "value", [*map(smoke, ("value", "explicit")), *map(slow, [*VALUES][1:4]), *map(slow, [*VALUES][5:])]
+    "value",
+    [
+        smoke("value"),
+        pytest.param("explicit", marks=[pytest.mark.slow, pytest.mark.smoke]),
+        *map(slow, [*VALUES][1:4]),
+        *map(slow, [*VALUES][5:]),
+    ],
 )
 def test_captured_arrays_do_what_numpy_arrays_do(value, replicas):
     """Called, serially, checked, in slices, and under jit; fresh and warm, whether rows divide or not."""
@@ -205,8 +211,9 @@ def test_inner_jits_may_name_shardings():
 
 
 @needs_devices(4)
+@pytest.mark.parametrize(("kind", "replicas"), [("devices", 4), slow("devices", 1), slow("simulated", 3)])
 @pytest.mark.parametrize("capture", [slow("array"), slow("NumPy"), smoke("inner jit")])
-def test_large_captured_arrays_are_arguments_of_programs(capture):
+def test_large_captured_arrays_are_arguments_of_programs(capture, kind, replicas):
     """XLA folds nothing that they make, copies none of them in branches, and compiles without their numbers."""
     table = np.random.default_rng(0).random((4000, 10), np.float32)
     taken = jnp.asarray(table) if capture != "NumPy" else table
@@ -217,23 +224,22 @@ def test_large_captured_arrays_are_arguments_of_programs(capture):
 
     fn = jax.jit(scaled) if capture == "inner jit" else scaled
     i = np.arange(4000 - 8, 4000)
-    for kind, replicas in (("devices", 4), ("devices", 1), ("simulated", 3)):
-        with group_of(kind, replicas):
-            f = synk.function(lambda i: fn(i), reduce="concat")
-            for rows in (8, 7, 8):
-                wanted = scaled(i[:rows])
-                for options in ({}, {"num_slices": 2}):
-                    close(f(i[:rows], **options), wanted)
-                close(f.serial(i[:rows]), wanted)
-            close(f.over(i, batches=synk.minibatches(8, 3, shuffle=False)), scaled(i))
-            close(jax.jit(f)(i), scaled(i))
-            f.check(i[:7])
-            text = f.compile(i[:7]).as_text() or ""
-            assert "divide" not in text and "f32[4000,10]{1,0} constant" not in text
-            blocks = synk.function(lambda i: fn(i)["rows"].sum(), blocks=2)
-            np.testing.assert_allclose(blocks(i), scaled(i)["rows"].sum(), rtol=1e-5)
-            ended = synk.function(lambda i: i, reduce="concat", then=fn)
-            close(ended(i), scaled(i))
+    with group_of(kind, replicas):
+        f = synk.function(lambda i: fn(i), reduce="concat")
+        for rows in (8, 7, 8):
+            wanted = scaled(i[:rows])
+            for options in ({}, {"num_slices": 2}):
+                close(f(i[:rows], **options), wanted)
+            close(f.serial(i[:rows]), wanted)
+        close(f.over(i, batches=synk.minibatches(8, 3, shuffle=False)), scaled(i))
+        close(jax.jit(f)(i), scaled(i))
+        f.check(i[:7])
+        text = f.compile(i[:7]).as_text() or ""
+        assert "divide" not in text and "f32[4000,10]{1,0} constant" not in text
+        blocks = synk.function(lambda i: fn(i)["rows"].sum(), blocks=2)
+        np.testing.assert_allclose(blocks(i), scaled(i)["rows"].sum(), rtol=1e-5)
+        ended = synk.function(lambda i: i, reduce="concat", then=fn)
+        close(ended(i), scaled(i))
 
 
 def test_a_captured_array_that_is_written_keeps_its_old_numbers():

@@ -13,16 +13,12 @@ import pytest
 
 import synk
 
-from ..helpers import SERIAL, assert_close, group_of, members, needs_devices, numbers, parts_of, slow
+from ..helpers import SERIAL, assert_close, members, needs_devices, numbers, parts_of, slow
+
+pytestmark = pytest.mark.usefixtures("four")
 
 X, W = numbers(9), np.array([2.0, 3.0], np.float32)
 S = np.float32
-
-
-@pytest.fixture(autouse=True)
-def on_four_replicas():
-    with group_of("devices", 4):
-        yield
 
 
 # Inputs.

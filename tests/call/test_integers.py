@@ -9,7 +9,7 @@ import synk
 
 from ..helpers import group_of, mapped, numbers, slow
 
-GROUPS = [("devices", 1), ("devices", 3), slow("devices", 4), slow("devices", 8), ("simulated", 3)]
+GROUPS = [("devices", 3), slow("devices", 1), slow("devices", 4), slow("devices", 8), slow("simulated", 3)]
 in_every_group = pytest.mark.parametrize(("kind", "n"), GROUPS)
 REFUSED = r"2147483648 .* int32\. Give smaller numbers .* or set jax_enable_x64"
 # Of eleven rows the last one is too large.

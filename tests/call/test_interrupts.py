@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 
@@ -17,6 +16,7 @@ import synk
 from synk._runtime import dispatch
 from synk._runtime.dispatch import uninterrupted
 
+from .. import harness
 from ..helpers import interrupted, slow
 
 pytestmark = pytest.mark.smoke
@@ -320,5 +320,5 @@ with uninterrupted():
     print("held back", flush=True)
 print("not seen")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = harness.python(program)
     assert (done.stdout, done.returncode) == ("held back\n", -signal.SIGINT)

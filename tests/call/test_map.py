@@ -11,17 +11,12 @@ from jax import lax
 
 import synk
 
-from ..helpers import SERIAL, assert_close, assert_same, group_of, numbers, slow
+from ..helpers import SERIAL, assert_close, assert_same, first_of, numbers, slow, slow_but
 
-pytestmark = pytest.mark.smoke
-
-GROUPS = [("devices", 1), ("devices", 4), ("simulated", 3)]
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("on_group")]
 
 
-@pytest.fixture(params=GROUPS, ids=str, autouse=True)
-def on_group(request):
-    with group_of(*request.param) as group:
-        yield group
+EVERY = [("devices", 1), ("devices", 4), ("devices", 8), ("simulated", 3)]
 
 
 def chain(key, start, scale):
@@ -37,11 +32,14 @@ def chain(key, start, scale):
 
 @pytest.mark.parametrize(
     ("on_group", "rows"),
-    [
-        *[(("devices", 1), rows) for rows in (1, 3)],
-        *[(("devices", 4), rows) for rows in (3, 4, 7)],
-        *[(("simulated", 3), rows) for rows in (1, 7)],
-    ],
+    slow_but(
+        [(("devices", 4), 3), (("devices", 4), 7)],
+        [
+            *[(("devices", 1), rows) for rows in (1, 3)],
+            *[(("devices", 4), rows) for rows in (3, 4, 7)],
+            *[(("simulated", 3), rows) for rows in (1, 7)],
+        ],
+    ),
     ids=str,
     indirect=["on_group"],
 )
@@ -155,7 +153,7 @@ def test_refusals():
         synk.map(lambda x: x, outputs="concatenate")
 
 
-@pytest.mark.parametrize("on_group", [*GROUPS, ("devices", 3), ("devices", 8)], ids=str, indirect=True)
+@pytest.mark.parametrize("on_group", first_of(("devices", 3), *EVERY), ids=str, indirect=True)
 @pytest.mark.parametrize("rows", [slow(12), 11])
 def test_a_row_has_a_number_and_a_key_of_its_own(rows):
     """Those of `row_keys(key, rows)`, on any replicas and slices; with a batch those of the selection."""

@@ -13,7 +13,7 @@ import synk
 
 from ..helpers import assert_close, group_of, needs_devices, numbers, slow
 
-pytestmark = [pytest.mark.smoke, needs_devices(4)]
+pytestmark = [pytest.mark.usefixtures("four"), pytest.mark.smoke, needs_devices(4)]
 
 COLLECTIVE = re.compile(r"= \S+ (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 TUPLE = re.compile(r"= \(.*?\) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -22,12 +22,6 @@ built = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, duration, **_: built.append(event) if "backend_compile" in event else None
 )
-
-
-@pytest.fixture(autouse=True)
-def on_four_replicas():
-    with group_of("devices", 4):
-        yield
 
 
 def collectives(f, *args, **options):

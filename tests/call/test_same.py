@@ -10,17 +10,9 @@ from jax import lax
 
 import synk
 
-from ..helpers import assert_close, assert_same, group_of, numbers
+from ..helpers import assert_close, assert_same, numbers
 
-pytestmark = pytest.mark.smoke
-
-GROUPS = [("devices", 1), ("devices", 4), ("simulated", 4)]
-
-
-@pytest.fixture(params=GROUPS, ids=str, autouse=True)
-def on_group(request):
-    with group_of(*request.param) as group:
-        yield group
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("on_group")]
 
 
 def learn(state, x):

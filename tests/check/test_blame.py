@@ -12,7 +12,7 @@ import synk
 import synk.train
 from synk._check.probe import find_first
 
-from ..helpers import assert_close, group_of, mapped, parts_of, raised_by, slow, slow_but, unchanged
+from ..helpers import assert_close, first_of, group_of, mapped, parts_of, raised_by, slow, slow_but, unchanged
 
 
 class TestSearch:
@@ -67,15 +67,8 @@ def root_gradient(x, w):
 GROUPS = [("devices", 2), ("simulated", 3)]
 
 
-@pytest.fixture
-def two():
-    """Two replicas on as many devices."""
-    with group_of("devices", 2) as group:
-        yield group
-
-
 @pytest.mark.parametrize("slices", [slow(1), 3])
-@pytest.mark.parametrize("kind", GROUPS, ids=str)
+@pytest.mark.parametrize("kind", first_of(*GROUPS), ids=str)
 def test_rows_are_found(kind, slices):
     """At many positions, warm, with one program for all of it; row, replica, slice and line are right."""
     f = synk.function(log_loss, inputs=["x"], reduce="mean")
@@ -112,7 +105,7 @@ def test_gradients_that_are_not_finite(group):
 
 
 @pytest.mark.parametrize("place", ["memory", slow("disk"), slow("host"), "scatter", slow("broadcast")])
-def test_rows_of_batches(place, two):
+def test_rows_of_batches(place, group):
     """The number is that of the dataset's row, wherever the data lies."""
     x = np.ones((50, 4), np.float32)
     x[31, 1] = -1
@@ -272,7 +265,7 @@ def test_a_mask_in_the_state(group, slices, donate):
     assert masked.blame(x, mask) is None and masked.blame(bad, mask).row == 7
 
 
-def test_updates_of_replicas(two):
+def test_updates_of_replicas(group):
     """What the function writes on each replica is looked at too."""
     w = synk.shared(np.float32(1), name="w")
 
@@ -287,7 +280,7 @@ def test_updates_of_replicas(two):
     assert float(w.value) == 1
 
 
-def test_training_steps(two):
+def test_training_steps(group):
     """`synk.train.step` has it, and takes no step."""
     step = synk.train.step(lambda w, x: jnp.mean(jnp.sqrt(x @ w)), np.ones(3, np.float32), optax.sgd(0.5))
     x = np.ones((20, 3), np.float32)
@@ -298,7 +291,7 @@ def test_training_steps(two):
     assert step.params.value.tolist() == [1, 1, 1]
 
 
-def test_training_steps_refuse(two):
+def test_training_steps_refuse(group):
     """`nan="raise"` of `synk.train.step`: parameters and optimizer stay, and training goes on."""
     step = synk.train.step(
         lambda w, x: jnp.mean(jnp.sqrt(x @ w)), np.ones(3, np.float32), optax.sgd(0.5, momentum=0.5), nan="raise"
@@ -314,7 +307,7 @@ def test_training_steps_refuse(two):
     assert step(x) < first
 
 
-def test_keys_of_rows(two):
+def test_keys_of_rows(group):
     """Typed keys are rows as others are."""
     f = synk.function(lambda x, keys: jnp.log(x + 0 * jax.vmap(jax.random.uniform)(keys)).sum())
     x = np.ones(9, np.float32)
@@ -322,7 +315,7 @@ def test_keys_of_rows(two):
     assert f.blame(x, synk.row_keys(jax.random.key(0), 9)).row == 4
 
 
-def test_what_it_refuses(two):
+def test_what_it_refuses(group):
     """Rows that cannot be tried one by one, by name; and traces."""
     x = np.ones(8, np.float32)
     near = synk.function(lambda x: x[1:-1], inputs={"x": synk.Overlap(1)}, reduce="concat")
@@ -340,7 +333,7 @@ def test_what_it_refuses(two):
     assert f.blame(x) is None
 
 
-def test_a_function_that_refuses_one_row(two):
+def test_a_function_that_refuses_one_row(group):
     """Its row is blamed all the same, without a line."""
 
     def by_fours(x):
@@ -448,7 +441,7 @@ def test_nan_in_updates(group, donate):
     assert float(w.value) == 1
 
 
-def test_weights_that_add_up_to_nothing(two):
+def test_weights_that_add_up_to_nothing(group):
     """A mean over no token at all is 0 / 0: it says that weights may be to blame, and only where there are any."""
 
     def masked(x, mask):
@@ -465,7 +458,7 @@ def test_weights_that_add_up_to_nothing(two):
     assert "weights" not in str(plain.blame(x))
 
 
-def test_debug_nans_blame_too(two):
+def test_debug_nans_blame_too(group):
     """The same error where JAX's own option finds it."""
     f = synk.function(lambda x: jnp.log(x).sum(), name="f")
     x = np.ones(9, np.float32)
@@ -476,7 +469,7 @@ def test_debug_nans_blame_too(two):
 
 
 @pytest.mark.parametrize("place", ["raw", slow("host"), "scatter", slow("broadcast")])
-def test_rows_beside_minibatches(two, place):
+def test_rows_beside_minibatches(group, place):
     """The row of the dataset, whichever argument comes first and wherever the others lie."""
     x, ones = np.ones(10, np.float32), np.ones(10, np.float32)
     x[7] = -1
@@ -490,7 +483,7 @@ def test_rows_beside_minibatches(two, place):
             list(f.iterate(x, beside, batches=[[0, 1], [2, 7]]))
 
 
-def test_the_line_under_debug_nans(two):
+def test_the_line_under_debug_nans(group):
     """As without it."""
     f, x = synk.function(lambda x: jnp.log(x).sum()), np.ones(9, np.float32)
     x[5] = -1
@@ -501,7 +494,7 @@ def test_the_line_under_debug_nans(two):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, jax.remat])
-def test_the_line_in_a_function_inside(two, wrap):
+def test_the_line_in_a_function_inside(group, wrap):
     """Where the number is made, and not where the function around it is called."""
 
     def inner(x):

@@ -11,7 +11,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import group_of, slow
+from ..helpers import first_of, group_of, slow
 
 KEY = jax.random.key(0)
 W = np.linspace(-1, 1, 4).astype(np.float32)
@@ -114,7 +114,7 @@ def test_causes(name, kind):
                 assert "Likely cause" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [("devices", 1), ("simulated", 3), slow(("devices", 4)), slow(("devices", 8))])
+@pytest.mark.parametrize("kind", first_of(("simulated", 3), ("devices", 1), ("devices", 4), ("devices", 8)))
 def test_a_masked_loss_of_a_step(kind):
     """`Weighted` comes first, with the lines to write, once; and written so it is right."""
 

@@ -9,9 +9,9 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import assert_close, group_of, needs_devices, slow
+from ..helpers import assert_close, first_of, group_of, needs_devices
 
-KINDS = [("simulated", 1), ("devices", 1), ("simulated", 3), ("devices", 4), slow(("devices", 8))]
+KINDS = first_of(("devices", 4), ("simulated", 1), ("devices", 1), ("simulated", 3), ("devices", 8))
 ROWS = np.arange(13, dtype=np.float32)
 
 

@@ -1,13 +1,14 @@
 """`python -m synk migrate`: what it sees in programs with pmap, how sure it is, and the traps that it avoids."""
 
 import json
-import subprocess
 import sys
 from textwrap import dedent
 
 import pytest
 
 from synk._command.migrate import migrate
+
+from .. import harness
 
 IMPORTS = """
 import functools
@@ -402,8 +403,7 @@ def test_the_command(tmp_path):
     broken.write_text("def f(:\n")
 
     def run(*paths):
-        command = [sys.executable, "-m", "synk", "migrate", *map(str, paths)]
-        return subprocess.run(command, capture_output=True, text=True)
+        return harness.python("-m", "synk", "migrate", *paths)
 
     done = run(good, none)
     assert (done.returncode, done.stderr) == (1, "")

@@ -1,14 +1,13 @@
 """`python -m synk bench`: a user's step by numbers of replicas, as one page."""
 
-import os
 import re
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import pytest
 
 from synk._command.bench import bench as scaling
+
+from .. import harness
 
 PROGRAM = """
 import numpy as np, synk
@@ -42,15 +41,7 @@ def fails():
 
 def bench(folder, target, *options):
     """What the command prints, and its exit status."""
-    plain = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
-    return subprocess.run(
-        [sys.executable, "-m", "synk", "bench", target, *options],
-        cwd=folder,
-        env=plain | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return harness.python("-m", "synk", "bench", target, *options, cwd=folder, XLA_FLAGS="")
 
 
 @pytest.fixture

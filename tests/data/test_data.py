@@ -36,13 +36,6 @@ def unchanged():
     assert_same(X, before)
 
 
-@pytest.fixture
-def devices():
-    """Four replicas, on as many devices."""
-    with group_of("devices", 4) as group:
-        yield group
-
-
 # Which rows.
 
 
@@ -90,7 +83,7 @@ BATCHES = {
 
 @in_every_place
 @pytest.mark.parametrize("form", BATCHES)
-def test_forms_of_batch(devices, place, form):
+def test_forms_of_batch(four, place, form):
     """Every form that a batch takes."""
     batch = BATCHES[form]
     is_count = isinstance(batch, int | np.integer | np.ndarray) and np.ndim(batch) == 0
@@ -98,7 +91,7 @@ def test_forms_of_batch(devices, place, form):
 
 
 @in_every_place
-def test_indexes_of_jax(devices, place):
+def test_indexes_of_jax(four, place):
     """Indexes and numbers that come from a computation."""
     data = synk.data(X, place=place)
     assert_same(rows(data, batch=jnp.array([7, 0, -1, 10, 3])), X[[7, 0, -1, 10, 3]])
@@ -106,7 +99,7 @@ def test_indexes_of_jax(devices, place):
 
 
 @in_every_place
-def test_small_integer_types_index_many_rows(devices, place):
+def test_small_integer_types_index_many_rows(four, place):
     """Neither uint8 nor int8 overflows on the way."""
     data, x = synk.data(numbers(300), place=place), numbers(300)
     assert_same(rows(data, batch=np.array([255, 0, 200, 128], np.uint8)), x[[255, 0, 200, 128]])
@@ -127,7 +120,7 @@ def test_places_mix(four, batch, slices):
 
 @in_every_place
 @pytest.mark.parametrize("batch", [slice(4), [8, 1, -1, 1, 0]], ids=str)
-def test_minibatch_rows_go_with_those_selected(devices, place, batch):
+def test_minibatch_rows_go_with_those_selected(four, place, batch):
     """Row j of minibatch data meets the j-th row picked, of host and of resident data."""
     want = X[batch], numbers(len(X[batch]), seed=5)
     noise = synk.data(want[1], place=place, minibatch=True)
@@ -137,7 +130,7 @@ def test_minibatch_rows_go_with_those_selected(devices, place, batch):
 
 
 @in_every_place
-def test_data_as_a_broadcast_argument(devices, place):
+def test_data_as_a_broadcast_argument(four, place):
     """Every replica sees all rows."""
     f = synk.function(lambda x, w: x + w[3:4], ["x"], reduce="concat")
     w = synk.data(X, place=place)
@@ -186,7 +179,7 @@ def test_batch_s_of_scattered_data(kind, slices, form):
 
 
 @pytest.mark.parametrize("form", ["first", "negative", "slices", "lists", "arrays"])
-def test_batch_s_of_variables(devices, form):
+def test_batch_s_of_variables(four, form):
     """Rows that a variable holds are picked likewise, alone and together with data."""
     batch_s, index = BATCHES_S[form]
     w, x = synk.shared(X[:1], name="w"), synk.data(numbers(11, seed=3), place="scatter")
@@ -239,7 +232,7 @@ WRITES = {
 
 @in_every_place
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_is_seen(devices, place, write):
+def test_a_write_is_seen(four, place, write):
     """By the next call, in the array given, and not in results of earlier calls."""
     x, want = X.copy(), X.copy()
     data = synk.data(x, place=place)
@@ -288,7 +281,7 @@ class File:
         self.x[index] = rows
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("devices", 3), slow("devices", 8), ("simulated", 3)])
+@pytest.mark.parametrize(("kind", "n"), [("devices", 3), slow("devices", 1), slow("devices", 8), slow("simulated", 3)])
 @pytest.mark.parametrize("held", SHARED)
 @in_every_place
 def test_a_write_is_seen_by_all_that_hold_the_rows(kind, n, held, place):
@@ -379,7 +372,7 @@ def pointers(data):
 
 
 @needs_devices(4)
-def test_a_write_to_one_part_sends_that_part_alone(devices):
+def test_a_write_to_one_part_sends_that_part_alone(four):
     """Other replicas keep the very buffers that they have."""
     data = synk.data(X.copy(), place="scatter")
     before = pointers(data)
@@ -410,7 +403,7 @@ READ_ONLY = {
 
 
 @pytest.mark.parametrize("kind", READ_ONLY)
-def test_read_only_arrays(devices, kind, tmp_path):
+def test_read_only_arrays(four, kind, tmp_path):
     """They are read in every place; a write raises and says what to do."""
     np.save(tmp_path / "x.npy", X)
     x = READ_ONLY[kind](tmp_path / "x.npy")
@@ -422,7 +415,7 @@ def test_read_only_arrays(devices, kind, tmp_path):
 
 
 @in_every_place
-def test_set_value(devices, place):
+def test_set_value(four, place):
     """Another array, of more or of fewer rows, also after freeing; the old one is left alone."""
     data = synk.data(X, place=place, name="x")
     for count in (11, 5, 14, 5):
@@ -437,7 +430,7 @@ def test_set_value(devices, place):
 
 
 @in_every_place
-def test_set_length(devices, place):
+def test_set_length(four, place):
     """Rows beyond do not count, until they do."""
     data = synk.data(X.copy(), place=place)
     for count in (5, 11):
@@ -551,7 +544,7 @@ def test_a_write_that_fails_midway(group, place):
 
 
 @pytest.mark.parametrize("place", ["scatter", "broadcast"])
-def test_ctrl_c_while_rows_are_written(devices, place):
+def test_ctrl_c_while_rows_are_written(four, place):
     """It comes when NumPy is done: devices hear of what was written."""
     total, ones = synk.function(jnp.sum), np.ones((40_000, 200), np.float32)
     for _ in range(3):
@@ -579,7 +572,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("place", ["scatter", slow("broadcast")])
-def test_ctrl_c_while_another_thread_calls(devices, place, change):
+def test_ctrl_c_while_another_thread_calls(four, place, change):
     """What waits for a call changes the data whole or not at all."""
     total = synk.function(jnp.sum)
     x = synk.data(np.arange(8, dtype=np.float32), place=place)

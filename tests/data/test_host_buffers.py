@@ -9,7 +9,9 @@ import pytest
 import synk
 from synk._data import host_buffers
 
-from ..helpers import assert_same, group_of, numbers
+from ..helpers import assert_same, numbers
+
+pytestmark = pytest.mark.usefixtures("group")
 
 ROWS, COLUMNS = 4096, 48  # of 768 KiB in all: memory that is kept, not allocated each time
 PLACES = ("raw", "host", "scatter", "broadcast")
@@ -23,12 +25,6 @@ CALLS = 13  # more than programs may be in flight
 
 rows = synk.function(lambda x: x, reduce="concat", name="rows")
 total = synk.function(lambda x: x.sum(0), name="total")
-
-
-@pytest.fixture(autouse=True)
-def on_two_replicas():
-    with group_of("devices", 2) as group:
-        yield group
 
 
 @synk.function

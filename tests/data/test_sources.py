@@ -15,17 +15,13 @@ from synk._data import sources
 
 from ..helpers import assert_same, chosen, group_of, numbers, slow
 
+pytestmark = pytest.mark.usefixtures("group")
+
 PLACES = ("raw", "host", "scatter", "broadcast")
 BATCHES = {"all": None, "slice": slice(2, 6), "backwards": slice(7, 3, -1), "indexes": [5, 0, 5, -1]}
 
 in_every_place = pytest.mark.parametrize("place", PLACES)
 rows = synk.function(lambda x: x, reduce="concat", name="rows")
-
-
-@pytest.fixture(autouse=True)
-def on_two_replicas():
-    with group_of("devices", 2):
-        yield
 
 
 def at(place, x, **options):

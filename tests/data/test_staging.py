@@ -16,10 +16,10 @@ import pytest
 import synk
 from synk._data import sources, staging
 
-from ..helpers import assert_same, group_of
+from ..helpers import assert_same, first_of, group_of
 
 ROWS, COLUMNS = 4096, 256  # 4 MiB
-GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3)]
+GROUPS = first_of(("devices", 2), ("devices", 1), ("simulated", 3))
 
 rows_of = synk.function(lambda x: x, reduce="concat", name="rows_of")
 

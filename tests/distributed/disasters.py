@@ -1,15 +1,14 @@
 """Disasters: programs in `synk.resume` that lose processes, launchers and disks at points which a seed draws.
 
-`python disasters.py --seeds A:B` runs seeds and prints a line for each; `-v` adds their output. Real processes run under
-the real launcher; they are forks of a process that has imported JAX and started nothing of it, since that import would
-be most of their time. Faults come by wrapping functions of synk. Each run ends with the numbers of the same loops
-without `synk.resume` in one process, all rows counted by their numbers, or with an error that the seed explains.
+`python -m tests.distributed.disasters --seeds A:B` runs seeds and prints a line for each; `-v` adds their output. Real
+processes run under the real launcher, forks of it. Faults come by wrapping functions of synk. Each run ends with the
+numbers of the same loops without `synk.resume` in one process, all rows counted by their numbers, or with an error that
+the seed explains.
 """
 
 import argparse
 import contextlib
-import ctypes
-import faulthandler
+import importlib
 import json
 import os
 import random
@@ -24,10 +23,10 @@ import threading
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +35,12 @@ import optax
 
 import synk
 import synk.train
-from synk._command import launcher
 from synk._distributed import agreement, coordinator, liveness, save_point
 from synk._loops import resume
 from synk._variables import checkpoint, checkpoint_files
+
+from .. import harness
+from ..harness import said, say
 
 ROWS, BATCH = 40, 7
 EPOCHS = 7, 4  # of the first loop and of the second
@@ -370,22 +371,14 @@ def fill(folder):
 # One process.
 
 
-def say(what, **more):
-    """Print a line for the driver."""
-    os.write(1, f"=> {json.dumps({'what': what, **more})}\n".encode())
-
-
 def play(case, is_resumed=True):
     """Run the program of a case, and print its end values."""
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_platforms", "cpu")
     is_edited, faults = case.edit is not None, None
     if not is_resumed:
         synk.init(cache=os.environ["DISASTER_CACHE"])
     else:
         is_edited = os.environ["SYNK_ATTEMPT"] != "0" or os.environ["DISASTER_LAUNCH"] != "0"
-        jax.config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
         helper = [subprocess.Popen(["sleep", "600"]).pid] if case.helper else []
         say("start", pids=[os.getpid(), *helper])
         faults = Faults(case)
@@ -406,70 +399,28 @@ def play(case, is_resumed=True):
 # The driver.
 
 
-class Forked(subprocess.Popen):
-    """A process that is a fork of this one in place of a new Python. The rest is `subprocess.Popen`."""
-
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
-        if len(args) < 2 or args[1] != __file__:  # the launcher's guard
-            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
-            return
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[3:9]
-        self.pid = fork(lambda: play(case_of(args[2])), p2cread, c2pwrite, env)
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-
-
-def fork(main, stdin, stdout, environment):
-    """Fork a process that runs a function as Python runs a program, in a session of its own."""
-    signals = (signal.SIGTERM, signal.SIGINT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    if pid := os.fork():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        return pid
-    # The frames below are those of the process that was forked; an error must not come to them.
-    try:
-        os.setsid()
-        for old, new in ((stdin, 0), (stdout, 1), (stdout, 2)):
-            os.dup2(old, new)
-        os.closerange(3, 1024)
-        os.environ.clear()
-        os.environ.update(environment)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        code = main() or 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    # Python's own end: threads, handlers of the end, and the interpreter.
-    ctypes.pythonapi.Py_Exit(code)
-
-
 def case_of(text):
     """Return a case from JSON."""
     about = json.loads(text)
     return Case(**about | {"faults": [Fault(**fault) for fault in about["faults"]]})
 
 
-def launch(case, number, memory, log):
-    """Start the launcher in a fork."""
+def play_text(text, is_resumed="yes"):
+    """Run the program of a case from JSON."""
+    play(case_of(text), is_resumed == "yes")
+
+
+def text_of(case):
+    """Return JSON from a case."""
+    return json.dumps(asdict(case))
+
+
+def options_of(case, number, memory):
+    """Return the launcher's options."""
     n, devices = case.sizes[min(number, len(case.sizes) - 1)]
     # An edited program may end in words each time.
     restarts = {None: 6, "more": 6, "shorter": 1}.get(case.edit, len(case.faults) + 1)
-    options = ["launch", "-n", n, "--devices-per-process", devices, "--restarts", restarts, "--memory-folder", memory]
-
-    def main():
-        with mock.patch.object(launcher, "Popen", Forked):
-            return launcher.main([*map(str, options), __file__, json.dumps(asdict(case))])
-
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SYNK_"))}
-    environment = plain | {"DISASTER_LAUNCH": str(number)}
-    with open(os.devnull) as null, open(log, "wb") as file:
-        return fork(main, null.fileno(), file.fileno(), environment)
+    return "-n", n, "--devices-per-process", devices, "--restarts", restarts, "--memory-folder", memory
 
 
 class Wrong(Exception):
@@ -477,7 +428,7 @@ class Wrong(Exception):
 
 
 def run(case):
-    """Run a case: a generator that yields while it waits. It raises Wrong."""
+    """Run a case. Raise Wrong."""
     at, memory = Path(case.at), Path(case.at) / "memory"
     for folder in (at / "fired", memory):
         folder.mkdir()
@@ -487,7 +438,7 @@ def run(case):
         is_small = subprocess.run(mounting, stderr=subprocess.DEVNULL).returncode == 0
     try:
         for number in range(LAUNCHES):
-            code = yield from one_launch(case, number, memory)
+            code = one_launch(case, number, memory)
             output = (at / f"launch-{number}").read_text(errors="replace")
             if code == 0:
                 break
@@ -511,24 +462,25 @@ def run(case):
 
 def one_launch(case, number, memory):
     """Launch once, wait for the end, and return its code. Nothing may be left of it."""
-    log = Path(case.at) / f"launch-{number}"
-    pid = launch(case, number, memory, log)
-    until = time.monotonic() + DEADLINE + FROZEN * any(fault.kind == "freeze" for fault in case.faults)
-    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() > until:
+    log, deadline = Path(case.at) / f"launch-{number}", DEADLINE + FROZEN * any(f.kind == "freeze" for f in case.faults)
+    with harness.Launcher(
+        case.at, *options_of(case, number, memory), *harness.of_forks(play_text), text_of(case), log=log,
+        program=harness.launch_forks, DISASTER_LAUNCH=str(number), DISASTER_CACHE=os.environ["DISASTER_CACHE"],
+    ) as launcher:  # fmt: skip
+        try:
+            (ended,) = launcher.wait(deadline)
+        except AssertionError as error:
             pids = living(log)
-            end([pid, *pids])
-            os.waitpid(pid, 0)
-            raise Wrong(f"launch {number} hangs, with processes {pids}")
-        yield
+            end(pids)
+            raise Wrong(f"launch {number} hangs, with processes {pids}") from error
     # Behind a launcher that was killed the guard needs a moment.
     until = time.monotonic() + 5
     while (pids := living(log)) or any(memory.iterdir()):
         if time.monotonic() > until:
             end(pids)
             raise Wrong(f"launch {number} has left processes {pids}, and in memory {[*memory.iterdir()]}")
-        yield
-    return os.waitstatus_to_exitcode(ended[1])
+        time.sleep(0.02)
+    return ended.code
 
 
 def living(log):
@@ -548,16 +500,10 @@ def is_alive(pid):
 def end(pids):
     """Let processes print the stacks of their threads, and end them."""
     for number, seconds in ((signal.SIGUSR1, 1.0), (signal.SIGKILL, 0)):
-        for pid in pids[1:] if number == signal.SIGUSR1 else pids:
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
         time.sleep(seconds)
-
-
-def said(output, what):
-    """Return the lines of a kind that processes have printed for the driver."""
-    lines = [json.loads(text) for text in re.findall(r"=> (\{.*\})$", output, re.MULTILINE)]
-    return [line for line in lines if line["what"] == what]
 
 
 _undisturbed = {}
@@ -567,16 +513,10 @@ def undisturbed(case, is_edited):
     """Return the end values of the same loops in one process, without `synk.resume`."""
     program = case.program(is_edited)
     if program not in _undisturbed:
-        log = Path(case.at) / "alone"
         alone = Case(**vars(case) | {"edit": program[-2], "faults": []})
-
-        def main():
-            jax.config.update("jax_num_cpu_devices", program[-1])
-            play(alone, is_resumed=False)
-
-        with open(os.devnull) as null, open(log, "wb") as file:
-            os.waitpid(fork(main, null.fileno(), file.fileno(), dict(os.environ)), 0)
-        _undisturbed[program] = said(log.read_text(), "end")[0]["values"]
+        options = {"processes": 1, "devices": program[-1], "DISASTER_CACHE": os.environ["DISASTER_CACHE"]}
+        (ended,) = harness.run(play_text, text_of(alone), "no", **options)
+        _undisturbed[program] = said(ended.output, "end")[0]["values"]
     return _undisturbed[program]
 
 
@@ -619,34 +559,21 @@ def check_files(case):
                 raise Wrong(f"the log of loop {number} has items {items}")
 
 
-def runs(cases, jobs=1):
-    """Run cases, so many at a time, and yield each with what is wrong and its output as it ends."""
-    waiting, under_way = list(cases), []
-    while waiting or under_way:
-        while waiting and len(under_way) < jobs:
-            case = waiting.pop(0)
-            case.at = tempfile.mkdtemp(
-                prefix=f"disaster-{case.seed}-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            )
-            under_way.append((case, run(case)))
-        for case, steps in list(under_way):
-            why = None
-            try:
-                next(steps)
-                continue
-            except StopIteration:
-                pass
-            except (Wrong, synk.CheckpointError) as error:
-                why = str(error)
-            except Exception:
-                why = traceback.format_exc()
-            under_way.remove((case, steps))
-            logs = sorted(Path(case.at).glob("launch-*"))
-            output = "".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
-            fired = sorted(path.name for path in (Path(case.at) / "fired").iterdir())
-            shutil.rmtree(case.at, ignore_errors=True)
-            yield case, why, fired, output
-        time.sleep(0.02)
+def outcome(case):
+    """Run a case. Return it, what is wrong, which faults have come, and its output."""
+    in_memory, why = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None, None
+    with tempfile.TemporaryDirectory(
+        prefix=f"disaster-{case.seed}-", dir=in_memory, ignore_cleanup_errors=True
+    ) as case.at:
+        try:
+            run(case)
+        except (Wrong, synk.CheckpointError) as error:
+            why = str(error)
+        except Exception:
+            why = traceback.format_exc()
+        logs = sorted(Path(case.at).glob("launch-*"))
+        output = "".join(f"--- {log.name}\n{log.read_text(errors='replace')}" for log in logs)
+        return case, why, sorted(path.name for path in (Path(case.at) / "fired").iterdir()), output
 
 
 def told(case):
@@ -672,7 +599,9 @@ def main():
     first, last = map(int, options.seeds.split(":"))
     failures, fired, start = [], Counter(), time.monotonic()
     cache = os.environ.setdefault("DISASTER_CACHE", tempfile.mkdtemp(prefix="disasters-"))
-    for case, why, names, output in runs(map(drawn, range(first, last)), options.jobs):
+    pool = ThreadPoolExecutor(options.jobs)  # which waits
+    for ended in as_completed(pool.submit(outcome, drawn(seed)) for seed in range(first, last)):
+        case, why, names, output = ended.result()
         kinds = [name.split("-")[2] for name in names]
         fired.update(kinds)
         attempts, launches = output.count('"start"'), output.count("--- launch-")
@@ -690,4 +619,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    # Other processes find functions by the name of their module.
+    importlib.import_module("tests.distributed.disasters").main()

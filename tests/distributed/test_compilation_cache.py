@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from textwrap import dedent
 
 import jax
@@ -11,8 +9,9 @@ import pytest
 
 import synk
 
-from . import gang
-from .gang_programs import said
+from .. import harness
+from ..harness import said
+from . import programs
 
 # A process says how many programs JAX asked the folder for, and how many it found there.
 BEFORE = """
@@ -30,7 +29,7 @@ def told(**more):
 def start(code, processes=1, **environment):
     """Run lines in new processes with four devices in all. Return what each says."""
     options = {"processes": processes, "devices": 4 // processes, **environment}
-    ends = gang.run("execute", BEFORE + dedent(code), **options)
+    ends = harness.run(programs.execute, BEFORE + dedent(code), **options)
     assert not any(end.code for end in ends), ends
     said_by_each = [said(end.output)[-1] for end in ends]
     return said_by_each if processes > 1 else said_by_each[0]
@@ -53,8 +52,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
 
     def fresh(cache, **environment):
         code = f"{BEFORE}synk.init(4, cache={cache!r})\n{TRAIN}print(json.dumps(found))"
-        plain = gang.plain_environment(**environment)
-        done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=plain)
+        done = harness.python(code, **environment)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -15,7 +15,7 @@ import pytest
 
 from synk._command.launcher import main, reserve_port
 
-from . import gang
+from .. import harness
 
 pytestmark = pytest.mark.gang
 
@@ -24,7 +24,7 @@ def launch(tmp_path, script, *options, arguments=(), signal_after=None, **enviro
     """Run the launcher on a script without JAX. Return its exit code and output."""
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))
-    with gang.Launcher(tmp_path, *options, file, *arguments, **environment) as launcher:
+    with harness.Launcher(tmp_path, *options, file, *arguments, **environment) as launcher:
         if signal_after is not None:
             launcher.await_line("ready", times=2)
             launcher.signal(0, signal_after)
@@ -159,7 +159,7 @@ def test_exit_codes_are_kept_whoever_starts_the_launcher(tmp_path):
         "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
     )
     command = [sys.executable, "-m", "synk", "launch", "-n", "2", write(tmp_path, "import sys; sys.exit(7)")]
-    done = subprocess.run([sys.executable, "-c", ignores, *command], env=gang.plain_environment(), timeout=30)
+    done = subprocess.run([sys.executable, "-c", ignores, *command], env=harness.plain_environment(), timeout=30)
     assert done.returncode == 7
 
 
@@ -167,7 +167,7 @@ def test_launch_ends_at_whatever_moment_ctrl_c_comes(tmp_path):
     """Ctrl-C comes while the launcher asks how a process has ended."""
     file = tmp_path / "script.py"
     file.write_text("import time; time.sleep(100)")
-    with gang.Launcher(tmp_path, "-n", 2, file, program="interrupted_launcher") as launcher:
+    with harness.Launcher(tmp_path, "-n", 2, file, program=harness.interrupted_launch) as launcher:
         assert launcher.wait(30)[0].code == 128 + signal.SIGINT
 
 
@@ -209,7 +209,7 @@ def test_launch_runs_a_module(tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "program.py").write_text("import sys; print(__spec__.name, *sys.argv[1:])")
-    with gang.Launcher(tmp_path, "-n", 2, "-m", "package.program", "-m", "x", PYTHONPATH=str(tmp_path)) as launcher:
+    with harness.Launcher(tmp_path, "-n", 2, "-m", "package.program", "-m", "x", PYTHONPATH=str(tmp_path)) as launcher:
         end = launcher.wait(30)[0]
     assert end.code == 0 and sorted(end.output.splitlines()[1:]) == [f"[{i}] package.program -m x" for i in (0, 1)]
 
@@ -225,8 +225,8 @@ def test_several_machines(tmp_path):
     )
     with (
         reserve_port() as reserved,
-        gang.Launcher(make(tmp_path / "a"), *meeting(reserved), "--node-rank", 1, script) as second,
-        gang.Launcher(make(tmp_path / "b"), *meeting(reserved), "--node-rank", 0, script) as first,
+        harness.Launcher(make(tmp_path / "a"), *meeting(reserved), "--node-rank", 1, script) as second,
+        harness.Launcher(make(tmp_path / "b"), *meeting(reserved), "--node-rank", 0, script) as first,
     ):
         ends = [first.wait(60)[0], second.wait(60)[0]]
     assert [end.code for end in ends] == [0, 0], ends
@@ -259,7 +259,7 @@ def on_two_machines(tmp_path, *deaths, restarts=(3, 3)):
         def run(node):
             options = ["-n", 2, "--nodes", 2, "--node-rank", node, "--coordinator", address]
             options += ["--restarts", restarts[node], "--devices-per-process", 1]
-            with gang.Launcher(made[node], *options, script, made[2], *deaths) as launcher:
+            with harness.Launcher(made[node], *options, script, made[2], *deaths) as launcher:
                 return launcher.wait(100)[0]
 
         return list(pool.map(run, range(2)))
@@ -310,7 +310,7 @@ def test_lines_are_whole(tmp_path):
             sys.stdout.write("x" * 1000 + " é\\n")
         sys.stdout.buffer.write(b"\\xff the end")
     """
-    with gang.Launcher(make(tmp_path / "a"), "-n", 3, write(tmp_path, script), PYTHONIOENCODING="utf-8") as launcher:
+    with harness.Launcher(make(tmp_path / "a"), "-n", 3, write(tmp_path, script), PYTHONIOENCODING="utf-8") as launcher:
         assert launcher.wait(30)[0].code == 0
         lines = launcher.logs[0].read_bytes().splitlines()
     for rank in range(3):
@@ -424,7 +424,7 @@ def test_one_ends(tmp_path):
 
     def ends(ending):
         place, (how, wanted) = place_in(tmp_path / ending.replace(" ", "_")), ENDINGS[ending]
-        with gang.Launcher(place / "log", "-n", 2, program(place, how), TMPDIR=str(place / "temporary")) as launcher:
+        with harness.Launcher(place / "log", "-n", 2, program(place, how), TMPDIR=str(place / "temporary")) as launcher:
             end = launcher.wait(15)[0]
         assert end.code == wanted, (ending, end)
         assert wanted == 0 or "process 1 failed first" in end.output
@@ -453,7 +453,7 @@ def test_the_launcher_ends(place, ending):
     waits += "open(os.environ['SYNK_MEMORY_FOLDER'] + f'/{me}', 'w').close()\n"
     waits += "print('set', flush=True)\ntime.sleep(100)"
     options = ["-n", 2, "--memory-folder", make(place / "memory"), program(place, waits)]
-    with gang.Launcher(place / "log", *options, TMPDIR=str(place / "temporary")) as launcher:
+    with harness.Launcher(place / "log", *options, TMPDIR=str(place / "temporary")) as launcher:
         launcher.await_line("set", times=2)
         assert len(os.listdir(place / "memory")) == 1
         for number in numbers:
@@ -505,8 +505,8 @@ def test_folders_of_killed_launchers_are_swept(place):
     options = ["-n", 1, "--memory-folder", memory]
     waits = program(place, "pass"), write(make(place / "ends"), "print('ended')")
     with (
-        gang.Launcher(make(place / "a"), *options, waits[0]) as lives,
-        gang.Launcher(make(place / "b"), *options, waits[0]) as dies,
+        harness.Launcher(make(place / "a"), *options, waits[0]) as lives,
+        harness.Launcher(make(place / "b"), *options, waits[0]) as dies,
     ):
         for each in (lives, dies):
             each.await_line("ready")
@@ -515,7 +515,7 @@ def test_folders_of_killed_launchers_are_swept(place):
             os.kill(pid, signal.SIGKILL)
         dies.wait(15)
         assert len(os.listdir(memory)) == 4
-        with gang.Launcher(make(place / "c"), *options, waits[1]) as third:
+        with harness.Launcher(make(place / "c"), *options, waits[1]) as third:
             assert third.wait(15)[0].code == 0
         assert len(os.listdir(memory)) == 3
         lives.signal(0, signal.SIGINT)
@@ -568,7 +568,7 @@ def test_stuck_in_its_exit(tmp_path):
 
     def ends(how):
         folder = make(tmp_path / "-".join(how))
-        with gang.Launcher(folder, *RESTARTS, write(folder, STOPS), *how) as launcher:
+        with harness.Launcher(folder, *RESTARTS, write(folder, STOPS), *how) as launcher:
             return launcher.wait(40)[0]
 
     cases = [("0", "late", "hangs"), ("1", "late", "stopped"), ("1", "soon", "stopped"), ("0", "soon", "hangs")]
@@ -598,7 +598,7 @@ def test_output_goes_nowhere(place, how):
         (place / "logs" / "rank-1.0.log").symlink_to("/dev/full")
         logs = f"--logs {place / 'logs'}"
     line = f"{sys.executable} -m synk launch -n 2 {logs} {script} {OUTPUTS[how] if how != 'full logs' else '> out.txt'}"
-    plain = gang.plain_environment(
+    plain = harness.plain_environment(
         TMPDIR=str(place / "temporary"), PYTHONIOENCODING="ascii", LC_ALL="C", PYTHONUTF8="0"
     )
     plain.pop("PYTHONIOENCODING") if how == "not UTF-8" else None
@@ -615,7 +615,7 @@ def test_output_goes_nowhere(place, how):
 def test_a_helper_that_left_holds_the_output(place):
     """A helper in a session of its own stays, and the launcher does not wait for it."""
     how = "helper(start_new_session=True); other = False"
-    with gang.Launcher(place / "log", "-n", 2, program(place, how)) as launcher:
+    with harness.Launcher(place / "log", "-n", 2, program(place, how)) as launcher:
         end = launcher.wait(15)[0]
     assert end.code == 0
     for pid in os.listdir(place / "pids"):

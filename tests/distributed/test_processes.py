@@ -23,9 +23,13 @@ from synk._command.launcher import reserve_port
 from synk._distributed import preemption
 from synk._distributed.liveness import EXIT_PEER_FAILED
 
+from .. import harness
+from ..harness import said
 from ..helpers import group_of, smoke
-from . import gang
-from .gang_programs import CASES, DISAGREEMENTS, said
+from . import programs
+from .disagreements import DISAGREEMENTS, disagree
+from .law import CASES
+from .law import law as law_of_a_process
 
 pytestmark = pytest.mark.gang
 
@@ -94,14 +98,14 @@ def law(split):
     processes, devices = map(int, split.split("x"))
     folder = mkdtemp(prefix="law-")
     names = LAW_CASES if split == "2x2" else COMPARED
-    ends = gang.run("law", folder, *names, processes=processes, devices=devices, deadline=180)
+    ends = harness.run(law_of_a_process, folder, *names, processes=processes, devices=devices, deadline=180)
     return folder, ends, [{line["what"]: line for line in said(end.output)} for end in ends]
 
 
 @Once
 def short_law():
     """Run a few cases of the law."""
-    return gang.run("law", mkdtemp(prefix="law-"), *SHORT, deadline=120)
+    return harness.run(law_of_a_process, mkdtemp(prefix="law-"), *SHORT, deadline=120)
 
 
 @pytest.mark.smoke
@@ -192,7 +196,7 @@ BRIEF = ["order", "initial_values"]
 def disagreed(what):
     """Run a case of disagreement, and return how both processes end."""
     environment = {"SYNK_CHECK": "1"} if what.startswith("known") else {}
-    return gang.run("disagree", what, deadline=60, **environment)
+    return harness.run(disagree, what, deadline=60, **environment)
 
 
 @pytest.mark.parametrize("what", [smoke(w) if w in BRIEF else w for w in DISAGREEMENTS])
@@ -234,7 +238,7 @@ QUICK = [("kill", 2), ("raise", 0)]
 def failed(mode, who):
     """Let a process fail. Return the output of each process that is not frozen, and its seconds from failure to end."""
     processes = 3 if mode == "stop" or who == 2 else 2
-    with gang.Gang("fail", mode, who, processes=processes) as some:
+    with harness.Gang(programs.fail, mode, who, processes=processes) as some:
         began = time.time()
         frozen = [who] if mode == "stop" else []
         ends = some.wait(60, besides=frozen)
@@ -259,7 +263,7 @@ def test_failure(mode, who):
 def test_calls_that_wait_say_why(how, tmp_path):
     """PeerError names the dead process, whatever call waits for it. Some processes end where they wait."""
     dies, why = (0, "KeyboardInterrupt") if how == "save" else (1, "process 1: RuntimeError: a bug of the user's")
-    with gang.Gang("wait_for_a_dead_one", how, tmp_path, devices=2) as some:
+    with harness.Gang(programs.wait_for_a_dead_one, how, tmp_path, devices=2) as some:
         ends = some.wait(60)
     other = ends[1 - dies].output
     assert {line["kind"] for line in said(other) if line["what"] == "raised"} <= {"PeerError"}
@@ -293,7 +297,7 @@ def test_the_others_say_why(mode, who, text):
 @pytest.mark.parametrize("when", [smoke("known"), "new"])
 def test_a_program_that_dies_in_one_process(when):
     """All processes raise, before the next program meets sums of the one that died."""
-    for rank, end in enumerate(gang.run("callbacks", when, deadline=60)):
+    for rank, end in enumerate(harness.run(programs.callbacks, when, deadline=60)):
         lines = [line for line in said(end.output) if line["what"] in ("found", "raised")]
         assert [line["what"] for line in lines] == ["raised"] * 4, end.output
         first, *others = lines
@@ -305,7 +309,7 @@ def test_a_program_that_dies_in_one_process(when):
 @pytest.mark.parametrize("who", ["0", "1", "saves"])
 def test_who_works_on_is_waited_for(who, tmp_path):
     """Processes that have ended wait for one that is alive, however long. A checkpoint on its way is whole."""
-    for end in gang.run("works_on", who, tmp_path / "saved", deadline=60):
+    for end in harness.run(programs.works_on, who, tmp_path / "saved", deadline=60):
         assert end.code == 0, end.output
         assert [line["what"] for line in said(end.output)] == ["done"]
     if who == "saves":
@@ -314,7 +318,7 @@ def test_who_works_on_is_waited_for(who, tmp_path):
 
 def test_forked_helpers_end():
     """Forked helpers end like those of any program."""
-    for end in gang.run("forks", deadline=60):
+    for end in harness.run(programs.forks, deadline=60):
         assert end.code == 0, end.output
 
 
@@ -334,7 +338,7 @@ def test_the_watchdog_shows_where():
 @pytest.mark.smoke
 def test_a_group_without_peers_waits_for_nobody():
     """Before its first collective runs: so one GPU compiles and places for others that JAX makes up (bench/gpu_parts.py)."""
-    with gang.Gang("without_peers") as running:
+    with harness.Gang(programs.without_peers) as running:
         running.await_line('"what": "done"')
         (done,) = said(running.output())
     assert "of 2 processes" in done["group"]
@@ -343,7 +347,7 @@ def test_a_group_without_peers_waits_for_nobody():
 
 def test_preemption():
     """After a SIGTERM to one process all stop at the same step, and end well."""
-    with gang.Gang("preempt", processes=3) as three:
+    with harness.Gang(programs.preempt, processes=3) as three:
         three.await_line('"goes"', rank=1)
         three.signal(1, signal.SIGTERM)
         ends = three.wait(30)
@@ -368,20 +372,20 @@ def test_preemption_asked_now_and_then(monkeypatch):
 
 def test_a_loop_goes_on_over_processes(tmp_path):
     """All save at one item, whatever their clocks say, and go on from it in another number of processes."""
-    first = gang.run("goes_on", tmp_path, "breaks", processes=3)
+    first = harness.run(programs.goes_on, tmp_path, "breaks", processes=3)
     assert [end.code for end in first] == [0] * 3, first
     saved = said(first[0].output)[-1]["saved"]
     assert len(saved) >= 2 and [said(end.output)[-1]["done"] for end in first] == [23] * 3
-    ends = gang.run("goes_on", tmp_path, processes=2)
+    ends = harness.run(programs.goes_on, tmp_path, processes=2)
     lines = [said(end.output) for end in ends]
     assert [(start["done"], end["done"], end["counts"]) for start, end in lines] == [(saved[-1], 60, [20] * 7)] * 2
 
 
 def test_a_loop_that_is_told_to_stop(tmp_path):
     """After a SIGTERM to one process all save at one item, end with 143, and go on."""
-    first = gang.run("goes_on", tmp_path, "stopped", 900, processes=2)
+    first = harness.run(programs.goes_on, tmp_path, "stopped", 900, processes=2)
     assert [end.code for end in first] == [143] * 2, first
-    ends = gang.run("goes_on", tmp_path, "", 900, processes=2, devices=2)
+    ends = harness.run(programs.goes_on, tmp_path, "", 900, processes=2, devices=2)
     (start, end), _ = [said(end.output) for end in ends]
     assert 23 < start["done"] < 900 and (end["done"], end["counts"]) == (900, [300] * 7)
 
@@ -389,21 +393,21 @@ def test_a_loop_that_is_told_to_stop(tmp_path):
 @pytest.mark.parametrize("how", ["shorter", "breaks alone"])
 def test_a_loop_that_ends_alone(tmp_path, how):
     """All processes end soon, in words: by an error of synk's, or by JAX's runtime, if it is the first to notice."""
-    for end in gang.run("goes_on", tmp_path, how, processes=2, deadline=20):
+    for end in harness.run(programs.goes_on, tmp_path, how, processes=2, deadline=20):
         said_so = "DisagreementError|PeerError|has ended its program|service detected fatal errors"
         assert end.code in (1, 75, -signal.SIGABRT) and re.search(said_so, end.output), end
 
 
 def test_a_save_is_called_for_while_another_ends(tmp_path):
     """The call is kept, so processes go on together; what they told each other at saves does not pile up."""
-    for end in gang.run("saves_often", tmp_path, processes=2):
+    for end in harness.run(programs.saves_often, tmp_path, processes=2):
         assert end.code == 0 and said(end.output)[0]["w"] == 200 and said(end.output)[0]["left"] < 20, end
 
 
 @pytest.mark.parametrize("program", ["ends", "leaves_a_loop"])
 def test_the_end_comes_after_its_own_threads(tmp_path, program):
     """Python waits for a thread that is inside the runtime, which would abort the process."""
-    ends = gang.run(program, *[tmp_path] * (program != "ends"), processes=2)
+    ends = harness.run(getattr(programs, program), *[tmp_path] * (program != "ends"), processes=2)
     assert [(end.code, "FATAL" in end.output) for end in ends] == [(0, False)] * 2
 
 
@@ -419,14 +423,15 @@ def restarted():
     folder = Path(mkdtemp(prefix="restarts-"))
     failures = [f"{mode}:{who}" for mode, who, _ in ATTEMPTS]
     options = ["-n", 2, "--devices-per-process", 1, "--restarts", len(failures)]
-    with gang.Launcher(folder, *options, gang.PROGRAMS, "train", folder / "saved", *failures) as two:
+    train = harness.of_forks(programs.train)
+    with harness.Launcher(folder, *options, *train, folder / "saved", *failures, program=harness.launch_forks) as two:
         return two.wait(150)[0]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """Return the last line of the same run without failures, on two devices of one process."""
-    end = gang.run("train", tmp_path_factory.mktemp("undisturbed"), processes=1, devices=2)[0]
+    end = harness.run(programs.train, tmp_path_factory.mktemp("undisturbed"), processes=1, devices=2)[0]
     assert end.code == 0, end.output
     return said(end.output)[-1]
 
@@ -446,12 +451,12 @@ def test_restarts_end_with_the_same_bits(undisturbed):
 def test_going_on(tmp_path, undisturbed, how):
     """After a kill all processes go on right, without shared files or from a damaged checkpoint, or all raise."""
     environment = {how: "1"} if how in ("apart", "background") else {}
-    gang.run("train", tmp_path, "kill:1", deadline=60, **environment)
+    harness.run(programs.train, tmp_path, "kill:1", deadline=60, **environment)
     steps = sorted(tmp_path.rglob("step-*"))
     if "damaged" in how:
         for step in steps if "all" in how else steps[-1:]:
             (step / "about.json").write_text((step / "about.json").read_text()[:-1])
-    ends = gang.run("train", tmp_path, deadline=60, **environment, SYNK_ATTEMPT="1")
+    ends = harness.run(programs.train, tmp_path, deadline=60, **environment, SYNK_ATTEMPT="1")
     if "all" in how:
         for end in ends:
             assert end.code == 1 and "synk.CheckpointError: synk.load: no checkpoint" in end.output
@@ -469,7 +474,7 @@ def test_kills_while_a_gang_saves(tmp_path, how, kills=10):
     """Whenever a process dies, the newest checkpoint is whole, and no older than one that was saved for certain."""
     moments = random.Random(len(how))
     for _ in range(kills):
-        with gang.Gang("save_on", tmp_path / "run", how) as two:
+        with harness.Gang(programs.save_on, tmp_path / "run", how) as two:
             two.await_line('"saved"', deadline=30)
             time.sleep(moments.uniform(0, 0.1))
             two.signal(moments.choice([0, 1]), signal.SIGKILL)
@@ -521,7 +526,7 @@ BEGINNINGS = [
 def test_init_refuses():
     """Missing and wrong arguments are named before anything is waited for."""
     for environment, code, message in BEGINNINGS:
-        end = gang.run("execute", code, processes=1, deadline=20, **environment)[0]
+        end = harness.run(programs.execute, code, processes=1, deadline=20, **environment)[0]
         assert message in end.output and end.code == 1, (code, end)
 
 
@@ -530,7 +535,7 @@ START = "synk.init(distributed=True, start=3, heartbeat=10, shutdown=5); say('me
 
 def met(*processes, serve=None):
     """Start processes with (coordinator, number of processes, id) and more environment. Return how they end."""
-    with reserve_port() as own, gang.Running("meets") as some:
+    with reserve_port() as own, harness.Running("meets") as some:
         address = "{}:{}".format(*own.getsockname())
         if serve is not None:
             own.listen()
@@ -540,7 +545,7 @@ def met(*processes, serve=None):
             environment = dict(
                 zip(names, (coordinator or address, str(count), str(number)), strict=True), **dict(*more)
             )
-            some.start(["execute", START], Path(mkdtemp()) / "log", environment)
+            some.start(programs.execute, START, log=Path(mkdtemp()) / "log", **environment)
         return address, some.wait(20)
 
 
@@ -611,7 +616,7 @@ for name in ("tcp", "tcp6"):
 def test_who_listens():
     """On one machine the coordinator listens on the loopback, and gloo at the address of the machine's name."""
     own = socket.inet_aton(socket.gethostbyname(socket.gethostname()))[::-1].hex().upper()
-    found = {line["address"] for end in gang.run("execute", LISTENS) for line in said(end.output)}
+    found = {line["address"] for end in harness.run(programs.execute, LISTENS) for line in said(end.output)}
     assert found <= {"0100007F", "0000000000000000FFFF00000100007F", own} and found
 
 
@@ -629,7 +634,7 @@ def test_no_other_launcher_is_asked():
     """Inside an allocation SLURM has one task. JAX would give its GPU to each process."""
     nodes = {"SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
     code = "from jax._src import xla_bridge; join(); say('sees', gpus=xla_bridge.CUDA_VISIBLE_DEVICES.value)"
-    ends = gang.run("execute", code, **SLURM, **nodes)
+    ends = harness.run(programs.execute, code, **SLURM, **nodes)
     assert [(end.code, line["gpus"]) for end in ends for line in said(end.output)] == [(0, "all")] * 2
 
 

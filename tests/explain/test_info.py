@@ -1,8 +1,5 @@
 """`python -m synk info` says what there is."""
 
-import os
-import subprocess
-import sys
 from importlib.metadata import distributions
 
 import jax
@@ -11,13 +8,11 @@ import pytest
 import synk
 from synk._explain.info import report
 
+from .. import harness
+
 
 def info(**environment):
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    done = subprocess.run(
-        [sys.executable, "-m", "synk", "info"], capture_output=True, text=True, env=env | environment, check=True
-    )
-    return done.stdout
+    return harness.python("-m", "synk", "info", **{"XLA_FLAGS": ""} | environment).stdout
 
 
 def test_what_there_is():

@@ -14,7 +14,9 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import Bar, assert_close, assert_same, group_of, numbers, raised_by, unchanged
+from ..helpers import Bar, assert_close, assert_same, first_of, group_of, numbers, raised_by, unchanged
+
+pytestmark = pytest.mark.usefixtures("group")
 
 X = numbers(11)
 PLACES = ("raw", "host", "scatter", "broadcast")
@@ -23,13 +25,6 @@ BATCHES = [[3, 1, 0, 9], slice(4), [10, -1, 5], None, X[:, 0] > 0, 4, np.array([
 in_every_place = pytest.mark.parametrize("place", PLACES)
 of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
 rows = synk.function(lambda x: x, reduce="concat", name="rows")
-
-
-@pytest.fixture(autouse=True)
-def on_two_replicas():
-    """Two devices for all tests here."""
-    with group_of("devices", 2):
-        yield
 
 
 def at(place, x, **options):
@@ -511,7 +506,7 @@ def orders(bar=lambda batches: batches, **options):
     return [bar(synk.minibatches(8, 3, **options)) for _ in range(3)]
 
 
-@pytest.mark.parametrize("group", [("devices", 1), ("devices", 2), ("simulated", 3)])
+@pytest.mark.parametrize("group", first_of(("devices", 2), ("devices", 1), ("simulated", 3)))
 @pytest.mark.parametrize("bar", [lambda batches: batches, Bar])
 @pytest.mark.parametrize("make", ["function", "update in fn", "step", "local"])
 def test_an_epoch_that_repeats_the_last_one_warns(group, make, bar):

@@ -78,8 +78,13 @@ def test_over_is_one_call_over_all_rows(group, batches):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("group", [("devices", 1), ("devices", 3), ("simulated", 4)])
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize(
+    ("group", "slices"),
+    slow_but(
+        [(("devices", 3), 2)],
+        [(group, slices) for group in (("devices", 1), ("devices", 3), ("simulated", 4)) for slices in (1, 2)],
+    ),
+)
 def test_entries_are_joined_on_the_host(group, slices):
     """Of rows, parts and ordered Monoids, in the order of the batches' rows: NumPy arrays, which may be written to."""
     ops = {"rows": "concat", "half": "concat", "most": lambda parts: parts.max(0), "own": "merge", "middle": "merge"}
@@ -333,8 +338,7 @@ def test_under_debug_infs():
 class TestSources:
     """f.over(source=loader): the items bring all arguments."""
 
-    @pytest.mark.parametrize("slices", [1, 2])
-    @pytest.mark.parametrize("prefetch", [0, 2])
+    @pytest.mark.parametrize(("slices", "prefetch"), slow_but([(2, 2)], [(1, 0), (1, 2), (2, 0), (2, 2)]))
     def test_a_loader_with_a_short_last_batch(self, group, slices, prefetch):
         """Equal to NumPy over all rows, whatever the sizes of batches; tuples and mappings; fresh and warm."""
         x = np.random.default_rng(0).normal(3, 2, 1001).astype(np.float32)

@@ -9,7 +9,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import GROUPS, Bar, assert_close, assert_same, group_of, numbers, slow, slow_but
+from ..helpers import GROUPS, Bar, assert_close, assert_same, first_of, group_of, numbers, slow, slow_but
 
 ITEMS = [(numbers(rows, 3, seed), np.float32(seed + 1)) for seed, rows in enumerate((4, 7, 4, 1, 9, 4))]
 of_every_size = pytest.mark.parametrize("size", [0, 1, 3])
@@ -280,7 +280,7 @@ def test_each_that_does_not_fit(four):
         list(scaled.iterate(x, synk.each([1.0, "a"]), batches=synk.minibatches(8, 4)))
 
 
-@pytest.mark.parametrize("group", [("devices", 1), ("devices", 3), ("devices", 4), ("simulated", 3)])
+@pytest.mark.parametrize("group", first_of(("devices", 3), ("devices", 1), ("devices", 4), ("simulated", 3)))
 @pytest.mark.parametrize("bar", [lambda batches: batches, Bar])
 @pytest.mark.parametrize("start", [1, 5, 8])
 def test_each_of_a_run_that_goes_on(group, start, bar):

@@ -12,7 +12,7 @@ import synk
 import synk.train
 from synk._reductions.reduction import REDUCTIONS, ElementwiseOp, RowsOp  # no public name lists all ops
 
-from ..helpers import SERIAL, assert_close, group_of, numbers, parts_of, slow
+from ..helpers import SERIAL, assert_close, first_of, group_of, numbers, parts_of, slow
 
 ROWS = [1, 3, 4, 9]
 
@@ -351,7 +351,7 @@ def test_many_more_slices_than_rows(four):
         assert f(np.arange(5.0, dtype=np.float32), num_slices=slices) == 10
 
 
-KINDS = [("simulated", 1), ("simulated", 3), ("devices", 4), slow(("devices", 8))]
+KINDS = first_of(("devices", 4), ("simulated", 1), ("simulated", 3), ("devices", 8))
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod", "any", "all", "Weighted"])

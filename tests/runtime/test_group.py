@@ -5,8 +5,6 @@ import copy
 import ctypes
 import operator
 import pickle
-import subprocess
-import sys
 import threading
 
 import jax
@@ -16,13 +14,13 @@ import pytest
 
 import synk
 
+from .. import harness
 from ..helpers import assert_close, group_of, numbers
 
 
 def run(code, **environment):
     """What a fresh Python prints."""
-    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": ":".join(filter(None, sys.path)), **environment}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=environment)
+    done = harness.python(code, **environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

@@ -1,10 +1,8 @@
 """No call hangs: thousands of calls that nobody waits for end, in a child process with a time limit."""
 
-import subprocess
-import sys
-
 import pytest
 
+from .. import harness
 from ..helpers import slow_but
 
 CHILD = """
@@ -62,6 +60,6 @@ def test_unwaited_calls_end(name):
     """Calls return at once, and the runtime never has more programs than it can finish."""
     body, total = BODIES[name]
     code = CHILD.replace("{body}", body)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = harness.python(code)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["sum", str(total)]

@@ -1,9 +1,6 @@
 """Groups of devices that are not here: what they take, what they refuse, and what compiles for them."""
 
-import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +13,7 @@ import synk
 import synk.train
 from synk._runtime.target import known_accelerator
 
+from .. import harness
 from ..helpers import HAS_PLUGIN, needs_plugin
 
 SHAPE = jax.ShapeDtypeStruct
@@ -379,11 +377,7 @@ class TestGpuPrograms:
                 plain, blocks = [synk.function(count, blocks=b).compile(*rows).as_text() for b in (None, 16)]
             print(" sort(" in plain, " sort(" in blocks, hashlib.sha256(blocks.encode()).hexdigest())
         """
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
-        one, two = [
-            subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-            for _ in range(2)
-        ]
+        one, two = [harness.python("-c", program) for _ in range(2)]
         assert one.stdout == two.stdout
         assert one.stdout.startswith("False True ")
 

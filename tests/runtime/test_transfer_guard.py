@@ -11,7 +11,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import group_of, slow
+from ..helpers import slow
 
 X = np.arange(22, dtype=np.float32).reshape(11, 2)
 
@@ -24,15 +24,9 @@ def of_process(level):
     return stack
 
 
-@pytest.fixture
-def few():
-    with group_of("devices", 2) as group:
-        yield group
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("guard", [slow(jax.transfer_guard), of_process])
-def test_everything_works_under_disallow(few, guard, tmp_path):
+def test_everything_works_under_disallow(group, guard, tmp_path):
     """Fresh and warm: rows, indexes, numbers, slices, loops with a thread, variables, collectives, checkpoints, training."""
     w = synk.shared(np.float32(2), name="w")
     f = synk.function(lambda x, rate: (x * rate * w.value).sum(0), inputs=["x"])
@@ -63,7 +57,7 @@ def test_everything_works_under_disallow(few, guard, tmp_path):
         assert float(value) == 2 and (np.asarray(gathered) == 2).all()
 
 
-def test_vmap_works_under_disallow(few):
+def test_vmap_works_under_disallow(group):
     """Of NumPy's and JAX's arrays, fresh and warm. (What an eager grad or an outer jit transfers is JAX's own.)"""
     f = synk.function(lambda x, rate: (x * rate).sum(0), inputs=["x"])
     rates = jnp.arange(3, dtype=jnp.float32)
@@ -75,7 +69,7 @@ def test_vmap_works_under_disallow(few):
             np.testing.assert_array_equal(got, np.arange(3)[:, None] * X.sum(0))
 
 
-def test_explicit_ones_stay_forbidden(few):
+def test_explicit_ones_stay_forbidden(group):
     """JAX's own error, and nothing is lost."""
     w = synk.shared(np.zeros(2, np.float32), name="w")
 

@@ -324,7 +324,7 @@ def capped(a, b):
 
 
 @pytest.mark.parametrize("op", [capped, jax.jit(capped)], ids=["plain", "jit"])
-@pytest.mark.parametrize(("kind", "n"), [("devices", 3), ("simulated", 2)])
+@pytest.mark.parametrize(("kind", "n"), [("devices", 3), slow("simulated", 2)])
 def test_programs_follow_the_names_of_their_functions(monkeypatch, op, kind, n):
     """Another object under a global name or in a cell is noticed, as by `synk.function`, and the first one again."""
     x = np.array([1, 1, 1, 5], np.int32)

@@ -9,17 +9,10 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import assert_close, group_of, numbers, slow
+from ..helpers import assert_close, numbers, slow
 
 X = numbers(11, 3)
 W = np.ones(3, np.float32)
-
-
-@pytest.fixture
-def two():
-    """Two devices."""
-    with group_of("devices", 2) as group:
-        yield group
 
 
 def squares(params, x):
@@ -83,7 +76,7 @@ def test_a_state_that_the_loss_changes_in_place(group, make):
         lambda: optax.adam(0.1),
     ],
 )
-def test_optimizers_that_take_the_loss_or_do_not(two, make, shard):
+def test_optimizers_that_take_the_loss_or_do_not(group, make, shard):
     """Whatever their class says of it: those steps that optax takes by hand."""
     optimizer = make()
     try:
@@ -113,7 +106,7 @@ def test_optimizers_that_take_the_loss_or_do_not(two, make, shard):
         lambda: optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True),
     ],
 )
-def test_optimizers_that_evaluate_the_loss(two, make, shard):
+def test_optimizers_that_evaluate_the_loss(group, make, shard):
     """They are told how: a step has only gradients for them."""
     with pytest.raises(
         TypeError, match=r"synk.train: .* evaluates the loss itself .* value_fn=lambda .* grad_fn=jax.grad"
@@ -138,7 +131,7 @@ def private():
         lambda *args: synk.train.local_steps(*args, every=1),
     ],
 )
-def test_updates_have_the_shapes_of_parameters(two, make):
+def test_updates_have_the_shapes_of_parameters(group, make):
     """Else one that takes the rows of a mean gradient for examples would train something, stretched over the whole."""
 
     def loss(params, x):
@@ -152,7 +145,7 @@ def test_updates_have_the_shapes_of_parameters(two, make):
         make(lambda params, x: loss(params, x) + params["z"], {"w": W, "z": np.float32(0)}, private())(X)
 
 
-def test_a_state_whose_dtype_an_update_changes(two):
+def test_a_state_whose_dtype_an_update_changes(group):
     """As optax.inject_hyperparams of parameters of two dtypes; what the message names works."""
 
     def loss(params, x):
@@ -173,7 +166,7 @@ def test_a_state_whose_dtype_an_update_changes(two):
             assert step.params.value["half"].dtype == jnp.bfloat16
 
 
-def test_updates_from_the_gradient_of_each_example(two):
+def test_updates_from_the_gradient_of_each_example(group):
     """What those messages tell to do: the step that optax takes by hand, in slices too."""
     optimizer, gradients = private(), jax.vmap(jax.grad(lambda w, row: squares(w, row[None])), (None, 0))
     updates, _ = optimizer.update(gradients(jnp.asarray(W), X), optimizer.init(W), W)
@@ -188,7 +181,7 @@ def test_updates_from_the_gradient_of_each_example(two):
         assert_close(w.value, optax.apply_updates(W, updates))
 
 
-def test_local_steps_compare_states_and_weights(two):
+def test_local_steps_compare_states_and_weights(group):
     """As synchronous ones: a shape is not stretched, and what is wrong is named."""
     with pytest.raises(ValueError, match=r"the new value of state has shape \(\), but its old one has \(2,\)"):
         synk.train.local_steps(
@@ -210,7 +203,7 @@ def test_local_steps_compare_states_and_weights(two):
                 make(loss, W, optax.sgd(0.1))(X)
 
 
-def test_clip_is_a_number(two):
+def test_clip_is_a_number(group):
     """Of any kind, which leaves the dtype of gradients alone."""
     for clip in (np.float32(0.5), np.float64(0.5), jnp.float32(0.5), 1):
         for dtype in (np.float32, jnp.bfloat16):
@@ -226,7 +219,7 @@ def test_clip_is_a_number(two):
 
 
 @pytest.mark.parametrize("params", [None, {}, ()])
-def test_no_parameters(two, params):
+def test_no_parameters(group, params):
     """A loss may have none, whatever the optimizer counts."""
     step = synk.train.step(lambda p, x: x.mean(), params, optax.adam(0.1))
     for _ in range(2):

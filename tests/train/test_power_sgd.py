@@ -31,13 +31,6 @@ def promotion():
         yield
 
 
-@pytest.fixture
-def devices():
-    """Four replicas on four devices."""
-    with group_of("devices", 4):
-        yield
-
-
 def mean_loss(params, x, y):
     off = (x @ params["w"] * params["small"].mean() + params["b"] - y) ** 2
     return off.mean() + 0.1 * (params["kernel"] ** 2).mean()
@@ -125,7 +118,7 @@ def test_alone_nothing_travels():
 
 
 @pytest.mark.slow
-def test_nothing_is_lost(devices):
+def test_nothing_is_lost(four):
     """What was left out comes later: the sum of all updates and what is left is that of all gradients."""
     coefficients = RANDOM.normal(size=(44, 12, 7)).astype(np.float32)
     step = synk.train.step(
@@ -167,7 +160,7 @@ def test_halves(n):
             assert losses[-1] < losses[0] and step.params.value["w"].dtype == jnp.bfloat16
 
 
-def test_a_huge_gradient_ends_nothing(devices):
+def test_a_huge_gradient_ends_nothing(four):
     """Its squares are no numbers of float32."""
     step = synk.train.step(
         lambda w, x: (x.mean(1)[:, None, None] * w).mean(), np.zeros((12, 7), np.float32), optax.sign_sgd(0.1),
@@ -178,7 +171,7 @@ def test_a_huge_gradient_ends_nothing(devices):
 
 
 @pytest.mark.slow
-def test_check_and_serial(devices):
+def test_check_and_serial(four):
     """They look at the step as if all travelled as it is, and change nothing."""
     step = made(optimizer=optax.sgd(0.1, 0.9))
     for _ in range(2):
@@ -226,7 +219,7 @@ def test_checkpoints(tmp_path, module):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_is_not_taken(devices):
+def test_what_is_not_finite_is_not_taken(four):
     """nan="raise": what replicas keep is not spoiled either."""
     step = made(nan="raise")
     step(X, Y)

@@ -39,13 +39,6 @@ def promotion():
         yield
 
 
-@pytest.fixture
-def devices():
-    """Four replicas on four devices."""
-    with group_of("devices", 4):
-        yield
-
-
 def mean_loss(params, x, y):
     return jnp.mean(distances(params, x, y))
 
@@ -186,7 +179,7 @@ SHAPES = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("case", SHAPES)
-def test_optimizers_that_ask_for_shapes(devices, case):
+def test_optimizers_that_ask_for_shapes(four, case):
     """They raise at the latest where the shards are known, before anything runs."""
     start = {"a": np.ones((6, 6), np.float32), "b": np.ones((6, 11), np.float32)}
     with pytest.raises(ValueError, match=r"This one mixes them, or depends on the shapes of parameters"):
@@ -202,7 +195,7 @@ def test_optimizers_that_ask_for_shapes(devices, case):
         ["adamax", "amsgrad", "adan", "adadelta", "lion", "radam", "rprop"],
     ),
 )
-def test_optimizers_that_do_not(devices, optimizer):
+def test_optimizers_that_do_not(four, optimizer):
     """What optax has of them."""
     plain, sharded = [
         synk.train.step(mean_loss, START, getattr(optax, optimizer)(1e-2), shard_optimizer=s) for s in (False, True)
@@ -214,7 +207,7 @@ def test_optimizers_that_do_not(devices, optimizer):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit])
-def test_an_optimizer_that_calls_functions(devices, wrap):
+def test_an_optimizer_that_calls_functions(four, wrap):
     """It treats each number alone if what it calls does."""
     scaled = wrap(lambda grads: jax.tree.map(lambda g: -0.1 * jnp.tanh(g), grads))
     optimizer = optax.GradientTransformation(
@@ -312,7 +305,7 @@ def test_loaded_before_it_is_placed_and_after(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_not_finite_is_not_taken(devices):
+def test_what_is_not_finite_is_not_taken(four):
     """nan="raise": neither parameters nor shards change."""
     step = synk.train.step(mean_loss, START, optax.adam(0.01), shard_optimizer=True, nan="raise")
     step(X, Y)
@@ -326,7 +319,7 @@ def test_what_is_not_finite_is_not_taken(devices):
     step(X, Y)
 
 
-def test_padding_is_not_looked_at(devices):
+def test_padding_is_not_looked_at(four):
     """What an optimizer makes of the zeros behind the last number is nobody's, not even NaN."""
     step = synk.train.step(
         lambda w, x: ((w - x.mean()) ** 2).mean(), np.ones(6, np.float32), optax.rmsprop(1e-3, eps=0.0, momentum=0.9),
@@ -337,7 +330,7 @@ def test_padding_is_not_looked_at(devices):
     assert np.isfinite(step.params.value).all()
 
 
-def test_the_norm_is_not_narrowed(devices):
+def test_the_norm_is_not_narrowed(four):
     """Of halves beside floats, as the plain step has it."""
     start = {"a": jnp.ones((64, 33), jnp.bfloat16), "b": np.ones(50, np.float32)}
 
@@ -352,7 +345,7 @@ def test_the_norm_is_not_narrowed(devices):
     np.testing.assert_allclose(sharded.params.value["b"], plain.params.value["b"], rtol=1e-6)
 
 
-def test_what_a_failure_took_is_set_again(devices, tmp_path):
+def test_what_a_failure_took_is_set_again(four, tmp_path):
     """Parameters and shards that were donated to a step that died: assigned, loaded, given to all."""
 
     def callback(x):
@@ -392,7 +385,7 @@ def test_what_a_failure_took_is_set_again(devices, tmp_path):
     assert len(set(wanted)) == 1
 
 
-def test_replicas_must_share_their_parameters(devices):
+def test_replicas_must_share_their_parameters(four):
     """Pieces of different ones would be a patchwork; nothing runs."""
     step = synk.train.step(mean_loss, START, optax.adam(0.01), shard_optimizer=True)
     step(X, Y)
@@ -426,7 +419,7 @@ def test_one_group(four):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["int8", synk.train.PowerSGD(1)])
-def test_beside_a_wire(devices, wire):
+def test_beside_a_wire(four, wire):
     """Gradients travel by it; what is updated is the same."""
     plain, sharded = [
         synk.train.step(mean_loss, START, optax.adam(0.01), wire=wire, shard_optimizer=s) for s in (False, True)
@@ -436,7 +429,7 @@ def test_beside_a_wire(devices, wire):
 
 
 @needs_devices(4)
-def test_what_travels(devices):
+def test_what_travels(four):
     """As much as an all-reduce: a reduce-scatter and an all-gather."""
     start = {"w": numbers(6, 400) / 1000, "b": np.zeros(400, np.float32)}
 

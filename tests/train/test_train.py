@@ -37,13 +37,6 @@ START = {"w": np.array([0.5, -1.0], np.float32), "b": np.float32(0.25)}
 W, B = np.array([1.0, 0.5], np.float32), 0.1
 
 
-@pytest.fixture
-def devices():
-    """Four replicas on four devices."""
-    with group_of("devices", 4):
-        yield
-
-
 def mean_loss(params, x, y):
     return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
 
@@ -128,7 +121,7 @@ def test_a_part_without_weight_counts_for_nothing(four):
 
 
 @pytest.mark.parametrize("rows", [slow(8), 3])
-def test_clipping_is_of_the_combined_gradient(devices, rows):
+def test_clipping_is_of_the_combined_gradient(four, rows):
     """Not of each replica's own, whose norms are larger."""
     batches = [rows_of(rows)] * 2
     norm = np.linalg.norm(np.hstack(jax.tree.leaves(jax.grad(mean_loss)(START, *batches[0]))))
@@ -168,7 +161,7 @@ def with_aux(params, x, y):
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_aux_outputs_combine_by_their_ops(devices, slices):
+def test_aux_outputs_combine_by_their_ops(four, slices):
     """Beside the loss, in any tree; they go out from the parameters before the step."""
     x, y = rows_of(7)
     ops = ({"largest": "max", "scores": "concat", "count": "sum"}, "mean")
@@ -178,7 +171,7 @@ def test_aux_outputs_combine_by_their_ops(devices, slices):
     assert_close((loss, off, mean), (value, want, weighted.value))
 
 
-def test_inputs_batch_and_iterate(devices):
+def test_inputs_batch_and_iterate(four):
     """What is broadcast goes whole to each replica; batches pick rows; results come in order."""
 
     def loss(params, x, y, *, scale):
@@ -195,14 +188,14 @@ def test_inputs_batch_and_iterate(devices):
     assert step.function.stats.calls == 6
 
 
-def test_strict_promotion(devices):
+def test_strict_promotion(four):
     """Nothing of synk's own mixes dtypes."""
     with jax.numpy_dtype_promotion("strict"):
         synk.train.step(masked_loss, START, optax.sgd(0.1), clip=1.0)(*rows_of(7), num_slices=2)
         synk.train.local_steps(masked_loss, START, optax.sgd(0.1), every=1)(*rows_of(7))
 
 
-def test_a_bound_keyword_is_a_constant(devices):
+def test_a_bound_keyword_is_a_constant(four):
     """A partial's array is neither scattered nor broadcast."""
     loss = functools.partial(lambda params, x, y, weights: mean_loss(params, x * weights, y), weights=W[None])
     step = synk.train.step(loss, START, optax.sgd(0.1), name="scaled")
@@ -220,7 +213,7 @@ def test_given_arrays_need_not_stay(make):
     assert [reference() for reference in left] == [None, None] and step.state is not None
 
 
-def test_variables_are_taken_and_shared(devices):
+def test_variables_are_taken_and_shared(four):
     """Parameters may be a shared variable already; the optimizer's state starts from its value."""
     params = synk.shared(START, name="mine")
     step = synk.train.step(mean_loss, params, optax.adam(0.1))
@@ -229,14 +222,14 @@ def test_variables_are_taken_and_shared(devices):
     assert {*step.function.shared} == {params, step.opt_state}
 
 
-def test_the_optimizer_sees_the_combined_loss(devices):
+def test_the_optimizer_sees_the_combined_loss(four):
     """Optimizers that ask for `value` get it."""
     batches = [rows_of(7)] * 6
     tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=0, factor=0.5))
     assert_close(trained(synk.train.step(mean_loss, START, tx), batches), serial(mean_loss, tx, batches))
 
 
-def test_one_trace(devices):
+def test_one_trace(four):
     """The loss is traced once a shape, also at the first call."""
     traces = []
 
@@ -294,7 +287,7 @@ def serial_norm(loss, params, stats, batches, parts=1):
 
 
 @pytest.mark.slow
-def test_batch_norm_is_normalised_per_replica(devices):
+def test_batch_norm_is_normalised_per_replica(four):
     """Running averages are combined weighted by rows; that this is not the serial step, check says."""
     loss, params, stats = batch_norm()
     batches = [rows_of(n, seed) for seed, n in enumerate((7,))]
@@ -325,7 +318,7 @@ def counting(params, state, x, y):
     return mean_loss(params, x, y), {"calls": state["calls"] + 1, "mean": x.mean(0)}, x.max()
 
 
-def test_state_holds_counts_too(devices):
+def test_state_holds_counts_too(four):
     """Integers take the largest, floats the mean by rows; aux outputs follow the state."""
     x, y = rows_of(7)
     state = {"calls": np.int32(5), "mean": np.zeros(2, np.float32)}
@@ -369,7 +362,7 @@ def test_keys_in_the_state_advance(four):
     step.check(*rows_of(7))
 
 
-def test_keys_of_local_steps(devices):
+def test_keys_of_local_steps(four):
     """Those of a replica that has trained are kept, even if the first one had no rows."""
     rows = [synk.data(each, place="scatter") for each in rows_of(8)]
     step = synk.train.local_steps(noisy, START, optax.sgd(0.1), every=2, state=noisy_state(0))
@@ -379,7 +372,7 @@ def test_keys_of_local_steps(devices):
     assert_state(step.state.value, 4)
 
 
-def test_step_shows_its_function(devices):
+def test_step_shows_its_function(four):
     """Its stats, its serial answer, its program."""
     step = synk.train.step(mean_loss, START, optax.sgd(0.1))
     assert "HloModule" in str(step.compile(*rows_of(8)).as_text())
@@ -430,7 +423,7 @@ def test_averaging_each_step_is_the_synchronous_step(four, loss):
 
 
 @pytest.mark.parametrize("tx", [slow(optax.sgd(0.2, momentum=0.9)), optax.adam(0.1)], ids=["momentum", "adam"])
-def test_replicas_train_on_their_own(devices, tx):
+def test_replicas_train_on_their_own(four, tx):
     """Every third step parameters and optimizer state are averaged by rows, counts kept; and once more at the end."""
     batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3, 7, 8))]
     with synk.train.local_steps(mean_loss, START, tx, every=3) as step:
@@ -441,7 +434,7 @@ def test_replicas_train_on_their_own(devices, tx):
     assert step.steps == 5
 
 
-def test_optimizer_state_may_stay_each_replicas_own(devices):
+def test_optimizer_state_may_stay_each_replicas_own(four):
     """Then only the parameters are averaged."""
     batches, tx = [rows_of(n, seed) for seed, n in enumerate((8, 7, 8))], optax.sgd(0.2, momentum=0.9)
     step = synk.train.local_steps(mean_loss, START, tx, every=2, optimizer_state=False)
@@ -456,7 +449,7 @@ def test_optimizer_state_may_stay_each_replicas_own(devices):
         step.opt_state.value
 
 
-def test_iterate_averages_the_last_round(devices):
+def test_iterate_averages_the_last_round(four):
     """The results come one by one, with their number; at the end the parameters are one value."""
     x, y = rows_of(34)
     batches = list(synk.minibatches(34, 8))
@@ -467,7 +460,7 @@ def test_iterate_averages_the_last_round(devices):
     assert_close(step.params.value, want[0][0])
 
 
-def test_before_the_average_replicas_differ(devices):
+def test_before_the_average_replicas_differ(four):
     """Reading says so; finish averages once, and an error on the way out does not."""
     step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=9)
     with pytest.raises(KeyError), step:
@@ -493,7 +486,7 @@ def test_before_the_average_replicas_differ(devices):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.smoke
 @pytest.mark.parametrize("every", [slow(1), 3])
-def test_ctrl_c_of_local_steps(devices, every):
+def test_ctrl_c_of_local_steps(four, every):
     """However it falls: no step is counted that was not taken or taken that was not counted, and finish averages."""
     step = synk.train.local_steps(mean_loss, START, optax.adam(0.01), every=every)
     rows = rows_of(7)
@@ -514,7 +507,7 @@ def test_ctrl_c_of_local_steps(devices, every):
 @needs_devices(2)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("donate", [True, False])
-def test_local_steps_after_a_program_died(devices, donate):
+def test_local_steps_after_a_program_died(four, donate):
     """Values are set anew; then training goes on as a fresh one does."""
 
     def made():
@@ -535,7 +528,7 @@ def test_local_steps_after_a_program_died(devices, donate):
     assert_close(step.params.value, fresh.params.value)
 
 
-def test_local_steps_of_replicas_without_rows(devices, tmp_path):
+def test_local_steps_of_replicas_without_rows(four, tmp_path):
     """Counts are those of all; a replica of weight 0 brings no NaN of its state into the average."""
 
     def made():
@@ -561,7 +554,7 @@ def test_local_steps_of_replicas_without_rows(devices, tmp_path):
     assert_close((step.params.value, step.state.value["mean"]), (np.float32(0.3), np.float32(1.5)))
 
 
-def test_local_steps_of_rows_with_neighbours(devices):
+def test_local_steps_of_rows_with_neighbours(four):
     """Weights count own rows."""
     loss, kinds = lambda w, x: ((w - x[1:-1]) ** 2).mean(), {"x": synk.Overlap(1)}
     x = np.float32([0, 0, 10, 2, 5, 7])
@@ -573,7 +566,7 @@ def test_local_steps_of_rows_with_neighbours(devices):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_between_averages(devices, tmp_path):
+def test_a_checkpoint_between_averages(four, tmp_path):
     """It holds the round that is under way: fresh or warm steps go on as if nothing had been."""
 
     def made():
@@ -596,7 +589,7 @@ def test_a_checkpoint_between_averages(devices, tmp_path):
         assert_close(each.params.value, step.params.value, rtol=0)
 
 
-def test_a_schedule_of_averages(devices):
+def test_a_schedule_of_averages(four):
     """It is asked at the beginning and after each average, with the steps taken so far."""
     asked, reports = [], []
 
@@ -610,7 +603,7 @@ def test_a_schedule_of_averages(devices):
     assert reports == [1, 2, 5, 8, 9]
 
 
-def test_scores_are_reported_after_averaging(devices):
+def test_scores_are_reported_after_averaging(four):
     """How many steps, and the mean loss of all rows since the last report."""
     reports = []
     batches = [rows_of(n, seed) for seed, n in enumerate((8, 7, 3))]
@@ -621,7 +614,7 @@ def test_scores_are_reported_after_averaging(devices):
     assert_close([score for _, score in reports], [np.average(losses[:2], weights=[8, 7]), losses[2]])
 
 
-def test_a_replica_without_rows_keeps_its_values(devices):
+def test_a_replica_without_rows_keeps_its_values(four):
     """Three rows on four replicas: the last one's copy is as it was, and has no part in the average."""
     step = synk.train.local_steps(mean_loss, START, optax.sgd(0.1), every=2)
     step(*rows_of(3))
@@ -630,7 +623,7 @@ def test_a_replica_without_rows_keeps_its_values(devices):
     assert_close(step.params.value, local_oracle(mean_loss, optax.sgd(0.1), [rows_of(3)] * 2, 2)[0][0])
 
 
-def test_where_all_is_masked_nothing_is_trained(devices):
+def test_where_all_is_masked_nothing_is_trained(four):
     """The loss is NaN; parameters stay."""
     x, y = rows_of(7)
     step = synk.train.local_steps(masked_loss, START, optax.sgd(0.1), every=1)
@@ -638,7 +631,7 @@ def test_where_all_is_masked_nothing_is_trained(devices):
     assert_close(step.params.value, jax.tree.map(jnp.asarray, START))
 
 
-def test_model_state_is_averaged_with_the_parameters(devices):
+def test_model_state_is_averaged_with_the_parameters(four):
     """BatchNorm's statistics, each replica's own between averages; aux outputs too."""
     loss, params, stats = batch_norm()
 
@@ -654,7 +647,7 @@ def test_model_state_is_averaged_with_the_parameters(devices):
     assert_close((step.params.value, step.state.value), want, rtol=1e-4)
 
 
-def test_local_rows_of_resident_data(devices):
+def test_local_rows_of_resident_data(four):
     """`batch_s` picks each replica's own; weights are the rows that each took."""
     x, y = rows_of(20)
     there = [synk.data(each, place="scatter") for each in (x, y)]
@@ -665,7 +658,7 @@ def test_local_rows_of_resident_data(devices):
     assert_close(step.params.value, serial(mean_loss, optax.sgd(0.3), [(x[rows], y[rows])])[1])
 
 
-def test_half_precision(devices):
+def test_half_precision(four):
     """The loss is reported in float32."""
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), START)
 
@@ -794,7 +787,7 @@ def test_steps_of_a_checkpoint(four, tmp_path):
     assert made[1].steps == 4
 
 
-def test_a_step_inside_a_loss(devices):
+def test_a_step_inside_a_loss(four):
     """The message says how to read what another step trains."""
     teacher = synk.train.step(mean_loss, START, optax.sgd(0.1))
     student = synk.train.step(lambda p, x, y: teacher(x, y) * 0 + mean_loss(p, x, y), START, optax.sgd(0.1))

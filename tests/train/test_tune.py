@@ -12,7 +12,18 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import GROUPS, assert_close, assert_same, group_of, interrupted, needs_plugin, slow, unchanged
+from ..helpers import (
+    GROUPS,
+    assert_close,
+    assert_same,
+    first_of,
+    group_of,
+    interrupted,
+    needs_plugin,
+    slow,
+    slow_but,
+    unchanged,
+)
 
 RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(23, 4)).astype(np.float32)  # which neither 2 nor 3 divides
@@ -20,7 +31,7 @@ Y = RANDOM.normal(size=(23, 300)).astype(np.float32)
 START = {"w": RANDOM.normal(size=(4, 300)).astype(np.float32), "b": np.zeros(300, np.float32)}
 
 
-@pytest.fixture(params=GROUPS, ids=lambda group: f"{group[0]}-{group[1]}")
+@pytest.fixture(params=first_of(*GROUPS[1:], GROUPS[0]), ids=str)
 def replicas(request):
     with group_of(*request.param) as group:
         yield group
@@ -167,7 +178,10 @@ STEPS = {
 
 @pytest.mark.parametrize(
     ("replicas", "name"),
-    [*((group, "plain") for group in GROUPS), *(slow(("devices", 2), name) for name in STEPS if name != "plain")],
+    slow_but(
+        [(GROUPS[1], "plain")],
+        [*((group, "plain") for group in GROUPS), *((GROUPS[1], name) for name in STEPS if name != "plain")],
+    ),
     ids=str,
     indirect=["replicas"],
 )

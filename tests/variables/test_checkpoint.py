@@ -17,7 +17,6 @@ import threading
 import time
 import warnings
 import zipfile
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ import pytest
 import synk
 from synk._variables import checkpoint, checkpoint_files
 
-from ..distributed.gang import ROOT
+from .. import harness
 from ..helpers import assert_same, group_of, interrupted, slow, slow_but
 
 DTYPES = [
@@ -297,29 +296,35 @@ def test_a_run_that_goes_back(tmp_path):
     assert synk.load(tmp_path, {"w": w})[0] == 80 and w.value[0] == 91
 
 
-@pytest.mark.parametrize("at", range(1, 13))
-def test_dying_while_a_run_leaves_others_behind(tmp_path, monkeypatch, at):
-    """At each thing it does to the disk: what is loaded is as before, or what the run has just saved."""
-    w = saved(tmp_path, 100, 200, 300, 400)
-    synk.load(tmp_path, {"w": w}, step=100)
-    calls = 0
+@contextlib.contextmanager
+def dying(monkeypatch, at):
+    """Let each of the disk's own functions raise from call `at` of any of them on; the calls."""
+    calls = []
 
     def dies(real):
         def call(*args, **options):
-            nonlocal calls
-            calls += 1
-            if calls >= at:
+            calls.append(real)
+            if len(calls) >= at:
                 raise KeyboardInterrupt
             return real(*args, **options)
 
         return call
 
-    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         for owner, name in ((os, "rename"), (os, "fsync"), (shutil, "rmtree")):
             patched.setattr(owner, name, dies(getattr(owner, name)))
+        yield calls
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+def test_dying_while_a_run_leaves_others_behind(tmp_path, monkeypatch, at):
+    """At each thing it does to the disk: what is loaded is as before, or what the run has just saved."""
+    w = saved(tmp_path, 100, 200, 300, 400)
+    synk.load(tmp_path, {"w": w}, step=100)
+    with dying(monkeypatch, at) as calls, contextlib.suppress(KeyboardInterrupt):
         synk.save(tmp_path, {"w": w}, step=210, keep=None)
     step = synk.load(tmp_path, {"w": w})[0]
-    assert step in (210, 300, 400) and (step == 210 or calls >= at)
+    assert step in (210, 300, 400) and (step == 210 or len(calls) >= at)
     synk.save(tmp_path, {"w": w}, step=220, keep=None)
     assert synk.load(tmp_path, {"w": w})[0] == 220 and left_behind(tmp_path) == [300, 400]
 
@@ -359,23 +364,8 @@ def test_dying_while_a_step_is_replaced(tmp_path, monkeypatch, at):
     w.value = np.full(2, 1, np.int32)
     synk.save(tmp_path, {"w": w}, step=7)
     w.value = np.full(2, 2, np.int32)
-    calls = 0
-
-    def dies(real):
-        def call(*args, **options):
-            nonlocal calls
-            calls += 1
-            if calls >= at:
-                raise KeyboardInterrupt
-            return real(*args, **options)
-
-        return call
-
-    with monkeypatch.context() as patched:
-        for module, name in (("os", "rename"), ("shutil", "rmtree"), ("os", "fsync")):
-            patched.setattr(f"{module}.{name}", dies(getattr(sys.modules[module], name)))
-        with pytest.raises(KeyboardInterrupt):
-            synk.save(tmp_path, {"w": w}, step=7)
+    with dying(monkeypatch, at), pytest.raises(KeyboardInterrupt):
+        synk.save(tmp_path, {"w": w}, step=7)
     w.value = np.zeros(2, np.int32)
     assert synk.load(tmp_path, {"w": w})[0] == 7 and w.value[0] in (1, 2)
     synk.save(tmp_path, {"w": w}, step=7)
@@ -766,8 +756,7 @@ synk.save(folder, {"w": w}, step=2, background=True)
 @pytest.mark.slow
 def test_a_handler_that_saves_while_a_save_waits(tmp_path):
     """It does not wait for the lock of that wait."""
-    command = [sys.executable, "-c", SAVES_AT_THE_END, str(tmp_path)]
-    subprocess.run(command, timeout=60, check=True, cwd=Path(__file__).parents[2])
+    assert harness.python("-c", SAVES_AT_THE_END, tmp_path).returncode == 0
     # The wait ends after the handler, whose step is later than the one that is saved then.
     assert sorted(os.listdir(tmp_path)) == ["left-step-00001000", "step-00000001", "step-00000002"]
 
@@ -815,15 +804,7 @@ def test_the_end_waits_for_the_background(tmp_path, folder):
     """
     if folder != "run":
         (tmp_path / "run").write_text("no folder")
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SYNK_", "JAX_", "XLA_"))}
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
-    done = subprocess.run(
-        command,
-        env=plain | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    done = harness.python(textwrap.dedent(script), cwd=tmp_path)
     if folder == "run":
         assert (done.returncode, done.stderr) == (0, "") and os.listdir(tmp_path / "run") == ["step-00000001"]
     else:
@@ -953,11 +934,7 @@ for _ in range(kills):
 @pytest.mark.parametrize(("kills", "how"), [(15, "now"), (15, "background")])
 def test_kill_while_saving(tmp_path, kills, how):
     """After each kill -9 the newest checkpoint, or the one before, loads and is of one piece."""
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SYNK_", "JAX_", "XLA_"))}
-    command = [sys.executable, "-W", "ignore", "-c", SAVER, str(tmp_path / "run"), str(kills), how]
-    done = subprocess.run(
-        command, env=plain | {"JAX_PLATFORMS": "cpu"}, cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = harness.python("-W", "ignore", "-c", SAVER, tmp_path / "run", kills, how)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     steps = [int(line.split()[2]) for line in done.stdout.splitlines()]
     assert len(steps) == kills and steps == sorted(steps) and steps[-1] > 0

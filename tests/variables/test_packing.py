@@ -8,9 +8,9 @@ import pytest
 
 import synk
 
-from ..helpers import assert_same, group_of, numbers
+from ..helpers import assert_same, group_of, numbers, slow
 
-KINDS = pytest.mark.parametrize(("kind", "n"), [("devices", 4), ("simulated", 3)])
+KINDS = pytest.mark.parametrize(("kind", "n"), [("devices", 4), slow("simulated", 3)])
 
 
 def mixed():
