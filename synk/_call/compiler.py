@@ -17,6 +17,7 @@ from .._runtime.axis import axis_named, replica_axis
 from .._runtime.constants import Constant
 from .._runtime.engine import run_rank_by_rank, spmd
 from .._runtime.executable import Executable, ProgramSpec
+from .._runtime.group import GroupAsOne
 from .._runtime.layout import Layout, Layouts, layouts
 from .._tracing.tracer import TracedFunction
 from .._variables.state import AbstractState, with_layout
@@ -205,7 +206,7 @@ class Compiler:
         carry, rest, constants = list(islice(arguments, len(launch.carry))), list(arguments), self._constants(launch)
         rest, placed = rest[: len(rest) - len(constants)], rest[len(rest) - len(constants) :]
         table = None if self.call.is_plain else rest.pop()
-        own_rank = lax.axis_index(replica_axis()) if self.group.size > 1 else jnp.int32(0)
+        own_rank = lax.axis_index(replica_axis()) if not isinstance(self.group, GroupAsOne) else jnp.int32(0)
         max_rows = launch.sizes[0] if launch.sizes else None
         # Replicas with blocks all have the size of the longest part.
         count = max_rows if len(launch.sizes) == 1 and self.call.block is None else None
