@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from .._base.bounded_cache import BoundedCache
+from .._base.errors import warn
 from .._data.transfer import PartRows
 from .._reductions.outputs import OutputSpec
 from .._reductions.results import ResultSpec
@@ -78,6 +79,7 @@ class CallPlan:
       flops_of_then: flops of `then`.
       least_rows: the number of rows in all that the outputs need.
       uses_rank: what `fn` and `then` use that tells parts of equal rows apart, as `synk.rank`.
+      communicates: whether `fn` communicates.
       compiler: for `f.over`, the compiler of the program that ends it, which depends on what has been kept. Otherwise
         None, since it refers to the function.
     """
@@ -100,6 +102,7 @@ class CallPlan:
     flops_of_then: int
     least_rows: int
     uses_rank: set[str]
+    communicates: bool
     compiler: Compiler | None
 
     def program_of(self, parts: PartRows) -> Executable:
@@ -194,6 +197,8 @@ class PlanCache:
         self._reached: WeakKeyDictionary[Kept, Reached] = WeakKeyDictionary()
         self._holding = BoundedCache(MAX_GROUPS)
         self._groups: WeakSet[Group] = WeakSet()
+        # Numbers of rows for which one replica of all devices has programs.
+        self._totals: set[int] = set()
         # The newest plans, from which explain tells why a plan had to be made.
         self.compiled: deque[Compiled] = deque(maxlen=64)
 
@@ -248,6 +253,17 @@ class PlanCache:
             entries = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)
             entries[:] = [entry, *(other for other in (*same, *others) if other is not entry)][:64]
         return entry.plan
+
+    def count_rows(self, name: str, rows: int) -> None:
+        """Warn when calls of a third number of rows compile, each of which has a program of its own."""
+        before = len(self._totals)
+        self._totals.add(rows)
+        if before < len(self._totals) == 3:
+            warn(
+                f"{name}: it has compiled for {', '.join(map(str, sorted(self._totals)))} rows: where all devices make "
+                f"one replica, each number of rows is a program. The last batch of synk.minibatches is shorter "
+                f"(drop_last=True leaves it out); synk.init(cache=...) keeps programs for later runs."
+            )
 
     def is_stale(self, site: "Site", key: Any, trace: Callable[[], Traced]) -> bool:
         """Tell whether the function would make another program now than the one that calls of this kind run."""
@@ -485,6 +501,8 @@ def _make_plan(
 ) -> CallPlan:
     """Lower and compile a kind of call."""
     builder, traces, call, result = epilogue.builder, epilogue.traces, epilogue.call, epilogue.result
+    if isinstance(builder.group, GroupAsOne) and call.has_rows:
+        plans.count_rows(builder.function.name, max(size or 0 for size in builder.traced))
     compiler = Compiler(epilogue, tuple(depends_on), layouts)
     programs, start, finish = compiler.compile(plans)
     updates: list[UpdateSlice] = []
@@ -515,6 +533,7 @@ def _make_plan(
         flops_of_then=epilogue.flops_of_then,
         least_rows=builder.outputs.least_rows(builder.combined),
         uses_rank=set().union(*(traced.uses_rank for traced in users)) - TELLING_ROWS_APART,
+        communicates=builder.first.communicates,
         compiler=compiler if call.is_over else None,
     )
 

@@ -21,7 +21,7 @@ from .._reductions.reduction import REDUCTIONS
 from .._reductions.wire import largest_error
 from .._runtime.dispatch import LOCK
 from .compare import Tolerance, difference, widened
-from .diagnosis import UnequalOutput, finding, likely_cause
+from .diagnosis import COLLECTIVE, UnequalOutput, finding, likely_cause
 from .serial import CallRows, Runner
 
 
@@ -103,7 +103,7 @@ def _unequal_outputs(runner: Runner, one: Outcome, many: Outcome, tolerance: Tol
         output = UnequalOutput(leaves[i], name, serial, got, (parts[i], rows), many.plan.narrowest)
         # What a step computes beside its loss, as the gradient, differs for the same cause.
         is_asked = name[1] or len(seen) == 1
-        cause = partial(_cause, runner, mapping, i) if is_asked else lambda tolerance: None
+        cause = partial(_cause, runner, mapping, (many.plan, i)) if is_asked else lambda tolerance: None
         line, _, why = finding(output, tolerance, cause).partition(" Likely cause: ")
         yield line if why in seen else f"{line} Likely cause: {why}"
         seen.add(why)
@@ -121,9 +121,11 @@ def _parts(runner: Runner, raw: FunctionSpec) -> tuple[list[np.ndarray], np.ndar
     return [np.asarray(leaf) for leaf in outcome.leaves], np.array(rows, np.float64)
 
 
-def _cause(runner: Runner, mapping: FunctionSpec, output: int, tolerance: Tolerance) -> str | None:
-    """Find what rows do to each other in an output, in words; None if that cannot be told."""
-    bound = runner.bound
+def _cause(runner: Runner, mapping: FunctionSpec, where: tuple[CallPlan, int], tolerance: Tolerance) -> str | None:
+    """Find what rows do to each other in an output of a plan, in words; None if that cannot be told."""
+    bound, (plan, output) = runner.bound, where
+    if plan.communicates:
+        return COLLECTIVE
     is_local = any(isinstance(leaf, ProcessLocalRows) for leaf in bound.leaves)
     if is_local or any(bound.spec.overlaps) or runner.options.batch_s is not None or not bound.spec.scattered:
         return None

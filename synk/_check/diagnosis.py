@@ -9,14 +9,18 @@ import numpy as np
 from .._reductions.outputs import OutputLeaf
 from .compare import Tolerance, difference, matching_ops, rounding, widened
 
-_NOISE = "synk.row_keys gives each row noise of its own, synk.row_numbers its place"
+_NOISE = 'synk.row_keys gives each row noise of its own, synk.row_numbers its place; so does engine="jit"'
 ORDER = f"the answer depends on the order of the rows (noise drawn by shape, positions): {_NOISE}"
 PLACE = f"a row's output depends on where the row stands (noise drawn by shape, positions): {_NOISE}"
-COUPLED_ROWS = "a row's output depends on the other rows (batch norm, a softmax over rows): take what they share first"
+_AS_ONE = 'engine="jit" runs all rows as one device does'
+COUPLED_ROWS = f"a row's output depends on the other rows (batch norm, a softmax over rows): {_AS_ONE}"
 CONSTANT = "something is added once a part, such as a penalty on the parameters: add it in then, or return a mean"
 PAIRS = "synk.pairs combines all pairs of rows"
-STATISTIC = f"a statistic across rows (batch norm, std, a contrastive loss): synk.stats has those that combine, {PAIRS}"
-COUPLED = f"rows are not independent in it; where they meet in pairs, as in a contrastive loss, {PAIRS}"
+STATISTIC = (
+    f"a statistic across rows (batch norm, std, a contrastive loss): {_AS_ONE}; synk.stats combines some, {PAIRS}"
+)
+COUPLED = f"rows are not independent in it: {_AS_ONE}; where they meet in pairs, as in a contrastive loss, {PAIRS}"
+COLLECTIVE = "a collective combines by its op too: jax.lax.psum what adds up over rows, jax.lax.pmean means of rows"
 QUOTIENT = (
     "synk.Weighted is missing. A sum over rows divided by another, as a masked mean is, weighs by its divisor:\n"
     "    total, count = (losses * mask).sum(), mask.sum()\n"

@@ -19,10 +19,10 @@ from .._call.rows import InputSpec, exchange_programs
 from .._data.overlap import widened
 from .._data.transfer import PartRows
 from .._runtime.executable import Executable, relayout
-from .._runtime.group import Group
+from .._runtime.group import Group, GroupAsOne
 from .._runtime.target import known_accelerator
 from .._variables.state import VariableState
-from .hlo import read_collectives
+from .hlo import read_collectives, whole_operations
 from .report import Explanation, InputReport, Measured, ProgramReport, VariableReport
 from .why import why_compiled
 
@@ -43,6 +43,8 @@ def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanati
         platform=group.platform,
         lengths=ready.rows.lengths or (),
         num_slices=len(_launches(ready)) or 1,
+        way=_way_to_run(ready),
+        whole=_whole(ready, flops),
         was_compiled=was_compiled,
         why=why_compiled(list(plans.compiled), plan),
         flops=flops,
@@ -55,6 +57,25 @@ def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanati
         inputs=inputs,
         variables=variables,
     )
+
+
+def _way_to_run(ready: ReadyCall) -> str:
+    """Say whether replicas run their rows, or one replica of all devices runs all rows, and why."""
+    if not isinstance(ready.group, GroupAsOne):
+        return "each replica runs its rows"
+    size, rows = ready.group._home.size, sum(ready.rows.lengths or ())
+    why = 'engine="jit"' if ready.function.engine == "jit" else f"{rows} rows do not divide over {size} replicas"
+    return f"{why}: all devices make one replica, among which XLA divides the work"
+
+
+def _whole(ready: ReadyCall, flops: int) -> list[str]:
+    """Name the operations that run whole on every device where XLA divides the work, with their share of the flops."""
+    rows = sum(ready.rows.lengths or ())
+    if not isinstance(ready.group, GroupAsOne) or ready.group._home.size == 1 or not rows:
+        return []
+    text = ready.plan.last.compiled.as_text() or ""
+    found = whole_operations(text, rows, ready.group._home.size)
+    return [name if part is None else f"{name} ({part / max(flops, 1):.0%} of flops)" for name, part in found.items()]
 
 
 def _launches(ready: ReadyCall) -> list[PartRows]:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ _COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+# Instructions that take long over many rows.
+_LONG = ("dot", "convolution", "sort", "cholesky", "triangular-solve", "fft", "while", "custom-call")
 # Instructions that take no time.
 _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
@@ -86,6 +89,35 @@ def read_collectives(text: str, is_in_order: bool) -> tuple[Collective, ...]:
         *program.collectives(program.entry, knows),
         *[collective for name in others for collective in program.collectives(name, knows=False)],
     )
+
+
+def whole_operations(text: str, rows: int, devices: int) -> dict[str, int | None]:
+    """Find operations that run over all rows of a call on every device, in a program whose rows XLA divides.
+
+    Returns:
+      The flops of matrix products by the operation's name in JAX; None for others.
+    """
+    program, most = _Program(text), -(-rows // devices)
+    whole: dict[str, int | None] = {}
+    for step in [step for steps in program.computations.values() for step in steps if step.opcode in _LONG]:
+        operands = [_dims(program.shapes.get(operand, "")) for operand in step.operands]
+        dims = {*chain(_dims(step.shape), *operands)}
+        if rows not in dims or most in dims:
+            continue
+        named = re.search(r'op_name="([^"]*)"', step.rest)
+        name = step.opcode if named is None else named.group(1).split("/")[-1]
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", step.rest)
+        flops = None
+        if step.opcode == "dot" and contracted is not None:
+            inner = [operands[0][int(axis)] for axis in contracted.group(1).split(",") if axis]
+            flops = (whole.get(name) or 0) + 2 * prod(_dims(step.shape)) * prod(inner)
+        whole[name] = flops
+    return whole
+
+
+def _dims(shape: str) -> list[int]:
+    """Return the lengths of the axes of an array, or of all arrays of a tuple, from its shape as HLO writes it."""
+    return [int(re.sub(r"\D", "", dim)) for _, dims in _ARRAY.findall(shape) for dim in dims.split(",") if dim.strip()]
 
 
 def size_in_bytes(shape: str) -> int:

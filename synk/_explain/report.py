@@ -129,6 +129,8 @@ class Explanation:
       platform: the group's platform.
       lengths: rows of each replica; () for a call without rows.
       num_slices: the number of slices in which each replica runs its rows.
+      way: whether replicas run their rows, or one replica of all devices runs all rows.
+      whole: the operations that XLA does not divide there, so that each device runs them over all rows.
       was_compiled: whether the programs were compiled before.
       why: what made compiling necessary: the parts of the call that differ from the most similar call before.
       flops: multiplications and additions in matrix products and convolutions, on the replica with the most rows. A
@@ -157,6 +159,8 @@ class Explanation:
     platform: str
     lengths: tuple[int, ...]
     num_slices: int
+    way: str
+    whole: list[str]
     was_compiled: bool
     why: list[str]
     flops: int
