@@ -343,6 +343,14 @@ class Site(NamedTuple):
         return self.state(variable).abstract
 
 
+def site_of(
+    function: FunctionSpec, plans: PlanCache, group: Group, way: Literal["live", "trial", "afresh", "absent"] = "live"
+) -> Site:
+    """Return where calls of a function run: on the replicas of a group, or on one that all its devices make."""
+    site = Site(function, plans, group, way)
+    return site.as_one() if function.engine == "jit" else site
+
+
 def plan_key(function: FunctionSpec, call: CallSpec) -> Hashable:
     """Return the key of a plan: the kind of call, and how `f.check` or a later `then` has changed the function."""
     flags = function.then is None, function.per_part, function.gathers_all, function.refuses_nan

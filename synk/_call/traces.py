@@ -24,7 +24,7 @@ from .._tracing.names import named_objects
 from .._tracing.tracer import TracedFunction, TraceRequest, trace
 from .._variables.state import AbstractState, refuse_narrow
 from .._variables.variable import Shared, state_in
-from .._variables.views import View
+from .._variables.views import View, view_of_shapes
 from .binding import constant_of
 from .row_map import map_rows
 from .spec import CallSpec, FunctionSpec
@@ -62,6 +62,8 @@ class CallTraces:
         refuse_narrow(variable._state.abstract, variable.name)
         if self.view is None:
             return state_in(variable, self.group).abstract
+        if isinstance(self.group, GroupAsOne):
+            return view_of_shapes(self.group)(variable).abstract
         with jax.ensure_compile_time_eval():
             return self.view(variable).abstract
 
@@ -84,7 +86,8 @@ class CallTraces:
 
     def _expected(self, fn: Any) -> list[Shared]:
         """Return the variables that `fn` will probably read. Guessing right saves a second trace."""
-        return list(filter(self._is_readable, shared_in(fn))) if self.view is None else []
+        is_cheap = self.view is None or isinstance(self.group, GroupAsOne)
+        return list(filter(self._is_readable, shared_in(fn))) if is_cheap else []
 
     def _is_readable(self, variable: Shared) -> bool:
         try:

@@ -14,7 +14,7 @@ from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, evaluate
 from .._call.kinds import is_stale, prepare
 from .._call.parts import split_into_launches
-from .._call.plan import CallPlan, PlanCache, Site
+from .._call.plan import CallPlan, PlanCache, Site, site_of
 from .._call.spec import FunctionSpec
 from .._data.process_rows import ProcessLocalRows
 from .._reductions.reduction import REDUCTIONS
@@ -31,7 +31,7 @@ def check(function: FunctionSpec, runner: Runner, tolerance: Tolerance) -> None:
     `function` is the function of calls; the runner has the same function with all outputs gathered.
     """
     with LOCK:
-        if is_stale(Site(function, runner.plans, runner.home), runner.bound, runner.options):
+        if is_stale(site_of(function, runner.plans, runner.home), runner.bound, runner.options):
             raise LawError(
                 f"{function.name}: something that it reads from outside has changed since it was traced, as under "
                 f"jax.jit: a number, an array, a flag, or which variable it uses. Pass what changes as an argument."
@@ -66,7 +66,7 @@ def check_first_call(site: Site, bound: BoundArguments, options: CallOptions, pl
         kept = {f"updates of {variable.name} on each replica" for variable in alone if variable not in plan.held}
         if apart := ops | plan.uses_rank | kept:
             raise SynkError(f"the law does not speak of {', '.join(sorted(apart))}")
-        check(function, Runner(function.gathering(), site.plans, bound, options, site.group), Tolerance())
+        check(function, Runner(function.gathering(), site.plans, bound, options, site.home or site.group), Tolerance())
     except LawError:
         raise
     except Exception as error:

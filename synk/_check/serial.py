@@ -13,7 +13,7 @@ from .._base.pytree import PyTree
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.kinds import prepare
-from .._call.plan import PlanCache, Site
+from .._call.plan import PlanCache, Site, site_of
 from .._call.rows import Rows
 from .._call.spec import FunctionSpec
 from .._call.traces import cannot_update_rows, shared_in
@@ -60,14 +60,12 @@ class Runner:
     def parallel(self) -> Site:
         """Return the site of the replicas; two simulated ones for a group of one, which runs the serial program."""
         if self.home.size > 1 or self.function.engine == "jit":
-            site = self._site(self.home)
-            return site.as_one() if self.function.engine == "jit" else site
+            return site_of(self.function, self.plans, self.home, "afresh")
         group = self.home._derived(self.home.devices[:1] * 2, True)
         return self._site(group, view_from(self.home, group, self.options.batch_s))
 
-    def _site(self, group: Group, view: View | None = None) -> Site:
-        home = None if view is None else self.home
-        return Site(self.function, self.plans, group, "afresh", home, view)
+    def _site(self, group: Group, view: View) -> Site:
+        return Site(self.function, self.plans, group, "afresh", self.home, view)
 
     def ready(self, site: Site, function: FunctionSpec) -> ReadyCall:
         """Prepare a call of the function, or of a function made of it."""

@@ -24,7 +24,7 @@ from .._call.execute import ReadyCall, execute
 from .._call.failures import NotFinite
 from .._call.kinds import prepare, start
 from .._call.leaves import is_tracer_type
-from .._call.plan import PlanCache, Site
+from .._call.plan import PlanCache, Site, site_of
 from .._call.spec import FunctionSpec, with_then
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import Prefetch
@@ -514,8 +514,7 @@ class Function:
         return self._site_in(group)
 
     def _site_in(self, group: Group, way: Literal["live", "absent"] = "live") -> Site:
-        site = Site(self._spec, self._plans, group, way)
-        return site.as_one() if self._spec.engine == "jit" else site
+        return site_of(self._spec, self._plans, group, way)
 
     @public_api
     def compile(

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import jax
 import numpy as np
 
-from .group import Group
+from .group import Group, GroupAsOne
 from .layout import put
 
 # XLA's CPU compiler copies larger constants of a branch in each call, and takes seconds for 100 MB of constants.
@@ -30,7 +30,8 @@ class Constant:
 
     def on(self, group: Group) -> jax.Array:
         """Return the array on every replica; send it once a group."""
-        return group._cached(self, None, lambda: put(group, self.value, "replicated"))
+        home = group._home if isinstance(group, GroupAsOne) else group
+        return home._cached(self, None, lambda: put(home, self.value, "replicated"))
 
 
 _by_key: WeakValueDictionary[tuple[Any, ...], Constant] = WeakValueDictionary()

@@ -63,7 +63,7 @@ class _Trial(NamedTuple):
     def runner(self) -> Runner:
         """Return what runs the step up to the update, as `check` does."""
         function = replace(self.site.function.gathering(), then=None)
-        return Runner(function, self.site.plans, self.bound, self.options, self.site.group)
+        return Runner(function, self.site.plans, self.bound, self.options, self.site.home or self.site.group)
 
     def digest(self) -> int:
         """Return a digest of the compiled text of all programs of the call."""
