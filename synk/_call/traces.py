@@ -30,7 +30,8 @@ from .row_map import map_rows
 from .spec import CallSpec, FunctionSpec
 
 # What tells parts apart, and is of the law: numbers of rows are those of the serial run, and replicas may pass on rows.
-TELLING_ROWS_APART = {"synk.row_numbers", "synk.row_keys", "reduce_scatter", "ppermute", "all_to_all"}
+_OF_ROWS = {"synk.row_numbers", "synk.row_keys"}
+TELLING_ROWS_APART = {*_OF_ROWS, "reduce_scatter", "ppermute", "all_to_all"}
 # The stored leaves of each variable on one replica.
 State = dict[Shared, list[jax.Array]]
 
@@ -175,9 +176,10 @@ class CallTraces:
         if call.block is not None or call.held_index is not None or jax.tree.leaves(function.wires):
             return False
         # One replica has one part, rank 0 and size 1.
-        if any(op.collective == "stay" or op.name in ("stack", "callable") for op in jax.tree.leaves(function.ops)):
+        if any(op.collective == "scatter" or op.name in ("stack", "callable") for op in jax.tree.leaves(function.ops)):
             return False
-        return not (traced.uses_rank - TELLING_ROWS_APART or any(v._spec.storage.is_sharded for v in traced.variables))
+        tells_size = bool(traced.uses_rank - _OF_ROWS) or traced.uses_size
+        return not (tells_size or any(v._spec.storage.is_sharded for v in traced.variables))
 
     def _record(self, traced: TracedFunction) -> None:
         """Note the variables and the fingerprint of a trace."""
@@ -257,7 +259,16 @@ class CallTraces:
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
             merges_equal=call.block is not None,
         )
-        return self._trace(request), [arguments.broadcast.index(place) for place in places]
+        traced = self._trace(request)
+        # What it combines is equal on all replicas, so a sum counts them.
+        tells_size = bool(traced.uses_rank) or traced.uses_size or traced.communicates
+        if tells_size and isinstance(self.group, GroupAsOne) and function.engine != "jit":
+            raise ValueError(
+                f"{function.name}.then: it communicates, or asks for its rank or the number of replicas, but rows that "
+                f"do not divide run as one replica, since {function.name} communicates. Give rows that divide, or "
+                f'{function.made_by}(..., engine="jit").'
+            )
+        return traced, [arguments.broadcast.index(place) for place in places]
 
     def _whole_shapes(self, variable: Shared) -> Sequence[jax.ShapeDtypeStruct]:
         state = self.abstract(variable)
