@@ -30,8 +30,9 @@ from .row_map import map_rows
 from .spec import CallSpec, FunctionSpec
 
 # What tells parts apart, and is of the law: numbers of rows are those of the serial run, and replicas may pass on rows.
-_OF_ROWS = {"synk.row_numbers", "synk.row_keys"}
-TELLING_ROWS_APART = {*_OF_ROWS, "reduce_scatter", "ppermute", "all_to_all"}
+TELLING_ROWS_APART = {"synk.row_numbers", "synk.row_keys", "reduce_scatter", "ppermute", "all_to_all"}
+# Exchanges that mean another thing on one replica. The gradient of an all_gather is a reduce_scatter.
+_EXCHANGES = {"ppermute", "all_to_all"}
 # The stored leaves of each variable on one replica.
 State = dict[Shared, list[jax.Array]]
 
@@ -178,7 +179,7 @@ class CallTraces:
         # One replica has one part, rank 0 and size 1.
         if any(op.collective == "scatter" or op.name in ("stack", "callable") for op in jax.tree.leaves(function.ops)):
             return False
-        tells_size = bool(traced.uses_rank - _OF_ROWS) or traced.uses_size
+        tells_size = bool(traced.uses_rank - (TELLING_ROWS_APART - _EXCHANGES)) or traced.uses_size
         return not (tells_size or any(v._spec.storage.is_sharded for v in traced.variables))
 
     def _record(self, traced: TracedFunction) -> None:
