@@ -118,7 +118,7 @@ def assert_near(got, want, most):
     wants = jax.tree.leaves(want)
     top = max(np.abs(leaf).max() for leaf in wants)
     for one, other in zip(jax.tree.leaves(got), wants, strict=True):
-        error = np.abs(np.asarray(one) - other).max() / max(np.abs(other).max(), 1e-3 * top)
+        error = np.abs(np.asarray(one) - other).max() / max(np.abs(other).max(), 1e-3 * top, 1e-9)
         assert error <= most, error
 
 
