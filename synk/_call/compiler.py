@@ -206,12 +206,12 @@ class Compiler:
         carry, rest, constants = list(islice(arguments, len(launch.carry))), list(arguments), self._constants(launch)
         rest, placed = rest[: len(rest) - len(constants)], rest[len(rest) - len(constants) :]
         table = None if self.call.is_plain else rest.pop()
-        if rank is None:
-            rank = jnp.int32(0) if isinstance(self.group, GroupAsOne) else lax.axis_index(replica_axis())
+        is_one = isinstance(self.group, GroupAsOne)
+        own_rank = rank if rank is not None else jnp.int32(0) if is_one else lax.axis_index(replica_axis())
         max_rows = launch.sizes[0] if launch.sizes else None
         # Replicas with blocks all have the size of the longest part.
         count = max_rows if len(launch.sizes) == 1 and self.call.block is None else None
-        part = part_of(table, rank, max_rows, self.group.size, count)
+        part = part_of(table, own_rank, max_rows, self.group.size, count)
         if self.call.is_over:
             part = part._replace(weight=jnp.asarray(part.count, jnp.result_type(float)))
         arrays = arrays_of(self.call, rest) if launch.sizes else PartArrays([], None, rest)
