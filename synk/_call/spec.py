@@ -154,6 +154,13 @@ class FunctionSpec:
         )  # fmt: skip
 
     @cached_property
+    def needs_parts(self) -> bool:
+        """Tell whether it speaks of the parts of a call, and so cannot run all rows as one part."""
+        ops = jax.tree.leaves(self.ops)
+        has_parts = any(op.collective in ("scatter", "unreduced") or op.name in ("stack", "callable") for op in ops)
+        return has_parts or self.blocks is not None or bool(self.of_one_row or jax.tree.leaves(self.wires))
+
+    @cached_property
     def gathers(self) -> bool:
         """Tell whether an output has an entry a row or a part, so that programs depend on their numbers."""
         return bool(self.per_part) or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))

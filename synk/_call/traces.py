@@ -31,6 +31,8 @@ from .spec import CallSpec, FunctionSpec
 
 # What tells parts apart, and is of the law: numbers of rows are those of the serial run, and replicas may pass on rows.
 TELLING_ROWS_APART = {"synk.row_numbers", "synk.row_keys", "reduce_scatter", "ppermute", "all_to_all"}
+# Exchanges that mean another thing on one replica. The gradient of an all_gather is a reduce_scatter.
+_EXCHANGES = {"ppermute", "all_to_all"}
 # The stored leaves of each variable on one replica.
 State = dict[Shared, list[jax.Array]]
 
@@ -173,14 +175,11 @@ class CallTraces:
     def _runs_as_one(self, traced: TracedFunction) -> bool:
         """Tell whether one replica that all devices make may run a function that communicates."""
         function, call = self.function, self.call
-        if call.is_sliced or function.of_one_row or any(call.arguments.overlaps):
+        if function.needs_parts or call.is_sliced or call.held_index is not None or any(call.arguments.overlaps):
             return False
-        if call.block is not None or call.held_index is not None or jax.tree.leaves(function.wires):
-            return False
-        # One replica has one part, rank 0 and size 1.
-        if any(op.collective == "stay" or op.name in ("stack", "callable") for op in jax.tree.leaves(function.ops)):
-            return False
-        return not (traced.uses_rank - TELLING_ROWS_APART or any(v._spec.storage.is_sharded for v in traced.variables))
+        # One replica has rank 0 and size 1.
+        tells_size = bool(traced.uses_rank - (TELLING_ROWS_APART - _EXCHANGES)) or traced.uses_size
+        return not (tells_size or any(v._spec.storage.is_sharded for v in traced.variables))
 
     def _record(self, traced: TracedFunction) -> None:
         """Note the variables and the fingerprint of a trace."""
@@ -260,7 +259,16 @@ class CallTraces:
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
             merges_equal=call.block is not None,
         )
-        return self._trace(request), [arguments.broadcast.index(place) for place in places]
+        traced = self._trace(request)
+        # What it combines is equal on all replicas, so a sum counts them.
+        tells_size = bool(traced.uses_rank) or traced.uses_size or traced.communicates
+        if tells_size and isinstance(self.group, GroupAsOne) and function.engine != "jit":
+            raise ValueError(
+                f"{function.name}.then: it communicates, or asks for its rank or the number of replicas, but rows that "
+                f"do not divide run as one replica, since {function.name} communicates. Give rows that divide, or "
+                f'{function.made_by}(..., engine="jit").'
+            )
+        return traced, [arguments.broadcast.index(place) for place in places]
 
     def _whole_shapes(self, variable: Shared) -> Sequence[jax.ShapeDtypeStruct]:
         state = self.abstract(variable)
@@ -345,7 +353,8 @@ def _instead_of_communicating(function: FunctionSpec, call: CallSpec, replicas: 
     if sizes[-1] - sizes[0] > 1:  # rows that lie on the replicas already
         return "give a number of rows that divides."
     counts = " or ".join(str(replicas * rows) for rows in sizes if rows)
-    return f'give {counts} rows, which divide. {function.made_by}(..., engine="jit") takes any number.'
+    other = "" if function.needs_parts else f' {function.made_by}(..., engine="jit") takes any number.'
+    return f"give {counts} rows, which divide.{other}"
 
 
 def cannot_update_rows(name: str, variable: str) -> ValueError:

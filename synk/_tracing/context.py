@@ -52,6 +52,7 @@ class TraceContext:
       reads: the variables read, in order.
       writes: for each variable written, its new leaves and how slices combine.
       uses_rank: the calls by which results may differ between replicas with equal inputs.
+      uses_size: whether `synk.size` was asked.
       handed_out: for each read the variable, the tree handed out, and its leaves at that time.
     """
 
@@ -74,6 +75,7 @@ class TraceContext:
     reads: dict[Any, None] = field(default_factory=dict, init=False)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict, init=False)
     uses_rank: set[str] = field(default_factory=set, init=False)
+    uses_size: bool = field(default=False, init=False)
     handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list, init=False)
 
     def read(self, variable: Any) -> PyTree:
@@ -241,6 +243,7 @@ def size() -> int:
     context = current_trace()
     if context is not None:
         context.refuse_replica("synk.size()")
+        context.uses_size = True
     return (context.size if context is not None else 0) or current_group().size
 
 

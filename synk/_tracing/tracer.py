@@ -61,6 +61,7 @@ class TracedFunction:
       outputs: the description of the returned value by `pack`.
       shapes: the shapes of the outputs, then of the new leaves.
       uses_rank: what makes results that may differ between replicas with equal inputs: calls and primitives.
+      uses_size: whether it asks how many replicas there are, by `synk.size`.
       has_effects: whether it prints or the like, so that a part must run once.
       has_callbacks: whether it has effects or calls the host, so that it must not run on rows that do not exist.
       draws_by_rbg: whether it draws by a generator whose numbers under `jax.vmap` depend on the other keys.
@@ -81,6 +82,7 @@ class TracedFunction:
     outputs: Any
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     uses_rank: set[str]
+    uses_size: bool
     has_effects: bool
     has_callbacks: bool
     draws_by_rbg: bool
@@ -157,7 +159,7 @@ def _run_traced(
         # Keep no more of the context: tracers must not outlive their trace.
         writes = tuple((variable, slices) for variable, (_, slices) in context.writes.items())
         learned.update(reads=tuple(context.reads), writes=writes)
-        learned["uses_rank"] = context.uses_rank
+        learned.update(uses_rank=context.uses_rank, uses_size=context.uses_size)
         return [*out, *(leaf for new, _ in context.writes.values() for leaf in new)]
 
     # jax.jit makes JAX's errors name the user's function and its arguments. Inlined, it leaves no equation behind, but

@@ -517,3 +517,5 @@ def _check_axis(context: TraceContext, call: str) -> None:
         # Loops, branches and gradients have traces of their own.
         is_at_top = trace_state() == context.state
         raise NoAxisError(context.without_axis(f"synk.{call} communicates inside", is_at_top) + pairs)
+    # Without rows all replicas have one value, and what it combines to tells how many they are.
+    context.uses_size |= context.rows is None

@@ -372,8 +372,43 @@ def inside(group, noted):
     joined = synk.function(lambda x: synk.all_gather(x), reduce="first", name="joined")
     close(joined(x), x)
     close(synk.function(lambda: synk.rank(), reduce="stack")(), np.arange(n))
+    close(centred(numbers(2 * n + 1)), numbers(2 * n + 1) - numbers(2 * n + 1).mean(0))
     if n > 1:
-        raises(ValueError, "communicates inside", lambda: centred(numbers(2 * n + 1)))
+        told = synk.function(lambda x: synk.all_reduce(x.sum(), "sum") + jnp.float32(synk.rank()), name="told")
+        raises(ValueError, "communicates inside", lambda: told(numbers(2 * n + 1)))
+
+
+def batch_norm(x):
+    mean = lax.pmean(x.mean(0), "replica")
+    return (x - mean) / jnp.sqrt(lax.pmean(((x - mean) ** 2).mean(0), "replica") + 1e-3)
+
+
+@case
+def coupled(group, note):
+    """Rows that see one another, which do not divide: one replica that all devices make takes them."""
+    x, w = normal(7), normal(3, 2, seed=1)
+    with jax.default_device(jax.local_devices()[0]):
+        want = jax.vmap(lambda x: batch_norm(x) @ w, axis_name="replica")(x[None])[0]
+    for engine in ("shard_map", "jit"):
+        v, mean = synk.shared(w, name="v"), synk.shared(np.zeros(3, np.float32), name="mean")
+
+        @synk.function(outputs=("concat", "mean"), engine=engine, name="normed")
+        def normed(x):
+            return batch_norm(x) @ v.value, lax.pmean(x.mean(0), "replica")  # noqa: B023  # called here
+
+        @normed.then
+        def normed_then(rows, now):
+            mean.update(mean.value / 2 + now / 2)  # noqa: B023
+            return rows
+
+        for given in (x, synk.data(x), synk.data(x, place="scatter"), synk.data(x, place="broadcast")):
+            got = normed(given)
+            close(got, want)
+        close(mean.value, x.mean(0) * (1 - 2.0**-4))
+        even = normal(2 * group.size)
+        close(normed(even)[0], (jax.vmap(lambda x: batch_norm(x) @ w, axis_name="replica")(even[None]))[0][0])
+        close(normed(x), want)
+        note(engine, [got, mean.value])
 
 
 def coarse(keys):

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.gang
 
 SPLITS = ("2x2", "4x1", "2x1", "1x2", "1x4")  # processes x devices: each process compiles everything
 SHORT = ("then", "checkpoint", "first_values", "errors")  # cases of the one short gang
-COMPARED = ("bits", "slices", "data", "then", "collectives", "keys", "halves", "pmap")
+COMPARED = ("coupled", "bits", "slices", "data", "then", "collectives", "keys", "halves", "pmap")
 LAW_CASES = []  # of the first gang; none means all
 LATE = 15  # seconds that nothing outlives a failure, with a heartbeat of 10
 
