@@ -15,7 +15,7 @@ from .._base.units import counted
 from .._data.feed import InputFeed
 from .._data.selection import IndexKind
 from .._reductions.outputs import PerPart
-from .._reductions.reduction import REDUCTIONS
+from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN
 from .._runtime.axis import AXIS
 from .binding import ArgumentBinder, ArgumentSpec, CallOptions
 
@@ -157,7 +157,7 @@ class FunctionSpec:
     def needs_parts(self) -> bool:
         """Tell whether it speaks of the parts of a call, and so cannot run all rows as one part."""
         ops = jax.tree.leaves(self.ops)
-        has_parts = any(op.collective in ("scatter", "unreduced") or op.name in ("stack", "callable") for op in ops)
+        has_parts = UNREDUCED_MEAN in ops or any(op.name in ("scatter", "stack", "callable") for op in ops)
         return has_parts or self.blocks is not None or bool(self.of_one_row or jax.tree.leaves(self.wires))
 
     @cached_property
