@@ -453,9 +453,12 @@ def prepare(site: Site, bound: BoundArguments, options: CallOptions, *, may_chec
     broadcast = kind.place_broadcast(group, leaves)
     try:
         form, plan = form.with_plan(site)
-    except NeedsAllRows as needed:
+    except NeedsAllRows:
         if any(isinstance(leaf, ProcessLocalRows) for leaf in leaves):
-            raise ValueError(str(needed)) from None
+            raise ValueError(
+                f"{function.name}: it communicates inside, and its synk.local rows do not divide over the replicas. "
+                f"Give each replica as many, or all processes the same rows."
+            ) from None
         return prepare(site.as_one(), bound, asked, may_check=may_check)
     if plan.least_rows > 1 and not function.is_over:
         check_row_count(function.name, plan.least_rows, rows.lengths)

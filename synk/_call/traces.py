@@ -138,6 +138,11 @@ class CallTraces:
         )
         traced = self._trace(request, zip(call.arguments.names, leaves, strict=True), seen)
         self._check_updates(traced)
+        if isinstance(self.group, GroupAsOne) and function.engine != "jit" and not self._runs_as_one(traced):
+            raise ValueError(
+                f"{function.name}: it communicates, and asks for its rank or the number of replicas, so rows must "
+                f'divide. Give rows that do, or {function.made_by}(..., engine="jit").'
+            )
         if function.of_one_row == "alone" and traced.draws_by_rbg:
             refuse_rbg("rbg", function.name)
         return traced
@@ -160,11 +165,10 @@ class CallTraces:
             traced = trace(request)
         except (NameError, NoAxisError) as error:
             refused, whole = _refused_axis(request, self.function, error)
-            if refused is None:
-                raise
-            if whole is None or not self._runs_as_one(whole):
+            if not self._runs_as_one(whole):
                 raise ValueError(refused) from error
-            self._record(whole)
+            if whole is not None:
+                self._record(whole)
             raise NeedsAllRows(refused) from error
         except (TypeError, ValueError) as error:
             _add_notes(error, arguments, seen)
@@ -172,11 +176,14 @@ class CallTraces:
         self._record(traced)
         return traced
 
-    def _runs_as_one(self, traced: TracedFunction) -> bool:
-        """Tell whether one replica that all devices make may run a function that communicates."""
+    def _runs_as_one(self, traced: TracedFunction | None) -> bool:
+        """Tell whether one replica that all devices make may run a function that communicates. Without a trace of a
+        part it may; an error of the function's own comes from all rows then."""
         function, call = self.function, self.call
         if function.needs_parts or call.is_sliced or call.held_index is not None or any(call.arguments.overlaps):
             return False
+        if traced is None:
+            return True
         # One replica has rank 0 and size 1.
         tells_size = bool(traced.uses_rank - (TELLING_ROWS_APART - _EXCHANGES)) or traced.uses_size
         return not (tells_size or any(v._spec.storage.is_sharded for v in traced.variables))
@@ -294,37 +301,36 @@ def _add_notes(error: Exception, arguments: Iterable[tuple[str, Any]], seen: Seq
 
 def _refused_axis(
     request: TraceRequest, function: FunctionSpec, error: NameError | NoAxisError
-) -> tuple[str | None, TracedFunction | None]:
-    """Say why a function may not communicate over the axis that an error names, None for another error; also return the
-    trace with the axis."""
+) -> tuple[str, TracedFunction | None]:
+    """Say why a function may not communicate over its axis here; also return its trace with the axis, None where that
+    raises. Raise ValueError where no other rows would help, and the error itself if it is about something else."""
     sees, match = request.sees, re.search(r"unbound axis name: (\w+)", str(error))
+    traced = None
     if isinstance(error, NoAxisError):
         with suppress(Exception):
-            return str(error), trace(replace(request, sees=replace(sees, has_axis=True)))
-        return str(error), None
+            traced = trace(replace(request, sees=replace(sees, has_axis=True)))
+        return str(error), traced
     if match is None:
-        return None, None
+        raise error
     if match[1] != sees.axis_name:
-        return (
+        raise ValueError(
             f'{sees.name}: it communicates over the axis "{match[1]}", but its replicas\' axis is "{sees.axis_name}": '
-            f'{function.made_by}(..., axis_name="{match[1]}").',
-            None,
-        )
+            f'{function.made_by}(..., axis_name="{match[1]}").'
+        ) from error
     if "axis_index" in str(error) and not function.of_one_row:
-        return (
+        raise ValueError(
             f"{sees.name}: it calls jax.lax.axis_index({match[1]!r}), which takes as many rows on every replica. Use "
             f"synk.rank(), which takes any number."
-        ), None
-    can_move, traced = True, None
+        ) from error
     with suppress(Exception):
         # With the axis JAX traces all of it, and shows where it communicates.
         traced = trace(replace(request, sees=replace(sees, has_axis=True)))
-        if not (traced.communicates or function.of_one_row):
-            return (
-                f"{sees.name}: it counts the replicas, as jax.lax.psum(1, {match[1]!r}) does, which takes as many rows "
-                f"on every replica. Use synk.size(), which takes any number."
-            ), None
-        can_move = traced.communicates_at_top
+    if not (traced is None or traced.communicates or function.of_one_row):
+        raise ValueError(
+            f"{sees.name}: it counts the replicas, as jax.lax.psum(1, {match[1]!r}) does, which takes as many rows "
+            f"on every replica. Use synk.size(), which takes any number."
+        ) from error
+    can_move = traced is None or traced.communicates_at_top
     return sees.without_axis(f"it communicates inside (over the axis {match[1]!r})", can_move), traced
 
 

@@ -13,6 +13,9 @@ from synk._data import transfer
 
 from ..helpers import assert_close, group_of, needs_devices, numbers
 
+# Tests go through many numbers of rows.
+pytestmark = pytest.mark.filterwarnings("ignore:.*it has compiled for")
+
 AXIS = "replica"
 X, Y = (np.random.default_rng(seed).normal(size=(24, width)).astype(np.float64) for seed, width in ((0, 6), (1, 8)))
 IMAGES = np.random.default_rng(2).normal(size=(24, 6, 6, 3)).astype(np.float64)
@@ -284,11 +287,11 @@ TELLING = {
 
 @pytest.mark.parametrize("case", TELLING)
 def test_what_tells_replicas_apart(four, case):
-    """It would mean another thing where one replica takes the rows, so such a call raises, and names the cure."""
+    """It would mean another thing where one replica takes the rows, so such a call raises."""
     f = synk.function(**{"reduce": "mean", **TELLING[case]})
     f(numbers(8))
     for _ in range(2):
-        with pytest.raises(ValueError, match=r'communicates[\s\S]*engine="jit"'):
+        with pytest.raises(ValueError, match=r"communicates[\s\S]*divide"):
             f(numbers(7))
     f(numbers(8))
 
@@ -305,6 +308,73 @@ def test_variables(four):
     synk.function(lambda x: apart.update(x.sum(0)))(x)
     with pytest.raises(synk.DivergedError, match="a: its replicas"):
         synk.function(lambda x: mean(x) + apart.value, reduce="mean")(x)
+
+
+@pytest.mark.parametrize("meet", [lambda x: lax.pmean(x, AXIS), lambda x: synk.all_reduce(x, "mean")])
+def test_an_error_of_its_own(four, meet):
+    """A function that fails behind its collective raises that error for any number of rows."""
+    f = synk.function(lambda x: meet(x.mean(0)) @ jnp.ones(5), reduce="mean")
+    for rows in (8, 7, 7):
+        with pytest.raises(TypeError, match="dot_general requires contracting dimensions"):
+            f(X[:rows])
+
+
+def test_a_row_for_each_row_of_a_broadcast_argument(four):
+    """What fits all rows, and no part of them, runs as one replica; also the second time, without compiling."""
+    f = synk.function(lambda x, y: (lax.all_gather(x, AXIS, tiled=True).sum(1) * y).sum(), inputs=["x"], reduce="mean")
+    for _ in range(2):
+        assert_close(f(X[:7], np.arange(7.0)), (X[:7].sum(1) * np.arange(7.0)).sum())
+    assert f.stats.compilations == 1
+
+
+def test_each_number_of_rows_is_a_program(four):
+    """The third number of rows for which one function compiles gives a warning, once."""
+    f = synk.function(lambda x: x - x.mean(0), reduce="concat", engine="jit")
+    f(X[:5]), f(X[:6]), f(X[:5])
+    with pytest.warns(UserWarning, match=r"for 5, 6, 7 rows.*drop_last=True.*cache="):
+        f(X[:7])
+    f(X[:9])
+
+
+def test_explanation(four):
+    """It says who runs the rows and why, and which operations run whole on every device."""
+    divided = synk.function(lambda x: x - mean(x), reduce="concat")
+    assert divided.explain(X[:8]).way == "each replica runs its rows"
+    assert divided.explain(X[:7]).way.startswith("7 rows do not divide over 4 replicas: all devices make one replica")
+    assert divided.explain(X[:7]).whole == []
+    mixed = synk.function(lambda x, w: (x[::-1][jnp.argsort(x[:, 0])] @ w).mean(), inputs=["x"], engine="jit")
+    explained = mixed.explain(X[:11], np.ones((6, 5)))
+    assert explained.way.startswith('engine="jit"') and any("sort" in name for name in explained.whole)
+
+
+def test_over_batches(four):
+    """Each batch has its own statistics, and entries of rows are joined."""
+    f = synk.function(lambda x: ((x - x.mean(0)).sum(1), x.std()), outputs=("concat", "mean"), engine="jit")
+    rows, spread = f.over(X, batches=synk.minibatches(24, 7, shuffle=False))
+    parts = [X[at : at + 7] for at in range(0, 24, 7)]
+    assert_close(rows, np.concatenate([(part - part.mean(0)).sum(1) for part in parts]))
+    assert_close(spread, sum(part.std() * len(part) for part in parts) / 24)
+
+
+def test_check_names_the_cure(four):
+    """For coupled rows it is engine="jit", and for a psum of means an op that fits."""
+    with pytest.raises(synk.LawError, match='engine="jit" runs all rows as one device does'):
+        synk.function(lambda x: x / x.std(0), reduce="concat").check(X[:8])
+    with pytest.raises(synk.LawError, match=r"a collective combines by its op too.*pmean means of rows"):
+        synk.function(lambda x: lax.psum(x.mean(0), AXIS), reduce="mean").check(X[:8])
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({"reduce": "stack"}, {}), ({"reduce": "scatter"}, {}), ({"wire": "bf16"}, {}), ({"blocks": 2}, {}),
+        ({}, {"num_slices": 2}), ({}, {"batch_s": [0]}),
+    ],
+)  # fmt: skip
+def test_what_speaks_of_parts_is_refused(four, options, call):
+    """There is one part; the error comes before anything runs."""
+    with pytest.raises(ValueError, match=r'engine="jit" runs all rows.* as one part, so it does not go with'):
+        synk.function(lambda x: x.sum(0), engine="jit", **options)(X[:8], **call)
 
 
 @pytest.mark.parametrize("engine", ["shard_map", "jit"])
