@@ -137,12 +137,7 @@ class CallTraces:
             keeps_lines=keeps_lines,
         )
         traced = self._trace(request, zip(call.arguments.names, leaves, strict=True), seen)
-        self._check_updates(traced)
-        if isinstance(self.group, GroupAsOne) and function.engine != "jit" and not self._runs_as_one(traced):
-            raise ValueError(
-                f"{function.name}: it communicates, and asks for its rank or the number of replicas, so rows must "
-                f'divide. Give rows that do, or {function.made_by}(..., engine="jit").'
-            )
+        self._check_allowed(traced)
         if function.of_one_row == "alone" and traced.draws_by_rbg:
             refuse_rbg("rbg", function.name)
         return traced
@@ -199,9 +194,14 @@ class CallTraces:
         ops = [ByIdentity(value) for _, value in named_objects(self.function.ops_by_user)]
         self.record += (*reads, *writes, traced.fingerprint, returned, *ops)
 
-    def _check_updates(self, traced: TracedFunction) -> None:
-        """Refuse updates of variables that this kind of call cannot make."""
+    def _check_allowed(self, traced: TracedFunction) -> None:
+        """Refuse what this kind of call cannot do: ask for a rank in one replica of all, or update some variables."""
         function, call = self.function, self.call
+        if isinstance(self.group, GroupAsOne) and function.engine != "jit" and not self._runs_as_one(traced):
+            raise ValueError(
+                f"{function.name}: it communicates, and asks for its rank or the number of replicas, so rows must "
+                f'divide. Give rows that do, or {function.made_by}(..., engine="jit").'
+            )
         for variable, slices in traced.writes:
             if call.block is not None:
                 raise ValueError(
