@@ -111,6 +111,10 @@ def function(
       ...     return jnp.mean(x * scale), jnp.max(x)
       >>> [round(float(value), 4) for value in statistics(np.arange(7.0), 2.0)]
       [6.0, 6.0]
+      >>> with synk.simulate(4):
+      ...     centred = synk.function(lambda x: x - x.mean(0), reduce="concat", engine="jit")
+      ...     print(centred(np.arange(3.0)))
+      [-1.  0.  1.]
     """
 
     def make(fn: Callable[..., PyTree]) -> Function:
