@@ -26,6 +26,18 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class Stopped(Exception):
+    """An error behind results that the loop is to see before it.
+
+    Attributes:
+      results: the results, perhaps none.
+      error: the error.
+    """
+
+    def __init__(self, results: list[Any], error: BaseException) -> None:
+        self.results, self.error = results, error
+
+
 class Prefetch(Iterator[R], Generic[T, R]):
     """An iterator of results that takes items of its source early; made by `synk.prefetch` and `f.iterate`.
 
@@ -91,7 +103,14 @@ class Prefetch(Iterator[R], Generic[T, R]):
                 finally:
                     # An error refers to this frame. Without this line the frame would refer to the error.
                     del error
-            result = self._launch(item)  # type: ignore[arg-type]  # without an error there is an item
+            try:
+                result = self._launch(item)  # type: ignore[arg-type]  # without an error there is an item
+            except Stopped as stopped:
+                if not stopped.results:
+                    raise stopped.error from None
+                self.close()
+                self._ready.append((None, stopped.error))
+                return stopped.results  # type: ignore[return-value]  # what `launch` would have returned
             for _ in range(self._size - len(self._ready)):
                 self._take_item(early=True)
             return result
@@ -121,7 +140,11 @@ class Prefetch(Iterator[R], Generic[T, R]):
         """Leave out the first n items, for which nothing is launched. Return how many of them there were."""
         if not self._unused_call or self._items is None:
             raise SynkError("synk.resume: this loop has begun, so it cannot leave out its first items. Give a new one.")
-        self._unused_call, there = "", sum(1 for _ in islice(self._items, n))
+        self._unused_call = ""
+        if hasattr(self._items, "leave_out"):
+            there, self._length = self._items.leave_out(n), length(self._items)
+            return there
+        there = sum(1 for _ in islice(self._items, n))
         if self._length is not None:
             self._length -= there
         return there

@@ -1,12 +1,13 @@
 """Iterate: pick the rows of each batch, send them while the call before runs, and call a function with them."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from copy import deepcopy
 from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import numpy as np
 
 from .._base.errors import public_api, shown, warn
 from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, named, narrow
@@ -155,6 +156,14 @@ class Batches:
         finally:
             self._protect(self._data)
 
+    def rows_of(self, call: LoopCall) -> int | None:
+        """Return how many rows a call picks, unchecked."""
+        return rows_picked(call.batch, [self._sources[i] for i in self.picked])
+
+    def own(self, bound: BoundArguments) -> tuple[int, ...]:
+        """Return the broadcast arguments of which each call has a value of its own, by number."""
+        return tuple([number for number, i in enumerate(bound.spec.broadcast) if i in self._values])
+
     def take_early(self, call: LoopCall) -> LoopCall:
         """Pick the rows of a batch that lie on the host, for a call that is not due yet."""
         batch, arguments, picked = call.batch, call.arguments, None
@@ -288,11 +297,32 @@ def launch(
     run: Callable[[BoundArguments, CallOptions], PyTree], options: CallOptions, numbers: Iterator[int], call: LoopCall
 ) -> PyTree:
     """Run a call of a loop that is due. `numbers` gives its number in the loop, for messages."""
+    return run(*due_call(options, numbers, call))
+
+
+def due_call(options: CallOptions, numbers: Iterator[int], call: LoopCall) -> tuple[BoundArguments, CallOptions]:
+    """Return arguments and options of a call that is due."""
     bound, batch, early = call
     if early is not None:
         bound = early.batches.current(call, early)
         batch = batch if early.batches.on_devices else None
-    return run(bound, options._replace(batch=batch, turn=next(numbers)))
+    return bound, options._replace(batch=batch, turn=next(numbers))
+
+
+def rows_picked(batch: Any, leaves: Sequence[Any]) -> int | None:
+    """Return how many rows a batch picks from leaves, unchecked; 0 for rows of this process alone, since all processes
+    cut the same lists, and None for what the call refuses."""
+    if any(isinstance(leaf, ProcessLocalRows) for leaf in leaves):
+        return 0
+    try:
+        if batch is None:
+            return len(leaves[0]) if leaves else 0
+        if isinstance(batch, slice):
+            return len(range(*batch.indices(len(leaves[0]))))
+        index = np.asarray(batch)
+        return int(index) if index.ndim == 0 else np.count_nonzero(index) if index.dtype == bool else len(index)
+    except (TypeError, ValueError):
+        return None
 
 
 def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:

@@ -1,0 +1,134 @@
+"""Per launch: several batches of a loop in one program."""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from .._base.pytree import PyTree
+from .._call.binding import BoundArguments, CallOptions
+from .._call.repeat import RunsAlone
+from .._call.several import Call
+from .._call.spec import Repeat
+from .._data.minibatches import Minibatches, behind_bar
+from .._data.prefetch import Stopped
+from .iterate import LoopCall
+
+
+class CallList(NamedTuple):
+    """Consecutive calls of a loop that have as many rows.
+
+    Attributes:
+      calls: the calls.
+      is_usual: whether they have as many rows as the first call of the loop.
+    """
+
+    calls: list[LoopCall]
+    is_usual: bool
+
+
+class CallLists(Iterator[CallList]):
+    """The calls of a loop in lists, each to be run by one launch. A list ends where an epoch does."""
+
+    def __init__(
+        self, calls: Iterator[LoopCall], most: int, source: Any, rows_of: Callable[[LoopCall], int | None]
+    ) -> None:
+        """Take `calls`, which are made of `source`; `rows_of` tells how many rows a call has."""
+        self._calls, self._most, self._rows_of = calls, most, rows_of
+        order = behind_bar(source)
+        self._order = order if isinstance(order, Minibatches) else None
+        self._at = 0 if self._order is None else self._order.start
+        self._usual: int | None = None
+        # The first call behind the newest list, or the error that came in its place.
+        self._next: LoopCall | None = None
+        self._error: BaseException | None = None
+
+    def __len__(self) -> int:
+        """Return how many lists are left, if sizes of batches are known."""
+        order = self._order
+        if order is None:
+            raise TypeError("The number of lists is not known: it depends on the rows of batches.")
+        full, has_short = order.rows // order.batch_size, order.per_epoch > order.rows // order.batch_size
+        epoch, done = divmod(self._at, order.per_epoch)
+        left, of_epoch = (-(-batches // self._most) + has_short for batches in (full - done, full))
+        return left + (order.epochs - epoch - 1) * of_epoch
+
+    def leave_out(self, n: int) -> int:
+        """Leave out the first n calls, and return how many of them there were."""
+        there = sum(1 for _ in islice(self._calls, n))
+        self._at += there
+        return there
+
+    def __next__(self) -> CallList:
+        if self._error is not None:
+            raise self._error
+        taken, self._next = self._next or next(self._calls), None
+        calls, rows = [taken], self._rows_of(taken)
+        self._usual, self._at = rows if self._usual is None else self._usual, self._at + 1
+        while len(calls) < self._most and not (self._order and self._at % self._order.per_epoch == 0):
+            try:
+                taken = next(self._calls)
+                if self._rows_of(taken) != rows:
+                    self._next = taken
+                    break
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                # It comes behind the results of these calls.
+                self._error = error
+                break
+            calls.append(taken)
+            self._at += 1
+        return CallList(calls, rows == self._usual)
+
+
+def take_list_early(items: Any, these: CallList) -> CallList:
+    """Take the calls of a list early, as `items` takes one."""
+    return these._replace(calls=[items.take_early(call) for call in these.calls])
+
+
+class ListLauncher:
+    """Launcher of lists of calls. What no program runs in a row is launched call by call."""
+
+    def __init__(
+        self,
+        one: Callable[[BoundArguments, CallOptions], PyTree],
+        several: Callable[[Sequence[Call], Repeat], list[PyTree]],
+        due: Callable[[LoopCall], Call],
+        own: Callable[[BoundArguments], tuple[int, ...]],
+        most: int,
+        pace: Callable[[int], int],
+    ) -> None:
+        """Launch a call by `one`, and calls in a row by `several`.
+
+        `due` returns arguments and options of a call that is due, and `own` the broadcast arguments of which each call
+        has a value of its own. `pace` is told how many calls have run, and returns how many may run now.
+        """
+        self._one, self._several, self._due, self._own, self._most, self._pace = one, several, due, own, most, pace
+        self._repeats = True
+
+    def __call__(self, these: CallList) -> list[PyTree]:
+        """Launch the calls of a list, and return their results."""
+        results: list[PyTree] = []
+        try:
+            calls = [self._due(call) for call in these.calls]
+            room = self._pace(0)
+            while len(results) < len(calls):
+                before = len(results)
+                results += self._launch(calls[before : before + room], these.is_usual)
+                room = self._pace(len(results) - before)
+        except Stopped as stopped:
+            self._pace(len(stopped.results))
+            raise Stopped([*results, *stopped.results], stopped.error) from None
+        except Exception as error:
+            raise Stopped(results, error) from None
+        return results
+
+    def _launch(self, calls: Sequence[Call], is_usual: bool) -> list[PyTree]:
+        """Launch the first of these calls, or several of them."""
+        if self._repeats and (is_usual or len(calls) > 1):
+            try:
+                return self._several(calls, Repeat(self._most, self._own(calls[0][0])))
+            except RunsAlone:
+                # What the function does, and the options of the loop, are the same in all calls.
+                self._repeats = False
+        return [self._one(*calls[0])]
