@@ -64,7 +64,9 @@ def _alike(site: Site, calls: Sequence[Call]) -> tuple[Kind, Form, list[tuple[Ro
     first: tuple[Kind, Form] | None = None
     for bound, options in calls:
         try:
-            kind, leaves = recognise(site, bound, options)
+            # Calls of `iterate` without values of their own have the same arguments.
+            if not alike or bound is not calls[0][0]:
+                kind, leaves = recognise(site, bound, options)
             form, rows = kind.select(site, leaves, options)
             placed = [
                 source for spec, source in zip(rows.inputs, rows.sources, strict=True) if spec.feed.layout != "rows"

@@ -72,6 +72,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._size = checked_integer(size, name, wanted="give an integer >= 0, where 0 takes nothing early")
         self._launch, self._refuse, self._early = launch, refuse, take_early
         self._items: Iterator[T] | None = iter(items)
+        # Lists of calls, of which items that are left out are counted one by one.
+        self._lists: Any = items if hasattr(items, "leave_out") else None
         self._ready: deque[tuple[T | None, BaseException | None]] = deque()
         self._length = length(source)
         self._unused_call = name.removesuffix(": prefetch")
@@ -136,18 +138,23 @@ class Prefetch(Iterator[R], Generic[T, R]):
             self._let_go()
             self._ready.append((None, error))
 
-    def leave_out(self, n: int) -> int:
-        """Leave out the first n items, for which nothing is launched. Return how many of them there were."""
+    @property
+    def gives_lists(self) -> bool:
+        """Tell whether an item is a list of results."""
+        return self._lists is not None
+
+    def leave_out(self, n: int) -> tuple[int, int]:
+        """Leave out the first n items, for which nothing is launched; of lists, n of what they hold.
+
+        Return how many of them there were, and how many items that is.
+        """
         if not self._unused_call or self._items is None:
             raise SynkError("synk.resume: this loop has begun, so it cannot leave out its first items. Give a new one.")
         self._unused_call = ""
-        if hasattr(self._items, "leave_out"):
-            there, self._length = self._items.leave_out(n), length(self._items)
-            return there
-        there = sum(1 for _ in islice(self._items, n))
+        there, items = self._lists.leave_out(n) if self.gives_lists else (sum(1 for _ in islice(self._items, n)),) * 2
         if self._length is not None:
-            self._length -= there
-        return there
+            self._length -= items
+        return there, items
 
     def close(self) -> None:
         """Drop the items that were taken early, and let go of the source; nothing more comes."""

@@ -300,7 +300,7 @@ class Function:
         if per_launch == 1:
             run = partial(launch, self._launch, options, numbers)
             return Prefetch(source, calls, run, prefetch, name, refuse, take_early=items.take_early)
-        lists = CallLists(calls, per_launch, source, items.rows_of)
+        lists = CallLists(items, calls, source, per_launch)
         due = partial(due_call, options, numbers)
         launcher = ListLauncher(self._launch, self._launch_several, due, items.own, per_launch, self._pace)
         return Prefetch(lists, lists, launcher, prefetch, name, refuse, take_early=partial(take_list_early, items))

@@ -181,6 +181,8 @@ class Batches:
         self._protect(self._data)
         return LoopCall(arguments, kept, TakenEarly(self, picked))
 
+    keep = take_early
+
     def current(self, call: LoopCall, early: TakenEarly) -> BoundArguments:
         """Return the arguments of a call that was taken early and is due."""
         self._num_early -= 1

@@ -1,7 +1,7 @@
 """Per launch: several batches of a loop in one program."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .._base.pytree import PyTree
@@ -11,7 +11,8 @@ from .._call.several import Call
 from .._call.spec import Repeat
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import Stopped
-from .iterate import LoopCall
+from .iterate import Batches, LoopCall
+from .stream import Items
 
 
 class CallList(NamedTuple):
@@ -20,20 +21,20 @@ class CallList(NamedTuple):
     Attributes:
       calls: the calls.
       is_usual: whether they have as many rows as the first call of the loop.
+      last: a last call, of which the source may still overwrite the arguments; None if there is no such call.
     """
 
     calls: list[LoopCall]
     is_usual: bool
+    last: LoopCall | None = None
 
 
 class CallLists(Iterator[CallList]):
     """The calls of a loop in lists, each to be run by one launch. A list ends where an epoch does."""
 
-    def __init__(
-        self, calls: Iterator[LoopCall], most: int, source: Any, rows_of: Callable[[LoopCall], int | None]
-    ) -> None:
-        """Take `calls`, which are made of `source`; `rows_of` tells how many rows a call has."""
-        self._calls, self._most, self._rows_of = calls, most, rows_of
+    def __init__(self, items: Batches | Items, calls: Iterator[LoopCall], source: Any, most: int) -> None:
+        """Take the calls that `items` makes of `source`, up to `most` a list."""
+        self._items, self._calls, self._most = items, calls, most
         order = behind_bar(source)
         self._order = order if isinstance(order, Minibatches) else None
         self._at = 0 if self._order is None else self._order.start
@@ -52,38 +53,49 @@ class CallLists(Iterator[CallList]):
         left, of_epoch = (-(-batches // self._most) + has_short for batches in (full - done, full))
         return left + (order.epochs - epoch - 1) * of_epoch
 
-    def leave_out(self, n: int) -> int:
-        """Leave out the first n calls, and return how many of them there were."""
-        there = sum(1 for _ in islice(self._calls, n))
-        self._at += there
-        return there
+    def leave_out(self, n: int) -> tuple[int, int]:
+        """Leave out the first n calls. Return how many of them there were, and how many lists they make."""
+        before, lists = self._at, 0
+        with suppress(StopIteration):
+            while (left := n - (self._at - before)) > 0:
+                self._take(min(self._most, left), lambda call: call)
+                lists += 1
+        return self._at - before, lists
 
     def __next__(self) -> CallList:
+        return self._take(self._most, self._items.keep)
+
+    def _take(self, most: int, keep: Callable[[LoopCall], LoopCall]) -> CallList:
+        """Take the next list of up to `most` calls; `keep` makes one ready to wait while the next one is asked for."""
         if self._error is not None:
             raise self._error
         taken, self._next = self._next or next(self._calls), None
-        calls, rows = [taken], self._rows_of(taken)
-        self._usual, self._at = rows if self._usual is None else self._usual, self._at + 1
-        while len(calls) < self._most and not (self._order and self._at % self._order.per_epoch == 0):
-            try:
+        calls, rows = list[LoopCall](), self._items.rows_of(taken)
+        self._usual = rows if self._usual is None else self._usual
+        try:
+            while not calls or self._items.rows_of(taken) == rows:
+                self._at += 1
+                if len(calls) == most - 1 or (self._order and self._at % self._order.per_epoch == 0):
+                    return CallList(calls, rows == self._usual, taken)
+                # The source may make the next item where this one lies.
+                calls.append(keep(taken))
                 taken = next(self._calls)
-                if self._rows_of(taken) != rows:
-                    self._next = taken
-                    break
-            except KeyboardInterrupt:
+            self._next = taken
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if not calls:
                 raise
-            except BaseException as error:
-                # It comes behind the results of these calls.
-                self._error = error
-                break
-            calls.append(taken)
-            self._at += 1
+            # It comes behind the results of these calls.
+            self._error = error
         return CallList(calls, rows == self._usual)
 
 
-def take_list_early(items: Any, these: CallList) -> CallList:
-    """Take the calls of a list early, as `items` takes one."""
-    return these._replace(calls=[items.take_early(call) for call in these.calls])
+def take_list_early(items: Batches | Items, these: CallList) -> CallList:
+    """Make a list ready to wait until it is due."""
+    if these.last is None:
+        return these
+    return CallList([*these.calls, items.keep(these.last)], these.is_usual)
 
 
 class ListLauncher:
@@ -110,7 +122,7 @@ class ListLauncher:
         """Launch the calls of a list, and return their results."""
         results: list[PyTree] = []
         try:
-            calls = [self._due(call) for call in these.calls]
+            calls = [self._due(call) for call in (*these.calls, these.last) if call is not None]
             room = self._pace(0)
             while len(results) < len(calls):
                 before = len(results)

@@ -49,6 +49,11 @@ class Items:
         """Return the broadcast arguments of which each call has a value of its own, by number."""
         return tuple(range(len(bound.spec.broadcast)))
 
+    def keep(self, call: LoopCall) -> LoopCall:
+        """Copy the arguments of a call, which the loader may write to before they are picked."""
+        bound = call.arguments
+        return LoopCall(bound._replace(leaves=[copied(leaf) for leaf in bound.leaves]))
+
     def take_early(self, call: LoopCall) -> LoopCall:
         """Copy the arguments of a call that is not due yet: the loader may write its next item where this one lies."""
         bound = call.arguments
