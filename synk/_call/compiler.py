@@ -187,7 +187,7 @@ class Compiler:
 
         whole, outs = self._each_rank(launch, given) if takes_all_replicas else body, self._outs(launch)
         if self.call.repeat is not None:
-            whole, arguments, outs = repeated(body, arguments, outs, self._repetition(self.call.repeat))
+            whole, arguments, outs = repeated(body, arguments, outs, self._repetition(launch, self.call.repeat))
         return ProgramSpec(
             body=whole,
             ins=[[layout for layout, _ in each] for each in arguments],
@@ -203,19 +203,22 @@ class Compiler:
             constants=self._constants(launch),
         )
 
-    def _repetition(self, repeat: Repeat) -> Repetition:
+    def _repetition(self, launch: _Launch, repeat: Repeat) -> Repetition:
         """Say which arguments of a program the calls that it runs in a row hand on, and which each has for itself."""
-        call, bounds = self.call, [0]
-        for variable in self.reads[True]:
+        call, reads, bounds = self.call, self.reads[launch.is_last], [0]
+        for variable in reads:
             bounds.append(bounds[-1] + len(self._abstract(variable).shapes))
-        places = dict(zip(self.reads[True], bounds, strict=False))
+        places, at = dict(zip(reads, bounds, strict=False)), bounds[-1]
         carried = [places[v] + i for v in self.updates for i in range(len(self._abstract(v).shapes))]
-        own, at = list[int](), bounds[-1]
+        own, at, carried = list[int](), at + len(launch.carry), carried or [at + i for i in range(len(launch.carry))]
         for feed in call.feeds:
             own += [at] * (feed.layout == "rows") + [at + 1] * (feed.index is not None)
             at += 1 + (feed.index is not None)
         own += [at + i for i in repeat.own]
-        return Repetition(repeat.most, carried, own, len(self.reads[True]), self.group.size, self.refuses_nan)
+        if call.is_over:
+            # The table of parts tells which rows came before those of a batch.
+            own.append(at + len(call.broadcast))
+        return Repetition(repeat.most, carried, own, len(reads) + 2, self.group.size, self.refuses_nan)
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
         """Sort the arguments of a program on one replica."""

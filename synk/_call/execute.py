@@ -94,20 +94,14 @@ def execute_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]],
 
     Return the results, up to the first call that is refused since its numbers are not finite.
     """
-    plan, group, states = ready.plan, ready.group, _states(ready)
+    plan, states, lengths = ready.plan, _states(ready), ready.rows.lengths
     if plan.must_be_equal or plan.held:
         check_variables(ready, states)
-    start, lengths = perf_counter(), ready.rows.lengths
-    parts = split_into_launches(lengths, 1)[0] if lengths else None
-    values = [] if parts is None else feed_calls(group, [rows for rows, _ in calls], parts, repeat.most)
-    broadcast = list(ready.broadcast)
-    for i in repeat.own:
-        leaf = ready.call.arguments.broadcast[i]
-        broadcast[i] = stack_leaves(group, [leaves[leaf] for _, leaves in calls], repeat.most)
-    ready.function.stats.sending += perf_counter() - start
-    table = [] if parts is None or ready.form.is_plain else [place_table(ready, parts)]
-    is_there = constant(group, "replicated", tuple([i < len(calls) for i in range(repeat.most)]), "bool")
-    arguments = [*leaves_taken(ready, states, plan.reads[1]), [is_there], [*values, *broadcast, *table]]
+    values = values_of_calls(ready, calls, repeat)
+    if lengths and not ready.form.is_plain:
+        values.append(place_table(ready, split_into_launches(lengths, 1)[0]))
+    values.append(flags_of(ready, len(calls), repeat))
+    arguments = [*leaves_taken(ready, states, plan.reads[1]), [], values]
     values = _launch(ready, states, arguments, lambda values: None, len(calls))
     count = len(plan.result.picked) + plan.has_flag
     results: list[Any] = []
@@ -117,6 +111,24 @@ def execute_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]],
             break
         results.append(plan.result.tree(of_call))
     return results
+
+
+def values_of_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]], repeat: Repeat) -> list[Any]:
+    """Return the arguments of several calls in a row, as `values_of` does for one."""
+    start, group, lengths = perf_counter(), ready.group, ready.rows.lengths
+    rows = [rows for rows, _ in calls]
+    values = feed_calls(group, rows, split_into_launches(lengths, 1)[0], repeat.most) if lengths else []
+    broadcast = list(ready.broadcast)
+    for i in repeat.own:
+        leaf = ready.call.arguments.broadcast[i]
+        broadcast[i] = stack_leaves(group, [leaves[leaf] for _, leaves in calls], repeat.most)
+    ready.function.stats.sending += perf_counter() - start
+    return [*values, *broadcast]
+
+
+def flags_of(ready: ReadyCall, count: int, repeat: Repeat) -> jax.Array:
+    """Tell a program of several calls which of them are there: the first `count`."""
+    return constant(ready.group, "replicated", tuple([i < count for i in range(repeat.most)]), "bool")
 
 
 def _states(ready: ReadyCall) -> dict[Shared, VariableState]:

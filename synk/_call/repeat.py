@@ -27,10 +27,10 @@ class Repetition(NamedTuple):
 
     Attributes:
       most: how many calls there may be.
-      carried: for each result that is a new value, the argument that is the old one.
+      carried: for each result that the next call takes, in the order of the results, the argument that it becomes.
       own: the arguments of which each call has its own.
-      variables: how many lists of arguments are leaves of variables. Behind them comes an argument that tells for each
-        call whether it is there.
+      lists: how many lists of arguments there are before captured arrays. Behind them comes an argument that tells for
+        each call whether it is there.
       size: the number of replicas.
       refuses_nan: whether the last result is a flag, by which a call and all that follow it change nothing.
     """
@@ -38,7 +38,7 @@ class Repetition(NamedTuple):
     most: int
     carried: Sequence[int]
     own: Sequence[int]
-    variables: int
+    lists: int
     size: int
     refuses_nan: bool
 
@@ -48,9 +48,9 @@ def repeated(
 ) -> tuple[Body, list[Placed], list[Layout]]:
     """Return body, arguments and layouts of results of a program that runs the calls of another one in a row.
 
-    Its results are the new values after the last call, and then the results of one call after the other.
+    Its results are what the last call hands on, and then the results of one call after the other.
     """
-    flags = sum(map(len, arguments[: rule.variables]))
+    flags = sum(map(len, arguments[: rule.lists]))
     stacked = [layout == "stacked" for layout, _ in chain(*arguments)]
 
     def body(*values: jax.Array) -> list[jax.Array]:
@@ -86,8 +86,7 @@ def repeated(
 
     placed = iter([_of_each(*each, rule) if i in rule.own else each for i, each in enumerate(chain(*arguments))])
     of_all: list[Placed] = [[next(placed) for _ in each] for each in arguments]
-    # Calls in one launch have no states so far, in whose place these come.
-    of_all[rule.variables] = [("replicated", jax.ShapeDtypeStruct((rule.most,), np.bool_))]
+    of_all[rule.lists - 1].append(("replicated", jax.ShapeDtypeStruct((rule.most,), np.bool_)))
     return body, of_all, [*outs[: len(rule.carried)], *outs[len(rule.carried) :] * rule.most]
 
 
@@ -105,7 +104,7 @@ def why_alone(epilogue: Epilogue) -> str:
     traced = [*builder.traced.values(), *([epilogue.then[0]] if epilogue.then else [])]
     reasons = {
         'engine="jit" runs it': isinstance(builder.group, GroupAsOne),
-        "its rows run in slices": call.is_sliced,
+        "its rows run in slices": call.num_slices > 1,
         "its rows run in blocks": call.block is not None,
         "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
         'an output is "scatter"': bool(epilogue.scattered),
