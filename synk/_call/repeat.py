@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._base.pytree import bits_of
 from .._runtime.group import GroupAsOne
 from .._runtime.layout import Layout
 from .program import Epilogue
 
+# Bytes of entries of rows that a program returns for each of several batches of `f.over`.
+LARGE = 1 << 18
 Body = Callable[..., list[jax.Array]]
 # Arguments of a program: layout and global shape of each.
 Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]
@@ -101,12 +105,15 @@ def _of_each(layout: Layout, shape: jax.ShapeDtypeStruct, rule: Repetition) -> t
 def why_alone(epilogue: Epilogue) -> str:
     """Say why a program cannot run several calls in a row; "" if it can."""
     builder, call = epilogue.builder, epilogue.call
+    states = builder.state_shapes(builder.slots) if builder.kept else []
+    kept = sum(prod(states[i].shape) * bits_of(states[i].dtype) // 8 for i in builder.kept)
     traced = [*builder.traced.values(), *([epilogue.then[0]] if epilogue.then else [])]
     reasons = {
         'engine="jit" runs it': isinstance(builder.group, GroupAsOne),
         "its rows run in slices": call.num_slices > 1,
         "its rows run in blocks": call.block is not None,
         "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
+        "its entries of rows are large": kept > LARGE,
         'an output is "scatter"': bool(epilogue.scattered),
         "it has callbacks": any(each.has_callbacks for each in traced),
         "XLA's CPU backend compiles convolutions inside a loop to slow ones": builder.group.platform == "cpu"

@@ -1,6 +1,6 @@
 """Several: prepare consecutive calls of a loop that one program runs, and start them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,8 +20,19 @@ from .spec import Repeat
 Call = tuple[BoundArguments, CallOptions]
 
 
-def start_calls(site: Site, calls: Sequence[Call], repeat: Repeat) -> tuple[list[Any], bool]:
+# Rows and leaves of each of several calls.
+Several = Sequence[tuple[Rows, Sequence[Any]]]
+
+
+def start_calls(
+    site: Site,
+    calls: Sequence[Call],
+    repeat: Repeat,
+    run: Callable[[ReadyCall, Several, Repeat], list[Any]] = execute_calls,
+) -> tuple[list[Any], bool]:
     """Start the first of these calls, and all behind it that the same program runs.
+
+    `run` takes the first, rows and leaves of each, and `repeat`. It returns the results, perhaps not all.
 
     Returns:
       The results, one a call; and whether the next call is refused, since its numbers are not finite.
@@ -42,7 +53,8 @@ def start_calls(site: Site, calls: Sequence[Call], repeat: Repeat) -> tuple[list
         raise RunsAlone("replicas exchange rows of scattered data before the call")
     form, plan = form.repeated(repeat).with_plan(site)
     rows, leaves = alike[0]
-    check_row_count(function.name, plan.least_rows, rows.lengths)
+    if not function.is_over:
+        check_row_count(function.name, plan.least_rows, rows.lengths)
     if kind.is_new:
         function.on_first_call(site, *calls[0], plan)
         kind.is_new = False
@@ -50,7 +62,7 @@ def start_calls(site: Site, calls: Sequence[Call], repeat: Repeat) -> tuple[list
     ready = ReadyCall(function, site.group, form, plan, rows, broadcast, 1)
     prepared = perf_counter()
     stats.selecting += prepared - begun - (stats.dispatching - compiling)
-    results = execute_calls(ready, alike, repeat)
+    results = run(ready, alike, repeat)
     stats.rows += len(results) * sum(rows.lengths or ())
     stats.slices = 1
     stats.dispatching += perf_counter() - prepared - (stats.sending - sending)

@@ -30,7 +30,7 @@ from .._call.spec import FunctionSpec, Repeat, with_then
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import Prefetch, Stopped
 from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, due_call, launch, warn_of_keys
-from .._loops.per_launch import CallLists, ListLauncher, take_list_early
+from .._loops.per_launch import CallLists, ListLauncher, small_lists, take_list_early
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import Group, current_group
@@ -427,19 +427,23 @@ class Function:
             )
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
         total = Accumulation(self._site_in(current_group()))
+        items: Batches | Items
         if batches is not None:
-            calls = self._batches("over", (args, kwargs), batches, options).calls(batches)
+            items = self._batches("over", (args, kwargs), batches, options)
         elif args or kwargs:
             raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
         else:
             assert source is not None
-            calls = self._items("over", options).calls(source)
+            items = self._items("over", options)
         checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
-        turns = count()
-        for call in calls:
-            total.add(call.arguments, options._replace(batch=call.batch, turn=next(turns)))
+        loop = batches if source is None else source
+        lists, due = small_lists(items, iter(items.calls(loop)), loop), partial(due_call, options, count())
+        for these in lists:
+            calls = [due(call) for call in these.all]
+            most = lists.most if these.is_usual or len(calls) > 1 else 1
+            total.add(calls, Repeat(most, ()))
             # While the source makes the next batch, memory need not hold this one.
-            del call
+            del these, calls
         return total.result()
 
     def _bind(

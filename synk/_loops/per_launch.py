@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from math import prod
 from typing import Any, NamedTuple
 
-from .._base.pytree import PyTree
+from .._base.pytree import PyTree, as_data
 from .._call.binding import BoundArguments, CallOptions
 from .._call.repeat import RunsAlone
 from .._call.several import Call
@@ -13,6 +14,9 @@ from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import Stopped
 from .iterate import Batches, LoopCall
 from .stream import Items
+
+# A program of `f.over` runs so many calls, if all have so few bytes together.
+MOST, SMALL = 16, 1 << 22
 
 
 class CallList(NamedTuple):
@@ -28,13 +32,22 @@ class CallList(NamedTuple):
     is_usual: bool
     last: LoopCall | None = None
 
+    @property
+    def all(self) -> list[LoopCall]:
+        """Return all calls."""
+        return self.calls if self.last is None else [*self.calls, self.last]
+
 
 class CallLists(Iterator[CallList]):
-    """The calls of a loop in lists, each to be run by one launch. A list ends where an epoch does."""
+    """The calls of a loop in lists, each to be run by one launch. A list ends where an epoch does.
+
+    Attributes:
+      most: how many calls a list has at most.
+    """
 
     def __init__(self, items: Batches | Items, calls: Iterator[LoopCall], source: Any, most: int) -> None:
         """Take the calls that `items` makes of `source`, up to `most` a list."""
-        self._items, self._calls, self._most = items, calls, most
+        self._items, self._calls, self.most = items, calls, most
         order = behind_bar(source)
         self._order = order if isinstance(order, Minibatches) else None
         self._at = 0 if self._order is None else self._order.start
@@ -50,7 +63,7 @@ class CallLists(Iterator[CallList]):
             raise TypeError("The number of lists is not known: it depends on the rows of batches.")
         full, has_short = order.rows // order.batch_size, order.per_epoch > order.rows // order.batch_size
         epoch, done = divmod(self._at, order.per_epoch)
-        left, of_epoch = (-(-batches // self._most) + has_short for batches in (full - done, full))
+        left, of_epoch = (-(-batches // self.most) + has_short for batches in (full - done, full))
         return left + (order.epochs - epoch - 1) * of_epoch
 
     def leave_out(self, n: int) -> tuple[int, int]:
@@ -58,12 +71,17 @@ class CallLists(Iterator[CallList]):
         before, lists = self._at, 0
         with suppress(StopIteration):
             while (left := n - (self._at - before)) > 0:
-                self._take(min(self._most, left), lambda call: call)
+                self._take(min(self.most, left), lambda call: call)
                 lists += 1
         return self._at - before, lists
 
+    def peek(self) -> LoopCall | None:
+        """Return the next call, which stays; None if there is none."""
+        self._next = self._next or next(self._calls, None)
+        return self._next
+
     def __next__(self) -> CallList:
-        return self._take(self._most, self._items.keep)
+        return self._take(self.most, self._items.keep)
 
     def _take(self, most: int, keep: Callable[[LoopCall], LoopCall]) -> CallList:
         """Take the next list of up to `most` calls; `keep` makes one ready to wait while the next one is asked for."""
@@ -98,6 +116,22 @@ def take_list_early(items: Batches | Items, these: CallList) -> CallList:
     return CallList([*these.calls, items.keep(these.last)], these.is_usual)
 
 
+def small_lists(items: Batches | Items, calls: Iterator[LoopCall], source: Any) -> CallLists:
+    """Put the calls of a loop in lists, if they are of few bytes and no code of the user's runs between them."""
+    lists = CallLists(items, calls, source, 1)
+    first = lists.peek() if isinstance(behind_bar(source), Minibatches | list | tuple) else None
+    if first is not None and not items.own(first.arguments):
+        lists.most = max(1, min(MOST, SMALL // max(1, _bytes_of(items, first))))
+    return lists
+
+
+def _bytes_of(items: Batches | Items, call: LoopCall) -> int:
+    """Estimate the bytes of the rows that a call picks."""
+    spec, leaves, rows = call.arguments.spec, call.arguments.leaves, items.rows_of(call) or 1
+    rows_of = [as_data(leaves[i]) for i in spec.scattered]
+    return rows * sum(prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in rows_of if hasattr(leaf, "dtype"))
+
+
 class ListLauncher:
     """Launcher of lists of calls. What no program runs in a row is launched call by call."""
 
@@ -122,7 +156,7 @@ class ListLauncher:
         """Launch the calls of a list, and return their results."""
         results: list[PyTree] = []
         try:
-            calls = [self._due(call) for call in (*these.calls, these.last) if call is not None]
+            calls = [self._due(call) for call in these.all]
             room = self._pace(0)
             while len(results) < len(calls):
                 before = len(results)
