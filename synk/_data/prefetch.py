@@ -17,10 +17,11 @@ from .._base.errors import SynkError, checked_integer, public_api, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import SCALARS, PyTree, named, narrow
 from .._runtime.group import Group, current_group
+from .._runtime.layout import put
 from .minibatches import behind_bar
 from .selection import Selection
 from .sources import as_source
-from .transfer import can_go_ahead, place_rows_ahead
+from .transfer import PickedRows, can_go_ahead, place_rows_ahead
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,6 +34,9 @@ class Prefetch(Iterator[R], Generic[T, R]):
     sends their rows. An item that is due as soon as it is taken is launched as it is. The source is asked on the thread
     of the loop. An error of the source is raised when the loop comes to its item. Leaving the loop, `close()` or the
     end of a `with` block drops the items taken early. `len` gives the number of items, if the source has a `len`.
+
+    Attributes:
+      waiting: the items that were taken early.
 
     Example:
       >>> import numpy as np, synk
@@ -57,10 +61,11 @@ class Prefetch(Iterator[R], Generic[T, R]):
         `source` is what they are made of. `name` is what messages call the option `size`. `refuse` raises where no item
         may be asked for. `take_early` makes an item ready to wait until it is due.
         """
+        self.waiting = deque[T]()
         self._size = checked_integer(size, name, wanted="give an integer >= 0, where 0 takes nothing early")
         self._launch, self._refuse, self._early = launch, refuse, take_early
         self._items: Iterator[T] | None = iter(items)
-        self._ready: deque[tuple[T | None, BaseException | None]] = deque()
+        self._error: BaseException | None = None
         self._length = length(source)
         self._unused_call = name.removesuffix(": prefetch")
 
@@ -80,19 +85,18 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._unused_call = ""
         self._refuse()
         try:
-            if not self._ready:
+            waiting = self.waiting
+            if not waiting:
                 self._take_item()
-            if not self._ready:
-                raise StopIteration
-            item, error = self._ready.popleft()
-            if error is not None:
+            if not waiting:
+                error = self._error or StopIteration()
                 try:
                     raise error
                 finally:
                     # An error refers to this frame. Without this line the frame would refer to the error.
                     del error
-            result = self._launch(item)  # type: ignore[arg-type]  # without an error there is an item
-            for _ in range(self._size - len(self._ready)):
+            result = self._launch(waiting.popleft())
+            for _ in range(self._size - len(waiting)):
                 self._take_item(early=True)
             return result
         except BaseException:
@@ -108,14 +112,13 @@ class Prefetch(Iterator[R], Generic[T, R]):
             item = next(self._items)
             if early and self._early is not None:
                 item = self._early(item)
-            self._ready.append((item, None))
+            self.waiting.append(item)
         except KeyboardInterrupt:
             raise
         except StopIteration:
-            self._let_go()
+            self._items = None
         except BaseException as error:
-            self._let_go()
-            self._ready.append((None, error))
+            self._items, self._error = None, error
 
     def leave_out(self, n: int) -> int:
         """Leave out the first n items, for which nothing is launched. Return how many of them there were."""
@@ -129,12 +132,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
     def close(self) -> None:
         """Drop the items that were taken early, and let go of the source; nothing more comes."""
         self._unused_call = ""
-        self._let_go()
-        self._ready.clear()
-
-    def _let_go(self) -> None:
-        """Let go of the source, and of what makes its items."""
-        self._items = self._early = None
+        self._items = self._early = self._error = None
+        self.waiting.clear()
 
     def __enter__(self) -> Prefetch[T, R]:
         return self
@@ -234,6 +233,7 @@ def _place_batch(group: Group, tree: PyTree) -> PyTree:
         if not can_go_ahead(group, source):
             return leaf
         with named(f"synk.prefetch: {name}"):
-            return place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
+            placed = place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
+            return put(group, placed, "rows") if isinstance(placed, PickedRows) else placed
 
     return jax.tree_util.tree_map_with_path(place, tree)

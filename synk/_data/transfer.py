@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,11 @@ from .staging import send_staged, staging_buffers
 
 # A copy of more bytes takes longer than the start of a program that cuts them.
 CUT_BY_HOST_BYTES = 2**20
+_NO_LOCK = nullcontext()
+
+
+class PickedRows(np.ndarray):
+    """Rows on their way to one device, in memory that is synk's own."""
 
 
 class PartRows(NamedTuple):
@@ -59,10 +65,13 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         home = group._home
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
     max_rows = part_rows.max_rows
-    if isinstance(source, jax.Array):
+    if isinstance(source, jax.Array | PickedRows):
         is_all = selection.indexes is None and len(source) == selection.rows == max_rows * group.size
         if is_all and source.dtype == dtype:
+            if isinstance(source, PickedRows):
+                return np.asarray(source)
             return source if is_placed(group, source, "rows") else cut_rows(group, source)
+    if isinstance(source, jax.Array):
         host = to_host(group, source)
         if host is None:
             group._peers.before_launch("rows picked from an array that lies over the processes")
@@ -94,6 +103,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
     return jax.make_array_from_callback((max_rows * size, *row), group.stacked, part_at)
 
 
+@lru_cache(maxsize=64)
 def _blocks(rows: int, size: int) -> PartRows:
     """Cut rows into equal blocks for so many devices. All filler comes behind the rows."""
     most = -(-rows // size)
@@ -180,13 +190,11 @@ def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: 
     """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
     host, rows, size = to_host(group, source), selection.rows, group.size
     # Without a source on the host, programs pick the rows on devices.
-    with LOCK if host is None else nullcontext():
+    with LOCK if host is None else _NO_LOCK:
         if is_cut and rows % size == 0:
-            max_rows = rows // size
-            parts = PartRows(max_rows, (max_rows,) * size, tuple(range(0, rows, max_rows)), (0,) * size)
-            sent = send_rows(group, source, selection, parts, dtype)
+            sent = send_rows(group, source, selection, _blocks(rows, size), dtype)
             if isinstance(sent, np.ndarray):
-                return put(group, sent, "rows")
+                return sent.view(PickedRows)
             # The owner of an array of JAX may donate it before the call.
             is_shared = isinstance(source, jax.Array) and (sent is source or group._has_one_device)
             return copied_on_device(sent) if is_shared else sent

@@ -277,7 +277,9 @@ class Function:
         """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
         run, calls = partial(launch, self._launch, options, count()), self._in_order(source, items.calls(source))
-        return Prefetch(source, calls, run, prefetch, name, refuse, take_early=items.take_early)
+        loop = Prefetch(source, calls, run, prefetch, name, refuse, take_early=items.take_early)
+        items.hold.waiting = loop.waiting
+        return loop
 
     def _in_order(self, source: Iterable[Any], calls: Iterable[LoopCall]) -> Iterator[LoopCall]:
         """Yield the calls of a loop. Warn if they update variables, in the order of rows of an earlier loop."""
