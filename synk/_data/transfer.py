@@ -11,7 +11,7 @@ import numpy as np
 from .._base.pytree import narrowed
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group, GroupAsOne
-from .._runtime.layout import everywhere, host_copy, is_everywhere, is_placed, put
+from .._runtime.layout import constant, everywhere, host_copy, is_everywhere, is_placed, put
 from .host_buffers import acquire
 from .selection import Selection
 from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
@@ -162,6 +162,9 @@ def send_index(group: Group, values: np.ndarray) -> Any:
     """Place a new array of small numbers, one entry a replica on axis 0. Devices may read the array in place."""
     if group._has_one_device:
         return values
+    if values.ndim == 1:
+        # The starts of slices come again in each epoch.
+        return constant(group, "stacked", tuple(values.tolist()), "int32")
     return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)
 
 
