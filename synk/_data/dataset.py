@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -30,12 +31,19 @@ class Hold:
 
     Attributes:
       name: the loop in messages.
-      data: the data that nothing may write to now.
+      data: what all its calls read.
+      waiting: queues of what was taken early, each of whose items has the `leaves` of its arguments.
+      is_source_asked: whether the source is asked for an item. It may write to what no waiting call reads.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name, self.data = name, list[Data]()
+    def __init__(self, name: str, data: Iterable[Data] = ()) -> None:
+        self.name, self.data, self.waiting, self.is_source_asked = name, data, list[Iterable[Any]](), False
         _holds.add(self)
+
+    def refuses(self, data: Data) -> bool:
+        """Tell whether nothing may write to data now."""
+        held = [leaf for queue in self.waiting for item in queue for leaf in item.leaves]
+        return any(leaf is data for leaf in [*held, *([] if self.is_source_asked or not held else self.data)])
 
 
 # All of them, since a write through one `Data` may change rows of a loop's.
@@ -304,7 +312,7 @@ class Data:
     def _refuse_change(self) -> None:
         """Raise SynkError if a loop has items early that read the data."""
         for hold in _holds:
-            if any(data is self for data in hold.data):
+            if hold.refuses(self):
                 raise SynkError(
                     f"{self.name}: it was written to between two items of {hold.name}, which takes items early. Give "
                     f"prefetch=0, which takes an item when the loop comes to it, or leave the loop first."

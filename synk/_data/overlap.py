@@ -80,9 +80,11 @@ def with_neighbours(rows: int, overlap: Overlap) -> np.ndarray:
 
 def widened(parts: PartRows, overlap: Overlap | None) -> PartRows:
     """Add neighbours to the parts of a launch, for a selection that begins with the neighbours of the first row."""
+    if overlap is None:
+        return parts
     more = halo_of(overlap)
     counts = tuple([count + more if count else 0 for count in parts.counts])
-    return parts._replace(max_rows=parts.max_rows + more, counts=counts) if more else parts
+    return parts._replace(max_rows=parts.max_rows + more, counts=counts)
 
 
 def fill_beyond(rows: jax.Array, overlap: Overlap | None, first_row: Any, total: Any) -> jax.Array:

@@ -17,10 +17,11 @@ from .._base.errors import SynkError, checked_integer, public_api, shown
 from .._base.jax_context import is_traced
 from .._base.pytree import SCALARS, PyTree, named, narrow
 from .._runtime.group import Group, current_group
+from .._runtime.layout import put
 from .minibatches import behind_bar
 from .selection import Selection
 from .sources import as_source
-from .transfer import can_go_ahead, place_rows_ahead
+from .transfer import PickedRows, can_go_ahead, place_rows_ahead
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,6 +47,10 @@ class Prefetch(Iterator[R], Generic[T, R]):
     of the loop. An error of the source is raised when the loop comes to its item. Leaving the loop, `close()` or the
     end of a `with` block drops the items taken early. `len` gives the number of items, if the source has a `len`.
 
+    Attributes:
+      waiting: the items that were taken early.
+      gives_lists: whether an item is a list of results.
+
     Example:
       >>> import numpy as np, synk
       >>> with synk.prefetch([np.zeros(4), np.ones(4)]) as batches:
@@ -69,12 +74,13 @@ class Prefetch(Iterator[R], Generic[T, R]):
         `source` is what they are made of. `name` is what messages call the option `size`. `refuse` raises where no item
         may be asked for. `take_early` makes an item ready to wait until it is due.
         """
+        self.waiting = deque[T]()
         self._size = checked_integer(size, name, wanted="give an integer >= 0, where 0 takes nothing early")
         self._launch, self._refuse, self._early = launch, refuse, take_early
         self._items: Iterator[T] | None = iter(items)
-        # Lists of calls, of which items that are left out are counted one by one.
-        self._lists: Any = items if hasattr(items, "leave_out") else None
-        self._ready: deque[tuple[T | None, BaseException | None]] = deque()
+        # Whether items are lists of calls, of which those that are left out are counted one by one.
+        self.gives_lists = hasattr(items, "leave_out")
+        self._error: BaseException | None = None
         self._length = length(source)
         self._unused_call = name.removesuffix(": prefetch")
 
@@ -94,26 +100,25 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._unused_call = ""
         self._refuse()
         try:
-            if not self._ready:
+            waiting = self.waiting
+            if not waiting:
                 self._take_item()
-            if not self._ready:
-                raise StopIteration
-            item, error = self._ready.popleft()
-            if error is not None:
+            if not waiting:
+                error = self._error or StopIteration()
                 try:
                     raise error
                 finally:
                     # An error refers to this frame. Without this line the frame would refer to the error.
                     del error
             try:
-                result = self._launch(item)  # type: ignore[arg-type]  # without an error there is an item
+                result = self._launch(waiting.popleft())
             except Stopped as stopped:
                 if not stopped.results:
                     raise stopped.error from None
                 self.close()
-                self._ready.append((None, stopped.error))
+                self._error = stopped.error
                 return stopped.results  # type: ignore[return-value]  # what `launch` would have returned
-            for _ in range(self._size - len(self._ready)):
+            for _ in range(self._size - len(waiting)):
                 self._take_item(early=True)
             return result
         except BaseException:
@@ -129,19 +134,13 @@ class Prefetch(Iterator[R], Generic[T, R]):
             item = next(self._items)
             if early and self._early is not None:
                 item = self._early(item)
-            self._ready.append((item, None))
+            self.waiting.append(item)
         except KeyboardInterrupt:
             raise
         except StopIteration:
-            self._let_go()
+            self._items = None
         except BaseException as error:
-            self._let_go()
-            self._ready.append((None, error))
-
-    @property
-    def gives_lists(self) -> bool:
-        """Tell whether an item is a list of results."""
-        return self._lists is not None
+            self._items, self._error = None, error
 
     def leave_out(self, n: int) -> tuple[int, int]:
         """Leave out the first n items, for which nothing is launched; of lists, n of what they hold.
@@ -150,8 +149,9 @@ class Prefetch(Iterator[R], Generic[T, R]):
         """
         if not self._unused_call or self._items is None:
             raise SynkError("synk.resume: this loop has begun, so it cannot leave out its first items. Give a new one.")
+        left: Any = self._items
+        there, items = left.leave_out(n) if self.gives_lists else (sum(1 for _ in islice(left, n)),) * 2
         self._unused_call = ""
-        there, items = self._lists.leave_out(n) if self.gives_lists else (sum(1 for _ in islice(self._items, n)),) * 2
         if self._length is not None:
             self._length -= items
         return there, items
@@ -159,12 +159,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
     def close(self) -> None:
         """Drop the items that were taken early, and let go of the source; nothing more comes."""
         self._unused_call = ""
-        self._let_go()
-        self._ready.clear()
-
-    def _let_go(self) -> None:
-        """Let go of the source, and of what makes its items."""
-        self._items = self._early = None
+        self._items = self._early = self._error = None
+        self.waiting.clear()
 
     def __enter__(self) -> Prefetch[T, R]:
         return self
@@ -264,6 +260,7 @@ def _place_batch(group: Group, tree: PyTree) -> PyTree:
         if not can_go_ahead(group, source):
             return leaf
         with named(f"synk.prefetch: {name}"):
-            return place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
+            placed = place_rows_ahead(group, source, Selection(None, 0, rows), narrow(source.dtype))
+            return put(group, placed, "rows") if isinstance(placed, PickedRows) else placed
 
     return jax.tree_util.tree_map_with_path(place, tree)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 from .._base.pytree import narrowed
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group, GroupAsOne
-from .._runtime.layout import everywhere, host_copy, is_everywhere, is_placed, put
+from .._runtime.layout import constant, everywhere, host_copy, is_everywhere, is_placed, put
 from .host_buffers import acquire
 from .selection import Selection
 from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
@@ -19,6 +20,11 @@ from .staging import send_staged, staging_buffers
 
 # A copy of more bytes takes longer than the start of a program that cuts them.
 CUT_BY_HOST_BYTES = 2**20
+_NO_LOCK = nullcontext()
+
+
+class PickedRows(np.ndarray):
+    """Rows on their way to one device, in memory that is synk's own."""
 
 
 class PartRows(NamedTuple):
@@ -60,10 +66,13 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         home = group._home
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
     max_rows = part_rows.max_rows
-    if isinstance(source, jax.Array):
+    if isinstance(source, jax.Array | PickedRows):
         is_all = selection.indexes is None and len(source) == selection.rows == max_rows * group.size
         if is_all and source.dtype == dtype:
+            if isinstance(source, PickedRows):
+                return np.asarray(source)
             return source if is_placed(group, source, "rows") else cut_rows(group, source)
+    if isinstance(source, jax.Array):
         host = to_host(group, source)
         if host is None:
             group._peers.before_launch("rows picked from an array that lies over the processes")
@@ -145,6 +154,7 @@ def _send_filled(
     return jax.make_array_from_callback((first * size, *rest), group.stacked, part_at)
 
 
+@lru_cache(maxsize=64)
 def _blocks(rows: int, size: int) -> PartRows:
     """Cut rows into equal blocks for so many devices. All filler comes behind the rows."""
     most = -(-rows // size)
@@ -203,6 +213,9 @@ def send_index(group: Group, values: np.ndarray) -> Any:
     """Place a new array of small numbers, one entry a replica on axis 0. Devices may read the array in place."""
     if group._has_one_device:
         return values
+    if values.ndim == 1:
+        # The starts of slices come again in each epoch.
+        return constant(group, "stacked", tuple(values.tolist()), "int32")
     return jax.make_array_from_callback(values.shape, group.stacked, values.__getitem__)
 
 
@@ -231,13 +244,11 @@ def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: 
     """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
     host, rows, size = to_host(group, source), selection.rows, group.size
     # Without a source on the host, programs pick the rows on devices.
-    with LOCK if host is None else nullcontext():
+    with LOCK if host is None else _NO_LOCK:
         if is_cut and rows % size == 0:
-            max_rows = rows // size
-            parts = PartRows(max_rows, (max_rows,) * size, tuple(range(0, rows, max_rows)), (0,) * size)
-            sent = send_rows(group, source, selection, parts, dtype)
+            sent = send_rows(group, source, selection, _blocks(rows, size), dtype)
             if isinstance(sent, np.ndarray):
-                return put(group, sent, "rows")
+                return sent.view(PickedRows)
             # The owner of an array of JAX may donate it before the call.
             is_shared = isinstance(source, jax.Array) and (sent is source or group._has_one_device)
             return copied_on_device(sent) if is_shared else sent

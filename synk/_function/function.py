@@ -30,7 +30,7 @@ from .._call.spec import FunctionSpec, Repeat, with_then
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import Prefetch, Stopped
 from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, due_call, launch, warn_of_keys
-from .._loops.per_launch import CallLists, ListLauncher, small_lists, take_list_early
+from .._loops.per_launch import CallLists, ListLauncher, small_lists
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import Group, current_group
@@ -299,11 +299,14 @@ class Function:
         calls, numbers = self._in_order(source, items.calls(source)), count()
         if per_launch == 1:
             run = partial(launch, self._launch, options, numbers)
-            return Prefetch(source, calls, run, prefetch, name, refuse, take_early=items.take_early)
-        lists = CallLists(items, calls, source, per_launch)
-        due = partial(due_call, options, numbers)
+            loop = Prefetch[Any, Any](source, calls, run, prefetch, name, refuse, take_early=items.take_early)
+            items.hold.waiting = [loop.waiting]
+            return loop
+        lists, due = CallLists(items, calls, source, per_launch), partial(due_call, options, numbers)
         launcher = ListLauncher(self._launch, self._launch_several, due, items.own, per_launch, self._pace)
-        return Prefetch(lists, lists, launcher, prefetch, name, refuse, take_early=partial(take_list_early, items))
+        loop = Prefetch(lists, lists, launcher, prefetch, name, refuse, take_early=lists.take_early)
+        items.hold.waiting = [lists.collected, loop.waiting]
+        return loop
 
     def _launch_several(self, calls: Sequence[Call], repeat: Repeat) -> list[PyTree]:
         """Start consecutive calls of a loop by one program: the first, and those behind it that the program runs."""

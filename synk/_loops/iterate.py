@@ -10,22 +10,24 @@ import jax
 import numpy as np
 
 from .._base.errors import public_api, shown, warn
-from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, named, narrow
+from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, narrow, too_large
 from .._call.binding import BoundArguments, CallOptions
 from .._call.leaves import check_leaves, recognise_leaves, spec_of_part
-from .._call.rows import common_rows, refuse_together
+from .._call.rows import common_rows
 from .._call.spec import FunctionSpec
 from .._data.dataset import Data, Hold, source_of
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import check_iterable
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
-from .._data.sources import copied
+from .._data.sources import copied, is_in_memory
 from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .._variables.variable import Shared
 
 _END = object()
+# Batches that a loop keeps as they are.
+_NEVER_CHANGE = (slice, int, range, type(None))
 
 # Threads that leave out items of a loop, for which nothing may be computed. `synk.resume` adds them.
 LEAVES_OUT: set[int] = set()
@@ -79,186 +81,201 @@ def each(values: Iterable[Any]) -> Any:
 
 
 class LoopCall(NamedTuple):
-    """One call of a loop.
-
-    Attributes:
-      arguments: its arguments.
-      batch: the rows that it picks from them, as in a call.
-      early: what was done for it before it is due, if it was taken early.
-    """
+    """One call of a loop: its arguments, and the rows that it picks from them, as in a call."""
 
     arguments: BoundArguments
     batch: Any = None
-    early: "TakenEarly | None" = None
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Return the leaves of its arguments."""
+        return self.arguments.leaves
 
 
-class TakenEarly(NamedTuple):
-    """Rows of a call that were picked before it is due.
+class Picker:
+    """Picker of the rows of calls that are taken early, whose arguments differ in values alone.
 
-    Attributes:
-      batches: the arguments of the loop.
-      picked: the arguments with the rows of the batch; None if picking failed, which other processes hear in the call.
+    Rows of arrays and of data in host memory are picked at once, as the call itself would pick them, and rows of data
+    on the devices by the call: for these it keeps the batch.
     """
 
-    batches: "Batches"
-    picked: BoundArguments | None
+    def __init__(self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group) -> None:
+        self._function, self._group, self._spec = function, group, bound.spec
+        leaves, parts = recognise_leaves(bound, function.name, group)
+        specs = [spec_of_part(part) for part in parts]
+        check_leaves(bound.spec, specs, function.name)
+        self._keys = [specs[at].key for at in bound.spec.scattered]
+        sources = [leaves[at] for at in bound.spec.scattered]
+        self._of_variables = {i: sources[i] for i, at in enumerate(bound.spec.scattered) if specs[at].is_variable}
+        self.picked = [i for i, s in enumerate(sources) if not (isinstance(s, Data) and s.is_minibatch)]
+        self._early = [i for i in self.picked if not _is_on_devices(sources[i], group)]
+        self._is_cut = [options.num_slices == 1 and overlap is None for overlap in bound.spec.overlaps]
+        # Each process brings its own rows. A process without rows, or with a wrong batch, must not leave the others.
+        is_process_local = any(isinstance(source, ProcessLocalRows) for source in sources)
+        self._meets_others = group._is_multi_process and is_process_local
+        self._count_rows(sources)
+
+    def take_early(self, call: LoopCall) -> LoopCall:
+        """Pick the rows of a call that is not due yet. Keep its batch: the source may write the next one there."""
+        batch = call.batch
+        if self._early:
+            try:
+                return self._pick(*call)
+            except Exception:
+                # The call tells the other processes.
+                if not self._meets_others:
+                    raise
+        return LoopCall(call.arguments, _kept(batch))
+
+    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
+        """Keep a call of a list while the next one is asked for. `is_alone` tells that no code of the user's runs then.
+
+        Its rows are sent with those of the whole list. They are picked now if they may be written to, or come from a
+        file.
+        """
+        self._is_cut = [False for _ in self._is_cut]
+        leaves = [call.arguments.leaves[self._spec.scattered[i]] for i in self._early]
+        is_there = all(is_in_memory(source_of(x) if isinstance(x, Data) else x) for x in leaves if hasattr(x, "shape"))
+        return LoopCall(call.arguments, _kept(call.batch)) if is_alone and is_there else self.take_early(call)
+
+    def rows_of(self, call: LoopCall) -> int | None:
+        """Return how many rows a call picks, unchecked."""
+        return rows_picked(call.batch, [call.arguments.leaves[self._spec.scattered[i]] for i in self.picked])
+
+    def _count_rows(self, sources: list[Any]) -> int:
+        """Return how many rows there are to pick from."""
+        return common_rows(self._function.name, self._spec.scattered_names, sources, self.picked, self._meets_others)
+
+    def _select(self, batch: Any, rows: int, i: int) -> Selection:
+        if not rows:
+            return Selection(None, 0, 0)
+        return select(batch, rows, self._function.name, self._spec.scattered_names[i], is_part=self._meets_others)
+
+    def _pick(self, arguments: BoundArguments, batch: Any) -> LoopCall:
+        """Put the rows of a batch in the place of the arguments that they are picked from."""
+        start = perf_counter()
+        leaves = list(arguments.leaves)
+        sources = [self._of_variables.get(i, leaves[at]) for i, at in enumerate(self._spec.scattered)]
+        selection, at = self._select(batch, self._count_rows(sources), self.picked[0]), 0
+        try:
+            for at in self._early:
+                leaves[self._spec.scattered[at]] = self._rows_of(sources[at], at, batch, selection)
+        except OverflowError as error:
+            raise too_large(f"{self._function.name}: argument {self._spec.scattered_names[at]}", error) from None
+        self._function.stats.sending += perf_counter() - start
+        if len(self._early) < len(self.picked):
+            return LoopCall(BoundArguments(self._spec, leaves), _kept(batch))
+        return LoopCall(BoundArguments(self._spec, leaves, selection.with_copied_indexes()))
+
+    def _rows_of(self, leaf: Any, i: int, batch: Any, selection: Selection) -> Any:
+        if isinstance(leaf, ProcessLocalRows):
+            selection_here = self._select(batch, leaf.shape[0], i)
+            return ProcessLocalRows(gather_rows(leaf.source, selection_here, narrow(leaf.dtype)))
+        leaf = leaf if self._keys[i] is None else as_data(leaf)
+        source = source_of(leaf) if isinstance(leaf, Data) else leaf
+        rows = place_rows_ahead(self._group, source, selection, narrow(leaf.dtype), is_cut=self._is_cut[i])
+        # The call gets the batch for the rows on the devices, and must not pick from these rows again.
+        if len(self._early) < len(self.picked):
+            return Data(rows, self._spec.scattered_names[i], minibatch=True, key=self._keys[i])
+        return rows if self._keys[i] is None else as_keys(rows, self._keys[i])
+
+
+def recognised(bound: BoundArguments, name: str, group: Group) -> tuple[BoundArguments, list[Any]]:
+    """Recognise the arguments of calls, once for all of them. Each call takes the rows of a variable as they are then.
+
+    Returns:
+      The arguments, and what calls of the same kind have in common.
+    """
+    leaves, parts = recognise_leaves(bound, name, group)
+    leaves = [old if isinstance(old, Shared) else new for old, new in zip(bound.leaves, leaves, strict=True)]
+    return BoundArguments(bound.spec, leaves), parts
+
+
+def _kept(batch: Any) -> Any:
+    """Copy a batch, unless it never changes."""
+    return batch if type(batch) in _NEVER_CHANGE else deepcopy(batch)
+
+
+def _is_on_devices(source: Any, group: Group) -> bool:
+    """Check whether the call itself picks the rows of a source."""
+    if isinstance(source, Data):
+        return source._home.layout is not None or not can_go_ahead(group, source_of(source))
+    return not can_go_ahead(group, source)
 
 
 class Batches:
     """The arguments of a loop, from which each batch picks rows.
 
-    A call that is due picks its rows itself. For one that is taken early, rows of arrays and of data in host memory are
-    picked at once, and rows of data on the devices by the call. An item of a stream is a loop of one batch, whose
-    arguments came from the source.
+    Attributes:
+      picker: what picks the rows of calls that are taken early.
+      hold: what refuses writes to data that waiting calls read.
     """
 
     def __init__(
-        self,
-        function: FunctionSpec,
-        bound: BoundArguments,
-        options: CallOptions,
-        group: Group,
-        name: str,
-        is_item: bool = False,
+        self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str
     ) -> None:
-        self.function, self.bound, self.options, self.group, self.name = function, bound, options, group, name
+        self._name = name
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
-        leaves, parts = recognise_leaves(with_numbers, function.name, group)
-        specs = [spec_of_part(part) for part in parts]
-        check_leaves(bound.spec, specs, function.name)
-        self._keys = [specs[i].key for i in bound.spec.scattered]
-        self._sources = [as_data(leaves[i]) for i in bound.spec.scattered]
-        self.picked = [i for i, s in enumerate(self._sources) if not (isinstance(s, Data) and s.is_minibatch)]
-        self.on_devices = [i for i in self.picked if self._is_on_devices(self._sources[i])]
-        is_process_local = any(isinstance(source, ProcessLocalRows) for source in self._sources)
-        # Each process brings its own rows. A process without rows, or with a wrong batch, must not leave the others.
-        self.meets_others = group._is_multi_process and is_process_local
-        early = {bound.spec.scattered[i] for i in self.picked if i not in self.on_devices}
-        data = {i: leaf for i, leaf in enumerate(bound.leaves) if isinstance(leaf, Data)}
-        self._data_of_call = [leaf for i, leaf in data.items() if i not in early]
-        self._data = self._data_of_call if is_item else list(data.values())
-        self._hold, self._num_early = Hold(name), 0
-        self._count_rows()
+        self._bound, _ = recognised(with_numbers, function.name, group)
+        self.picker = Picker(function, with_numbers, options, group)
+        self.hold = Hold(name, [leaf for leaf in bound.leaves if isinstance(leaf, Data)])
 
     def calls(self, batches: Iterable[Any]) -> Generator[LoopCall]:
         """Yield the call of each batch, when it is asked for."""
+        hold = self.hold
         try:
             for batch in batches:
-                arguments = self.bound
+                arguments = self._bound
                 if self._values:
                     values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
                     arguments = _with_values(arguments, values)
-                self._protect(self._data)
+                hold.is_source_asked = False
                 yield LoopCall(arguments, batch)
                 # The source may write to rows that are picked already.
-                self._protect(self._data_of_call)
+                hold.is_source_asked = True
         finally:
-            self._protect(self._data)
+            hold.is_source_asked = False
+
+    def take_early(self, call: LoopCall) -> LoopCall:
+        """Pick the rows of a call that is not due yet, as far as they lie on the host."""
+        return self.picker.take_early(self._with_own_values(call))
+
+    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
+        """Keep a call of a list while the next one is asked for; `is_alone` tells that no code of the user's runs."""
+        return self.picker.keep(self._with_own_values(call), is_alone)
+
+    def _with_own_values(self, call: LoopCall) -> LoopCall:
+        if not self._values:
+            return call
+        # The owner of a value of `synk.each` may write the following one there.
+        values = {i: copied(call.arguments.leaves[i]) for i in self._values}
+        return LoopCall(_with_values(call.arguments, values), call.batch)
 
     def rows_of(self, call: LoopCall) -> int | None:
         """Return how many rows a call picks, unchecked."""
-        return rows_picked(call.batch, [self._sources[i] for i in self.picked])
+        return self.picker.rows_of(call)
 
     def own(self, bound: BoundArguments) -> tuple[int, ...]:
         """Return the broadcast arguments of which each call has a value of its own, by number."""
         return tuple([number for number, i in enumerate(bound.spec.broadcast) if i in self._values])
 
-    def take_early(self, call: LoopCall) -> LoopCall:
-        """Pick the rows of a batch that lie on the host, for a call that is not due yet."""
-        batch, arguments, picked = call.batch, call.arguments, None
-        if self._values:
-            # The owner of a value of `synk.each` may write the following one there.
-            arguments = _with_values(arguments, {i: copied(arguments.leaves[i]) for i in self._values})
-        # The source may write its next batch where this one lies.
-        kept = deepcopy(batch) if self.on_devices or self.meets_others else None
-        try:
-            picked = self._pick(batch, arguments)
-        except Exception:
-            if not self.meets_others:
-                raise
-        self._num_early += 1
-        self._protect(self._data)
-        return LoopCall(arguments, kept, TakenEarly(self, picked))
-
-    keep = take_early
-
-    def current(self, call: LoopCall, early: TakenEarly) -> BoundArguments:
-        """Return the arguments of a call that was taken early and is due."""
-        self._num_early -= 1
-        self._protect(self._data)
-        if early.picked is not None:
-            return early.picked
-        try:
-            return self._pick(call.batch, call.arguments)
-        except Exception:
-            refuse_together(self.group, self.function.name)
-            raise
-
-    def _protect(self, data: list[Data]) -> None:
-        """Refuse writes to data, and to no other data of the loop, as long as an item waits."""
-        self._hold.data = data if self._num_early else []
-
     def _next_value(self, i: int, iterator: Iterator[Any]) -> Any:
         """Take the next value of `synk.each`."""
-        argument = self.bound.spec.names[i]
+        argument = self._bound.spec.names[i]
         value = next(iterator, _END)
         if value is _END:
-            raise ValueError(f"{self.name}: synk.each of argument {argument} has fewer values than there are batches.")
+            raise ValueError(f"{self._name}: synk.each of argument {argument} has fewer values than there are batches.")
         if isinstance(value, Shared):
             raise TypeError(
-                f"{self.name}: synk.each gives values, not shared variables. For these call the function in a loop."
+                f"{self._name}: synk.each gives values, not shared variables. For these call the function in a loop."
             )
         if not jax.tree_util.all_leaves([value]):
             raise TypeError(
-                f"{self.name}: synk.each gives argument {argument} a {type(value).__name__}. Give it a tree of "
+                f"{self._name}: synk.each gives argument {argument} a {type(value).__name__}. Give it a tree of "
                 f"synk.each instead, one for each array."
             )
         return as_keys(value[:], value._key) if isinstance(value, Data) else value
-
-    def _is_on_devices(self, source: Any) -> bool:
-        """Check whether the call itself picks the rows of a source."""
-        if isinstance(source, Data):
-            return source._home.layout is not None or not can_go_ahead(self.group, source_of(source))
-        return not can_go_ahead(self.group, source)
-
-    def _count_rows(self) -> int:
-        """Return how many rows there are to pick from."""
-        names = self.bound.spec.scattered_names
-        return common_rows(self.function.name, names, self._sources, self.picked, self.meets_others)
-
-    def _select(self, batch: Any, rows: int, i: int) -> Selection:
-        if not rows:
-            return Selection(None, 0, 0)
-        return select(batch, rows, self.function.name, self.bound.spec.scattered_names[i], is_part=self.meets_others)
-
-    def _pick(self, batch: Any, arguments: BoundArguments) -> BoundArguments:
-        """Put the rows of a batch in the place of the arguments that they are picked from."""
-        # An item of a stream may bring no rows to pick from.
-        if not self.picked:
-            return arguments
-        start = perf_counter()
-        selection = self._select(batch, self._count_rows(), self.picked[0])
-        leaves = list(arguments.leaves)
-        for i in self.picked:
-            if i not in self.on_devices:
-                with named(f"{self.function.name}: argument {self.bound.spec.scattered_names[i]}"):
-                    leaves[self.bound.spec.scattered[i]] = self._rows_of(i, batch, selection)
-        self.function.stats.sending += perf_counter() - start
-        return arguments._replace(leaves=leaves, numbers=None if self.on_devices else selection.with_copied_indexes())
-
-    def _rows_of(self, i: int, batch: Any, selection: Selection) -> Any:
-        leaf = self._sources[i]
-        if isinstance(leaf, ProcessLocalRows):
-            selection_here = self._select(batch, leaf.shape[0], i)
-            return ProcessLocalRows(gather_rows(leaf.source, selection_here, narrow(leaf.dtype)))
-        source = source_of(leaf) if isinstance(leaf, Data) else leaf
-        is_cut = self.options.num_slices == 1 and self.bound.spec.overlaps[i] is None
-        rows = place_rows_ahead(self.group, source, selection, narrow(leaf.dtype), is_cut=is_cut)
-        # The call gets the batch for the rows on the devices, and must not pick from these rows again.
-        if self.on_devices:
-            return Data(rows, self.bound.spec.scattered_names[i], minibatch=True, key=self._keys[i])
-        return as_keys(rows, self._keys[i])
 
 
 def check_batches(
@@ -268,7 +285,7 @@ def check_batches(
     check_iterable(batches, f"{name}: batches", "batches, e.g. synk.minibatches")
     bound = bound._replace(leaves=_values_left(batches, bound, name))
     rows = Batches(function, bound, options, group, name)
-    if not rows.picked:
+    if not rows.picker.picked:
         raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
     return rows
 
@@ -304,11 +321,7 @@ def launch(
 
 def due_call(options: CallOptions, numbers: Iterator[int], call: LoopCall) -> tuple[BoundArguments, CallOptions]:
     """Return arguments and options of a call that is due."""
-    bound, batch, early = call
-    if early is not None:
-        bound = early.batches.current(call, early)
-        batch = batch if early.batches.on_devices else None
-    return bound, options._replace(batch=batch, turn=next(numbers))
+    return call.arguments, CallOptions(call.batch, None, options.num_slices, options.output_subset, next(numbers))
 
 
 def rows_picked(batch: Any, leaves: Sequence[Any]) -> int | None:

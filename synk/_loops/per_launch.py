@@ -37,18 +37,26 @@ class CallList(NamedTuple):
         """Return all calls."""
         return self.calls if self.last is None else [*self.calls, self.last]
 
+    @property
+    def leaves(self) -> list[Any]:
+        """Return the leaves of the arguments of all calls."""
+        return [leaf for call in self.all for leaf in call.leaves]
+
 
 class CallLists(Iterator[CallList]):
     """The calls of a loop in lists, each to be run by one launch. A list ends where an epoch does.
 
     Attributes:
       most: how many calls a list has at most.
+      collected: the calls of a list whose next call is asked for.
+      is_alone: whether no code of the user's runs then.
     """
 
     def __init__(self, items: Batches | Items, calls: Iterator[LoopCall], source: Any, most: int) -> None:
         """Take the calls that `items` makes of `source`, up to `most` a list."""
-        self._items, self._calls, self.most = items, calls, most
+        self._items, self._calls, self.most, self.collected = items, calls, most, list[LoopCall]()
         order = behind_bar(source)
+        self.is_alone = isinstance(order, Minibatches | list | tuple)
         self._order = order if isinstance(order, Minibatches) else None
         self._at = 0 if self._order is None else self._order.start
         self._usual: int | None = None
@@ -81,45 +89,46 @@ class CallLists(Iterator[CallList]):
         return self._next
 
     def __next__(self) -> CallList:
-        return self._take(self.most, self._items.keep)
+        return self._take(self.most, self._keep)
+
+    def take_early(self, these: CallList) -> CallList:
+        """Make a list ready to wait until it is due."""
+        return these if these.last is None else CallList([*these.calls, self._keep(these.last)], these.is_usual)
+
+    def _keep(self, call: LoopCall) -> LoopCall:
+        return self._items.keep(call, self.is_alone)
 
     def _take(self, most: int, keep: Callable[[LoopCall], LoopCall]) -> CallList:
         """Take the next list of up to `most` calls; `keep` makes one ready to wait while the next one is asked for."""
         if self._error is not None:
             raise self._error
         taken, self._next = self._next or next(self._calls), None
-        calls, rows = list[LoopCall](), self._items.rows_of(taken)
+        calls, rows = self.collected, self._items.rows_of(taken)
         self._usual = rows if self._usual is None else self._usual
         try:
             while not calls or self._items.rows_of(taken) == rows:
                 self._at += 1
                 if len(calls) == most - 1 or (self._order and self._at % self._order.per_epoch == 0):
-                    return CallList(calls, rows == self._usual, taken)
+                    return CallList([*calls], rows == self._usual, taken)
                 # The source may make the next item where this one lies.
                 calls.append(keep(taken))
                 taken = next(self._calls)
             self._next = taken
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except Exception as error:
             if not calls:
                 raise
             # It comes behind the results of these calls.
             self._error = error
-        return CallList(calls, rows == self._usual)
-
-
-def take_list_early(items: Batches | Items, these: CallList) -> CallList:
-    """Make a list ready to wait until it is due."""
-    if these.last is None:
+        finally:
+            these = CallList([*calls], rows == self._usual)
+            calls.clear()
         return these
-    return CallList([*these.calls, items.keep(these.last)], these.is_usual)
 
 
 def small_lists(items: Batches | Items, calls: Iterator[LoopCall], source: Any) -> CallLists:
     """Put the calls of a loop in lists, if they are of few bytes and no code of the user's runs between them."""
     lists = CallLists(items, calls, source, 1)
-    first = lists.peek() if isinstance(behind_bar(source), Minibatches | list | tuple) else None
+    first = lists.peek() if lists.is_alone else None
     if first is not None and not items.own(first.arguments):
         lists.most = max(1, min(MOST, SMALL // max(1, _bytes_of(items, first))))
     return lists

@@ -7,10 +7,11 @@ from typing import Any
 from .._base.pytree import is_prng_key
 from .._call.binding import ArgumentBinder, BoundArguments, CallOptions
 from .._call.spec import FunctionSpec
+from .._data.dataset import Hold
 from .._data.prefetch import check_iterable
 from .._data.sources import copied
 from .._runtime.group import Group
-from .iterate import Batches, LoopCall, PerBatch, rows_picked, warn_of_keys
+from .iterate import LoopCall, PerBatch, Picker, recognised, rows_picked, warn_of_keys
 
 
 class Items:
@@ -20,7 +21,9 @@ class Items:
         self, function: FunctionSpec, binder: ArgumentBinder, options: CallOptions, group: Group, name: str
     ) -> None:
         self._function, self._binder, self._options, self._group, self._name = function, binder, options, group, name
-        self._last_keys: list[Any] = []
+        self.hold, self._last_keys = Hold(name), list[Any]()
+        # What picks the rows of the last item, and what the items have in common for which it does.
+        self._picker: tuple[Picker | None, tuple[Any, ...]] = None, ()
 
     def calls(self, source: Iterable[Any]) -> Iterator[LoopCall]:
         """Return an iterator of the call of each item, which comes when it is asked for."""
@@ -49,21 +52,25 @@ class Items:
         """Return the broadcast arguments of which each call has a value of its own, by number."""
         return tuple(range(len(bound.spec.broadcast)))
 
-    def keep(self, call: LoopCall) -> LoopCall:
-        """Copy the arguments of a call, which the loader may write to before they are picked."""
+    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
+        """Copy the arguments of a call of a list: the loader may write its next item where this one lies."""
         bound = call.arguments
         return LoopCall(bound._replace(leaves=[copied(leaf) for leaf in bound.leaves]))
 
     def take_early(self, call: LoopCall) -> LoopCall:
         """Copy the arguments of a call that is not due yet: the loader may write its next item where this one lies."""
-        bound = call.arguments
+        spec, group = call.arguments.spec, self._group
         # Rows are copied when they are picked.
-        leaves = list(bound.leaves)
-        for i in bound.spec.broadcast:
+        leaves = list(call.arguments.leaves)
+        for i in spec.broadcast:
             leaves[i] = copied(leaves[i])
-        bound = bound._replace(leaves=leaves)
-        rows = Batches(self._function, bound, self._options, self._group, self._name, is_item=True)
-        return rows.take_early(LoopCall(bound))
+        given = BoundArguments(spec, leaves)
+        bound, parts = recognised(given, self._function.name, group)
+        picker, kind = self._picker
+        if picker is None or kind != (spec, *parts) or group._is_multi_process:
+            picker = Picker(self._function, given, self._options, group)
+            self._picker = picker, (spec, *parts)
+        return picker.take_early(LoopCall(bound))
 
 
 def _bind(binder: ArgumentBinder, item: Any) -> BoundArguments:
