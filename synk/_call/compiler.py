@@ -24,12 +24,12 @@ from .._variables.state import AbstractState, with_layout
 from .._variables.variable import Shared
 from .parts import TABLE_ROWS, Part, PartArrays, any_not_finite, arrays_of, part_of, part_table, split_into_launches
 from .program import Epilogue
+from .repeat import Placed, Repetition, repeated
+from .spec import Repeat
 from .traces import State
 
 Arrays = Sequence[jax.Array]
 Body = Callable[..., list[jax.Array]]
-# Arguments of a program: layout and global shape of each.
-Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]
 
 
 class _Launch(NamedTuple):
@@ -84,8 +84,9 @@ class Compiler:
         of_then = epilogue.then[0].variables if epilogue.then else ()
         # A call in one launch has one program, which runs `fn` and ends the call.
         last = (*of_then, *written) if self.call.is_sliced else (*launch, *of_then)
-        # A value that was infinite before the call may stay so: the flag compares with the old values.
-        last = (*last, *updates) if self.refuses_nan else last
+        # A value that was infinite before the call may stay so: the flag compares with the old values. Of several calls
+        # each takes the values that the one before has left.
+        last = (*last, *updates) if self.refuses_nan or self.call.repeat else last
         self.reads = (launch, tuple(dict.fromkeys(last)))
         # JAX lets a result take the memory of the next donated argument of its shape. In another order than the
         # arguments, each new value would take the memory of another old one, and XLA would copy them all.
@@ -184,11 +185,14 @@ class Compiler:
             taken = self._unpack(launch, self._with_halos(launch, values))
             return self._finish(launch, taken, self._run(launch, taken, launch.sizes))
 
+        whole, outs = self._each_rank(launch, given) if takes_all_replicas else body, self._outs(launch)
+        if self.call.repeat is not None:
+            whole, arguments, outs = repeated(body, arguments, outs, self._repetition(launch, self.call.repeat))
         return ProgramSpec(
-            body=self._each_rank(launch, given) if takes_all_replicas else body,
+            body=whole,
             ins=[[layout for layout, _ in each] for each in arguments],
             shapes=[[shape for _, shape in each] for each in arguments],
-            outs=self._outs(launch),
+            outs=outs,
             donate=self._donated(launch),
             engine=function.engine,
             options=function.compiler_options,
@@ -198,6 +202,23 @@ class Compiler:
             has_fixed_kernels=self.call.block is not None,
             constants=self._constants(launch),
         )
+
+    def _repetition(self, launch: _Launch, repeat: Repeat) -> Repetition:
+        """Say which arguments of a program the calls that it runs in a row hand on, and which each has for itself."""
+        call, reads, bounds = self.call, self.reads[launch.is_last], [0]
+        for variable in reads:
+            bounds.append(bounds[-1] + len(self._abstract(variable).shapes))
+        places, at = dict(zip(reads, bounds, strict=False)), bounds[-1]
+        carried = [places[v] + i for v in self.updates for i in range(len(self._abstract(v).shapes))]
+        own, at, carried = list[int](), at + len(launch.carry), carried or [at + i for i in range(len(launch.carry))]
+        for feed in call.feeds:
+            own += [at] * (feed.layout == "rows") + [at + 1] * (feed.index is not None)
+            at += 1 + (feed.index is not None)
+        own += [at + i for i in repeat.own]
+        if call.is_over:
+            # The table of parts tells which rows came before those of a batch.
+            own.append(at + len(call.broadcast))
+        return Repetition(repeat.most, carried, own, len(reads) + 2, self.group.size, self.refuses_nan)
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
         """Sort the arguments of a program on one replica."""

@@ -20,10 +20,11 @@ from .._variables.state import VariableState
 from .._variables.variable import Shared, bind, divergence, invalidate
 from .._variables.views import View
 from .failures import FEWER_ROWS, NotFinite, translate_error
+from .leaves import stack_leaves
 from .parts import part_table, split_into_launches
 from .plan import CallPlan, Form, SliceChoice
-from .rows import Rows, exchanged, feed_rows, index_on_replicas
-from .spec import CallSpec, FunctionSpec
+from .rows import Rows, exchanged, feed_calls, feed_rows, index_on_replicas
+from .spec import CallSpec, FunctionSpec, Repeat
 
 
 class ReadyCall(NamedTuple):
@@ -79,18 +80,80 @@ class Outcome(NamedTuple):
 
 def execute(ready: ReadyCall) -> Any:
     """Run a call and commit its updates: all or none, Ctrl-C included. Return its result."""
-    plan, group, name = ready.plan, ready.group, ready.function.name
+
+    def refuse(values: list[jax.Array]) -> None:
+        if ready.plan.has_flag and _is_refused(ready, values):
+            raise NotFinite
+
+    states = _states(ready)
+    return _tree(ready, _launch(ready, states, _arguments(ready, states), refuse))
+
+
+def execute_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]], repeat: Repeat) -> list[Any]:
+    """Run several calls in a row by one program, each with its rows and leaves, and commit their updates.
+
+    Return the results, up to the first call that is refused since its numbers are not finite.
+    """
+    plan, states, lengths = ready.plan, _states(ready), ready.rows.lengths
+    if plan.must_be_equal or plan.held:
+        check_variables(ready, states)
+    values = values_of_calls(ready, calls, repeat)
+    if lengths and not ready.form.is_plain:
+        values.append(place_table(ready, split_into_launches(lengths, 1)[0]))
+    values.append(flags_of(ready, len(calls), repeat))
+    arguments = [*leaves_taken(ready, states, plan.reads[1]), [], values]
+    values = _launch(ready, states, arguments, lambda values: None, len(calls))
+    count = len(plan.result.picked) + plan.has_flag
+    results: list[Any] = []
+    for i in range(len(calls)):
+        of_call = values[plan.num_updated + i * count :][:count]
+        if plan.has_flag and _is_refused(ready, of_call):
+            break
+        results.append(plan.result.tree(of_call))
+    return results
+
+
+def values_of_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]], repeat: Repeat) -> list[Any]:
+    """Return the arguments of several calls in a row, as `values_of` does for one."""
+    start, group, lengths = perf_counter(), ready.group, ready.rows.lengths
+    rows = [rows for rows, _ in calls]
+    values = feed_calls(group, rows, split_into_launches(lengths, 1)[0], repeat.most) if lengths else []
+    broadcast = list(ready.broadcast)
+    for i in repeat.own:
+        leaf = ready.call.arguments.broadcast[i]
+        broadcast[i] = stack_leaves(group, [leaves[leaf] for _, leaves in calls], repeat.most)
+    ready.function.stats.sending += perf_counter() - start
+    return [*values, *broadcast]
+
+
+def flags_of(ready: ReadyCall, count: int, repeat: Repeat) -> jax.Array:
+    """Tell a program of several calls which of them are there: the first `count`."""
+    return constant(ready.group, "replicated", tuple([i < count for i in range(repeat.most)]), "bool")
+
+
+def _states(ready: ReadyCall) -> dict[Shared, VariableState]:
+    """Return the states of all variables that a call touches."""
     states: dict[Shared, VariableState] = {}
-    for variable in plan.accepts:
+    for variable in ready.plan.accepts:
         state = variable._state
-        is_there = variable._group is group and state.failure is None
+        is_there = variable._group is ready.group and state.failure is None
         states[variable] = state if is_there else ready.state(variable)
-    arguments = _arguments(ready, states)
+    return states
+
+
+def _launch(
+    ready: ReadyCall,
+    states: dict[Shared, VariableState],
+    arguments: list[Sequence[Any]],
+    refuse: Callable[[list[jax.Array]], None],
+    count: int = 1,
+) -> list[jax.Array]:
+    """Launch the program that ends `count` calls, and commit their updates unless `refuse` raises."""
+    plan, name = ready.plan, ready.function.name
     if not plan.updates:
         values = run(name, plan.last, arguments)
-        if plan.has_flag and _is_refused(ready, values):
-            raise NotFinite
-        return _tree(ready, values)
+        refuse(values)
+        return values
     # `lose` lives as long as the program is in flight. It must keep no argument and no value alive, so it refers to
     # the new states weakly.
     written: list[tuple[Shared, ref[VariableState]]] = []
@@ -104,18 +167,17 @@ def execute(ready: ReadyCall) -> Any:
     with uninterrupted():
         try:
             values = run(name, plan.last, arguments, lose)
-            if plan.has_flag and _is_refused(ready, values):
-                raise NotFinite
+            refuse(values)
         except Exception as error:
             for update in plan.updates:
                 old = states[update.variable]
                 if any(leaf.is_deleted() for leaf in old.leaves):
                     invalidate(update.variable, old, name, error)
             raise
-        for variable, state in _updates(ready, values, states).items():
+        for variable, state in _updates(ready, values, states, count).items():
             written.append((variable, ref(state)))
             variable._state = state
-    return _tree(ready, values)
+    return values
 
 
 def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
@@ -254,14 +316,17 @@ def run(
 
 
 def _updates(
-    ready: ReadyCall, values: list[jax.Array], states: dict[Shared, VariableState]
+    ready: ReadyCall, values: list[jax.Array], states: dict[Shared, VariableState], count: int = 1
 ) -> dict[Shared, VariableState]:
-    """Return the new states of the variables that the call writes."""
+    """Return the new states of the variables that `count` calls in a row write."""
     updates: dict[Shared, VariableState] = {}
-    for variable, start, stop, abstract, depends_on in ready.plan.updates:
-        is_equal = depends_on is not None
-        for needed in depends_on or ():
-            is_equal = is_equal and states[needed].is_equal
-        by = "" if is_equal else ready.function.name
-        updates[variable] = VariableState(values[start:stop], abstract, is_equal, by)
+    # What one call makes unequal, the next one reads.
+    for _ in range(count):
+        states = states | updates if updates else states
+        for variable, start, stop, abstract, depends_on in ready.plan.updates:
+            is_equal = depends_on is not None
+            for needed in depends_on or ():
+                is_equal = is_equal and states[needed].is_equal
+            by = "" if is_equal else ready.function.name
+            updates[variable] = VariableState(values[start:stop], abstract, is_equal, by)
     return updates

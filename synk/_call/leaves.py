@@ -222,6 +222,16 @@ def placer_of(leaf: LeafSpec, group: Group, is_used_once: bool, is_abstract: boo
     return _place_number if leaf.kind == "number" else _replicate
 
 
+def stack_leaves(group: Group, leaves: Sequence[Any], most: int) -> Any:
+    """Bring the values of a broadcast argument for several calls to every replica: an entry a call, and fillers."""
+    key, values = key_of(leaves[0]), [host_copy(as_data(leaf)) for leaf in leaves]
+    whole = np.stack(values + values[-1:] * (most - len(values)))
+    if key is None and group._has_one_device:
+        return whole
+    placed = put(group, whole, "replicated")
+    return placed if key is None else as_keys(placed, key)
+
+
 def _resident(group: Group, leaf: Any) -> jax.Array:
     return resident(leaf, group)
 

@@ -28,8 +28,9 @@ from .compiler import Compiler
 from .failures import translate_error
 from .parts import split_into_launches
 from .program import Epilogue, ProgramBuilder
+from .repeat import RunsAlone, why_alone
 from .rows import InputSpec
-from .spec import CallSpec, FunctionSpec
+from .spec import CallSpec, FunctionSpec, Repeat
 from .traces import TELLING_ROWS_APART, CallTraces, NeedsAllRows, rows_not_in_blocks
 
 # Groups for which a function keeps plans that refer to it.
@@ -80,6 +81,7 @@ class CallPlan:
       least_rows: the number of rows in all that the outputs need.
       uses_rank: what `fn` and `then` use that tells parts of equal rows apart, as `synk.rank`.
       communicates: whether `fn` communicates.
+      alone: why a program cannot run several such calls in a row; "" if it can.
       compiler: for `f.over`, the compiler of the program that ends it, which depends on what has been kept. Otherwise
         None, since it refers to the function.
     """
@@ -103,6 +105,7 @@ class CallPlan:
     least_rows: int
     uses_rank: set[str]
     communicates: bool
+    alone: str
     compiler: Compiler | None
 
     def program_of(self, parts: PartRows) -> Executable:
@@ -384,7 +387,8 @@ class Form:
     """
 
     __slots__ = (
-        "_base", "_exact", "_holders", "_kept", "_slices", "call", "exchanges", "inputs", "is_plain", "lengths",
+        "_base", "_exact", "_holders", "_kept", "_repeated", "_slices", "call", "exchanges", "inputs", "is_plain",
+        "lengths",
     )  # fmt: skip
 
     def __init__(
@@ -396,6 +400,7 @@ class Form:
         # The key without parts, by which a variable that brings rows is found.
         self._base, self._slices = base, slices
         self._exact: Form | None = None
+        self._repeated: dict[Repeat, Form] = {}
         self._kept: list[Kept] = []
         self._holders: list[Kept] = []
 
@@ -410,11 +415,18 @@ class Form:
             self._exact = self.with_call(self.call._replace(lengths=self.lengths, num_slices=count))
         return self._exact
 
+    def repeated(self, repeat: Repeat) -> "Form":
+        """Return the form of such calls in a row."""
+        if repeat not in self._repeated:
+            self._repeated[repeat] = self.with_call(self.call._replace(repeat=repeat))
+        return self._repeated[repeat]
+
     def with_plan(self, site: Site) -> tuple["Form", CallPlan]:
         """Return the plan of these calls, and the form that has its key; make the plan if there is none.
 
         Raises:
           NeedsAllRows: one replica that all devices make is to take the rows.
+          RunsAlone: they are to run in a row, which no program can.
         """
         kept = None if site.way == "afresh" else site.plans.current(self._kept, site)
         if kept is None:
@@ -422,8 +434,8 @@ class Form:
             self._kept = site.plans.kept(site.group, plan_key(site.function, self.call), list, self.call.is_over)
         else:
             plan = kept.plan
-        if isinstance(plan, str):
-            raise NeedsAllRows(plan)
+        if isinstance(plan, Exception):
+            raise type(plan)(*plan.args)
         return (self, plan) if plan is not None else self.of_lengths().with_plan(site)
 
     def holder(self, site: Site) -> Shared | None:
@@ -481,11 +493,13 @@ def trace_plan(site: Site, call: CallSpec) -> Traced:
     try:
         builder = ProgramBuilder(traces)
     except NeedsAllRows as needed:
-        refusal = str(needed)
+        refusal = NeedsAllRows(str(needed))
         return Traced(traces.accepts, traces.record, lambda: refusal)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         return Traced(traces.accepts, traces.record, lambda: None)
     epilogue = Epilogue(builder)
+    if call.repeat is not None and (why := why_alone(epilogue)):
+        return Traced(traces.accepts, traces.record, lambda: RunsAlone(why))
     if site.function.blocks is not None:
         _check_blocks(traces)
     depends_on = _equality_dependencies(epilogue)
@@ -542,6 +556,7 @@ def _make_plan(
         least_rows=builder.outputs.least_rows(builder.combined),
         uses_rank=set().union(*(traced.uses_rank for traced in users)) - TELLING_ROWS_APART,
         communicates=builder.first.communicates,
+        alone=why_alone(epilogue),
         compiler=compiler if call.is_over else None,
     )
 

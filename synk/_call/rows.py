@@ -14,7 +14,7 @@ from .._data.feed import InputFeed
 from .._data.overlap import widened, with_neighbours
 from .._data.process_rows import rows_of_replicas
 from .._data.selection import IndexKind, ReplicaSelection, Selection
-from .._data.transfer import PartRows, cut_rows, gather_rows, is_cut_by_host, send_index, send_rows
+from .._data.transfer import PartRows, cut_rows, gather_rows, is_cut_by_host, send_index, send_rows, send_rows_of_calls
 from .._runtime.executable import Executable
 from .._runtime.group import Group
 from .._runtime.layout import constant, takes
@@ -222,11 +222,39 @@ def feed_rows(group: Group, rows: Rows, parts: PartRows) -> list[Any]:
     return values
 
 
+def feed_calls(group: Group, calls: Sequence[Rows], parts: PartRows, most: int) -> list[Any]:
+    """Bring several calls in a row their rows, as `feed_rows` does for one; of data on the devices there is one array
+    for all calls."""
+    values: list[Any] = []
+    indexes: dict[Any, Any] = {}
+    for i, (spec, source) in enumerate(zip(calls[0].inputs, calls[0].sources, strict=True)):
+        selections = [rows.selections[i] for rows in calls]
+        layout, index, overlap = spec.feed.layout, spec.feed.index, spec.feed.overlap
+        if layout == "rows":
+            sources = [rows.sources[i] for rows in calls]
+            asked = widened(parts, overlap)
+            values.append(send_rows_of_calls(group, sources, selections, asked, spec.dtype, most))
+            continue
+        values.append(source)
+        key = (index, id(selections[0]), overlap)
+        if index is not None and key not in indexes:
+            wide = widened(parts, overlap)
+            each = [_positions_of_all(group, selection, index, wide) for selection in selections]
+            indexes[key] = send_index(group, np.stack(each + each[-1:] * (most - len(each)), 1))
+        if index is not None:
+            values.append(indexes[key])
+    return values
+
+
 def _index_of_all(group: Group, selection: Selection, kind: IndexKind, parts: PartRows) -> Any:
     """Send the index by which replicas that have all rows pick those of a launch."""
+    return send_index(group, _positions_of_all(group, selection, kind, parts))
+
+
+def _positions_of_all(group: Group, selection: Selection, kind: IndexKind, parts: PartRows) -> np.ndarray:
     if kind == "slice":
-        return send_index(group, np.array([selection.start + start for start in parts.starts], np.int32))
-    return send_index(group, np.array([parts.positions(selection, r) for r in range(group.size)], np.int32))
+        return np.array([selection.start + start for start in parts.starts], np.int32)
+    return np.array([parts.positions(selection, r) for r in range(group.size)], np.int32)
 
 
 def index_on_replicas(group: Group, kind: IndexKind, chosen: ReplicaSelection | None, parts: PartRows) -> Any:

@@ -166,6 +166,18 @@ class FunctionSpec:
         return bool(self.per_part) or any(op.collective == "gather" for op in jax.tree.leaves(self.ops))
 
 
+class Repeat(NamedTuple):
+    """Several calls in a row by one program.
+
+    Attributes:
+      most: how many calls there may be.
+      own: the broadcast arguments, by number, of which each call has a value of its own.
+    """
+
+    most: int
+    own: tuple[int, ...]
+
+
 class CallSpec(NamedTuple):
     """Key of the plan of one kind of call: all that its programs depend on, beside shared variables.
 
@@ -187,6 +199,7 @@ class CallSpec(NamedTuple):
       is_composed: whether the call is part of an outer transformation.
       is_over: whether the call is a batch of `f.over`.
       block: rows of a block, if each replica runs its blocks one by one in one launch.
+      repeat: the calls that a program runs one after another; None for one call.
     """
 
     arguments: ArgumentSpec
@@ -205,6 +218,7 @@ class CallSpec(NamedTuple):
     is_composed: bool = False
     is_over: bool = False
     block: int | None = None
+    repeat: Repeat | None = None
 
     @property
     def row_shapes(self) -> list[jax.ShapeDtypeStruct]:

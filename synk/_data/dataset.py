@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -33,17 +32,17 @@ class Hold:
     Attributes:
       name: the loop in messages.
       data: what all its calls read.
-      waiting: the calls that were taken early.
+      waiting: queues of what was taken early, each of whose items has the `leaves` of its arguments.
       is_source_asked: whether the source is asked for an item. It may write to what no waiting call reads.
     """
 
     def __init__(self, name: str, data: Iterable[Data] = ()) -> None:
-        self.name, self.data, self.waiting, self.is_source_asked = name, data, deque[Any](), False
+        self.name, self.data, self.waiting, self.is_source_asked = name, data, list[Iterable[Any]](), False
         _holds.add(self)
 
     def refuses(self, data: Data) -> bool:
         """Tell whether nothing may write to data now."""
-        held = [leaf for call in self.waiting for leaf in call.arguments.leaves]
+        held = [leaf for queue in self.waiting for item in queue for leaf in item.leaves]
         return any(leaf is data for leaf in [*held, *([] if self.is_source_asked or not held else self.data)])
 
 

@@ -27,6 +27,18 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+class Stopped(Exception):
+    """An error behind results that the loop is to see before it.
+
+    Attributes:
+      results: the results, perhaps none.
+      error: the error.
+    """
+
+    def __init__(self, results: list[Any], error: BaseException) -> None:
+        self.results, self.error = results, error
+
+
 class Prefetch(Iterator[R], Generic[T, R]):
     """An iterator of results that takes items of its source early; made by `synk.prefetch` and `f.iterate`.
 
@@ -37,6 +49,7 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     Attributes:
       waiting: the items that were taken early.
+      gives_lists: whether an item is a list of results.
 
     Example:
       >>> import numpy as np, synk
@@ -65,6 +78,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
         self._size = checked_integer(size, name, wanted="give an integer >= 0, where 0 takes nothing early")
         self._launch, self._refuse, self._early = launch, refuse, take_early
         self._items: Iterator[T] | None = iter(items)
+        # Whether items are lists of calls, of which those that are left out are counted one by one.
+        self.gives_lists = hasattr(items, "leave_out")
         self._error: BaseException | None = None
         self._length = length(source)
         self._unused_call = name.removesuffix(": prefetch")
@@ -95,7 +110,14 @@ class Prefetch(Iterator[R], Generic[T, R]):
                 finally:
                     # An error refers to this frame. Without this line the frame would refer to the error.
                     del error
-            result = self._launch(waiting.popleft())
+            try:
+                result = self._launch(waiting.popleft())
+            except Stopped as stopped:
+                if not stopped.results:
+                    raise stopped.error from None
+                self.close()
+                self._error = stopped.error
+                return stopped.results  # type: ignore[return-value]  # what `launch` would have returned
             for _ in range(self._size - len(waiting)):
                 self._take_item(early=True)
             return result
@@ -120,14 +142,19 @@ class Prefetch(Iterator[R], Generic[T, R]):
         except BaseException as error:
             self._items, self._error = None, error
 
-    def leave_out(self, n: int) -> int:
-        """Leave out the first n items, for which nothing is launched. Return how many of them there were."""
+    def leave_out(self, n: int) -> tuple[int, int]:
+        """Leave out the first n items, for which nothing is launched; of lists, n of what they hold.
+
+        Return how many of them there were, and how many items that is.
+        """
         if not self._unused_call or self._items is None:
             raise SynkError("synk.resume: this loop has begun, so it cannot leave out its first items. Give a new one.")
-        self._unused_call, there = "", sum(1 for _ in islice(self._items, n))
+        left: Any = self._items
+        there, items = left.leave_out(n) if self.gives_lists else (sum(1 for _ in islice(left, n)),) * 2
+        self._unused_call = ""
         if self._length is not None:
-            self._length -= there
-        return there
+            self._length -= items
+        return there, items
 
     def close(self) -> None:
         """Drop the items that were taken early, and let go of the source; nothing more comes."""

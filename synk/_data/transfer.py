@@ -1,11 +1,12 @@
 """Transfer: send the rows of a selection, picked by threads, as one array of the group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._base.pytree import narrowed
@@ -81,28 +82,78 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             rows = _take(source, index.astype(np.int32))
             return put(group, narrowed(rows).astype(dtype), "rows")
         source = host
-    row, size = source.shape[1:], group.size
+    starts, counts, row = part_rows.starts, part_rows.counts, source.shape[1:]
+
+    def fill(arrays: Sequence[np.ndarray], ranks: range) -> None:
+        parts = arrays[0].reshape(group.size, max_rows, *row) if has_one else arrays
+        own = slice(ranks.start, ranks.stop)
+        fill_parts(parts, source, selection, starts[own], counts[own])
+
+    return _send_filled(group, (max_rows, *row), dtype, fill)
+
+
+def send_rows_of_calls(
+    group: Group,
+    sources: Sequence[Source],
+    selections: Sequence[Selection],
+    part_rows: PartRows,
+    dtype: np.dtype,
+    most: int,
+) -> Any:
+    """Send each replica its rows of several calls, as one array of layout "stacked" with an entry a call on axis 1.
+
+    The array has entries for `most` calls, the last of which may hold anything.
+    """
+    hosts = [to_host(group, source) for source in sources]
+    row, has_one = sources[0].shape[1:], group._has_one_device
+
+    def fill(arrays: Sequence[np.ndarray], ranks: range) -> None:
+        own = slice(ranks.start, ranks.stop)
+        for call, (host, selection) in enumerate(zip(hosts, selections, strict=True)):
+            parts = arrays[0][:, call] if has_one else [array[0, call] for array in arrays]
+            fill_parts(parts, host, selection, part_rows.starts[own], part_rows.counts[own])
+
+    if all(host is not None for host in hosts):
+        return _send_filled(group, (1, most, part_rows.max_rows, *row), dtype, fill)
+    places = [
+        np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)]).astype(np.int32)
+        for selection in selections
+    ]
+    picked = [_take(source, index) for source, index in zip(sources, places, strict=True)]
+    picked += picked[-1:] * (most - len(picked))
+    whole = jnp.stack([narrowed(rows).astype(dtype).reshape(group.size, -1, *row) for rows in picked], 1)
+    return put(group, whole, "stacked")
+
+
+def _send_filled(
+    group: Group, entry: tuple[int, ...], dtype: np.dtype, fill: Callable[[Sequence[np.ndarray], range], None]
+) -> Any:
+    """Send each replica an entry of this shape, as one array cut over the replicas on axis 0.
+
+    `fill` fills an array for each device with the entries of the ranks that it is given.
+    """
+    first, *rest = entry
+    size, has_one = group.size, group._has_one_device
     # Replicas on one device share an array; others have one each.
     ranks = range(size) if has_one else group._local_ranks
     devices = group.devices[:1] if has_one else group.devices[ranks.start : ranks.stop]
-    shape = (max_rows * size if has_one else max_rows, *row)
+    shape = (first * size if has_one else first, *rest)
     buffers = staging_buffers(group, devices, shape, dtype)
     arrays = acquire(len(devices), shape, dtype) if buffers is None else [buffer.memory for buffer in buffers]
-    starts, counts = (numbers[ranks.start : ranks.stop] for numbers in (part_rows.starts, part_rows.counts))
-    fill_parts(arrays[0].reshape(size, max_rows, *row) if has_one else arrays, source, selection, starts, counts)
+    fill(arrays, ranks)
     if buffers is not None:
         sent = send_staged(group, buffers)
         if has_one:
             return sent[0]
-        return jax.make_array_from_single_device_arrays((max_rows * size, *row), group.stacked, sent)
+        return jax.make_array_from_single_device_arrays((first * size, *rest), group.stacked, sent)
     if has_one:
         # The compiled call sends a NumPy array to one device faster than a device_put does.
         return arrays[0]
 
     def part_at(index: Any) -> np.ndarray:
-        return arrays[(index[0].start or 0) // max_rows - ranks.start]
+        return arrays[(index[0].start or 0) // first - ranks.start]
 
-    return jax.make_array_from_callback((max_rows * size, *row), group.stacked, part_at)
+    return jax.make_array_from_callback((first * size, *rest), group.stacked, part_at)
 
 
 @lru_cache(maxsize=64)

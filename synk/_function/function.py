@@ -25,10 +25,12 @@ from .._call.failures import NotFinite
 from .._call.kinds import prepare, start
 from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Site, site_of
-from .._call.spec import FunctionSpec, with_then
+from .._call.several import Call, start_calls
+from .._call.spec import FunctionSpec, Repeat, with_then
 from .._data.minibatches import Minibatches, behind_bar
-from .._data.prefetch import Prefetch
-from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, launch, warn_of_keys
+from .._data.prefetch import Prefetch, Stopped
+from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, due_call, launch, warn_of_keys
+from .._loops.per_launch import CallLists, ListLauncher, small_lists
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import Group, current_group
@@ -62,6 +64,8 @@ class Function:
         self._spec, self._binder = spec, binder
         self._plans, self._probe_plans = PlanCache(), PlanCache()
         self._orders: set[Minibatches] = set()
+        # Told how many calls of a loop have run, it returns how many may run now before something else must.
+        self._pace: Callable[[int], int] = lambda ran: sys.maxsize
         update_wrapper(self, spec.fn, updated=())
 
     def __repr__(self) -> str:
@@ -208,8 +212,9 @@ class Function:
         prefetch: int = 2,
         num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
+        per_launch: int = 1,
         **kwargs: Any,
-    ) -> Prefetch[Any, PyTree]:
+    ) -> Prefetch[Any, Any]:
         """Call the function for each batch; the next batches are picked and sent while a call runs.
 
         `batches` and the values of `synk.each` are asked for on the thread of the loop, right after a call is launched.
@@ -223,6 +228,10 @@ class Function:
           prefetch: how many batches to take early. With 0, a batch is taken when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
+          per_launch: in how many calls a program runs at most. Above 1 the iterator gives lists of results, and the
+            loop's body runs once a list. A list ends where an epoch of `synk.minibatches` does, and before a batch of
+            another size. Results are those of single calls, bit for bit. For small steps, whose launch takes longer
+            than their arithmetic.
           **kwargs: as in a call.
 
         Returns:
@@ -237,10 +246,14 @@ class Function:
           >>> x = np.arange(6)
           >>> [int(t) for t in total.iterate(x, batches=synk.minibatches(len(x), 4, shuffle=False))]
           [6, 9]
+          >>> batches = synk.minibatches(len(x), 2, shuffle=False)
+          >>> [[int(t) for t in totals] for totals in total.iterate(x, batches=batches, per_launch=2)]
+          [[1, 5], [9]]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
+        checked_integer(per_launch, f"{self.name}.iterate: per_launch", 1)
         rows = self._batches("iterate", (args, kwargs), batches, options)
-        return self._loop("iterate", batches, rows, prefetch, options)
+        return self._loop("iterate", batches, rows, prefetch, options, per_launch)
 
     def _batches(
         self,
@@ -272,14 +285,38 @@ class Function:
         return Items(self._spec, self._binder, options, group, name)
 
     def _loop(
-        self, member: str, source: Iterable[Any], items: Batches | Items, prefetch: int, options: CallOptions
-    ) -> Prefetch[LoopCall, PyTree]:
-        """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early."""
+        self,
+        member: str,
+        source: Iterable[Any],
+        items: Batches | Items,
+        prefetch: int,
+        options: CallOptions,
+        per_launch: int,
+    ) -> Prefetch[Any, Any]:
+        """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early; with
+        `per_launch` above 1 the calls of a list."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
-        run, calls = partial(launch, self._launch, options, count()), self._in_order(source, items.calls(source))
-        loop = Prefetch(source, calls, run, prefetch, name, refuse, take_early=items.take_early)
-        items.hold.waiting = loop.waiting
+        calls, numbers = self._in_order(source, items.calls(source)), count()
+        if per_launch == 1:
+            run = partial(launch, self._launch, options, numbers)
+            loop = Prefetch[Any, Any](source, calls, run, prefetch, name, refuse, take_early=items.take_early)
+            items.hold.waiting = [loop.waiting]
+            return loop
+        lists, due = CallLists(items, calls, source, per_launch), partial(due_call, options, numbers)
+        launcher = ListLauncher(self._launch, self._launch_several, due, items.own, per_launch, self._pace)
+        loop = Prefetch(lists, lists, launcher, prefetch, name, refuse, take_early=lists.take_early)
+        items.hold.waiting = [lists.collected, loop.waiting]
         return loop
+
+    def _launch_several(self, calls: Sequence[Call], repeat: Repeat) -> list[PyTree]:
+        """Start consecutive calls of a loop by one program: the first, and those behind it that the program runs."""
+        site = self._site()
+        with LOCK:
+            results, is_refused = start_calls(site, calls, repeat)
+            self.stats.calls += len(results)
+            if is_refused:
+                raise Stopped(results, FloatingPointError(self._not_finite(*calls[len(results)])))
+            return results
 
     def _in_order(self, source: Iterable[Any], calls: Iterable[LoopCall]) -> Iterator[LoopCall]:
         """Yield the calls of a loop. Warn if they update variables, in the order of rows of an earlier loop."""
@@ -302,7 +339,8 @@ class Function:
         prefetch: int = 2,
         num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
-    ) -> Prefetch[Any, PyTree]:
+        per_launch: int = 1,
+    ) -> Prefetch[Any, Any]:
         """Call the function for each item of a loader; the next items are taken and sent while a call runs.
 
         The loader is asked on the thread of the loop, right after a call is launched. It is up to `prefetch` items
@@ -316,6 +354,7 @@ class Function:
           prefetch: how many items to take early. With 0, an item is taken when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
+          per_launch: as of `iterate`; lists end before an item of another size.
 
         Returns:
           An iterator of the results, in order; it has as many as the source says. Leaving the loop drops the items that
@@ -334,7 +373,8 @@ class Function:
           [6.0, 6.0, 3.0]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        return self._loop("stream", source, self._items("stream", options), prefetch, options)
+        checked_integer(per_launch, f"{self.name}.stream: per_launch", 1)
+        return self._loop("stream", source, self._items("stream", options), prefetch, options, per_launch)
 
     @public_api
     def over(
@@ -390,19 +430,23 @@ class Function:
             )
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
         total = Accumulation(self._site_in(current_group()))
+        items: Batches | Items
         if batches is not None:
-            calls = self._batches("over", (args, kwargs), batches, options).calls(batches)
+            items = self._batches("over", (args, kwargs), batches, options)
         elif args or kwargs:
             raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
         else:
             assert source is not None
-            calls = self._items("over", options).calls(source)
+            items = self._items("over", options)
         checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
-        turns = count()
-        for call in calls:
-            total.add(call.arguments, options._replace(batch=call.batch, turn=next(turns)))
+        loop = batches if source is None else source
+        lists, due = small_lists(items, iter(items.calls(loop)), loop), partial(due_call, options, count())
+        for these in lists:
+            calls = [due(call) for call in these.all]
+            most = lists.most if these.is_usual or len(calls) > 1 else 1
+            total.add(calls, Repeat(most, ()))
             # While the source makes the next batch, memory need not hold this one.
-            del call
+            del these, calls
         return total.result()
 
     def _bind(

@@ -1,12 +1,13 @@
 """Iterate: pick the rows of each batch, send them while the call before runs, and call a function with them."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from copy import deepcopy
 from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import numpy as np
 
 from .._base.errors import public_api, shown, warn
 from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, narrow, too_large
@@ -19,7 +20,7 @@ from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import check_iterable
 from .._data.process_rows import ProcessLocalRows
 from .._data.selection import Selection, select
-from .._data.sources import copied
+from .._data.sources import copied, is_in_memory
 from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .._variables.variable import Shared
@@ -85,6 +86,11 @@ class LoopCall(NamedTuple):
     arguments: BoundArguments
     batch: Any = None
 
+    @property
+    def leaves(self) -> list[Any]:
+        """Return the leaves of its arguments."""
+        return self.arguments.leaves
+
 
 class Picker:
     """Picker of the rows of calls that are taken early, whose arguments differ in values alone.
@@ -119,6 +125,21 @@ class Picker:
                 if not self._meets_others:
                     raise
         return LoopCall(call.arguments, _kept(call.batch))
+
+    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
+        """Keep a call of a list while the next one is asked for. `is_alone` tells that no code of the user's runs then.
+
+        Its rows are sent with those of the whole list. They are picked now if they may be written to, or come from a
+        file.
+        """
+        self._is_cut = [False for _ in self._is_cut]
+        leaves = [call.arguments.leaves[self._spec.scattered[i]] for i in self._early]
+        is_there = all(is_in_memory(source_of(x) if isinstance(x, Data) else x) for x in leaves if hasattr(x, "shape"))
+        return LoopCall(call.arguments, _kept(call.batch)) if is_alone and is_there else self.take_early(call)
+
+    def rows_of(self, call: LoopCall) -> int | None:
+        """Return how many rows a call picks, unchecked."""
+        return rows_picked(call.batch, [call.arguments.leaves[self._spec.scattered[i]] for i in self.picked])
 
     def _pick(self, arguments: BoundArguments, batch: Any) -> LoopCall:
         """Put the rows of a batch in the place of the arguments that they are picked from."""
@@ -215,11 +236,26 @@ class Batches:
 
     def take_early(self, call: LoopCall) -> LoopCall:
         """Pick the rows of a call that is not due yet, as far as they lie on the host."""
-        if self._values:
-            # The owner of a value of `synk.each` may write the following one there.
-            values = {i: copied(call.arguments.leaves[i]) for i in self._values}
-            call = LoopCall(_with_values(call.arguments, values), call.batch)
-        return self.picker.take_early(call)
+        return self.picker.take_early(self._with_own_values(call))
+
+    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
+        """Keep a call of a list while the next one is asked for; `is_alone` tells that no code of the user's runs."""
+        return self.picker.keep(self._with_own_values(call), is_alone)
+
+    def _with_own_values(self, call: LoopCall) -> LoopCall:
+        if not self._values:
+            return call
+        # The owner of a value of `synk.each` may write the following one there.
+        values = {i: copied(call.arguments.leaves[i]) for i in self._values}
+        return LoopCall(_with_values(call.arguments, values), call.batch)
+
+    def rows_of(self, call: LoopCall) -> int | None:
+        """Return how many rows a call picks, unchecked."""
+        return self.picker.rows_of(call)
+
+    def own(self, bound: BoundArguments) -> tuple[int, ...]:
+        """Return the broadcast arguments of which each call has a value of its own, by number."""
+        return tuple([number for number, i in enumerate(bound.spec.broadcast) if i in self._values])
 
     def _next_value(self, i: int, iterator: Iterator[Any]) -> Any:
         """Take the next value of `synk.each`."""
@@ -277,7 +313,28 @@ def launch(
     run: Callable[[BoundArguments, CallOptions], PyTree], options: CallOptions, numbers: Iterator[int], call: LoopCall
 ) -> PyTree:
     """Run a call of a loop that is due. `numbers` gives its number in the loop, for messages."""
-    return run(call.arguments, CallOptions(call.batch, None, options.num_slices, options.output_subset, next(numbers)))
+    return run(*due_call(options, numbers, call))
+
+
+def due_call(options: CallOptions, numbers: Iterator[int], call: LoopCall) -> tuple[BoundArguments, CallOptions]:
+    """Return arguments and options of a call that is due."""
+    return call.arguments, CallOptions(call.batch, None, options.num_slices, options.output_subset, next(numbers))
+
+
+def rows_picked(batch: Any, leaves: Sequence[Any]) -> int | None:
+    """Return how many rows a batch picks from leaves, unchecked; 0 for rows of this process alone, since all processes
+    cut the same lists, and None for what the call refuses."""
+    if any(isinstance(leaf, ProcessLocalRows) for leaf in leaves):
+        return 0
+    try:
+        if batch is None:
+            return len(leaves[0]) if leaves else 0
+        if isinstance(batch, slice):
+            return len(range(*batch.indices(len(leaves[0]))))
+        index = np.asarray(batch)
+        return int(index) if index.ndim == 0 else np.count_nonzero(index) if index.dtype == bool else len(index)
+    except (TypeError, ValueError):
+        return None
 
 
 def warn_of_keys(name: str, bound: BoundArguments, cure: str) -> None:

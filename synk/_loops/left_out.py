@@ -1,6 +1,6 @@
 """Left out: the items of a loop that a run before has done."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from threading import get_ident
 from typing import Any, cast
@@ -13,11 +13,12 @@ from .iterate import LEAVES_OUT
 _SILENT = tuple(type(iter(of)) for of in ([], (), "", range(0), range(1 << 70)))
 
 
-def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int]:
+def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int, int]:
     """Leave out the first n items of an iterable.
 
     Returns:
-      An iterator over what is left, and how many items were asked for and dropped.
+      An iterator over what is left; how many items were asked for and dropped; and how many are left out: fewer than
+      n, if some are lists of a loop with `per_launch`, of which n counts the results.
 
     Raises:
       ValueError: there are fewer items.
@@ -26,26 +27,47 @@ def leave_out(steps: Any, n: int) -> tuple[Iterator[Any], int]:
     if isinstance(steps, enumerate):
         # The form in which Python pickles an iterator tells what it is made of, and how far it is.
         items, first = cast(Any, steps.__reduce__()[1])
-        left, dropped = leave_out(items, n)
-        return enumerate(left, first + n), dropped
+        left, dropped, out = leave_out(items, n)
+        return enumerate(left, first + out), dropped, out
     if isinstance(steps, zip):
         _, parts, *is_strict = cast(Any, steps.__reduce__())
-        lefts, drops = zip(*[leave_out(part, n) for part in parts], strict=True)
-        return zip(*lefts, strict=bool(is_strict)), max(drops)
+        out, lefts, dropped = n, dict[int, Iterator[Any]](), 0
+        # Of what goes with lists as many are left out as lists are.
+        for i in sorted(range(len(parts)), key=lambda i: not _gives_lists(parts[i])):
+            lefts[i], drops, out = leave_out(parts[i], n if _gives_lists(parts[i]) else out)
+            dropped = max(dropped, drops)
+        return zip(*(lefts[i] for i in range(len(parts))), strict=bool(is_strict)), dropped, out
     if isinstance(steps, range | Sequence | np.ndarray):
         _check(min(n, len(steps)), n)
-        return _items_from(steps, n), 0
+        return _items_from(steps, n), 0, n
     left = iter(steps)
     if hasattr(left, "leave_out"):
-        _check(left.leave_out(n), n)
-        return left, 0
+        there = left.leave_out(n)
+        there, out = there if isinstance(there, tuple) else (there, n)
+        _check(there, n)
+        return left, 0, out
     # A call of a synk function that makes an item would count its rows again.
     LEAVES_OUT.add(get_ident())
     try:
         _check(sum(1 for _ in islice(left, n)), n)
     finally:
         LEAVES_OUT.discard(get_ident())
-    return left, 0 if isinstance(left, _SILENT) else n
+    return left, 0 if isinstance(left, _SILENT) else n, n
+
+
+def counter_of(steps: Any) -> Callable[[Any], int]:
+    """Return what tells how many results an item has: one, unless it is a list of a loop with `per_launch`."""
+    if isinstance(steps, enumerate):
+        of_item = counter_of(cast(Any, steps.__reduce__()[1])[0])
+        return lambda item: of_item(item[1])
+    if isinstance(steps, zip):
+        counters = [counter_of(part) for part in cast(Any, steps.__reduce__())[1]]
+        return lambda items: max(count(item) for count, item in zip(counters, items, strict=True))
+    return len if _gives_lists(steps) else lambda item: 1
+
+
+def _gives_lists(steps: Any) -> bool:
+    return getattr(steps, "gives_lists", False)
 
 
 def _items_from(steps: Any, i: int) -> Iterator[Any]:

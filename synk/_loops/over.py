@@ -4,6 +4,8 @@ States add up on the replicas, and combine once, at the end. Entries of rows and
 """
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +15,27 @@ import numpy as np
 
 from .._base.errors import SynkError
 from .._base.pytree import PyTree
-from .._call.binding import BoundArguments, CallOptions
 from .._call.compiler import Compiler
-from .._call.execute import ReadyCall, check_variables, leaves_taken, rows_taken, run, values_of
+from .._call.execute import (
+    ReadyCall,
+    check_variables,
+    flags_of,
+    leaves_taken,
+    rows_taken,
+    run,
+    values_of,
+    values_of_calls,
+)
 from .._call.kinds import MOST_ROWS, check_row_count, start
 from .._call.parts import split_into_launches, table_of_batch
 from .._call.plan import CallPlan, Site
+from .._call.repeat import RunsAlone
 from .._call.rows import Rows
+from .._call.several import Call, Several, start_calls
+from .._call.spec import Repeat
 from .._data.transfer import PartRows
 from .._runtime.dispatch import LOCK
-from .._runtime.executable import translate_peer_errors
+from .._runtime.executable import Executable, translate_peer_errors
 from .._runtime.layout import constant, put
 from .._tracing.nan_origin import is_finite
 from .._variables.state import VariableState
@@ -54,46 +67,89 @@ class Accumulation:
         self._batches = self._rows = self._parts = 0
         self._has_rows = np.zeros(site.group.size, bool)
 
-    def add(self, bound: BoundArguments, options: CallOptions) -> None:
-        """Run one more batch."""
-        if any(bound.spec.overlaps):
+    def add(self, calls: Sequence[Call], repeat: Repeat) -> None:
+        """Run more batches, all by one program if that can be."""
+        if any(calls[0][0].spec.overlaps):
             raise ValueError(
                 f"{self._function.name}.over: rows at the ends of batches have neighbours in others (synk.Overlap), "
                 f"which over runs apart. Call the function on all rows."
             )
-        with LOCK:
-            start(self._site, bound, options, self._run)
-        # The newest batch runs meanwhile.
-        while len(self._under_way) > 1:
-            self._fetch_oldest()
+        while calls:
+            with LOCK:
+                calls = calls[self._start(calls, repeat) :]
+            # The newest batches run meanwhile.
+            while len(self._under_way) > repeat.most:
+                self._fetch_oldest()
+
+    def _start(self, calls: Sequence[Call], repeat: Repeat) -> int:
+        """Start the programs of the first batch, or a program of several. Return of how many."""
+        if repeat.most > 1:
+            with suppress(RunsAlone):
+                return len(start_calls(self._site, calls, repeat, self._run_several)[0])
+        start(self._site, *calls[0], self._run)
+        return 1
 
     def _run(self, ready: ReadyCall) -> None:
         """Launch the programs of a batch, which add to the sums."""
+        lengths, reads, rows = ready.rows.lengths or (), self._begin(ready), rows_taken(ready)
+        launched: list[_Launched] = []
+        for parts in split_into_launches(lengths, ready.num_slices):
+            table = self._place_table(ready, self._table(ready, parts, self._rows))
+            results = self._add(ready, ready.plan.program_of(parts), reads, [*values_of(ready, rows, parts), table])
+            launched.append((parts.counts, results))
+            self._note(parts)
+        self._count(launched, lengths)
+
+    def _run_several(self, ready: ReadyCall, calls: Several, repeat: Repeat) -> list[None]:
+        """Launch a program of several batches, which adds to the sums."""
+        lengths, reads = ready.rows.lengths or (), self._begin(ready, len(calls))
+        parts, rows = split_into_launches(lengths, 1)[0], sum(lengths)
+        values, tables = values_of_calls(ready, calls, repeat), list[Any]()
+        for i in range(repeat.most):
+            tables.append(self._table(ready, parts, self._rows + i * rows))
+            self._note(parts)
+        table = self._place_table(ready, tuple(tables))
+        results = self._add(ready, ready.plan.last, reads, [*values, table, flags_of(ready, len(calls), repeat)])
+        count = len(results) // repeat.most
+        for i in range(len(calls)):
+            self._count([(parts.counts, results[i * count : (i + 1) * count])], lengths)
+        return [None for _ in calls]
+
+    def _begin(self, ready: ReadyCall, batches: int = 1) -> list[list[jax.Array]]:
+        """Check that batches go with those before. Return the leaves of variables that their programs take."""
         plan, lengths = ready.plan, ready.rows.lengths
         assert lengths is not None and plan.start is not None
         states = {variable: ready.state(variable) for variable in plan.accepts}
         check_variables(ready, states)
-        self._check(ready, states, sum(lengths))
+        self._check(ready, states, batches * sum(lengths))
         if self._first is None:
             self._sums = run(self._function.name, plan.start, [])
             # The rows of the first batch need not stay in memory.
             self._first, self._states = ready._replace(rows=Rows((), (), (), None), broadcast=[]), states
-        read_leaves, rows = leaves_taken(ready, states, plan.reads[0]), rows_taken(ready)
-        num_sums = len(_compiler(plan).carry)
-        launched: list[_Launched] = []
-        for parts in split_into_launches(lengths, ready.num_slices):
-            values = [*values_of(ready, rows, parts), self._place_table(ready, parts)]
-            results = run(self._function.name, plan.program_of(parts), [*read_leaves, self._sums, values])
-            self._sums = results[:num_sums]
-            # Host memory is where CPU devices have them.
-            for array in results[num_sums:] if ready.group.platform != "cpu" else ():
-                array.copy_to_host_async()
-            launched.append((parts.counts, results[num_sums:]))
-            self._has_rows |= np.array(parts.counts) > 0
-            self._parts += len(parts.counts) - parts.counts.count(0)
+        return leaves_taken(ready, states, plan.reads[0])
+
+    def _note(self, parts: PartRows) -> None:
+        """Note which replicas have rows."""
+        self._has_rows |= np.array(parts.counts) > 0
+
+    def _add(
+        self, ready: ReadyCall, program: Executable, reads: list[list[jax.Array]], values: list[Any]
+    ) -> list[jax.Array]:
+        """Launch a program that adds to the sums. Return the entries of rows and parts that it has made."""
+        results = run(self._function.name, program, [*reads, self._sums, values])
+        num_sums = len(_compiler(ready.plan).carry)
+        self._sums = results[:num_sums]
+        # Host memory is where CPU devices have them.
+        for array in results[num_sums:] if ready.group.platform != "cpu" else ():
+            array.copy_to_host_async()
+        return results[num_sums:]
+
+    def _count(self, launched: list[_Launched], lengths: tuple[int, ...]) -> None:
+        """Count a batch whose programs are launched."""
         self._under_way.append(launched)
         self._rows += sum(lengths)
         self._batches += 1
+        self._parts += sum(len(counts) - counts.count(0) for counts, _ in launched)
 
     def _fetch_oldest(self) -> None:
         """Wait for the entries of the oldest batch under way, and list them in row order: by replica, then by slice."""
@@ -105,16 +161,17 @@ class Accumulation:
                 stacked = [(np.asarray(arrays[at]), counts) for counts, arrays in launched]
                 self._entries[i] += [a[rank, : counts[rank]][:most] for rank in ranks for a, counts in stacked]
 
-    def _place_table(self, ready: ReadyCall, parts: PartRows) -> jax.Array:
-        """Bring every replica the table of one launch."""
-        group, lengths = ready.group, ready.rows.lengths
-        assert lengths is not None
-        first_row = self._rows if _compiler(ready.plan).uses_rank else 0
-        table = table_of_batch(parts, lengths, first_row, tuple(self._has_rows.tolist()))
-        # Numbers of rows are others in each batch.
-        if first_row:
-            return put(group, np.array(table, np.int32), "replicated")
-        return constant(group, "replicated", table, "int32")
+    def _table(self, ready: ReadyCall, parts: PartRows, first_row: int) -> tuple[Any, ...]:
+        """Return the table of parts for one launch of a batch whose first row has this number."""
+        first_row = first_row if _compiler(ready.plan).uses_rank else 0
+        return table_of_batch(parts, ready.rows.lengths or (), first_row, tuple(self._has_rows.tolist()))
+
+    def _place_table(self, ready: ReadyCall, table: tuple[Any, ...]) -> jax.Array:
+        """Bring every replica the table of one launch, or those of several batches."""
+        # Numbers of rows are others in each launch but the first of one batch.
+        if (self._rows or ready.call.repeat) and _compiler(ready.plan).uses_rank:
+            return put(ready.group, np.array(table, np.int32), "replicated")
+        return constant(ready.group, "replicated", table, "int32")
 
     def _check(self, ready: ReadyCall, states: dict[Shared, VariableState], rows: int) -> None:
         """Check that a batch finds the values, and gives the shapes, that the first batch had."""

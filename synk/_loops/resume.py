@@ -27,7 +27,7 @@ from .._variables.checkpoint import (
 )
 from .._variables.checkpoint_files import WRITER, Checkpoint, newest_step, read, write
 from .._variables.variable import Shared
-from .left_out import leave_out
+from .left_out import counter_of, leave_out
 from .machine_memory import free_bytes, memory_folder
 
 
@@ -61,7 +61,9 @@ class Resumed(Iterator[Any]):
 
     def __init__(self, variables: Mapping[str, Shared], extra: Callable[[], Any] | None) -> None:
         self._variables, self._made_extra, self._group = variables, extra, common_group(variables, "resume")
-        self.done, self.extra, self._is_finished, self._is_in_item = 0, None, False, False
+        self.done, self.extra, self._is_finished = 0, None, False
+        # How many results the item has in which the loop is; 0 between two items.
+        self._in_item = 0
         self._warned: set[str] = set()
         self._number, Resumed._count = Resumed._count, Resumed._count + 1
         self._is_writer = jax.process_index() == 0 or not self._group._is_multi_process
@@ -112,8 +114,8 @@ class Resumed(Iterator[Any]):
         """Leave out the items of `steps` that are done."""
         if isinstance(steps, Iterable):
             count, states = length(steps), [variable._state for variable in self._variables.values()]
-            self._length = None if count is None else count - self.done
-            self._items, dropped = leave_out(steps, self.done)
+            self._items, dropped, out = leave_out(steps, self.done)
+            self._length = None if count is None else count - out
             # What makes the items may have set variables meanwhile, as when it made them first.
             if any(v._state is not state for v, state in zip(self._variables.values(), states, strict=True)):
                 self.load()
@@ -123,6 +125,7 @@ class Resumed(Iterator[Any]):
             left = () if self._is_finished else steps(self.done, self.extra)
             check_iterable(left, "synk.resume: what steps returned", "items")
             self._items, self._length = iter(left), length(left)
+        self._results_of = counter_of(self._items)
         self._point = SavePoint(self._number, self._group._is_multi_process)
         self._set_due()
         self._is_over = False
@@ -140,12 +143,12 @@ class Resumed(Iterator[Any]):
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        if self._is_in_item and Resumed._last != self._number:
+        if self._in_item and Resumed._last != self._number:
             raise SynkError(
                 "synk.resume: another loop of synk.resume ran inside an item of this one. Give one of both to "
                 "synk.resume: the outer loop, or in its place one loop over all inner items."
             )
-        Resumed._last, self.done, self._is_in_item = self._number, self.done + self._is_in_item, False
+        Resumed._last, self.done, self._in_item = self._number, self.done + self._in_item, 0
         try:
             if is_told_to_stop():
                 self._stop()
@@ -161,7 +164,7 @@ class Resumed(Iterator[Any]):
         except BaseException:
             self._end()
             raise
-        self._is_in_item, self._is_finished = True, False
+        self._in_item, self._is_finished = self._results_of(item), False
         return item
 
     def _call(self) -> None:

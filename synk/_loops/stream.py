@@ -11,7 +11,7 @@ from .._data.dataset import Hold
 from .._data.prefetch import check_iterable
 from .._data.sources import copied
 from .._runtime.group import Group
-from .iterate import LoopCall, PerBatch, Picker, recognised, warn_of_keys
+from .iterate import LoopCall, PerBatch, Picker, recognised, rows_picked, warn_of_keys
 
 
 class Items:
@@ -44,6 +44,19 @@ class Items:
                     f"Put the value itself into each item."
                 )
         return LoopCall(bound)
+
+    def rows_of(self, call: LoopCall) -> int | None:
+        """Return how many rows an item brings, unchecked."""
+        return rows_picked(None, [call.arguments.leaves[i] for i in call.arguments.spec.scattered])
+
+    def own(self, bound: BoundArguments) -> tuple[int, ...]:
+        """Return the broadcast arguments of which each call has a value of its own, by number."""
+        return tuple(range(len(bound.spec.broadcast)))
+
+    def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
+        """Copy the arguments of a call of a list: the loader may write its next item where this one lies."""
+        bound = call.arguments
+        return LoopCall(bound._replace(leaves=[copied(leaf) for leaf in bound.leaves]))
 
     def take_early(self, call: LoopCall) -> LoopCall:
         """Copy the arguments of a call that is not due yet: the loader may write its next item where this one lies."""

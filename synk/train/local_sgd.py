@@ -74,6 +74,7 @@ class LocalSteps:
             variable._cures[model.name] = "Call finish() of the local steps, which averages them by their rows"
             variable._is_averaged = True
         self._set_counts(0, 0)
+        self.function._pace = self._pace
 
     @property
     def steps(self) -> int:
@@ -135,12 +136,18 @@ class LocalSteps:
         """Take a step by calling `run`, count it, and average if it is time to."""
         self._recount()
         result = run()
-        # A loader that was asked for the next item, and has read `steps`, has counted this step already.
-        if self._counts._state is not self._read:
-            self._steps, self._read = self._steps + 1, self._counts._state
+        self._pace(1)
+        return result
+
+    def _pace(self, ran: int) -> int:
+        """Count steps that have run, average if it is time to, and return how many may run before the next average."""
+        # A loader that was asked for the next item, and has read `steps`, has counted these steps already.
+        if ran and self._counts._state is not self._read:
+            self._steps, self._read = self._steps + ran, self._counts._state
+        self._recount()
         if self._steps >= self._next:
             self.finish()
-        return result
+        return self._next - self._steps
 
     def _recount(self) -> None:
         """Read the counts if anything but a counted step has set them: a load, or a step that Ctrl-C has cut short."""
@@ -175,13 +182,19 @@ class _Iterating(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            return self._steps._step(lambda: next(self._results))
+            # Steps of a list are counted as they run.
+            return next(self._results) if self.gives_lists else self._steps._step(lambda: next(self._results))
         except StopIteration:
             self._steps.finish()
             raise
 
-    def leave_out(self, n: int) -> int:
-        """Leave out the first n steps, and return how many of them there were."""
+    @property
+    def gives_lists(self) -> bool:
+        """Tell whether an item is a list of results."""
+        return self._results.gives_lists
+
+    def leave_out(self, n: int) -> tuple[int, int]:
+        """Leave out the first n steps. Return how many of them there were, and how many items they make."""
         return self._results.leave_out(n)
 
 

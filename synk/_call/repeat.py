@@ -1,0 +1,122 @@
+"""Repeat: make one program of several calls in a row, each of which takes variables as the one before has left them."""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._base.pytree import bits_of
+from .._runtime.group import GroupAsOne
+from .._runtime.layout import Layout
+from .program import Epilogue
+
+# Bytes of entries of rows that a program returns for each of several batches of `f.over`.
+LARGE = 1 << 18
+Body = Callable[..., list[jax.Array]]
+# Arguments of a program: layout and global shape of each.
+Placed = list[tuple[Layout, jax.ShapeDtypeStruct]]
+
+
+class RunsAlone(ValueError):
+    """Calls do not run in a row, by one program. The message says why."""
+
+
+class Repetition(NamedTuple):
+    """What the calls of a program share, and what each of them has for itself. Arguments are told by number.
+
+    Attributes:
+      most: how many calls there may be.
+      carried: for each result that the next call takes, in the order of the results, the argument that it becomes.
+      own: the arguments of which each call has its own.
+      lists: how many lists of arguments there are before captured arrays. Behind them comes an argument that tells for
+        each call whether it is there.
+      size: the number of replicas.
+      refuses_nan: whether the last result is a flag, by which a call and all that follow it change nothing.
+    """
+
+    most: int
+    carried: Sequence[int]
+    own: Sequence[int]
+    lists: int
+    size: int
+    refuses_nan: bool
+
+
+def repeated(
+    single: Body, arguments: list[Placed], outs: list[Layout], rule: Repetition
+) -> tuple[Body, list[Placed], list[Layout]]:
+    """Return body, arguments and layouts of results of a program that runs the calls of another one in a row.
+
+    Its results are what the last call hands on, and then the results of one call after the other.
+    """
+    flags = sum(map(len, arguments[: rule.lists]))
+    stacked = [layout == "stacked" for layout, _ in chain(*arguments)]
+
+    def body(*values: jax.Array) -> list[jax.Array]:
+        is_there, given = values[flags], [*values[:flags], *values[flags + 1 :]]
+        # XLA computes the same bits only if new values have the shapes that programs give them.
+        state = [given[i][None] if stacked[i] else given[i] for i in rule.carried]
+
+        def run(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            now = dict(zip(rule.own, own, strict=True))
+            now |= {i: new[0] if stacked[i] else new for i, new in zip(rule.carried, state, strict=True)}
+            results = single(*(now.get(i, value) for i, value in enumerate(given)))
+            new, results = results[: len(state)], results[len(state) :]
+            new = [leaf[None] if stacked[i] else leaf for i, leaf in zip(rule.carried, new, strict=True)]
+            if rule.refuses_nan:
+                new = [jnp.where(results[-1], old, leaf) for old, leaf in zip(state, new, strict=True)]
+            return new, results
+
+        own = [given[i] for i in rule.own]
+        shapes = jax.eval_shape(run, state, [leaf[0] for leaf in own])[1]
+
+        def keep(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+            return state, [jnp.ones(s.shape, s.dtype) for s in shapes]
+
+        def step(carry: Any, call: Any) -> tuple[Any, list[jax.Array]]:
+            (state, goes_on), (is_there, own) = carry, call
+            # Inside a branch XLA computes the bits of a program of one call. In the body of a loop alone it does not.
+            new, results = lax.cond(is_there & goes_on, run, keep, state, own)
+            return (new, goes_on & ~results[-1] if rule.refuses_nan else goes_on), results
+
+        (state, _), results = lax.scan(step, (state, jnp.ones((), bool)), (is_there, own), length=rule.most)
+        new = [leaf[0] if stacked[i] else leaf for i, leaf in zip(rule.carried, state, strict=True)]
+        return [*new, *(leaf[call] for call in range(rule.most) for leaf in results)]
+
+    placed = iter([_of_each(*each, rule) if i in rule.own else each for i, each in enumerate(chain(*arguments))])
+    of_all: list[Placed] = [[next(placed) for _ in each] for each in arguments]
+    of_all[rule.lists - 1].append(("replicated", jax.ShapeDtypeStruct((rule.most,), np.bool_)))
+    return body, of_all, [*outs[: len(rule.carried)], *outs[len(rule.carried) :] * rule.most]
+
+
+def _of_each(layout: Layout, shape: jax.ShapeDtypeStruct, rule: Repetition) -> tuple[Layout, jax.ShapeDtypeStruct]:
+    """Return layout and global shape of an argument of which each call has its own."""
+    if layout == "replicated":
+        return layout, shape.update(shape=(rule.most, *shape.shape))
+    each = shape.shape[1:] if layout == "stacked" else (shape.shape[0] // rule.size, *shape.shape[1:])
+    return "stacked", shape.update(shape=(rule.size, rule.most, *each))
+
+
+def why_alone(epilogue: Epilogue) -> str:
+    """Say why a program cannot run several calls in a row; "" if it can."""
+    builder, call = epilogue.builder, epilogue.call
+    states = builder.state_shapes(builder.slots) if builder.kept else []
+    kept = sum(prod(states[i].shape) * bits_of(states[i].dtype) // 8 for i in builder.kept)
+    traced = [*builder.traced.values(), *([epilogue.then[0]] if epilogue.then else [])]
+    reasons = {
+        'engine="jit" runs it': isinstance(builder.group, GroupAsOne),
+        "its rows run in slices": call.num_slices > 1,
+        "its rows run in blocks": call.block is not None,
+        "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
+        "its entries of rows are large": kept > LARGE,
+        'an output is "scatter"': bool(epilogue.scattered),
+        "it has callbacks": any(each.has_callbacks for each in traced),
+        "XLA's CPU backend compiles convolutions inside a loop to slow ones": builder.group.platform == "cpu"
+        and any(each.has_convolution for each in traced),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")

@@ -1,0 +1,425 @@
+"""Per launch: several batches in one program give the results, values, errors and counts of single calls, bit for bit.
+
+Each program here is run one by one first.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import synk
+import synk.train
+
+from ..helpers import Bar, assert_same, group_of, needs_devices, raised_by, slow_but
+
+pytestmark = pytest.mark.usefixtures("group")
+
+GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3)]
+X = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+in_groups = pytest.mark.parametrize("group", GROUPS, indirect=True, ids=str)
+of_k = pytest.mark.parametrize("k", [3, 16])
+
+
+@pytest.fixture
+def group(request):
+    """Make a group of two replicas, or of those that a test names."""
+    with group_of(*getattr(request, "param", ("devices", 2))) as group:
+        yield group
+
+
+def noise(*shape):
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+def flat(lists):
+    """The results of lists, one after the other."""
+    return [result for results in lists for result in results]
+
+
+def seen(function, variables, results):
+    """All that a loop has done: its results, the values of variables and what is counted."""
+    values = [jax.tree.map(np.asarray, w.get_value(rank)) for w in variables for rank in range(synk.size())]
+    return [jax.tree.map(np.asarray, results), values, function.stats.calls, function.stats.rows]
+
+
+def momentum(**options):
+    """A step with momentum, a count, a dict of results, and a rate that each batch may bring."""
+    w, m, n = (
+        synk.shared({"a": noise(4, 4), "b": noise(4)}),
+        synk.shared({"a": np.zeros((4, 4), np.float32), "b": np.zeros(4, np.float32)}),
+        synk.shared(0),
+    )
+
+    def loss(params, x):
+        return jnp.mean(jnp.tanh(x[:, :4] @ params["a"] + params["b"][None]) ** 2)
+
+    @synk.function(inputs=["x"], reduce="mean", **options)
+    def step(x, rate):
+        return jax.value_and_grad(loss)(w.value, x)
+
+    @step.then
+    def step(value, grads, rate):
+        m.value = jax.tree.map(lambda a, b: 0.9 * a + b, m.value, grads)
+        w.value = jax.tree.map(lambda a, b: a - rate * b, w.value, m.value)
+        n.value = n.value + 1
+        return {"loss": value, "count": n.value}
+
+    return step, (w, m, n)
+
+
+def local(**options):
+    """An update in `fn`, by which replicas diverge, and which XLA would compute by other fused operations in a loop."""
+    w = synk.shared(noise(4))
+
+    @synk.function(inputs=["x"], outputs="first", **options)
+    def step(x, rate):
+        w.value = 0.9 * w.value + rate * jnp.mean(x, 0) * (1.0 + synk.rank().astype(jnp.float32))
+        return w.value.sum()
+
+    return step, (w,)
+
+
+def gathered(**options):
+    """Outputs with an entry a row, an update of an equal value, and one that nobody reads."""
+    w, last = synk.shared(noise(4)), synk.shared(np.zeros(4, np.float32))
+
+    @synk.function(inputs=["x"], outputs=("concat", "max"), **options)
+    def step(x, rate):
+        return x[:, :4] * w.value[None] * rate, jnp.max(x)
+
+    @step.then
+    def step(rows, most, rate):
+        w.value = 0.5 * w.value + 0.25 * rows.mean(0)
+        last.value = rows[0]
+        return rows, most
+
+    return step, (w, last)
+
+
+def plain(**options):
+    """No variable at all, and statistics."""
+
+    @synk.function(inputs=["x"], outputs={"std": "merge", "mean": "mean"}, **options)
+    def stats(x, rate):
+        return {"std": synk.stats.std(x), "mean": jnp.mean(x) * rate}
+
+    return stats, ()
+
+
+PROGRAMS = [momentum, local, gathered, plain]
+
+
+def run(make, k, batches, x=X, rates=None, **options):
+    step, variables = make(**options)
+    rate = 0.5 if rates is None else synk.each(rates)
+    results = [*step.iterate(x, rate, batches=batches, per_launch=k)]
+    return seen(step, variables, results if k == 1 else flat(results))
+
+
+@of_k
+@in_groups
+@pytest.mark.parametrize("make", PROGRAMS)
+@pytest.mark.parametrize("size", slow_but([16], [16, 7, 2]))
+def test_same_bits(make, size, k):
+    """Results, values on each replica, calls and rows of single calls: even and uneven rows, and shorter last ones."""
+    batches = synk.minibatches(50, size, epochs=2)
+    rates = np.linspace(0.1, 1, len(batches))
+    assert_same(run(make, k, batches, rates=rates), run(make, 1, batches, rates=rates))
+
+
+@in_groups
+@pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_place(place, shuffle):
+    """Rows from the host and on the devices, by runs and by index, with prefetch and without."""
+    batches = synk.minibatches(50, 6, shuffle=shuffle)
+    wanted = run(momentum, 1, batches)
+    assert_same(run(momentum, 4, batches, synk.data(X, place=place)), wanted)
+
+
+def test_lists_end_with_epochs_and_other_sizes():
+    step, _ = momentum()
+    lists = step.iterate(X, 0.1, batches=synk.minibatches(50, 8, epochs=2), per_launch=4)
+    assert len(lists) == 6  # 4, 2 and the short one, twice
+    assert [len(results) for results in lists] == [4, 2, 1, 4, 2, 1]
+    sizes = [4, 4, 2, 2, 2, 4]
+    lists = step.iterate(X, 0.1, batches=iter(sizes), per_launch=2)
+    with pytest.raises(TypeError, match="number of items is not known"):
+        len(lists)
+    assert [len(results) for results in lists] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("start", range(15))
+def test_length_from_any_start(start):
+    """Also behind a progress bar."""
+    step, _ = plain()
+    batches = synk.minibatches(50, 8, epochs=2, start=start)
+    lists = step.iterate(X, 1.0, batches=Bar(batches), per_launch=4) if start < 14 else ()
+    assert len(lists) == len([*lists])
+
+
+@in_groups
+def test_one_program_for_full_and_short_lists():
+    """It is compiled once; a batch of another size is a call of its own."""
+    step, _ = momentum()
+    flat(step.iterate(X, 0.1, batches=synk.minibatches(48, 8, epochs=2), per_launch=4))
+    assert step.stats.compilations == 1
+    flat(step.iterate(X, 0.1, batches=synk.minibatches(50, 8, epochs=2), per_launch=4))
+    assert step.stats.compilations == 2
+
+
+@in_groups
+def test_body_runs_once_a_list_and_nothing_is_ahead():
+    """What the body reads and writes is that of the serial program there; leaving it drops what follows."""
+    w, x = synk.shared(0.0), synk.data(np.ones(12, np.float32))
+
+    @synk.function
+    def add(x):
+        return jnp.sum(x)
+
+    @add.then
+    def add(part):
+        w.value = w.value + part
+        return w.value
+
+    read = []
+    for sums in add.iterate(x, batches=synk.minibatches(12, 2), prefetch=0, per_launch=2):
+        read.append((float(w.value), [float(s) for s in sums], add.stats.calls))
+        w.value = 10.0
+        x[:] = 2.0
+        if len(read) == 2:
+            break
+    # `then` reads what was before.
+    assert read == [(4.0, [0.0, 2.0], 2), (18.0, [10.0, 14.0], 4)]
+    assert float(w.value) == 10.0
+
+
+@in_groups
+@of_k
+def test_keys_of_each_batch(k):
+    """Typed and raw keys, and trees of values."""
+
+    @synk.function(inputs=["x"], reduce="concat")
+    def noisy(x, key, raw, add):
+        return x + jax.random.normal(key) + jax.random.uniform(raw) + add["a"].astype(jnp.float32) * add["b"]
+
+    keys = jax.random.split(jax.random.key(1), 9)
+    raw = jax.random.split(jax.random.PRNGKey(2), 9)
+    values = {"a": synk.each(range(9)), "b": np.float32(3)}
+
+    def results(k):
+        return [
+            *noisy.iterate(X, synk.each(keys), synk.each(raw), values, batches=synk.minibatches(50, 6), per_launch=k)
+        ]
+
+    assert_same(flat(results(k)), results(1))
+
+
+@in_groups
+@pytest.mark.parametrize("at", [0, 1, 5, 8])
+def test_nan_stops_at_its_batch(at):
+    """Batches before it count; the body sees their results; the error is that of the single call."""
+    x = np.array(X)
+    x[5 * at + 2, 1] = np.inf
+
+    def until(k):
+        step, variables = momentum(nan="raise")
+        results, loop = [], step.iterate(x, 0.1, batches=synk.minibatches(50, 5, shuffle=False), per_launch=k)
+        with pytest.raises(FloatingPointError) as raised:
+            for result in loop:
+                results += [result] if k == 1 else result
+        assert next(loop, None) is None
+        return [*seen(step, variables, results), str(raised.value)]
+
+    assert_same(until(4), until(1))
+
+
+@in_groups
+@pytest.mark.parametrize("batches", [[4, 4, 60, 4], [4, 4, 4, [99, 1, 2, 3], 4], [4, 4, np.array([0.5] * 4)]])
+def test_errors_come_at_their_batch(batches):
+    """A batch that is refused, and a source that raises."""
+
+    def until(k):
+        step, variables = momentum()
+        results, loop = [], step.iterate(X, 0.1, batches=batches, per_launch=k)
+        with pytest.raises((IndexError, TypeError)) as raised:
+            for result in loop:
+                results += [result] if k == 1 else result
+        return [*seen(step, variables, results), str(raised.value)]
+
+    assert_same(until(4), until(1))
+
+
+@in_groups
+def test_source_that_raises():
+    def batches():
+        yield from [4, 4, 4]
+        raise OSError("the disk is gone")
+
+    step, variables = momentum()
+    results = []
+    with pytest.raises(OSError, match="disk"):
+        for part in step.iterate(X, 0.1, batches=batches(), per_launch=2):
+            results += part
+    assert len(results) == step.stats.calls == int(variables[2].value) == 3
+
+
+@in_groups
+@of_k
+def test_stream(k):
+    """Items of any loader, which may use its memory again: arrays, mappings, other sizes, other trees of arguments."""
+    memory = np.empty((6, 3), np.float32)
+
+    def loader():
+        for i in range(11):
+            memory[:] = X[i : i + 6, :3]
+            yield (memory[: 6 if i != 7 else 4], np.float32(i))
+        yield {"x": X[:6, :3], "rate": 2.0}
+
+    @synk.function(inputs=["x"], reduce="mean")
+    def f(x, rate):
+        return jnp.mean(x) * rate
+
+    assert_same(flat(f.stream(loader(), per_launch=k)), [*f.stream(loader())])
+
+
+@needs_devices(2)
+def test_stream_of_arrays_and_data():
+    """Rows that lie on devices already, and data of which each item has its own."""
+    sum_ = synk.function(jnp.sum)
+    for items in (
+        [jnp.asarray(X[i : i + 6]) for i in range(7)],
+        [synk.data(X[i : i + 6], place="broadcast") for i in range(7)],
+    ):
+        assert_same(flat(sum_.stream(iter(items), per_launch=3)), [sum_(item) for item in items])
+
+
+@in_groups
+@pytest.mark.parametrize(
+    "options",
+    [{"num_slices": 2}, {"blocks": 3}, {"conv": True}, {"callback": True}, {"engine": "jit"}, {"scatter": True}],
+)
+def test_what_does_not_repeat_runs_one_by_one(options, group):
+    """Slices, blocks, convolutions on CPUs, callbacks: the same lists of the same results."""
+    heard, slices = [], options.get("num_slices", 1)
+    made = {name: value for name, value in options.items() if name in ("blocks", "engine")}
+
+    @synk.function(inputs=["x"], outputs="scatter" if "scatter" in options else "sum", **made)
+    def f(x):
+        if "callback" in options:
+            jax.debug.callback(heard.append, x[0, 0])
+        if "conv" in options:
+            x = jax.lax.conv_general_dilated(x[:, None], jnp.ones((1, 1, 3)), (1,), "SAME")[:, 0]
+        return x if "scatter" in options else jnp.sum(x)
+
+    batches = synk.minibatches(50, 6)
+    lists = [*f.iterate(X, batches=batches, per_launch=4, num_slices=slices)]
+    assert [len(results) for results in lists] == [4, 4, 1]
+    got = [np.asarray(r[:] if isinstance(r, synk.Data) else r) for r in flat(lists)]
+    one = [
+        np.asarray(r[:] if isinstance(r, synk.Data) else r) for r in f.iterate(X, batches=batches, num_slices=slices)
+    ]
+    assert_same(got, one)
+    assert f.stats.calls == 18
+
+
+@in_groups
+def test_map_of_rows():
+    f = synk.map(lambda x, a: jnp.sum(x) * a, inputs=["x"])
+    batches = synk.minibatches(50, 6)
+    assert_same(flat(f.iterate(X, 2.0, batches=batches, per_launch=4)), [*f.iterate(X, 2.0, batches=batches)])
+
+
+@in_groups
+@pytest.mark.parametrize("options", [{}, {"ema": 0.9, "clip": 1.0}, {"shard_optimizer": True}, {"wire": "bf16"}])
+def test_training_steps(options):
+    """Steps of optax's, with all that they keep."""
+
+    def trained(k):
+        step = synk.train.step(
+            lambda p, x: (jnp.mean((x[:, :3] @ p) ** 2), x[:, 0]),
+            noise(3, 3),
+            optax.sgd(0.1, momentum=0.9),
+            aux="concat",
+            **options,
+        )
+        results = [*step.iterate(X, batches=synk.minibatches(50, 8, epochs=2), per_launch=k)]
+        return seen(step, step.variables.values(), results if k == 1 else flat(results))
+
+    assert_same(trained(5), trained(1))
+
+
+@in_groups
+@pytest.mark.parametrize("every", [1, 3, lambda steps: 1 + steps])
+def test_local_steps(every):
+    """Averages come after as many steps, also within a list."""
+
+    def trained(k):
+        told = []
+        steps = synk.train.local_steps(
+            lambda p, x: jnp.mean((x[:, :3] @ p) ** 2), noise(3, 3), optax.sgd(0.1), every=every,
+            report=lambda step, loss: told.append((step, float(loss))),
+        )  # fmt: skip
+        results = [*steps.iterate(X, batches=synk.minibatches(50, 8, epochs=2), per_launch=k)]
+        return [
+            *seen(steps.function, steps.variables.values(), results if k == 1 else flat(results)),
+            told,
+            steps.steps,
+        ]
+
+    assert_same(trained(4), trained(1))
+
+
+def test_resume_counts_batches(tmp_path):
+    """It saves between lists, and leaves out batches that are done, with their values."""
+
+    def until(stop, k):
+        synk.close()
+        synk.simulate(2)
+        step, variables = momentum()
+        names = dict(zip("wmn", variables, strict=True))
+        loop = step.iterate(
+            X, synk.each(np.linspace(0.1, 1, 14)), batches=synk.minibatches(50, 8, epochs=2), per_launch=k
+        )
+        items = synk.resume(loop, names, folder=tmp_path / str(k), save_every=1e-9)
+        for i, _ in enumerate(items):
+            if i == stop:
+                break
+        return items.done, [jax.tree.map(np.asarray, w.value) for w in variables]
+
+    assert until(3, 4)[0] == 4 + 3  # the first list of the second epoch had begun
+    done, values = until(None, 4)
+    assert done == 14
+    assert_same(values, until(None, 1)[1])
+
+
+def test_bad_numbers():
+    step, _ = plain()
+    for bad in (0, -1, 1.5, "4", True):
+        assert "per_launch" in str(raised_by(partial(step.iterate, X, 1.0, batches=[4], per_launch=bad)))
+        assert "per_launch" in str(raised_by(partial(step.stream, [], per_launch=bad)))
+
+
+def test_changes_between_lists(group):
+    """A new variable, another object under a name, another group and single calls between them are all noticed."""
+    factor = 2.0
+    w = synk.shared(1.0)
+
+    @synk.function
+    def f(x):
+        return jnp.sum(x) * factor * w.value
+
+    x, batches = np.ones(12, np.float32), [4, 4]
+    assert [float(y) for y in flat(f.iterate(x, batches=batches, per_launch=2))] == [8.0, 8.0]
+    factor = 3.0
+    assert [float(y) for y in flat(f.iterate(x, batches=batches, per_launch=2))] == [12.0, 12.0]
+    w = synk.shared(10.0)
+    assert [float(y) for y in flat(f.iterate(x, batches=batches, per_launch=2))] == [120.0, 120.0]
+    assert float(f(x, batch=4)) == 120.0
+    with group_of("simulated", 3):
+        w = synk.shared(1.0)
+        assert [float(y) for y in flat(f.iterate(x, batches=batches, per_launch=2))] == [12.0, 12.0]
