@@ -65,15 +65,16 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         home = group._home
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
     max_rows, has_one = part_rows.max_rows, group._has_one_device
-    is_all = selection.rows == max_rows * group.size and source.dtype == dtype
-    if is_all and has_one and isinstance(source, np.ndarray):
-        if isinstance(source, PickedRows) and len(source) == selection.rows:
+    is_full = selection.rows == max_rows * group.size and source.dtype == dtype
+    is_whole = is_full and selection.indexes is None and len(source) == selection.rows
+    if is_full and has_one and isinstance(source, np.ndarray):
+        if is_whole and isinstance(source, PickedRows):
             return np.asarray(source)
         if source.nbytes // len(source) * selection.rows < SMALL:
             stop = selection.start + selection.rows
             return source[selection.start : stop].copy() if selection.indexes is None else source[selection.indexes]
     if isinstance(source, jax.Array):
-        if is_all and selection.indexes is None and len(source) == selection.rows:
+        if is_whole:
             return source if is_placed(group, source, "rows") else cut_rows(group, source)
         host = to_host(group, source)
         if host is None:
