@@ -202,6 +202,8 @@ class PlanCache:
         self._groups: WeakSet[Group] = WeakSet()
         # Numbers of rows for which one replica of all devices has programs.
         self._totals: set[int] = set()
+        # What the newest call was, by which the next one is recognised sooner.
+        self.newest: Any = None
         # The newest plans, from which explain tells why a plan had to be made.
         self.compiled: deque[Compiled] = deque(maxlen=64)
 
