@@ -210,9 +210,11 @@ class Kind:
 
     # What depends on values.
 
-    def select(self, site: Site, leaves: Sequence[Any], options: CallOptions) -> tuple[Form, Rows]:
-        """Select the rows of a call by `batch` and `batch_s`, and find its form."""
-        rows_before, on_replicas, sources = None, None, None
+    def select(
+        self, site: Site, leaves: Sequence[Any], options: CallOptions, sources: Sequence[Any] | None = None
+    ) -> tuple[Form, Rows]:
+        """Select the rows of a call by `batch` and `batch_s`, and find its form; `sources` are its rows, if known."""
+        rows_before, on_replicas = None, None
         if self._whole is not None:
             form, selections = self._whole
             lengths = form.lengths

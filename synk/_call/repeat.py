@@ -15,6 +15,9 @@ from .._runtime.group import GroupAsOne
 from .._runtime.layout import Layout
 from .program import Epilogue
 
+# Why calls whose rows lie in a certain way run alone.
+LOCAL = "its rows are those of one process (synk.local)"
+EXCHANGES = "replicas exchange rows of scattered data before the call"
 # Bytes of entries of rows that a program returns for each of several batches of `f.over`.
 LARGE = 1 << 18
 Body = Callable[..., list[jax.Array]]

@@ -12,7 +12,7 @@ from .binding import BoundArguments, CallOptions
 from .execute import ReadyCall, execute_calls
 from .kinds import Kind, check_row_count, recognise
 from .plan import Form, Site
-from .repeat import RunsAlone
+from .repeat import EXCHANGES, LOCAL, RunsAlone
 from .rows import Rows
 from .spec import Repeat
 
@@ -45,12 +45,12 @@ def start_calls(
     retire_finished()
     begun, compiling, sending = perf_counter(), stats.dispatching, stats.sending
     if any(isinstance(leaf, ProcessLocalRows) for leaf in calls[0][0].leaves):
-        raise RunsAlone("its rows are those of one process (synk.local)")
+        raise RunsAlone(LOCAL)
     if checks_floats():
         raise RunsAlone("jax_debug_nans looks at single calls")
     kind, form, alike = _alike(site, calls)
     if form.exchanges:
-        raise RunsAlone("replicas exchange rows of scattered data before the call")
+        raise RunsAlone(EXCHANGES)
     form, plan = form.repeated(repeat).with_plan(site)
     rows, leaves = alike[0]
     if not function.is_over:
@@ -71,26 +71,23 @@ def start_calls(
 
 def _alike(site: Site, calls: Sequence[Call]) -> tuple[Kind, Form, list[tuple[Rows, Sequence[Any]]]]:
     """Recognise the first call, and those behind it of the same kind: kind, form, and rows and leaves of each."""
-    function, group = site.function, site.group
     alike: list[tuple[Rows, Sequence[Any]]] = []
     first: tuple[Kind, Form] | None = None
     for bound, options in calls:
         try:
             # Calls of `iterate` without values of their own have the same arguments.
-            if not alike or bound is not calls[0][0]:
+            sources = alike[0][0].sources if alike and bound is calls[0][0] else None
+            if sources is None:
                 kind, leaves = recognise(site, bound, options)
-            form, rows = kind.select(site, leaves, options)
-            placed = [
-                source for spec, source in zip(rows.inputs, rows.sources, strict=True) if spec.feed.layout != "rows"
-            ]
+            form, rows = kind.select(site, leaves, options, sources)
             if first is None:
-                first, there = (kind, form), placed
-            if first != (kind, form) or any(a is not b for a, b in zip(there, placed, strict=True)):
+                first = kind, form
+            elif first != (kind, form) or not _share_data(rows, alike[0][0]):
                 break
-            remedy = "Give each process the same arguments and batch."
-            group._peers.compare_values(
-                f"the arguments of {function.name}", partial(kind.values_on_host, rows, leaves), remedy
-            )
+            if site.group._is_multi_process:
+                remedy = "Give each process the same arguments and batch."
+                what = f"the arguments of {site.function.name}"
+                site.group._peers.compare_values(what, partial(kind.values_on_host, rows, leaves), remedy)
         except Exception:
             # Raised again when the loop comes to this call.
             if not alike:
@@ -99,3 +96,9 @@ def _alike(site: Site, calls: Sequence[Call]) -> tuple[Kind, Form, list[tuple[Ro
         alike.append((rows, leaves))
     assert first is not None
     return *first, alike
+
+
+def _share_data(one: Rows, other: Rows) -> bool:
+    """Tell whether two calls pick rows from the same data on the devices."""
+    triples = zip(one.inputs, one.sources, other.sources, strict=True)
+    return all(a is b or spec.feed.layout == "rows" for spec, a, b in triples)

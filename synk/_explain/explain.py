@@ -15,6 +15,7 @@ from .._call.blocks import Blocks
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, PlanCache
+from .._call.repeat import EXCHANGES, LOCAL
 from .._call.rows import InputSpec, exchange_programs
 from .._data.overlap import widened
 from .._data.transfer import PartRows
@@ -45,6 +46,7 @@ def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanati
         num_slices=len(_launches(ready)) or 1,
         way=_way_to_run(ready),
         whole=_whole(ready, flops),
+        per_launch=_per_launch(ready),
         was_compiled=was_compiled,
         why=why_compiled(list(plans.compiled), plan),
         flops=flops,
@@ -66,6 +68,14 @@ def _way_to_run(ready: ReadyCall) -> str:
     size, rows = ready.group._home.size, sum(ready.rows.lengths or ())
     why = 'engine="jit"' if ready.function.engine == "jit" else f"{rows} rows do not divide over {size} replicas"
     return f"{why}: all devices make one replica, among which XLA divides the work"
+
+
+def _per_launch(ready: ReadyCall) -> str:
+    """Say whether a program can run several such calls, as `per_launch` asks for, and why not."""
+    why = ready.plan.alone or (
+        EXCHANGES if ready.form.exchanges else LOCAL if ready.rows.rows_before is not None else ""
+    )
+    return f"one call: {why}" if why else "several calls, if a loop asks for them"
 
 
 def _whole(ready: ReadyCall, flops: int) -> list[str]:

@@ -131,6 +131,7 @@ class Explanation:
       num_slices: the number of slices in which each replica runs its rows.
       way: whether replicas run their rows, or one replica of all devices runs all rows.
       whole: the operations that XLA does not divide there, so that each device runs them over all rows.
+      per_launch: how many calls a program can run in loops with `per_launch`, and why one.
       was_compiled: whether the programs were compiled before.
       why: what made compiling necessary: the parts of the call that differ from the most similar call before.
       flops: multiplications and additions in matrix products and convolutions, on the replica with the most rows. A
@@ -161,6 +162,7 @@ class Explanation:
     num_slices: int
     way: str
     whole: list[str]
+    per_launch: str
     was_compiled: bool
     why: list[str]
     flops: int

@@ -423,3 +423,70 @@ def test_changes_between_lists(group):
     with group_of("simulated", 3):
         w = synk.shared(1.0)
         assert [float(y) for y in flat(f.iterate(x, batches=batches, per_launch=2))] == [12.0, 12.0]
+
+
+# Histories.
+
+
+def batch_of(rng, rows):
+    """A batch of any form, most of them of a few sizes."""
+    size = int(rng.choice([6, 6, 6, 4, 1, 13]))
+    return [
+        lambda: size,
+        lambda: slice(start := int(rng.integers(rows - size)), start + size),
+        lambda: rng.permutation(rows)[:size],
+        lambda: rng.integers(-rows, rows, size).tolist(),
+        lambda: np.isin(np.arange(rows), rng.permutation(rows)[:size]),
+        lambda: np.array([rows + 3] * size) if rng.random() < 0.2 else size,
+    ][rng.integers(6)]()
+
+
+def history(seed, k):
+    """What a program of random loops, calls and writes does, with its errors."""
+    rng = np.random.default_rng(seed)
+    kind, n = [("devices", 1), ("devices", 2), ("devices", 4), ("simulated", 3)][rng.integers(4)]
+    with group_of(kind, n):
+        make = PROGRAMS[rng.integers(len(PROGRAMS))]
+        nan = {"nan": "raise"} if rng.random() < 0.3 else {}
+        step, variables = make(**nan)
+        x = np.array(X)
+        if nan:
+            x[rng.integers(50, size=2)] = np.nan
+        done = []
+        for _ in range(4):
+            batches = [batch_of(rng, 50) for _ in range(rng.integers(1, 20))]
+            if rng.random() < 0.3:
+                batches = synk.minibatches(50, int(rng.integers(3, 20)), epochs=2, seed=int(rng.integers(1000)))
+            place = [None, "host", "scatter", "broadcast"][rng.integers(4)]
+            rows = x if place is None else synk.data(x, place=place)
+            rate = synk.each(rng.random(100).tolist()) if rng.random() < 0.5 else 0.25
+            results = []
+            try:
+                loop = step.iterate(rows, rate, batches=batches, prefetch=int(rng.integers(3)), per_launch=k)
+                for result in loop:
+                    results += [result] if k == 1 else result
+            except (IndexError, FloatingPointError) as error:
+                done.append(str(error))
+            done.append(seen(step, variables, results))
+            if rng.random() < 0.5 and not nan:
+                done.append(jax.tree.map(np.asarray, step(rows, 0.5, batch=6)))
+            for w in variables if rng.random() < 0.3 else ():
+                w.value = jax.tree.map(np.asarray, w.get_value(0))
+        return done
+
+
+@pytest.mark.parametrize("seed", slow_but([0, 1], range(20)))
+def test_histories(seed):
+    """Random loops, calls and writes, warm and after errors, leave the same behind."""
+    wanted = history(seed, 1)
+    for k in (3, 16):
+        assert_same(history(seed, k), wanted)
+
+
+def test_explain_says_how_many_calls_a_launch_has(group):
+    """And why one."""
+    f = synk.function(lambda x: jnp.sum(x))
+    assert f.explain(X).per_launch == "several calls, if a loop asks for them"
+    assert f.explain(X, num_slices=2).per_launch == "one call: its rows run in slices"
+    noisy = synk.function(lambda x: jax.debug.print("{}", jnp.sum(x)))
+    assert noisy.explain(X).per_launch == "one call: it has callbacks"
