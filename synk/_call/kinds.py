@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import jax
 import numpy as np
@@ -355,6 +356,15 @@ class Kind:
         return values_on_host(rows, leaves, self._spec.broadcast)
 
 
+class NewestKind(NamedTuple):
+    """Kind of the newest call of a function, and the parts of its key."""
+
+    asked: tuple[Any, ...]
+    parts: list[Any]
+    group: ref[Group]
+    kind: ref[Kind]
+
+
 def refuse_parts(name: str, spec: ArgumentSpec, slices: int, others: dict[str, bool]) -> None:
     """Raise ValueError if a call that is to run as one part asks for several parts, or for rows of replicas."""
     for what, is_asked in {"num_slices": slices > 1, "synk.Overlap": any(spec.overlaps), **others}.items():
@@ -383,15 +393,22 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
         options = options._replace(output_subset=checked_subset(options.output_subset, function.name))
     home_size = None if site.home is None else site.home.size
     batch_s = None if options.batch_s is None else index_kind(options.batch_s)
-    key = (
+    asked = (
         bound.spec, function.flags, trace_options(), options.batch is None, batch_s, options[2:-1], home_size, site.way,
-        *parts,
     )  # fmt: skip
+    newest = site.plans.newest
+    # To compare is quicker than to make a hash: shapes are mostly the same objects.
+    if newest is not None and newest.group() is group and newest.asked == asked and newest.parts == parts:
+        kind = newest.kind()
+        if kind is not None:
+            return kind, leaves
 
     def make() -> Kind:
         return Kind(site, bound.spec, [spec_of_part(part) for part in parts], options)
 
-    return site.plans.kept(group, key, make, function.is_over), leaves
+    kind = site.plans.kept(group, (*asked, *parts), make, function.is_over)
+    site.plans.newest = NewestKind(asked, parts, ref(group), ref(kind))
+    return kind, leaves
 
 
 def with_parts(function: FunctionSpec, call: CallSpec, lengths: tuple[int, ...] | None, slices: int) -> CallSpec:

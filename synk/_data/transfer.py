@@ -13,14 +13,13 @@ from .._base.pytree import narrowed
 from .._runtime.dispatch import LOCK
 from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import constant, everywhere, host_copy, is_everywhere, is_placed, put
-from .host_buffers import acquire
+from .host_buffers import SMALL, acquire
 from .selection import Selection
 from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
 from .staging import send_staged, staging_buffers
 
 # A copy of more bytes takes longer than the start of a program that cuts them.
 CUT_BY_HOST_BYTES = 2**20
-_NO_LOCK = nullcontext()
 
 
 class PickedRows(np.ndarray):
@@ -65,14 +64,18 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
     if isinstance(group, GroupAsOne):
         home = group._home
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
-    max_rows = part_rows.max_rows
-    if isinstance(source, jax.Array | PickedRows):
-        is_all = selection.indexes is None and len(source) == selection.rows == max_rows * group.size
-        if is_all and source.dtype == dtype:
-            if isinstance(source, PickedRows):
-                return np.asarray(source)
-            return source if is_placed(group, source, "rows") else cut_rows(group, source)
+    max_rows, has_one = part_rows.max_rows, group._has_one_device
+    is_full = selection.rows == max_rows * group.size and source.dtype == dtype
+    is_whole = is_full and selection.indexes is None and len(source) == selection.rows
+    if is_full and has_one and isinstance(source, np.ndarray):
+        if is_whole and isinstance(source, PickedRows):
+            return np.asarray(source)
+        if source.nbytes // len(source) * selection.rows < SMALL:
+            stop = selection.start + selection.rows
+            return source[selection.start : stop].copy() if selection.indexes is None else source[selection.indexes]
     if isinstance(source, jax.Array):
+        if is_whole:
+            return source if is_placed(group, source, "rows") else cut_rows(group, source)
         host = to_host(group, source)
         if host is None:
             group._peers.before_launch("rows picked from an array that lies over the processes")
@@ -80,7 +83,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
             rows = _take(source, index.astype(np.int32))
             return put(group, narrowed(rows).astype(dtype), "rows")
         source = host
-    starts, counts, has_one, row = part_rows.starts, part_rows.counts, group._has_one_device, source.shape[1:]
+    starts, counts, row = part_rows.starts, part_rows.counts, source.shape[1:]
 
     def fill(arrays: Any, ranks: range) -> None:
         parts = arrays[0].reshape(group.size, max_rows, *row) if has_one else arrays
@@ -240,19 +243,28 @@ def can_go_ahead(group: Group, source: Any) -> bool:
 
 def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: np.dtype, is_cut: bool = True) -> Any:
     """Send rows for a later call, cut over the replicas; copy them on the host if they do not divide or are not cut."""
-    host, rows, size = to_host(group, source), selection.rows, group.size
+    is_even = is_cut and selection.rows % group.size == 0
+    if isinstance(source, jax.Array):
+        return _place_array(group, source, selection, dtype, is_even)
+    if not is_even:
+        return gather_rows(source, selection, dtype)
+    sent = send_rows(group, source, selection, _blocks(selection.rows, group.size), dtype)
+    return sent.view(PickedRows) if isinstance(sent, np.ndarray) else sent
+
+
+def _place_array(group: Group, source: jax.Array, selection: Selection, dtype: np.dtype, is_even: bool) -> Any:
+    """Send rows of an array of JAX, whose owner may donate it before the call."""
+    host = to_host(group, source)
     # Without a source on the host, programs pick the rows on devices.
-    with LOCK if host is None else _NO_LOCK:
-        if is_cut and rows % size == 0:
-            sent = send_rows(group, source, selection, _blocks(rows, size), dtype)
+    with LOCK if host is None else nullcontext():
+        if is_even:
+            sent = send_rows(group, source, selection, _blocks(selection.rows, group.size), dtype)
             if isinstance(sent, np.ndarray):
                 return sent.view(PickedRows)
-            # The owner of an array of JAX may donate it before the call.
-            is_shared = isinstance(source, jax.Array) and (sent is source or group._has_one_device)
-            return copied_on_device(sent) if is_shared else sent
+            return copied_on_device(sent) if sent is source or group._has_one_device else sent
         if host is not None:
             return gather_rows(host, selection, dtype)
-        picked: Any = source[selection.positions(0, rows)]  # type: ignore[index]  # here an array of JAX
+        picked: Any = source[selection.positions(0, selection.rows)]
         return narrowed(picked).astype(dtype)
 
 

@@ -104,28 +104,27 @@ class Picker:
         leaves, parts = recognise_leaves(bound, function.name, group)
         specs = [spec_of_part(part) for part in parts]
         check_leaves(bound.spec, specs, function.name)
-        self._keys = [specs[at].key for at in bound.spec.scattered]
-        sources = [leaves[at] for at in bound.spec.scattered]
-        self._of_variables = {i: sources[i] for i, at in enumerate(bound.spec.scattered) if specs[at].is_variable}
-        self.picked = [i for i, s in enumerate(sources) if not (isinstance(s, Data) and s.is_minibatch)]
+        scattered, sources = [specs[at] for at in bound.spec.scattered], [leaves[at] for at in bound.spec.scattered]
+        self._keys, self._dtypes = [leaf.key for leaf in scattered], [narrow(leaf.raw.dtype) for leaf in scattered]
+        self._of_variables = {at: leaves[at] for at in bound.spec.scattered if specs[at].is_variable}
+        self.picked = [i for i, leaf in enumerate(scattered) if not leaf.is_minibatch]
         self._early = [i for i in self.picked if not _is_on_devices(sources[i], group)]
+        self._has_all = len(self._early) == len(self.picked)
         self._is_cut = [options.num_slices == 1 and overlap is None for overlap in bound.spec.overlaps]
         # Each process brings its own rows. A process without rows, or with a wrong batch, must not leave the others.
-        is_process_local = any(isinstance(source, ProcessLocalRows) for source in sources)
-        self._meets_others = group._is_multi_process and is_process_local
-        self._count_rows(sources)
+        self._meets_others = group._is_multi_process and any(leaf.kind == "local" for leaf in scattered)
+        common_rows(function.name, bound.spec.scattered_names, sources, self.picked, self._meets_others)
 
     def take_early(self, call: LoopCall) -> LoopCall:
         """Pick the rows of a call that is not due yet. Keep its batch: the source may write the next one there."""
-        batch = call.batch
         if self._early:
             try:
-                return self._pick(*call)
+                return self._pick(call.arguments, call.batch)
             except Exception:
                 # The call tells the other processes.
                 if not self._meets_others:
                     raise
-        return LoopCall(call.arguments, _kept(batch))
+        return LoopCall(call.arguments, _kept(call.batch))
 
     def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
         """Keep a call of a list while the next one is asked for. `is_alone` tells that no code of the user's runs then.
@@ -142,42 +141,38 @@ class Picker:
         """Return how many rows a call picks, unchecked."""
         return rows_picked(call.batch, [call.arguments.leaves[self._spec.scattered[i]] for i in self.picked])
 
-    def _count_rows(self, sources: list[Any]) -> int:
-        """Return how many rows there are to pick from."""
-        return common_rows(self._function.name, self._spec.scattered_names, sources, self.picked, self._meets_others)
-
-    def _select(self, batch: Any, rows: int, i: int) -> Selection:
-        if not rows:
-            return Selection(None, 0, 0)
-        return select(batch, rows, self._function.name, self._spec.scattered_names[i], is_part=self._meets_others)
-
     def _pick(self, arguments: BoundArguments, batch: Any) -> LoopCall:
         """Put the rows of a batch in the place of the arguments that they are picked from."""
-        start = perf_counter()
-        leaves = list(arguments.leaves)
-        sources = [self._of_variables.get(i, leaves[at]) for i, at in enumerate(self._spec.scattered)]
-        selection, at = self._select(batch, self._count_rows(sources), self.picked[0]), 0
+        start, name, at = perf_counter(), self._function.name, 0
+        scattered, names, leaves = self._spec.scattered, self._spec.scattered_names, [*arguments.leaves]
+        sources = [self._of_variables.get(at, leaves[at]) for at in scattered]
+        rows = common_rows(name, names, sources, self.picked, self._meets_others)
+        selection = self._select(batch, rows, self.picked[0])
         try:
             for at in self._early:
-                leaves[self._spec.scattered[at]] = self._rows_of(sources[at], at, batch, selection)
+                leaves[scattered[at]] = self._rows_of(sources[at], at, batch, selection)
         except OverflowError as error:
-            raise too_large(f"{self._function.name}: argument {self._spec.scattered_names[at]}", error) from None
+            raise too_large(f"{name}: argument {names[at]}", error) from None
         self._function.stats.sending += perf_counter() - start
-        if len(self._early) < len(self.picked):
-            return LoopCall(BoundArguments(self._spec, leaves), _kept(batch))
-        return LoopCall(BoundArguments(self._spec, leaves, selection.with_copied_indexes()))
+        if self._has_all:
+            return LoopCall(BoundArguments(self._spec, leaves, selection.with_copied_indexes()))
+        return LoopCall(BoundArguments(self._spec, leaves), _kept(batch))
+
+    def _select(self, batch: Any, rows: int, i: int) -> Selection:
+        if batch is None or not rows:
+            return Selection(None, 0, rows)
+        return select(batch, rows, self._function.name, self._spec.scattered_names[i], is_part=self._meets_others)
 
     def _rows_of(self, leaf: Any, i: int, batch: Any, selection: Selection) -> Any:
+        key, dtype = self._keys[i], self._dtypes[i]
         if isinstance(leaf, ProcessLocalRows):
-            selection_here = self._select(batch, leaf.shape[0], i)
-            return ProcessLocalRows(gather_rows(leaf.source, selection_here, narrow(leaf.dtype)))
-        leaf = leaf if self._keys[i] is None else as_data(leaf)
-        source = source_of(leaf) if isinstance(leaf, Data) else leaf
-        rows = place_rows_ahead(self._group, source, selection, narrow(leaf.dtype), is_cut=self._is_cut[i])
+            return ProcessLocalRows(gather_rows(leaf.source, self._select(batch, leaf.shape[0], i), dtype))
+        source = source_of(leaf) if isinstance(leaf, Data) else leaf if key is None else as_data(leaf)
+        rows = place_rows_ahead(self._group, source, selection, dtype, is_cut=self._is_cut[i])
         # The call gets the batch for the rows on the devices, and must not pick from these rows again.
-        if len(self._early) < len(self.picked):
-            return Data(rows, self._spec.scattered_names[i], minibatch=True, key=self._keys[i])
-        return rows if self._keys[i] is None else as_keys(rows, self._keys[i])
+        if not self._has_all:
+            return Data(rows, self._spec.scattered_names[i], minibatch=True, key=key)
+        return rows if key is None else as_keys(rows, key)
 
 
 def recognised(bound: BoundArguments, name: str, group: Group) -> tuple[BoundArguments, list[Any]]:
@@ -187,6 +182,8 @@ def recognised(bound: BoundArguments, name: str, group: Group) -> tuple[BoundArg
       The arguments, and what calls of the same kind have in common.
     """
     leaves, parts = recognise_leaves(bound, name, group)
+    if leaves is bound.leaves:
+        return bound, parts
     leaves = [old if isinstance(old, Shared) else new for old, new in zip(bound.leaves, leaves, strict=True)]
     return BoundArguments(bound.spec, leaves), parts
 

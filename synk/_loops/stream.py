@@ -22,8 +22,9 @@ class Items:
     ) -> None:
         self._function, self._binder, self._options, self._group, self._name = function, binder, options, group, name
         self.hold, self._last_keys = Hold(name), list[Any]()
-        # What picks the rows of the last item, and what the items have in common for which it does.
-        self._picker: tuple[Picker | None, tuple[Any, ...]] = None, ()
+        # The picker of the last item, for items of the same kind.
+        self._picker: Picker | None = None
+        self._kind: Any = None
 
     def calls(self, source: Iterable[Any]) -> Iterator[LoopCall]:
         """Return an iterator of the call of each item, which comes when it is asked for."""
@@ -59,18 +60,15 @@ class Items:
 
     def take_early(self, call: LoopCall) -> LoopCall:
         """Copy the arguments of a call that is not due yet: the loader may write its next item where this one lies."""
-        spec, group = call.arguments.spec, self._group
+        given, group = call.arguments, self._group
         # Rows are copied when they are picked.
-        leaves = list(call.arguments.leaves)
-        for i in spec.broadcast:
-            leaves[i] = copied(leaves[i])
-        given = BoundArguments(spec, leaves)
+        for i in given.spec.broadcast:
+            given.leaves[i] = copied(given.leaves[i])
         bound, parts = recognised(given, self._function.name, group)
-        picker, kind = self._picker
-        if picker is None or kind != (spec, *parts) or group._is_multi_process:
-            picker = Picker(self._function, given, self._options, group)
-            self._picker = picker, (spec, *parts)
-        return picker.take_early(LoopCall(bound))
+        kind = bound.spec, parts
+        if self._picker is None or kind != self._kind or group._is_multi_process:
+            self._picker, self._kind = Picker(self._function, given, self._options, group), kind
+        return self._picker.take_early(LoopCall(bound))
 
 
 def _bind(binder: ArgumentBinder, item: Any) -> BoundArguments:

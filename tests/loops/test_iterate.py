@@ -2,6 +2,7 @@
 
 import itertools
 import signal
+import sys
 import warnings
 import weakref
 
@@ -192,6 +193,64 @@ def test_an_error_of_the_batches_comes_as_it_is(size):
     assert_same(next(results), X[:4])
     with pytest.raises(OSError, match="the disk is gone"):
         next(results)
+
+
+@pytest.mark.parametrize("batch", [slice(2, 8), [9, 3, 2, 0], 7])
+@pytest.mark.parametrize("group", [("devices", 1), ("devices", 2), ("simulated", 2)])
+def test_a_bad_row_is_named_as_by_a_call(group, batch):
+    """Rows that were picked early are tried one by one like those of a call, in iterate and in stream."""
+    x = numbers(11)
+    x[3] = np.inf
+    f = synk.function(lambda x: x.sum(0), nan="raise", name="f")
+    with group_of(*group):
+        for _ in range(2):
+            errors = [
+                raised_by(run)
+                for run in (
+                    lambda: f(x, batch=batch),
+                    lambda: list(f.iterate(x, batches=[slice(0, 2), slice(0, 2), batch])),
+                    lambda: list(f.stream([x[:2], x[:2], x[:batch] if type(batch) is int else x[batch]])),
+                )
+            ]
+            assert str(errors[0]) == str(errors[1]) and "row 3" in str(errors[0])
+            assert isinstance(errors[2], FloatingPointError) and "row" in str(errors[2])
+
+
+def entered(run):
+    """How many functions and methods of Python a run enters."""
+    count = [0]
+
+    def note(frame, event, argument):
+        count[0] += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+@pytest.mark.parametrize("group", [("devices", 1), ("devices", 2)])
+@pytest.mark.parametrize("place", ["raw", "scatter", "broadcast"])
+@pytest.mark.parametrize("kind", ["slices", "indexes"])
+def test_a_loop_enters_little_more_than_its_calls(group, place, kind):
+    """Batches that are taken early cost what their calls would do for them."""
+    x, batches = numbers(128), [slice(4 * i, 4 * i + 4) for i in range(32)]
+    batches = batches if kind == "slices" else [np.arange(128)[batch][::-1] for batch in batches]
+    with group_of(*group):
+        given, f = at(place, x), synk.function(lambda x: x.sum(0), name="f")
+
+        def calls():
+            for batch in batches:
+                jax.block_until_ready(f(given, batch=batch))
+
+        def loop():
+            for result in f.iterate(given, batches=batches):
+                jax.block_until_ready(result)
+
+        calls(), loop()
+        assert entered(loop) <= 1.3 * entered(calls)
 
 
 def by_break(results):
