@@ -187,7 +187,8 @@ class Compiler:
 
         whole, outs = self._each_rank(launch, given) if takes_all_replicas else body, self._outs(launch)
         if self.call.repeat is not None:
-            whole, arguments, outs = repeated(body, arguments, outs, self._repetition(launch, self.call.repeat))
+            rule, takes_all_replicas = self._repetition(launch, self.call.repeat), True
+            whole, arguments, outs = repeated(self.group, function.engine, body, arguments, outs, rule)
         return ProgramSpec(
             body=whole,
             ins=[[layout for layout, _ in each] for each in arguments],

@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from .._base.pytree import bits_of
-from .._runtime.group import GroupAsOne
+from .._runtime.engine import spmd
+from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import Layout
 from .program import Epilogue
 
@@ -51,31 +52,36 @@ class Repetition(NamedTuple):
 
 
 def repeated(
-    single: Body, arguments: list[Placed], outs: list[Layout], rule: Repetition
+    group: Group, engine: str, single: Body, arguments: list[Placed], outs: list[Layout], rule: Repetition
 ) -> tuple[Body, list[Placed], list[Layout]]:
     """Return body, arguments and layouts of results of a program that runs the calls of another one in a row.
 
-    Its results are what the last call hands on, and then the results of one call after the other.
+    Its body takes the arrays of all replicas. Its results are what the last call hands on, and then the results of one
+    call after the other.
     """
-    flags = sum(map(len, arguments[: rule.lists]))
-    stacked = [layout == "stacked" for layout, _ in chain(*arguments)]
+    given_layouts = [layout for layout, _ in chain(*arguments)]
+    mapped, flags = spmd(group, single, given_layouts, outs, engine), sum(map(len, arguments[: rule.lists]))
+
+    def of_each(i: int, value: jax.Array) -> jax.Array:
+        """Return what the calls have of an argument, in the shapes that programs of one call take."""
+        if given_layouts[i] == "replicated":
+            return value
+        value = jnp.moveaxis(value, 1, 0)
+        return value.reshape(rule.most, -1, *value.shape[3:]) if given_layouts[i] == "rows" else value
 
     def body(*values: jax.Array) -> list[jax.Array]:
         is_there, given = values[flags], [*values[:flags], *values[flags + 1 :]]
-        # XLA computes the same bits only if new values have the shapes that programs give them.
-        state = [given[i][None] if stacked[i] else given[i] for i in rule.carried]
+        own = [of_each(i, given[i]) for i in rule.own]
 
         def run(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            now = dict(zip(rule.own, own, strict=True))
-            now |= {i: new[0] if stacked[i] else new for i, new in zip(rule.carried, state, strict=True)}
-            results = single(*(now.get(i, value) for i, value in enumerate(given)))
+            now = dict(zip((*rule.carried, *rule.own), (*state, *own), strict=True))
+            results = list(mapped(*(now.get(i, value) for i, value in enumerate(given))))
             new, results = results[: len(state)], results[len(state) :]
-            new = [leaf[None] if stacked[i] else leaf for i, leaf in zip(rule.carried, new, strict=True)]
             if rule.refuses_nan:
                 new = [jnp.where(results[-1], old, leaf) for old, leaf in zip(state, new, strict=True)]
             return new, results
 
-        own = [given[i] for i in rule.own]
+        state = [given[i] for i in rule.carried]
         shapes = jax.eval_shape(run, state, [leaf[0] for leaf in own])[1]
 
         def keep(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -88,8 +94,7 @@ def repeated(
             return (new, goes_on & ~results[-1] if rule.refuses_nan else goes_on), results
 
         (state, _), results = lax.scan(step, (state, jnp.ones((), bool)), (is_there, own), length=rule.most)
-        new = [leaf[0] if stacked[i] else leaf for i, leaf in zip(rule.carried, state, strict=True)]
-        return [*new, *(leaf[call] for call in range(rule.most) for leaf in results)]
+        return [*state, *(leaf[call] for call in range(rule.most) for leaf in results)]
 
     placed = iter([_of_each(*each, rule) if i in rule.own else each for i, each in enumerate(chain(*arguments))])
     of_all: list[Placed] = [[next(placed) for _ in each] for each in arguments]
@@ -113,6 +118,8 @@ def why_alone(epilogue: Epilogue) -> str:
     traced = [*builder.traced.values(), *([epilogue.then[0]] if epilogue.then else [])]
     reasons = {
         'engine="jit" runs it': isinstance(builder.group, GroupAsOne),
+        # In a loop XLA computes other bits of mapped replicas.
+        "its replicas are simulated": builder.group.is_simulated and builder.group.size > 1,
         "its rows run in slices": call.num_slices > 1,
         "its rows run in blocks": call.block is not None,
         "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
