@@ -264,7 +264,7 @@ class PlanCache:
     def current(self, entries: Sequence[Kept], site: "Site") -> Kept | None:
         """Return the first plan that is as the function would make it now, for variables as they are; None for a site
         that runs afresh."""
-        for entry in entries if site.way != "afresh" else ():
+        for entry in () if site.way == "afresh" else entries:
             reached = entry.reached()
             # Of the newest variable first, since that takes the least time.
             if reached is not None and reached.made >= newest() and reached.names.are_same() and entry.fits(site):
