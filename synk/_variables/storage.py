@@ -159,8 +159,8 @@ class Storage:
 
     def placed(self, group: Group, state: VariableState) -> VariableState:
         """Place the first leaves, which are the variable's own, so that no program has to copy them."""
-        leaves = self.pack(state.leaves, group)
-        return state_of_leaves([put(group, leaf, "replicated") for leaf in leaves], "replicated")
+        placed = [put(group, leaf, "replicated") for leaf in self.pack(state.leaves, group)]
+        return state_of_leaves(placed, "replicated")
 
     def state_of_copies(self, group: Group, leaves: Sequence[Any], layout: Layout) -> VariableState:
         """Make the state in which replicas share these logical leaves."""
@@ -229,8 +229,8 @@ class Packed(Storage):
     The number of stored arrays tells which leaves share them.
 
     Attributes:
-      on_cpus: the leaves in each stored array on CPUs.
-      elsewhere: the same on other devices.
+      on_cpus: the leaves in each stored array, in groups of CPUs.
+      elsewhere: those in groups of other devices.
     """
 
     on_cpus: Buffers
@@ -279,8 +279,7 @@ class Packed(Storage):
         """Return the leaves in each array as a group has them, or in each of these; None if none is shared."""
         if isinstance(like, Group):
             return self.on_cpus if like.platform == "cpu" else self.elsewhere
-        both = (self.on_cpus, self.elsewhere)
-        return next((buffers for buffers in both if len(buffers) == len(like) < len(self.shapes)), None)
+        return next((b for b in (self.on_cpus, self.elsewhere) if len(b) == len(like) < len(self.shapes)), None)
 
     def _unpacked_copies(self, *stored: jax.Array) -> list[jax.Array]:
         # Without jnp.copy, jit returns the argument's own buffer.

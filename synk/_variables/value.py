@@ -89,11 +89,10 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
         if len(together) < len(shapes):
             # The number of arrays tells both apart.
             storage = storage_of(Packed, shapes, nodes, min(nodes, together, key=len))
-    if not is_abstract:
-        # Arrays of JAX are copied in any case: programs overwrite those that a variable has.
-        copied = [i for i, leaf in enumerate(data) if not borrow or isinstance(leaf, jax.Array)]
-        for i, copy in zip(copied, copies_of([data[i] for i in copied]), strict=True):
-            data[i] = copy
+    # Arrays of JAX are copied in any case: programs overwrite those that a variable has.
+    copied = [i for i, leaf in enumerate(data) if isinstance(leaf, jax.Array) or not (borrow or is_abstract)]
+    for i, copy in zip(copied, copies_of([data[i] for i in copied]), strict=True):
+        data[i] = copy
     return ValueSpec(treedef, paths, tuple(map(key_of, arrays)), storage), data
 
 
