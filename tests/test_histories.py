@@ -826,6 +826,22 @@ def test_a_serial_run_leaves_calls_as_they_are(replicas):
         assert float(f.serial(X)) == float(f(X)) == pytest.approx(2 * X.sum())
 
 
+@pytest.mark.parametrize("kind", [("simulated", 1), slow(("devices", 1)), slow(("devices", 3))], ids=str)
+def test_serial_runs_have_plans_of_their_own(kind):
+    """Calls neither take nor lose one; a call that traces the same as a serial run on its devices compiles nothing."""
+    with group_of(*kind) as group:
+        box = {"k": 2.0}
+        f = synk.function(lambda x: jnp.sum(x) * box["k"], donate=False)
+        for k in (2.0, 3.0, 3.0):
+            box["k"] = k
+            assert (float(f.serial(X)), float(f(X))) == pytest.approx((k * X.sum(), 2 * X.sum()))
+            counts = f.stats.compilations
+        assert counts == 2 + (group.size > 1)
+        made = synk.shared(np.float32(0))
+        assert float(f(X)) == float(f.serial(X)) == pytest.approx(3 * X.sum()) and made is not None
+        assert f.stats.compilations == counts + (group.size > 1)
+
+
 def test_variables_that_were_arguments_go(group):
     """Those of serial runs and checks too."""
     f, gone = synk.function(lambda x, w: jnp.sum(x) * w.value[0]), []

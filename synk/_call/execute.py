@@ -101,7 +101,7 @@ def execute_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]],
     if lengths and not ready.form.is_plain:
         values.append(place_table(ready, split_into_launches(lengths, 1)[0]))
     values.append(flags_of(ready, len(calls), repeat))
-    arguments = [*leaves_taken(ready, states, plan.reads[1]), [], values]
+    arguments: list[Sequence[Any]] = [*leaves_taken(ready, states, plan.reads[1]), [], values]
     values = _launch(ready, states, arguments, lambda values: None, len(calls))
     count = len(plan.result.picked) + plan.has_flag
     results: list[Any] = []

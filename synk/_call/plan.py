@@ -1,12 +1,12 @@
 """Plan: how calls of one kind run: compiled programs, their arguments and results. Plans are made without values."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import jax
 import numpy as np
@@ -141,6 +141,7 @@ class Traced(NamedTuple):
     finish: Callable[[], Any]
 
 
+@dataclass(eq=False)
 class Reached:
     """Surroundings of a plan's trace. They refer to no variable, since variables refer to groups.
 
@@ -150,14 +151,9 @@ class Reached:
       record: the record of the trace.
     """
 
-    __slots__ = ("__weakref__", "made", "names", "record")
-
-    def __init__(self, made: int, names: Names, record: tuple[Any, ...]) -> None:
-        self.made, self.names, self.record = made, names, record
-
-    def is_current(self) -> bool:
-        """Tell whether no variable was made since, and the function's own names have the same objects."""
-        return self.made >= newest() and self.names.are_same()
+    made: int
+    names: Names
+    record: tuple[Any, ...]
 
 
 class Kept:
@@ -166,8 +162,8 @@ class Kept:
     Attributes:
       plan: the plan.
       accepts: the states of variables for which it was made.
-      reached: returns the surroundings of its trace; None once the plan is dropped. They refer to the function, which
-        plans in a group must not.
+      reached: returns the surroundings of its trace; None if only serial runs may take the plan, and once it is
+        dropped. They refer to the function, which plans in a group must not.
     """
 
     __slots__ = ("__weakref__", "accepts", "plan", "reached")
@@ -187,76 +183,63 @@ class Kept:
 
 
 class PlanCache:
-    """Plans of one function: for each kind of call one for each state of the variables that it touches.
+    """Plans of one function: for each kind of call a list, with a plan for each state of the variables that it touches.
 
     Plans live in their group, and go with it or with the function. Plans that refer to the function live here.
     If a variable was made after a plan's trace, or a name of the function has another object, the call is traced once
     more. The plan stays if the trace is the same.
+
+    Attributes:
+      owner: the owner of plans in groups, which go with it. It holds those that refer to the function, for few groups.
+      compiled: the newest plans, from which explain tells why a plan had to be made.
     """
 
     def __init__(self) -> None:
-        self._touched: WeakKeyDictionary[Shared, None] = WeakKeyDictionary()
+        self.owner = BoundedCache(MAX_GROUPS)
+        self.compiled: deque[Compiled] = deque(maxlen=64)
         # Not in the group, which would keep the function alive.
         self._reached: WeakKeyDictionary[Kept, Reached] = WeakKeyDictionary()
-        self._holding = BoundedCache(MAX_GROUPS)
-        self._groups: WeakSet[Group] = WeakSet()
+        self._touched: WeakKeyDictionary[Shared, None] = WeakKeyDictionary()
         # Numbers of rows for which one replica of all devices has programs.
         self._totals: set[int] = set()
         # What the newest call was, by which the next one is recognised sooner.
         self.newest: Any = None
-        # The newest plans, from which explain tells why a plan had to be made.
-        self.compiled: deque[Compiled] = deque(maxlen=64)
 
     def variables(self) -> tuple[Shared, ...]:
         """Return the variables that plans have touched so far, and that still exist."""
         return tuple([variable for ref in self._touched.keyrefs() if (variable := ref()) is not None])
 
-    def find(
-        self,
-        site: "Site",
-        key: Any,
-        trace: Callable[[], Traced],
-        *,
-        holds_function: bool = False,
-    ) -> Any:
+    def find(self, site: "Site", key: Any, trace: Callable[[], Traced], *, holds_function: bool = False) -> Any:
         """Return the plan for a key; make it if there is none.
 
         A site that runs afresh always traces the function, since what it captures may have changed.
         """
-        function, group, retraces = site.function, site.group, site.way == "afresh"
-        self._groups.add(group)
+        group, is_afresh = site.group, site.way == "afresh"
         entries: list[Kept] = self.kept(group, key, list, holds_function)
-        if not retraces and (entry := self.current(entries, site)) is not None:
+        if (entry := self.current(entries, site)) is not None:
             return entry.plan
         made, traced = newest(), trace()
         # Names are read after the trace, in which a function may count its traces.
-        names = Names(function.by_user)
-        # Plans of serial runs are kept apart: calls go on with what they run, whatever a serial run has met since.
-        now: list[Kept] = self.kept(group, ("as it is now", key), list, holds_function)
-        # A copy, since another thread may drop entries meanwhile.
-        known, touched = dict(list(self._reached.items())), set(traced.accepts)
-        same = [entry for entry in (*entries, *now) if entry in known and known[entry].record == traced.record]
-        entries = now if retraces else entries
+        now = Reached(made, Names(site.function.by_user), traced.record)
+        same = [each for each in entries if (reached := self._reached.get(each)) and reached.record == now.record]
+        # Plans of serial runs are their own: calls go on with what they run, whatever a serial run has met since.
+        others = [each for each in entries if each not in same and (each.reached() is None) == is_afresh]
         # An entry for another state of its variables is looked at again when they are in that state.
-        others = [entry for entry in entries if entry in known and entry not in same and not entry.fits(site)]
-        stale = {
-            entry for entry, reached in known.items() if entry.accepts.keys() - touched and not reached.is_current()
-        }
-        dropped = stale if retraces else {*entries, *stale}
-        self._forget(dropped.difference(same, others), touched)
-        entry = next((entry for entry in same if entry.fits(site)), None)
-        is_new = entry is None
-        if entry is None:
+        replaced = {each for each in others if each.fits(site)}
+        self._forget({*same, *others} - replaced, now, {*traced.accepts})
+        if (entry := next((each for each in same if each.fits(site)), None)) is None:
             entry = Kept(traced.finish(), traced.accepts)
             if isinstance(entry.plan, CallPlan):
                 self.compiled.append((ref(entry.plan), repr(group), key[0], WeakKeyDictionary(entry.accepts)))
-        reached = Reached(made, names, traced.record)
-        for traced_entry in (entry, *same):
-            self._reached[traced_entry], traced_entry.reached = reached, ref(reached)
+        for each in (entry, *same):
+            if not (is_afresh and each.reached() is None):
+                each.reached = ref(now)
+            self._reached[each] = now
         self._touched.update(dict.fromkeys(entry.accepts))
-        if is_new or not retraces:
-            entries = self.kept(group, ("as it is now", key) if retraces else key, list, holds_function)
-            entries[:] = [entry, *(other for other in (*same, *others) if other is not entry)][:64]
+        left = [each for each in entries if each in self._reached and each not in {entry, *replaced}]
+        # Plans that calls may take come first: a warm call looks at no others.
+        left = sorted([entry, *left], key=lambda each: each.reached() is None)
+        self.kept(group, key, list, holds_function)[:] = left[:64]
         return entry.plan
 
     def count_rows(self, name: str, rows: int) -> None:
@@ -275,32 +258,33 @@ class PlanCache:
         entry = self.current(self.kept(site.group, key, list, holds_function=False), site)
         if entry is None or (now := trace().record) == (before := self._reached[entry].record):
             return False
-        if now == trace().record:
-            return True
-        # The function makes new objects in each trace, such as lists that its callbacks hold.
-        return without_objects(now) != without_objects(before)
+        # The function may make new objects in each trace, such as lists that its callbacks hold.
+        return now == trace().record or without_objects(now) != without_objects(before)
 
     def current(self, entries: Sequence[Kept], site: "Site") -> Kept | None:
-        """Return the first plan that is as the function would make it now, for variables as they are."""
-        for entry in entries:
+        """Return the first plan that is as the function would make it now, for variables as they are; None for a site
+        that runs afresh."""
+        for entry in entries if site.way != "afresh" else ():
             reached = entry.reached()
             # Of the newest variable first, since that takes the least time.
             if reached is not None and reached.made >= newest() and reached.names.are_same() and entry.fits(site):
                 return entry
         return None
 
-    def _forget(self, stale: Set[Kept], touched: Set[Shared]) -> None:
-        """Drop stale entries. If none is left for a variable, drop all programs too, which refer to it."""
+    def _forget(self, spared: set[Kept], now: Reached, touched: set[Shared]) -> None:
+        """Drop the plans of earlier traces that touch other variables, but for those spared. If none is left for a
+        variable, drop all programs too, which refer to it."""
+        # Copies, since another thread may drop entries meanwhile.
+        known = [each for each in list(self._reached.items()) if each[0].accepts.keys() - touched]
+        old = [entry for entry, reached in known if reached.made < now.made or not reached.names.are_same()]
+        stale = [entry for entry in old if entry not in spared]
         for entry in stale:
             self._reached.pop(entry, None)
-        gone = {variable for entry in stale for variable in entry.accepts} - touched
-        gone.difference_update(*[entry.accepts for entry in list(self._reached)])
+        left = touched.union(*[entry.accepts for entry in list(self._reached)])
+        if gone := {variable for entry in stale for variable in entry.accepts} - left:
+            self.owner = BoundedCache(MAX_GROUPS)
         for variable in gone:
             self._touched.pop(variable, None)
-        if gone:
-            for group in list(self._groups):
-                group._caches.pop(self, None)
-            self._holding = BoundedCache(MAX_GROUPS)
 
     def kept(self, group: Group, key: Any, make: Callable[[], Any], holds_function: bool = True) -> Any:
         """Return what `make` has made for a key.
@@ -309,8 +293,8 @@ class PlanCache:
         keep the function alive.
         """
         if not holds_function:
-            return group._cached(self, key, make)
-        return self._holding.get(group, BoundedCache).get(key, make)
+            return group._cached(self.owner, key, make)
+        return self.owner.get(group, BoundedCache).get(key, make)
 
 
 class Site(NamedTuple):
@@ -430,7 +414,7 @@ class Form:
           NeedsAllRows: one replica that all devices make is to take the rows.
           RunsAlone: they are to run in a row, which no program can.
         """
-        kept = None if site.way == "afresh" else site.plans.current(self._kept, site)
+        kept = site.plans.current(self._kept, site)
         if kept is None:
             plan = find_plan(site, self.call)
             self._kept = site.plans.kept(site.group, plan_key(site.function, self.call), list, self.call.is_over)
@@ -442,7 +426,7 @@ class Form:
 
     def holder(self, site: Site) -> Shared | None:
         """Return the variable that brings rows to these calls, if there is one."""
-        kept = None if site.way == "afresh" else site.plans.current(self._holders, site)
+        kept = site.plans.current(self._holders, site)
         if kept is not None:
             return kept.plan
         base, function, taken = self._base, site.function, None if self.lengths is None else self.lengths[0]
@@ -528,7 +512,7 @@ def _make_plan(
     if isinstance(builder.group, GroupAsOne) and call.has_rows:
         plans.count_rows(builder.function.name, max(size or 0 for size in builder.traced))
     compiler = Compiler(epilogue, tuple(depends_on), layouts)
-    programs, start, finish = compiler.compile(plans)
+    programs, start, finish = compiler.compile(plans.owner)
     updates: list[UpdateSlice] = []
     at = 0
     for variable in compiler.updates:

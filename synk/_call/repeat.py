@@ -30,7 +30,7 @@ class RunsAlone(ValueError):
 
 
 class Repetition(NamedTuple):
-    """What the calls of a program share, and what each of them has for itself. Arguments are told by number.
+    """Rule by which the calls of a program share arguments, hand them on or have their own, told by number.
 
     Attributes:
       most: how many calls there may be.

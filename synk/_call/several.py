@@ -1,7 +1,8 @@
 """Several: prepare consecutive calls of a loop that one program runs, and start them."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import suppress
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -71,31 +72,27 @@ def start_calls(
 
 def _alike(site: Site, calls: Sequence[Call]) -> tuple[Kind, Form, list[tuple[Rows, Sequence[Any]]]]:
     """Recognise the first call, and those behind it of the same kind: kind, form, and rows and leaves of each."""
-    alike: list[tuple[Rows, Sequence[Any]]] = []
-    first: tuple[Kind, Form] | None = None
-    for bound, options in calls:
-        try:
+    (first, options), *others = calls
+    kind, leaves = recognise(site, first, options)
+    form, rows = kind.select(site, leaves, options)
+    alike = [(rows, leaves)]
+    for bound, options in others:
+        # An error is raised when the loop comes to this call.
+        with suppress(Exception):
             # Calls of `iterate` without values of their own have the same arguments.
-            sources = alike[0][0].sources if alike and bound is calls[0][0] else None
-            if sources is None:
-                kind, leaves = recognise(site, bound, options)
-            form, rows = kind.select(site, leaves, options, sources)
-            if first is None:
-                first = kind, form
-            elif first != (kind, form) or not _share_data(rows, alike[0][0]):
-                break
-            if site.group._is_multi_process:
-                remedy = "Give each process the same arguments and batch."
-                what = f"the arguments of {site.function.name}"
-                site.group._peers.compare_values(what, partial(kind.values_on_host, rows, leaves), remedy)
-        except Exception:
-            # Raised again when the loop comes to this call.
-            if not alike:
-                raise
-            break
-        alike.append((rows, leaves))
-    assert first is not None
-    return *first, alike
+            is_known = bound is first
+            other, leaves = (kind, leaves) if is_known else recognise(site, bound, options)
+            found, more = other.select(site, leaves, options, rows.sources if is_known else None)
+            if (other, found) == (kind, form) and _share_data(rows, more):
+                alike.append((more, leaves))
+                continue
+        break
+    if site.group._is_multi_process:
+        remedy, what = "Give each process the same arguments and batch.", f"the arguments of {site.function.name}"
+        site.group._peers.compare_values(
+            what, lambda: [*chain(*(kind.values_on_host(*each) for each in alike))], remedy
+        )
+    return kind, form, alike
 
 
 def _share_data(one: Rows, other: Rows) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -36,8 +36,10 @@ class Hold:
       is_source_asked: whether the source is asked for an item. It may write to what no waiting call reads.
     """
 
+    waiting: Sequence[Iterable[Any]]
+
     def __init__(self, name: str, data: Iterable[Data] = ()) -> None:
-        self.name, self.data, self.waiting, self.is_source_asked = name, data, list[Iterable[Any]](), False
+        self.name, self.data, self.waiting, self.is_source_asked = name, data, (), False
         _holds.add(self)
 
     def refuses(self, data: Data) -> bool:

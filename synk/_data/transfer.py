@@ -85,7 +85,7 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         source = host
     starts, counts, row = part_rows.starts, part_rows.counts, source.shape[1:]
 
-    def fill(arrays: Sequence[np.ndarray], ranks: range) -> None:
+    def fill(arrays: Any, ranks: range) -> None:
         parts = arrays[0].reshape(group.size, max_rows, *row) if has_one else arrays
         own = slice(ranks.start, ranks.stop)
         fill_parts(parts, source, selection, starts[own], counts[own])
@@ -105,16 +105,16 @@ def send_rows_of_calls(
 
     The array has entries for `most` calls, the last of which may hold anything.
     """
-    hosts = [to_host(group, source) for source in sources]
+    hosts = [host for source in sources if (host := to_host(group, source)) is not None]
     row, has_one = sources[0].shape[1:], group._has_one_device
 
-    def fill(arrays: Sequence[np.ndarray], ranks: range) -> None:
+    def fill(arrays: Any, ranks: range) -> None:
         own = slice(ranks.start, ranks.stop)
         for call, (host, selection) in enumerate(zip(hosts, selections, strict=True)):
-            parts = arrays[0][:, call] if has_one else [array[0, call] for array in arrays]
+            parts = [*arrays[0][:, call]] if has_one else [array[0, call] for array in arrays]
             fill_parts(parts, host, selection, part_rows.starts[own], part_rows.counts[own])
 
-    if all(host is not None for host in hosts):
+    if len(hosts) == len(sources):
         return _send_filled(group, (1, most, part_rows.max_rows, *row), dtype, fill)
     places = [
         np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)]).astype(np.int32)
@@ -126,9 +126,7 @@ def send_rows_of_calls(
     return put(group, whole, "stacked")
 
 
-def _send_filled(
-    group: Group, entry: tuple[int, ...], dtype: np.dtype, fill: Callable[[Sequence[np.ndarray], range], None]
-) -> Any:
+def _send_filled(group: Group, entry: tuple[int, ...], dtype: np.dtype, fill: Callable[[Any, range], None]) -> Any:
     """Send each replica an entry of this shape, as one array cut over the replicas on axis 0.
 
     `fill` fills an array for each device with the entries of the ranks that it is given.

@@ -430,16 +430,15 @@ class Function:
             )
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
         total = Accumulation(self._site_in(current_group()))
+        loop: Any = source if batches is None else batches
         items: Batches | Items
         if batches is not None:
             items = self._batches("over", (args, kwargs), batches, options)
         elif args or kwargs:
             raise TypeError(f"{self.name}.over: source= brings all arguments of each batch, so give none beside it.")
         else:
-            assert source is not None
             items = self._items("over", options)
         checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
-        loop = batches if source is None else source
         lists, due = small_lists(items, iter(items.calls(loop)), loop), partial(due_call, options, count())
         for these in lists:
             calls = [due(call) for call in these.all]

@@ -332,7 +332,7 @@ def rows_picked(batch: Any, leaves: Sequence[Any]) -> int | None:
         if isinstance(batch, slice):
             return len(range(*batch.indices(len(leaves[0]))))
         index = np.asarray(batch)
-        return int(index) if index.ndim == 0 else np.count_nonzero(index) if index.dtype == bool else len(index)
+        return int(index) if index.ndim == 0 else int(index.sum()) if index.dtype == bool else len(index)
     except (TypeError, ValueError):
         return None
 

@@ -6,7 +6,7 @@ stored: another way needs a class, with what differs from `Storage`.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, ClassVar, TypeAlias
 
@@ -55,8 +55,8 @@ class Storage:
 
     # Leaves of one replica.
 
-    def pack(self, leaves: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
-        """Pack logical leaves into stored ones: into as many as `like` has, if it has any."""
+    def pack(self, leaves: Sequence[Any], like: Group | Sequence[Any]) -> list[Any]:
+        """Pack logical leaves into stored ones: as a group has them, or into as many as `like` has."""
         return list(leaves)
 
     def unpack(self, *stored: Any) -> list[Any]:
@@ -73,9 +73,10 @@ class Storage:
 
     # Shapes.
 
-    def abstract(self, abstract: AbstractState, replicas: int) -> AbstractState:
-        """Return the state of a variable that is placed on so many replicas, by one that is not."""
-        return abstract
+    def abstract(self, abstract: AbstractState, group: Group) -> AbstractState:
+        """Return the state of a variable that is placed in a group, by that of one elsewhere or nowhere."""
+        shapes = jax.eval_shape(partial(self.pack, like=group), [*self.seen(abstract.shapes)])
+        return replace(abstract, shapes=tuple(shapes))
 
     def logical_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
         """Return shapes of the leaves that the user sees, on a replica with `rows` rows, or with the most for None."""
@@ -158,11 +159,12 @@ class Storage:
 
     def placed(self, group: Group, state: VariableState) -> VariableState:
         """Place the first leaves, which are the variable's own, so that no program has to copy them."""
-        return replace(state, leaves=[put(group, leaf, "replicated") for leaf in state.leaves])
+        leaves = self.pack(state.leaves, group)
+        return state_of_leaves([put(group, leaf, "replicated") for leaf in leaves], "replicated")
 
     def state_of_copies(self, group: Group, leaves: Sequence[Any], layout: Layout) -> VariableState:
         """Make the state in which replicas share these logical leaves."""
-        return state_of_leaves(copy_to_replicas(group, self.pack(leaves), layout), layout)
+        return state_of_leaves(copy_to_replicas(group, self.pack(leaves, group), layout), layout)
 
     def state_like(self, group: Group, before: VariableState, leaves: Sequence[np.ndarray]) -> VariableState:
         """Make the state of logical leaves whose rows are dealt out as they were before, if replicas held rows."""
@@ -188,7 +190,8 @@ class Storage:
             # In memory of its own, since programs may overwrite it.
             stacked = relayout(group, leaves, "stacked", "stacked")
         else:
-            entries = leaves if rows else zip(*map(self.pack, zip(*leaves, strict=True)), strict=True)
+            pack = partial(self.pack, like=group)
+            entries = leaves if rows else zip(*map(pack, zip(*leaves, strict=True)), strict=True)
             stacked = [stack_parts(group, parts, max(rows) if rows else None) for parts in entries]
         return state_of_leaves(stacked, "stacked", rows, diverged_by="what was saved")
 
@@ -223,59 +226,61 @@ class Storage:
 class Packed(Storage):
     """Storage of small leaves that share arrays. Leaves of other shapes than the first, with other rows, stay apart.
 
+    The number of stored arrays tells which leaves share them.
+
     Attributes:
-      buffers: the leaves in each stored array.
+      on_cpus: the leaves in each stored array on CPUs.
+      elsewhere: the same on other devices.
     """
 
-    buffers: Buffers
+    on_cpus: Buffers
+    elsewhere: Buffers
 
-    def pack(self, leaves: Sequence[Any], like: Sequence[Any] = ()) -> list[Any]:
-        is_packed, stays = len(leaves) < len(self.shapes), len(like) == len(self.shapes)
-        if is_packed or stays or any(map(_differs, leaves, self.shapes)):
+    def pack(self, leaves: Sequence[Any], like: Group | Sequence[Any]) -> list[Any]:
+        buffers = self._buffers(like)
+        if buffers is None or [leaf.shape for leaf in leaves] != [shape.shape for shape in self.shapes]:
             return list(leaves)
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-            return jax.eval_shape(self.pack, list(leaves))
         numpy: Any = jnp if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves) else np
         return [
             leaves[which[0]]
             if len(which) == 1
             else numpy.concatenate([numpy.asarray(leaves[i]).reshape(-1) for i in which])
-            for which in self.buffers
+            for which in buffers
         ]
 
     def unpack(self, *stored: Any) -> list[Any]:
-        if not self._holds(stored):
+        buffers = self._buffers(stored)
+        if buffers is None:
             return list(stored)
         leaves: dict[int, Any] = {}
-        for buffer, numbers in zip(stored, self.buffers, strict=True):
+        for buffer, numbers in zip(stored, buffers, strict=True):
             if len(numbers) == 1:
                 leaves[numbers[0]] = buffer
                 continue
-            sizes = [self.shapes[i].size for i in numbers]
-            if isinstance(buffer, np.ndarray):
-                parts = np.split(buffer, np.cumsum(sizes[:-1]), axis=-1)
-            else:
-                parts = lax.split(buffer, sizes, axis=buffer.ndim - 1)
-            for i, part in zip(numbers, parts, strict=True):
+            numpy: Any = np if isinstance(buffer, np.ndarray) else jnp
+            for i, part in zip(numbers, numpy.split(buffer, len(numbers), axis=-1), strict=True):
                 leaves[i] = part.reshape((*buffer.shape[:-1], *self.shapes[i].shape))
         return [leaves[i] for i in range(len(self.shapes))]
 
     def seen(self, stored: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.ShapeDtypeStruct]:
-        return self.shapes if self._holds(stored) else stored
+        return self.shapes if self._buffers(stored) else stored
 
     def apart(self, group: Group, stored: Sequence[jax.Array], layout: Layout) -> Sequence[jax.Array]:
-        return self.read(group, stored, layout, layout) if self._holds(stored) else stored
+        return self.read(group, stored, layout, layout) if self._buffers(stored) else stored
 
     def read(self, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
-        if not self._holds(stored):
+        if not self._buffers(stored):
             return super().read(group, stored, layout, to)
         # One program for all leaves: each slice outside of one would be a program to compile.
         ins, outs = layouts(layout, len(stored)), layouts(to, len(self.shapes))
         return run_collective(group, self._unpacked_copies, ins, outs, stored, is_local=True)
 
-    def _holds(self, stored: Sequence[Any]) -> bool:
-        """Check whether leaves share these arrays, or shapes of such."""
-        return len(stored) == len(self.buffers)
+    def _buffers(self, like: Group | Sequence[Any]) -> Buffers | None:
+        """Return the leaves in each array as a group has them, or in each of these; None if none is shared."""
+        if isinstance(like, Group):
+            return self.on_cpus if like.platform == "cpu" else self.elsewhere
+        both = (self.on_cpus, self.elsewhere)
+        return next((buffers for buffers in both if len(buffers) == len(like) < len(self.shapes)), None)
 
     def _unpacked_copies(self, *stored: jax.Array) -> list[jax.Array]:
         # Without jnp.copy, jit returns the argument's own buffer.
@@ -296,9 +301,9 @@ class Shards(Storage):
     def comparable(self, *stored: jax.Array) -> list[jax.Array]:
         return [leaf[:0] if is_sharded else leaf for leaf, is_sharded in zip(stored, self.sharded, strict=True)]
 
-    def abstract(self, abstract: AbstractState, replicas: int) -> AbstractState:
+    def abstract(self, abstract: AbstractState, group: Group) -> AbstractState:
         pairs = zip(self.shapes, self.sharded, strict=True)
-        shapes = tuple(shard_shape(s, replicas) if is_sharded else s for s, is_sharded in pairs)
+        shapes = tuple(shard_shape(s, group.size) if is_sharded else s for s, is_sharded in pairs)
         return AbstractState(shapes, "stacked")
 
     def logical_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
@@ -392,10 +397,6 @@ def _mean_of(entries: Any) -> np.ndarray:
     """Return the average of replicas' values, for another number of replicas."""
     values = np.asarray(entries)
     return np.mean(values, axis=0, dtype=np.float64).astype(values.dtype)
-
-
-def _differs(leaf: Any, shape: jax.ShapeDtypeStruct) -> bool:
-    return leaf.shape != shape.shape
 
 
 def _shared_rows(arrays: Sequence[Any]) -> int | None:

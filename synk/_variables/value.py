@@ -36,7 +36,8 @@ from .storage import Buffers, Packed, Shapes, Storage, storage_of
 # copies so few bytes in less.
 SMALL = 1 << 16
 # The most leaves that share an array. XLA's CPU compiler makes a kernel for each place in an array from which a leaf is
-# cut, and the same kernels serve arrays of one shape: with more leaves in an array, programs compile for longer.
+# cut, and the same kernels serve arrays of one shape: with more leaves in an array, programs compile for longer. There
+# only leaves of one node of the tree share arrays: those of each layer then lie at the same places.
 LEAVES_A_BUFFER = 16
 
 
@@ -67,7 +68,7 @@ class ValueSpec:
 
 
 def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[ValueSpec, list[Any]]:
-    """Return the spec of a first value, and its stored leaves: copies unless `borrow` allows to share memory.
+    """Return the spec of a first value, and its logical leaves: copies unless `borrow` allows to share memory.
 
     `packs` tells whether small leaves may share arrays.
     """
@@ -82,27 +83,29 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
-    buffers = _buffers(shapes) if packs and all(map(_is_readable, data)) else None
-    storage = storage_of(Packed, shapes, buffers) if buffers else storage_of(Storage, shapes)
+    storage = storage_of(Storage, shapes)
+    if packs and all(map(_is_readable, data)):
+        nodes, together = _buffers(shapes, [path[:-1] for path, _ in leaves]), _buffers(shapes, [()] * len(shapes))
+        if len(together) < len(shapes):
+            # The number of arrays tells both apart.
+            storage = storage_of(Packed, shapes, nodes, min(nodes, together, key=len))
     if not is_abstract:
-        # Leaves that share an array are copied into it.
-        apart = [which[0] for which in buffers if len(which) == 1] if buffers else range(len(data))
         # Arrays of JAX are copied in any case: programs overwrite those that a variable has.
-        copied = [i for i in apart if not borrow or isinstance(data[i], jax.Array)]
+        copied = [i for i, leaf in enumerate(data) if not borrow or isinstance(leaf, jax.Array)]
         for i, copy in zip(copied, copies_of([data[i] for i in copied]), strict=True):
             data[i] = copy
-    return ValueSpec(treedef, paths, tuple(map(key_of, arrays)), storage), storage.pack(data)
+    return ValueSpec(treedef, paths, tuple(map(key_of, arrays)), storage), data
 
 
-def _buffers(shapes: Sequence[jax.ShapeDtypeStruct]) -> Buffers | None:
-    """Choose which leaves share an array: small ones of one dtype and shape, where there are several."""
+def _buffers(shapes: Sequence[jax.ShapeDtypeStruct], nodes: Sequence[Any]) -> Buffers:
+    """Choose which leaves share an array: small ones of one dtype and shape, of one node of the tree."""
     alike: dict[Any, list[int]] = {}
-    for i, shape in enumerate(shapes):
+    for i, (shape, node) in enumerate(zip(shapes, nodes, strict=True)):
         # XLA packs numbers below a byte in ways of its own.
         is_small = 0 < shape.size * shape.dtype.itemsize <= SMALL and bits_of(shape.dtype) >= 8
-        alike.setdefault((shape.dtype, shape.shape) if is_small else i, []).append(i)
+        alike.setdefault((shape.dtype, shape.shape, node) if is_small else i, []).append(i)
     groups = [some[at : at + LEAVES_A_BUFFER] for some in alike.values() for at in range(0, len(some), LEAVES_A_BUFFER)]
-    return tuple(map(tuple, groups)) if len(groups) < len(shapes) else None
+    return tuple(map(tuple, groups))
 
 
 def _is_readable(leaf: Any) -> bool:

@@ -338,7 +338,7 @@ def state_in(variable: Shared, group: Group) -> VariableState:
     """Return the state as a call in a group sees it, without placing anything."""
     state, storage = variable._state, variable._spec.storage
     if variable._group is None:
-        return replace(state, abstract=storage.abstract(state.abstract, group.size))
+        return replace(state, abstract=storage.abstract(state.abstract, group))
     # Shards in another group have other shapes: raise before a program is compiled for them.
     return bind(variable, group) if storage.is_sharded else state
 

@@ -77,6 +77,6 @@ def view_of_shapes(group: Group) -> View:
         abstract = state.abstract.dealt_out(group.size)
         if isinstance(group, GroupAsOne) and abstract.rows_per_replica is None:
             abstract = with_layout(abstract, "replicated")
-        return replace(state, abstract=variable._spec.storage.abstract(abstract, group.size))
+        return replace(state, abstract=variable._spec.storage.abstract(abstract, group))
 
     return view

@@ -67,9 +67,49 @@ def test_which_leaves_share():
     ]:
         with synk.simulate(2):
             w = synk.shared(tree)
-            assert stored(w) == arrays
             assert_same(plain(w.value), plain(jax.tree.map(jnp.asarray, tree)))
             assert stored(w) == arrays
+
+
+def layers(count=17):
+    """A tree of equal layers, of numbers that differ."""
+    leaf = lambda i: np.arange(i, i + 4, dtype=np.float32)  # noqa: E731
+    return [{"scale": leaf(3 * i), "shift": leaf(3 * i + 1), "w": leaf(3 * i + 2).reshape(2, 2)} for i in range(count)]
+
+
+@pytest.mark.parametrize(("platform", "arrays"), [("cpu", 34), ("gpu", 5)])
+def test_leaves_of_a_node_share_on_cpus(monkeypatch, platform, arrays):
+    """Elsewhere all leaves do, whatever their nodes; reading, writing, rows of replicas are as on CPUs."""
+    with synk.simulate(2) as group:
+        monkeypatch.setattr(type(group), "platform", platform)
+        w, twice = synk.shared(layers()), jax.tree.map(lambda v: 2 * v, layers())
+        f = synk.function(lambda: None, then=lambda _: w.update(jax.tree.map(lambda v: 2 * v, w.value)))
+        assert len(jax.tree.leaves(f.compile().args_info)) == arrays
+        f()
+        assert stored(w) == arrays
+        assert_same(w.value, twice)
+        w.set_value(layers(), rank=1)
+        assert [len(jax.tree.leaves(v)) for v in (w.get_value(0), w.get_value(1))] == [51, 51]
+        assert_same([w.get_value(0), w.get_value(1)], [twice, layers()])
+        w.value = layers()
+        assert stored(w) == arrays
+
+
+@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize(("before", "after"), [("gpu", "cpu"), ("cpu", "gpu")])
+def test_a_checkpoint_of_another_platform(monkeypatch, tmp_path, before, after, differ):
+    """A checkpoint has whole leaves: it loads where others share arrays."""
+    for platform, value in ((before, layers()), (after, jax.tree.map(np.zeros_like, layers()))):
+        with synk.simulate(2) as group:
+            monkeypatch.setattr(type(group), "platform", platform)
+            w = synk.shared(value)
+            if platform == before:
+                w.set_value(value, rank=1 if differ else None)
+                synk.save(tmp_path, {"w": w}, step=1)
+            else:
+                synk.load(tmp_path, {"w": w})
+            assert_same(w.get_value(1), layers())
+            assert stored(w) == {"cpu": 34, "gpu": 5}[platform]
 
 
 @pytest.mark.smoke
