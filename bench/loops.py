@@ -127,8 +127,6 @@ def in_a_row(losses):
 def quartiles(ways):
     """Return the microseconds a step of each way, read and in a row: first quartiles of wall and of the thread."""
     times, order = {name: ([], []) for name in ways}, list(ways)
-    for way in ways.values():
-        read(way())
     for _ in range(options.rounds):
         random.shuffle(order)
         for name in order:
@@ -152,7 +150,7 @@ def measure(table, n, kind):
     if kind == "shuffled":
         batches = [order[batch] for batch in batches]
     ways = ways_of(kind, params, data, batches, options.per_launch)
-    losses = [read(way()) for way in ways_of(kind, params, data, batches, options.per_launch).values()]
+    losses = [read(way()) for way in ways.values()]
     np.testing.assert_allclose(losses, [losses[0]] * len(losses), rtol=1e-4)
     us = quartiles(ways)
     by_hand = us.pop("by hand")

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 SHORT = {
     "resnet50": "--replicas 1,2 --against 2 --steps 6",
     "calls": "--replicas 1,2 --rounds 9",
+    "loops": "--replicas 1,2 --rounds 5",
     "start": "--times 3",
     "pmap": "--rounds 15",
     "overhead": "--replicas 1,2 --leaves 10,160 --rounds 3",
@@ -35,6 +36,7 @@ TRIAL = {
     "resnet50": "--replicas 1 --against 2 --steps 3 --blocks 1 --image 32 --batch-per-replica 4 "
     "--ways synk,jit(shard_map)",
     "calls": "--replicas 1,2 --small",
+    "loops": "--replicas 1,2 --small",
     "start": "--replicas 2 --times 1 --layers 1",
     "pmap": "--replicas 2 --rounds 1 --small",
     "overhead": "--replicas 1,2 --leaves 10 --rounds 1",
@@ -98,6 +100,13 @@ def rows_of_table(result):
             if row["figure"].startswith("more"):
                 value = f"{taken:+.0f} us (by hand {by_hand:+.0f})"
             yield f"{row['figure']}, replicas {row['replicas']}", value, row["wanted"]
+
+
+def rows_of_loops(result):
+    for row in result["results"]:
+        if row["figure"].endswith("each loss read"):
+            value = f"{row['synk'] / row['hand']:.2f} ({row['synk'] - row['hand']:+.0f} us)"
+            yield f"{row['figure']}, replicas {row['replicas']}: time / a program a step by hand", value, ""
 
 
 def rows_of_pmap(result):
@@ -165,6 +174,7 @@ def rows_of_collectives(result):
 ROWS = {
     "resnet50": rows_of_resnet50,
     "calls": rows_of_table,
+    "loops": rows_of_loops,
     "start": rows_of_table,
     "pmap": rows_of_pmap,
     "overhead": rows_of_overhead,

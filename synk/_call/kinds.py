@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import jax
@@ -356,15 +356,6 @@ class Kind:
         return values_on_host(rows, leaves, self._spec.broadcast)
 
 
-class NewestKind(NamedTuple):
-    """Kind of the newest call of a function, and the parts of its key."""
-
-    asked: tuple[Any, ...]
-    parts: list[Any]
-    group: ref[Group]
-    kind: ref[Kind]
-
-
 def refuse_parts(name: str, spec: ArgumentSpec, slices: int, others: dict[str, bool]) -> None:
     """Raise ValueError if a call that is to run as one part asks for several parts, or for rows of replicas."""
     for what, is_asked in {"num_slices": slices > 1, "synk.Overlap": any(spec.overlaps), **others}.items():
@@ -394,20 +385,19 @@ def recognise(site: Site, bound: BoundArguments, options: CallOptions) -> tuple[
     home_size = None if site.home is None else site.home.size
     batch_s = None if options.batch_s is None else index_kind(options.batch_s)
     asked = (
-        bound.spec, function.flags, trace_options(), options.batch is None, batch_s, options[2:-1], home_size, site.way,
+        ref(group), bound.spec, function.flags, trace_options(), options.batch is None, batch_s, options[2:-1],
+        home_size, site.way,
     )  # fmt: skip
     newest = site.plans.newest
     # To compare is quicker than to make a hash: shapes are mostly the same objects.
-    if newest is not None and newest.group() is group and newest.asked == asked and newest.parts == parts:
-        kind = newest.kind()
-        if kind is not None:
-            return kind, leaves
+    kind = newest[2]() if newest[:2] == (asked, parts) else None
+    if kind is None:
 
-    def make() -> Kind:
-        return Kind(site, bound.spec, [spec_of_part(part) for part in parts], options)
+        def make() -> Kind:
+            return Kind(site, bound.spec, [spec_of_part(part) for part in parts], options)
 
-    kind = site.plans.kept(group, (*asked, *parts), make, function.is_over)
-    site.plans.newest = NewestKind(asked, parts, ref(group), ref(kind))
+        kind = site.plans.kept(group, (*asked, *parts), make, function.is_over)
+        site.plans.newest = asked, parts, ref(kind)
     return kind, leaves
 
 

@@ -202,8 +202,8 @@ class PlanCache:
         self._touched: WeakKeyDictionary[Shared, None] = WeakKeyDictionary()
         # Numbers of rows for which one replica of all devices has programs.
         self._totals: set[int] = set()
-        # What the newest call was, by which the next one is recognised sooner.
-        self.newest: Any = None
+        # What the newest call asked for, and its kind: the next one is recognised by it sooner.
+        self.newest: tuple[Any, Any, Any] = None, None, None
 
     def variables(self) -> tuple[Shared, ...]:
         """Return the variables that plans have touched so far, and that still exist."""

@@ -16,6 +16,7 @@ from .._runtime.layout import constant, everywhere, host_copy, is_everywhere, is
 from .host_buffers import SMALL, acquire
 from .selection import Selection
 from .sources import Copy, HostSource, Source, copied_on_device, copy_rows
+from .staging import SMALL as LEAST_STAGED
 from .staging import send_staged, staging_buffers
 
 # A copy of more bytes takes longer than the start of a program that cuts them.
@@ -248,8 +249,15 @@ def place_rows_ahead(group: Group, source: Source, selection: Selection, dtype: 
         return _place_array(group, source, selection, dtype, is_even)
     if not is_even:
         return gather_rows(source, selection, dtype)
-    sent = send_rows(group, source, selection, _blocks(selection.rows, group.size), dtype)
-    return sent.view(PickedRows) if isinstance(sent, np.ndarray) else sent
+    return _sent_ahead(group, send_rows(group, source, selection, _blocks(selection.rows, group.size), dtype))
+
+
+def _sent_ahead(group: Group, rows: Any) -> Any:
+    """Send rows that are still on the host, if the program that takes them would not send them as soon itself."""
+    if not isinstance(rows, np.ndarray):
+        return rows
+    is_soon = group.platform == "cpu" or rows.nbytes < LEAST_STAGED
+    return rows.view(PickedRows) if is_soon else put(group, rows, "rows")
 
 
 def _place_array(group: Group, source: jax.Array, selection: Selection, dtype: np.dtype, is_even: bool) -> Any:
@@ -260,7 +268,7 @@ def _place_array(group: Group, source: jax.Array, selection: Selection, dtype: n
         if is_even:
             sent = send_rows(group, source, selection, _blocks(selection.rows, group.size), dtype)
             if isinstance(sent, np.ndarray):
-                return sent.view(PickedRows)
+                return _sent_ahead(group, sent)
             return copied_on_device(sent) if sent is source or group._has_one_device else sent
         if host is not None:
             return gather_rows(host, selection, dtype)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
-from itertools import count
+from itertools import chain, count
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -296,7 +296,7 @@ class Function:
         """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early; with
         `per_launch` above 1 the calls of a list."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
-        calls, numbers = self._in_order(source, items.calls(source)), count()
+        calls, numbers = chain(self._check_order(source), items.calls(source)), count()
         if per_launch == 1:
             run = partial(launch, self._launch, options, numbers)
             loop = Prefetch[Any, Any](source, calls, run, prefetch, name, refuse, take_early=items.take_early)
@@ -318,8 +318,8 @@ class Function:
                 raise Stopped(results, FloatingPointError(self._not_finite(*calls[len(results)])))
             return results
 
-    def _in_order(self, source: Iterable[Any], calls: Iterable[LoopCall]) -> Iterator[LoopCall]:
-        """Yield the calls of a loop. Warn if they update variables, in the order of rows of an earlier loop."""
+    def _check_order(self, source: Iterable[Any]) -> Iterator[LoopCall]:
+        """Warn when a loop begins whose calls update variables in the order of rows of an earlier loop; yield none."""
         order = behind_bar(source)
         if isinstance(order, Minibatches) and order.shuffle:
             plans = [made() for made, *_ in [*self._plans.compiled]]
@@ -329,7 +329,7 @@ class Function:
                     f"synk.minibatches another seed (seed=epoch), or let one loop go through all (epochs=)."
                 )
             self._orders.add(order)
-        yield from calls
+        yield from ()
 
     @public_api
     def stream(
@@ -461,7 +461,7 @@ class Function:
         return self._binder.bind(args, kwargs)
 
     def _refuse(self, call: str = "") -> None:
-        if get_ident() in LEAVES_OUT:
+        if LEAVES_OUT and get_ident() in LEAVES_OUT:
             raise SynkError(
                 f"{self.name}: it is called for an item that synk.resume leaves out, since a run before has done it. "
                 f"Put synk.resume inside: `for batch in tqdm(synk.resume(batches, ...)): {self.name}(...)`."

@@ -124,7 +124,7 @@ class Picker:
                 # The call tells the other processes.
                 if not self._meets_others:
                     raise
-        return LoopCall(call.arguments, _kept(call.batch))
+        return call if type(call.batch) in _NEVER_CHANGE else LoopCall(call.arguments, _kept(call.batch))
 
     def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
         """Keep a call of a list while the next one is asked for. `is_alone` tells that no code of the user's runs then.
@@ -236,15 +236,13 @@ class Batches:
 
     def take_early(self, call: LoopCall) -> LoopCall:
         """Pick the rows of a call that is not due yet, as far as they lie on the host."""
-        return self.picker.take_early(self._with_own_values(call))
+        return self.picker.take_early(self._with_own_values(call) if self._values else call)
 
     def keep(self, call: LoopCall, is_alone: bool) -> LoopCall:
         """Keep a call of a list while the next one is asked for; `is_alone` tells that no code of the user's runs."""
-        return self.picker.keep(self._with_own_values(call), is_alone)
+        return self.picker.keep(self._with_own_values(call) if self._values else call, is_alone)
 
     def _with_own_values(self, call: LoopCall) -> LoopCall:
-        if not self._values:
-            return call
         # The owner of a value of `synk.each` may write the following one there.
         values = {i: copied(call.arguments.leaves[i]) for i in self._values}
         return LoopCall(_with_values(call.arguments, values), call.batch)
@@ -313,7 +311,7 @@ def launch(
     run: Callable[[BoundArguments, CallOptions], PyTree], options: CallOptions, numbers: Iterator[int], call: LoopCall
 ) -> PyTree:
     """Run a call of a loop that is due. `numbers` gives its number in the loop, for messages."""
-    return run(*due_call(options, numbers, call))
+    return run(call.arguments, CallOptions(call.batch, None, options.num_slices, options.output_subset, next(numbers)))
 
 
 def due_call(options: CallOptions, numbers: Iterator[int], call: LoopCall) -> tuple[BoundArguments, CallOptions]:
