@@ -16,7 +16,8 @@ from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import Layout
 from .program import Epilogue
 
-# Why calls whose rows lie in a certain way run alone.
+# Why calls run alone, as far as that is known before they are traced.
+SLICES = "its rows run in slices"
 LOCAL = "its rows are those of one process (synk.local)"
 EXCHANGES = "replicas exchange rows of scattered data before the call"
 # Bytes of entries of rows that a program returns for each of several batches of `f.over`.
@@ -59,7 +60,7 @@ def repeated(
     Its body takes the arrays of all replicas. Its results are what the last call hands on, and then the results of one
     call after the other.
     """
-    given_layouts = [layout for layout, _ in chain(*arguments)]
+    given_layouts: list[Layout] = [layout for layout, _ in chain(*arguments)]
     mapped, flags = spmd(group, single, given_layouts, outs, engine), sum(map(len, arguments[: rule.lists]))
 
     def of_each(i: int, value: jax.Array) -> jax.Array:
@@ -120,7 +121,7 @@ def why_alone(epilogue: Epilogue) -> str:
         'engine="jit" runs it': isinstance(builder.group, GroupAsOne),
         # In a loop XLA computes other bits of mapped replicas.
         "its replicas are simulated": builder.group.is_simulated and builder.group.size > 1,
-        "its rows run in slices": call.num_slices > 1,
+        SLICES: call.num_slices > 1,
         "its rows run in blocks": call.block is not None,
         "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
         "its entries of rows are large": kept > LARGE,

@@ -13,7 +13,7 @@ from .binding import BoundArguments, CallOptions
 from .execute import ReadyCall, execute_calls
 from .kinds import Kind, check_row_count, recognise
 from .plan import Form, Site
-from .repeat import EXCHANGES, LOCAL, RunsAlone
+from .repeat import EXCHANGES, LOCAL, SLICES, RunsAlone
 from .rows import Rows
 from .spec import Repeat
 
@@ -47,6 +47,8 @@ def start_calls(
     begun, compiling, sending = perf_counter(), stats.dispatching, stats.sending
     if any(isinstance(leaf, ProcessLocalRows) for leaf in calls[0][0].leaves):
         raise RunsAlone(LOCAL)
+    if calls[0][1].num_slices != 1:
+        raise RunsAlone(SLICES)
     if checks_floats():
         raise RunsAlone("jax_debug_nans looks at single calls")
     kind, form, alike = _alike(site, calls)

@@ -301,7 +301,14 @@ def test_stream_of_arrays_and_data():
 @in_groups
 @pytest.mark.parametrize(
     "options",
-    [{"num_slices": 2}, {"blocks": 3}, {"conv": True}, {"callback": True}, {"engine": "jit"}, {"scatter": True}],
+    [
+        {"num_slices": 2},
+        {"blocks": 3},
+        {"conv": True},
+        {"callback": True},
+        {"engine": "jit"},
+        {"scatter": True},
+    ],
 )
 def test_what_does_not_repeat_runs_one_by_one(options, group):
     """Slices, blocks, convolutions on CPUs, callbacks: the same lists of the same results."""
