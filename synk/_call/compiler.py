@@ -219,7 +219,7 @@ class Compiler:
         if call.is_over:
             # The table of parts tells which rows came before those of a batch.
             own.append(at + len(call.broadcast))
-        return Repetition(repeat.most, carried, own, len(reads) + 2, self.group.size, self.refuses_nan)
+        return Repetition(repeat.most, carried, own, len(reads) + 2, self.refuses_nan)
 
     def _unpack(self, launch: _Launch, values: Arrays, rank: jax.Array | None = None) -> _Taken:
         """Sort the arguments of a program on one replica."""

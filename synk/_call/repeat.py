@@ -40,7 +40,6 @@ class Repetition(NamedTuple):
       own: the arguments of which each call has its own.
       lists: how many lists of arguments there are before captured arrays. Behind them comes an argument that tells for
         each call whether it is there.
-      size: the number of replicas.
       refuses_nan: whether the last result is a flag, by which a call and all that follow it change nothing.
     """
 
@@ -48,7 +47,6 @@ class Repetition(NamedTuple):
     carried: Sequence[int]
     own: Sequence[int]
     lists: int
-    size: int
     refuses_nan: bool
 
 
@@ -97,18 +95,20 @@ def repeated(
         (state, _), results = lax.scan(step, (state, jnp.ones((), bool)), (is_there, own), length=rule.most)
         return [*state, *(leaf[call] for call in range(rule.most) for leaf in results)]
 
-    placed = iter([_of_each(*each, rule) if i in rule.own else each for i, each in enumerate(chain(*arguments))])
+    placed = iter(
+        [_of_each(*each, rule.most, group.size) if i in rule.own else each for i, each in enumerate(chain(*arguments))]
+    )
     of_all: list[Placed] = [[next(placed) for _ in each] for each in arguments]
     of_all[rule.lists - 1].append(("replicated", jax.ShapeDtypeStruct((rule.most,), np.bool_)))
     return body, of_all, [*outs[: len(rule.carried)], *outs[len(rule.carried) :] * rule.most]
 
 
-def _of_each(layout: Layout, shape: jax.ShapeDtypeStruct, rule: Repetition) -> tuple[Layout, jax.ShapeDtypeStruct]:
+def _of_each(layout: Layout, shape: jax.ShapeDtypeStruct, most: int, size: int) -> tuple[Layout, jax.ShapeDtypeStruct]:
     """Return layout and global shape of an argument of which each call has its own."""
     if layout == "replicated":
-        return layout, shape.update(shape=(rule.most, *shape.shape))
-    each = shape.shape[1:] if layout == "stacked" else (shape.shape[0] // rule.size, *shape.shape[1:])
-    return "stacked", shape.update(shape=(rule.size, rule.most, *each))
+        return layout, shape.update(shape=(most, *shape.shape))
+    each = shape.shape[1:] if layout == "stacked" else (shape.shape[0] // size, *shape.shape[1:])
+    return "stacked", shape.update(shape=(size, most, *each))
 
 
 def why_alone(epilogue: Epilogue) -> str:

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._base.pytree import narrowed
@@ -106,8 +105,8 @@ def send_rows_of_calls(
 
     The array has entries for `most` calls, the last of which may hold anything.
     """
-    hosts = [host for source in sources if (host := to_host(group, source)) is not None]
-    row, has_one = sources[0].shape[1:], group._has_one_device
+    hosts = [everywhere(source) if isinstance(source, jax.Array) else source for source in sources]
+    row, has_one = hosts[0].shape[1:], group._has_one_device
 
     def fill(arrays: Any, ranks: range) -> None:
         own = slice(ranks.start, ranks.stop)
@@ -115,16 +114,7 @@ def send_rows_of_calls(
             parts = [*arrays[0][:, call]] if has_one else [array[0, call] for array in arrays]
             fill_parts(parts, host, selection, part_rows.starts[own], part_rows.counts[own])
 
-    if len(hosts) == len(sources):
-        return _send_filled(group, (1, most, part_rows.max_rows, *row), dtype, fill)
-    places = [
-        np.concatenate([part_rows.positions(selection, rank) for rank in range(group.size)]).astype(np.int32)
-        for selection in selections
-    ]
-    picked = [_take(source, index) for source, index in zip(sources, places, strict=True)]
-    picked += picked[-1:] * (most - len(picked))
-    whole = jnp.stack([narrowed(rows).astype(dtype).reshape(group.size, -1, *row) for rows in picked], 1)
-    return put(group, whole, "stacked")
+    return _send_filled(group, (1, most, part_rows.max_rows, *row), dtype, fill)
 
 
 def _send_filled(group: Group, entry: tuple[int, ...], dtype: np.dtype, fill: Callable[[Any, range], None]) -> Any:
