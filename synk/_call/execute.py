@@ -89,12 +89,16 @@ def execute(ready: ReadyCall) -> Any:
     return _tree(ready, _launch(ready, states, _arguments(ready, states), refuse))
 
 
-def execute_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]], repeat: Repeat) -> list[Any]:
+def execute_calls(
+    ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]], repeat: Repeat, view: View | None = None
+) -> list[Any]:
     """Run several calls in a row by one program, each with its rows and leaves, and commit their updates.
 
-    Return the results, up to the first call that is refused since its numbers are not finite.
+    With a view they take the variables' states from it, and nothing is committed. Return the results, up to the first
+    call that is refused since its numbers are not finite.
     """
-    plan, states, lengths = ready.plan, _states(ready), ready.rows.lengths
+    plan, lengths = ready.plan, ready.rows.lengths
+    states = _states(ready) if view is None else {variable: view(variable) for variable in plan.accepts}
     if plan.must_be_equal or plan.held:
         check_variables(ready, states)
     values = values_of_calls(ready, calls, repeat)
@@ -102,7 +106,10 @@ def execute_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]],
         values.append(place_table(ready, split_into_launches(lengths, 1)[0]))
     values.append(flags_of(ready, len(calls), repeat))
     arguments: list[Sequence[Any]] = [*leaves_taken(ready, states, plan.reads[1]), [], values]
-    values = _launch(ready, states, arguments, lambda values: None, len(calls))
+    if view is not None:
+        values = run(ready.function.name, plan.last, arguments)
+    else:
+        values = _launch(ready, states, arguments, lambda values: None, len(calls))
     count = len(plan.result.picked) + plan.has_flag
     results: list[Any] = []
     for i in range(len(calls)):

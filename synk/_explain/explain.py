@@ -23,6 +23,7 @@ from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group, GroupAsOne
 from .._runtime.target import known_accelerator
 from .._variables.state import VariableState
+from .._variables.variable import Shared
 from .hlo import read_collectives, whole_operations
 from .report import Explanation, InputReport, Measured, ProgramReport, VariableReport
 from .why import why_compiled
@@ -222,16 +223,20 @@ class Rehearsal(NamedTuple):
 
 def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
     """Run a call on copies of its variables, and wait for it; change nothing."""
-    ready = prepare()
-    # The call may overwrite the values of variables, so it gets copies.
-    states = {variable: _copied(ready.state(variable), ready.group) for variable in ready.plan.accepts}
-    jax.block_until_ready([state.leaves for state in states.values()])
+    states = copied_states(prepare())
     # JAX returns before the devices are done, so both moments are told.
     start = perf_counter()
     outcome = evaluate(prepare(), states.__getitem__)
     host = perf_counter() - start
     jax.block_until_ready((outcome.leaves, [state.leaves for state in outcome.updates.values()]))
     return Rehearsal(outcome, perf_counter() - start, host)
+
+
+def copied_states(ready: ReadyCall) -> dict[Shared, VariableState]:
+    """Copy the states of the variables that a call touches, since it may overwrite them."""
+    states = {variable: _copied(ready.state(variable), ready.group) for variable in ready.plan.accepts}
+    jax.block_until_ready([state.leaves for state in states.values()])
+    return states
 
 
 def _copied(state: VariableState, group: Group) -> VariableState:

@@ -202,7 +202,8 @@ class Step:
         It tries one setting after the other against the best so far, prints what it finds, and changes nothing: no
         step is kept, and neither Ctrl-C nor an error leaves a trace in the variables or `stats`. Slices are tried
         everywhere, except with `blocks`, where they change nothing. On several GPUs also: how many bytes of gradients
-        XLA packs into one all-reduce, the barrier before the update, and XLA's latency hiding scheduler.
+        XLA packs into one all-reduce, the barrier before the update, and XLA's latency hiding scheduler. At last it
+        times steps that loops with `per_launch` run in a row, which is not among the options.
 
         Steps are awaited one by one, and the two settings take turns; other threads may make calls in between, which
         then disturb the times. The table shows the median, over the rounds, of a setting's time relative to the best's,

@@ -11,14 +11,17 @@ import numpy as np
 
 from .._base.errors import DisagreementError, LawError, PeerError
 from .._call.binding import BoundArguments, CallOptions
-from .._call.execute import Outcome, ReadyCall
+from .._call.execute import Outcome, ReadyCall, execute_calls
 from .._call.failures import translate_error
 from .._call.kinds import prepare
 from .._call.plan import Site
+from .._call.repeat import RunsAlone
+from .._call.several import Several, start_calls
+from .._call.spec import Repeat
 from .._check.check import check_wires
 from .._check.compare import Tolerance, distance
 from .._check.serial import Runner
-from .._explain.explain import Rehearsal, rehearse
+from .._explain.explain import Rehearsal, copied_states, rehearse
 from .._function.function import Function
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.executable import translate_peer_errors
@@ -103,6 +106,8 @@ class Tuner:
         candidates = [*self._candidates(slices, wires)]
         for i, (label, setting) in enumerate(candidates):
             self._row(label, *self._try(label, setting, len(candidates) - i))
+        for most in (4, 16):
+            self._row(f"per_launch={most}", *self._time_in_a_row(most))
         shown = ", ".join(f"{name}={value!r}" for name, value in self._best.settings.items())
         self._say(f"  => step.with_options({shown})" if shown else "  => as it is")
         return self._best.settings
@@ -158,6 +163,28 @@ class Tuner:
             self._best = trial
         answer += ", more than rounding" if not is_right else ", chosen" if is_chosen else ""
         return _time([mine for mine, _ in pairs]), f"{middle:.3f} +- {margin:.3f}", answer
+
+    def _time_in_a_row(self, most: int) -> Sequence[str]:
+        """Time steps of the best setting that one program runs in a row, as loops with `per_launch` do."""
+        if not self._all_agree(f"whether time is left for per_launch={most}", perf_counter() < self._deadline):
+            return "", "", "not tried: no time is left"
+        times, best = list[float](), [self._best.run().seconds for _ in range(_FEWEST)]
+
+        def run(ready: ReadyCall, calls: Several, repeat: Repeat) -> list[Any]:
+            states, start = copied_states(ready), perf_counter()
+            results = jax.block_until_ready(execute_calls(ready, calls, repeat, states.__getitem__))
+            times.append((perf_counter() - start) / most)
+            return results
+
+        try:
+            # The first run compiles.
+            for _ in range(1 + _FEWEST):
+                with LOCK, translate_peer_errors(self._group):
+                    drain()
+                    start_calls(self._best.site, [self._best[2:]] * most, Repeat(most, ()), run)
+        except RunsAlone as alone:
+            return "", "", f"not tried: {alone}"
+        return _time(times[1:]), f"{median(times[1:]) / median(best):.3f}", "for iterate and stream"
 
     def _trial(self, setting: dict[str, Any]) -> _Trial:
         """Return the best with one more setting."""

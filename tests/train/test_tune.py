@@ -240,6 +240,17 @@ def test_slices_are_tried_where_they_matter(group, blocks, capsys):
     assert ("num_slices" in capsys.readouterr().out) == (blocks is None)
 
 
+def test_steps_in_a_row_are_timed(group, capsys):
+    """They are told and not chosen, since loops ask for them; a step that runs in slices has none."""
+    step = made()
+    options = step.tune(X, Y, batch=22, seconds=30, num_slices=1)
+    row = rows_of(capsys.readouterr().out)["per_launch=4"]
+    assert " ms " in row and row.endswith("for iterate and stream")
+    assert "per_launch" not in options
+    step.tune(X, Y, batch=22, seconds=30, num_slices=2)
+    assert rows_of(capsys.readouterr().out)["per_launch=4"].endswith("not tried: its rows run in slices")
+
+
 def test_other_threads_go_on(group, capsys):
     """A thread that trains meanwhile waits for one step at a time, and makes no answer another one."""
     step, is_over, times = made(waits(lambda rows: 0.01 * (rows > 8))), threading.Event(), []
