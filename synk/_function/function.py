@@ -30,7 +30,7 @@ from .._call.spec import FunctionSpec, Repeat, with_then
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import Prefetch, Stopped
 from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, due_call, launch, warn_of_keys
-from .._loops.per_launch import CallLists, ListLauncher, small_lists
+from .._loops.per_launch import CallLists, launch_list, small_lists
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
 from .._runtime.group import Group, current_group
@@ -303,8 +303,8 @@ class Function:
             items.hold.waiting = [loop.waiting]
             return loop
         lists, due = CallLists(items, calls, source, per_launch), partial(due_call, options, numbers)
-        launcher = ListLauncher(self._launch, self._launch_several, due, items.own, per_launch, self._pace)
-        loop = Prefetch(lists, lists, launcher, prefetch, name, refuse, take_early=lists.take_early)
+        run = partial(launch_list, lists, self._launch, self._launch_several, due, self._pace)
+        loop = Prefetch(lists, lists, run, prefetch, name, refuse)
         items.hold.waiting = [lists.collected, loop.waiting]
         return loop
 
@@ -441,7 +441,7 @@ class Function:
         checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
         lists, due = small_lists(items, iter(items.calls(loop)), loop), partial(due_call, options, count())
         for these in lists:
-            calls = [due(call) for call in these.all]
+            calls = [due(call) for call in these.calls]
             most = lists.most if these.is_usual or len(calls) > 1 else 1
             total.add(calls, Repeat(most, ()))
             # While the source makes the next batch, memory need not hold this one.

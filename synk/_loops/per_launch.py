@@ -25,22 +25,15 @@ class CallList(NamedTuple):
     Attributes:
       calls: the calls.
       is_usual: whether they have as many rows as the first call of the loop.
-      last: a last call, of which the source may still overwrite the arguments; None if there is no such call.
     """
 
     calls: list[LoopCall]
     is_usual: bool
-    last: LoopCall | None = None
-
-    @property
-    def all(self) -> list[LoopCall]:
-        """Return all calls."""
-        return self.calls if self.last is None else [*self.calls, self.last]
 
     @property
     def leaves(self) -> list[Any]:
         """Return the leaves of the arguments of all calls."""
-        return [leaf for call in self.all for leaf in call.leaves]
+        return [leaf for call in self.calls for leaf in call.leaves]
 
 
 class CallLists(Iterator[CallList]):
@@ -50,11 +43,14 @@ class CallLists(Iterator[CallList]):
       most: how many calls a list has at most.
       collected: the calls of a list whose next call is asked for.
       is_alone: whether no code of the user's runs then.
+      repeats: whether a program can run several calls in a row, as far as it is known.
     """
+
+    repeats = True
 
     def __init__(self, items: Batches | Items, calls: Iterator[LoopCall], source: Any, most: int) -> None:
         """Take the calls that `items` makes of `source`, up to `most` a list."""
-        self._items, self._calls, self.most, self.collected = items, calls, most, list[LoopCall]()
+        self.items, self._calls, self.most, self.collected = items, calls, most, list[LoopCall]()
         order = behind_bar(source)
         self.is_alone = isinstance(order, Minibatches | list | tuple)
         self._order = order if isinstance(order, Minibatches) else None
@@ -89,31 +85,25 @@ class CallLists(Iterator[CallList]):
         return self._next
 
     def __next__(self) -> CallList:
-        return self._take(self.most, self._keep)
-
-    def take_early(self, these: CallList) -> CallList:
-        """Make a list ready to wait until it is due."""
-        return these if these.last is None else CallList([*these.calls, self._keep(these.last)], these.is_usual)
-
-    def _keep(self, call: LoopCall) -> LoopCall:
-        return self._items.keep(call, self.is_alone)
+        return self._take(self.most, lambda call: self.items.keep(call, self.is_alone))
 
     def _take(self, most: int, keep: Callable[[LoopCall], LoopCall]) -> CallList:
         """Take the next list of up to `most` calls; `keep` makes one ready to wait while the next one is asked for."""
         if self._error is not None:
             raise self._error
         taken, self._next = self._next or next(self._calls), None
-        calls, rows = self.collected, self._items.rows_of(taken)
+        calls, rows = self.collected, self.items.rows_of(taken)
         self._usual = rows if self._usual is None else self._usual
         try:
-            while not calls or self._items.rows_of(taken) == rows:
-                self._at += 1
-                if len(calls) == most - 1 or (self._order and self._at % self._order.per_epoch == 0):
-                    return CallList([*calls], rows == self._usual, taken)
+            while not calls or self.items.rows_of(taken) == rows:
                 # The source may make the next item where this one lies.
-                calls.append(keep(taken))
+                calls.append(keep(taken) if most > 1 else taken)
+                self._at += 1
+                if len(calls) == most or (self._order and self._at % self._order.per_epoch == 0):
+                    break
                 taken = next(self._calls)
-            self._next = taken
+            else:
+                self._next = taken
         except Exception as error:
             if not calls:
                 raise
@@ -130,60 +120,42 @@ def small_lists(items: Batches | Items, calls: Iterator[LoopCall], source: Any) 
     lists = CallLists(items, calls, source, 1)
     first = lists.peek() if lists.is_alone else None
     if first is not None and not items.own(first.arguments):
-        lists.most = max(1, min(MOST, SMALL // max(1, _bytes_of(items, first))))
+        spec, leaves = first.arguments.spec, first.leaves
+        each = [as_data(leaves[i]) for i in spec.scattered]
+        size = sum(prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in each if hasattr(leaf, "dtype"))
+        lists.most = max(1, min(MOST, SMALL // max(1, size * (items.rows_of(first) or 1))))
     return lists
 
 
-def _bytes_of(items: Batches | Items, call: LoopCall) -> int:
-    """Estimate the bytes of the rows that a call picks."""
-    spec, leaves, rows = call.arguments.spec, call.arguments.leaves, items.rows_of(call) or 1
-    rows_of = [as_data(leaves[i]) for i in spec.scattered]
-    return rows * sum(prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in rows_of if hasattr(leaf, "dtype"))
+def launch_list(
+    lists: CallLists,
+    one: Callable[[BoundArguments, CallOptions], PyTree],
+    several: Callable[[Sequence[Call], Repeat], list[PyTree]],
+    due: Callable[[LoopCall], Call],
+    pace: Callable[[int], int],
+    these: CallList,
+) -> list[PyTree]:
+    """Launch the calls of a list, as many in a row as may be, and return their results.
 
-
-class ListLauncher:
-    """Launcher of lists of calls. What no program runs in a row is launched call by call."""
-
-    def __init__(
-        self,
-        one: Callable[[BoundArguments, CallOptions], PyTree],
-        several: Callable[[Sequence[Call], Repeat], list[PyTree]],
-        due: Callable[[LoopCall], Call],
-        own: Callable[[BoundArguments], tuple[int, ...]],
-        most: int,
-        pace: Callable[[int], int],
-    ) -> None:
-        """Launch a call by `one`, and calls in a row by `several`.
-
-        `due` returns arguments and options of a call that is due, and `own` the broadcast arguments of which each call
-        has a value of its own. `pace` is told how many calls have run, and returns how many may run now.
-        """
-        self._one, self._several, self._due, self._own, self._most, self._pace = one, several, due, own, most, pace
-        self._repeats = True
-
-    def __call__(self, these: CallList) -> list[PyTree]:
-        """Launch the calls of a list, and return their results."""
-        results: list[PyTree] = []
-        try:
-            calls = [self._due(call) for call in these.all]
-            room = self._pace(0)
-            while len(results) < len(calls):
-                before = len(results)
-                results += self._launch(calls[before : before + room], these.is_usual)
-                room = self._pace(len(results) - before)
-        except Stopped as stopped:
-            self._pace(len(stopped.results))
-            raise Stopped([*results, *stopped.results], stopped.error) from None
-        except Exception as error:
-            raise Stopped(results, error) from None
-        return results
-
-    def _launch(self, calls: Sequence[Call], is_usual: bool) -> list[PyTree]:
-        """Launch the first of these calls, or several of them."""
-        if self._repeats and (is_usual or len(calls) > 1):
-            try:
-                return self._several(calls, Repeat(self._most, self._own(calls[0][0])))
-            except RunsAlone:
-                # What the function does, and the options of the loop, are the same in all calls.
-                self._repeats = False
-        return [self._one(*calls[0])]
+    `one` launches a call, and `several` calls in a row. `due` returns arguments and options of a call that is due.
+    `pace` is told how many calls have run, and returns how many may run now.
+    """
+    results: list[PyTree] = []
+    try:
+        calls, room = [due(call) for call in these.calls], pace(0)
+        while left := calls[len(results) :][:room]:
+            new: list[PyTree] = []
+            if lists.repeats and (these.is_usual or len(left) > 1):
+                try:
+                    new = several(left, Repeat(lists.most, lists.items.own(left[0][0])))
+                except RunsAlone:
+                    # What the function does, and the options of the loop, are the same in all calls.
+                    lists.repeats = False
+            new = new or [one(*left[0])]
+            results, room = [*results, *new], pace(len(new))
+    except Stopped as stopped:
+        pace(len(stopped.results))
+        raise Stopped([*results, *stopped.results], stopped.error) from None
+    except Exception as error:
+        raise Stopped(results, error) from None
+    return results
