@@ -112,6 +112,7 @@ def part_table(parts: PartRows, lengths: tuple[int, ...], row_slot: int = 0, par
     return (parts.counts, parts.starts, parts.offsets, lengths, parts.offsets, *slots)
 
 
+@lru_cache(maxsize=1024)
 def table_of_batch(
     parts: PartRows, lengths: tuple[int, ...], first_row: int, has_seen: tuple[bool, ...]
 ) -> tuple[Any, ...]:

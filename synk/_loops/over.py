@@ -104,10 +104,9 @@ class Accumulation:
         """Launch a program of several batches, which adds to the sums."""
         lengths, reads = ready.rows.lengths or (), self._begin(ready, len(calls))
         parts, rows = split_into_launches(lengths, 1)[0], sum(lengths)
-        values, tables = values_of_calls(ready, calls, repeat), list[Any]()
-        for i in range(repeat.most):
-            tables.append(self._table(ready, parts, self._rows + i * rows))
-            self._note(parts)
+        values, tables = values_of_calls(ready, calls, repeat), [self._table(ready, parts, self._rows)]
+        self._note(parts)
+        tables += [self._table(ready, parts, self._rows + i * rows) for i in range(1, repeat.most)]
         table = self._place_table(ready, tuple(tables))
         results = self._add(ready, ready.plan.last, reads, [*values, table, flags_of(ready, len(calls), repeat)])
         count = len(results) // repeat.most
@@ -229,8 +228,9 @@ class Accumulation:
         while self._under_way:
             self._fetch_oldest()
         # States without elements have not travelled.
-        shapes = compiler.builder.state_shapes({True: self._rows, False: self._parts})
-        entries = {i: np.zeros(shapes[i].shape, shapes[i].dtype) for i in compiler.builder.kept}
+        kept, slots = compiler.builder.kept, {True: self._rows, False: self._parts}
+        shapes = compiler.builder.state_shapes(slots) if kept else []
+        entries = {i: np.zeros(shapes[i].shape, shapes[i].dtype) for i in kept}
         entries |= {i: np.concatenate(self._entries.pop(i)) for i in compiler.kept}
         wholes = compiler.epilogue.finish_joined(entries)
         return [None if whole is None else np.require(whole, requirements="W") for whole in wholes]
