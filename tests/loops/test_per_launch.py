@@ -497,3 +497,7 @@ def test_explain_says_how_many_calls_a_launch_has(group):
     assert f.explain(X, num_slices=2).per_launch == "one call: its rows run in slices"
     noisy = synk.function(lambda x: jax.debug.print("{}", jnp.sum(x)))
     assert noisy.explain(X).per_launch == "one call: it has callbacks"
+    linked = synk.function(lambda x: synk.all_reduce(jnp.sum(x), "sum"), outputs="first")
+    assert linked.explain(X).per_launch == "one call: it communicates inside"
+    with jax.debug_nans(True):
+        assert f.explain(X).per_launch == "one call: jax_debug_nans looks at single calls"
