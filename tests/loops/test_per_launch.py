@@ -335,6 +335,15 @@ def test_what_does_not_repeat_runs_one_by_one(options, group):
 
 
 @in_groups
+@pytest.mark.parametrize("size", [6, 7])
+def test_communication_inside(size):
+    """Rows that do not divide are run as those of one replica, batch by batch."""
+    f = synk.function(lambda x: jnp.sum((x - synk.all_reduce(jnp.mean(x, 0), "mean")[None]) ** 2))
+    batches = synk.minibatches(50, size)
+    assert_same(flat(f.iterate(X, batches=batches, per_launch=4)), [*f.iterate(X, batches=batches)])
+
+
+@in_groups
 def test_map_of_rows():
     f = synk.map(lambda x, a: jnp.sum(x) * a, inputs=["x"])
     batches = synk.minibatches(50, 6)
