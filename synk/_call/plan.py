@@ -28,7 +28,7 @@ from .compiler import Compiler
 from .failures import translate_error
 from .parts import split_into_launches
 from .program import Epilogue, ProgramBuilder
-from .repeat import RunsAlone, why_alone
+from .repeat import COMMUNICATES, RunsAlone, why_alone
 from .rows import InputSpec
 from .spec import CallSpec, FunctionSpec, Repeat
 from .traces import TELLING_ROWS_APART, CallTraces, NeedsAllRows, rows_not_in_blocks
@@ -479,7 +479,7 @@ def trace_plan(site: Site, call: CallSpec) -> Traced:
     try:
         builder = ProgramBuilder(traces)
     except NeedsAllRows as needed:
-        refusal = NeedsAllRows(str(needed))
+        refusal = NeedsAllRows(str(needed)) if call.repeat is None else RunsAlone(COMMUNICATES)
         return Traced(traces.accepts, traces.record, lambda: refusal)
     if call.lengths is None and not call.is_plain and (builder.runs_each_rank or builder.gathers_rows):
         return Traced(traces.accepts, traces.record, lambda: None)

@@ -20,6 +20,8 @@ from .program import Epilogue
 SLICES = "its rows run in slices"
 LOCAL = "its rows are those of one process (synk.local)"
 EXCHANGES = "replicas exchange rows of scattered data before the call"
+COMMUNICATES = "it communicates inside"
+NANS = "jax_debug_nans looks at single calls"
 # Bytes of entries of rows that a program returns for each of several batches of `f.over`.
 LARGE = 1 << 18
 Body = Callable[..., list[jax.Array]]
@@ -126,6 +128,8 @@ def why_alone(epilogue: Epilogue) -> str:
         "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
         "its entries of rows are large": kept > LARGE,
         'an output is "scatter"': bool(epilogue.scattered),
+        # What names the axis of the replicas has an effect of JAX's, as callbacks have.
+        COMMUNICATES: any(each.communicates and each.has_callbacks for each in traced),
         "it has callbacks": any(each.has_callbacks for each in traced),
         "XLA's CPU backend compiles convolutions inside a loop to slow ones": builder.group.platform == "cpu"
         and any(each.has_convolution for each in traced),

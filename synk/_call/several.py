@@ -13,7 +13,7 @@ from .binding import BoundArguments, CallOptions
 from .execute import ReadyCall, execute_calls
 from .kinds import Kind, check_row_count, recognise
 from .plan import Form, Site
-from .repeat import EXCHANGES, LOCAL, SLICES, RunsAlone
+from .repeat import EXCHANGES, LOCAL, NANS, SLICES, RunsAlone
 from .rows import Rows
 from .spec import Repeat
 
@@ -50,7 +50,7 @@ def start_calls(
     if calls[0][1].num_slices != 1:
         raise RunsAlone(SLICES)
     if checks_floats():
-        raise RunsAlone("jax_debug_nans looks at single calls")
+        raise RunsAlone(NANS)
     kind, form, alike = _alike(site, calls)
     if form.exchanges:
         raise RunsAlone(EXCHANGES)

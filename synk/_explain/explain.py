@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import jax
 
+from .._base.jax_context import checks_floats
 from .._call.auto_slices import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
 from .._call.blocks import Blocks
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, PlanCache
-from .._call.repeat import EXCHANGES, LOCAL
+from .._call.repeat import EXCHANGES, LOCAL, NANS
 from .._call.rows import InputSpec, exchange_programs
 from .._data.overlap import widened
 from .._data.transfer import PartRows
@@ -73,9 +74,8 @@ def _way_to_run(ready: ReadyCall) -> str:
 
 def _per_launch(ready: ReadyCall) -> str:
     """Say whether a program can run several such calls, as `per_launch` asks for, and why not."""
-    why = ready.plan.alone or (
-        EXCHANGES if ready.form.exchanges else LOCAL if ready.rows.rows_before is not None else ""
-    )
+    now = {NANS: checks_floats(), EXCHANGES: ready.form.exchanges, LOCAL: ready.rows.rows_before is not None}
+    why = ready.plan.alone or next((reason for reason, is_so in now.items() if is_so), "")
     return f"one call: {why}" if why else "several calls, if a loop asks for them"
 
 

@@ -225,10 +225,11 @@ class Function:
         Args:
           *args: as in a call.
           batches: an iterable of batches, each as `batch` in a call, e.g. `synk.minibatches`.
-          prefetch: how many batches to take early. With 0, a batch is taken when the loop comes to it.
+          prefetch: how many batches to take early; with `per_launch`, how many lists of them. With 0, a batch is taken
+            when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
-          per_launch: in how many calls a program runs at most. Above 1 the iterator gives lists of results, and the
+          per_launch: how many calls a program runs at most. Above 1 the iterator gives lists of results, and the
             loop's body runs once a list. A list ends where an epoch of `synk.minibatches` does, and before a batch of
             another size. Results are those of single calls, bit for bit. For small steps, whose launch takes longer
             than their arithmetic.

@@ -9,7 +9,7 @@ import pytest
 import synk
 import synk.train
 
-from ..helpers import assert_close, first_of, group_of, needs_devices
+from ..helpers import assert_close, assert_same, first_of, group_of, needs_devices
 
 KINDS = first_of(("devices", 4), ("simulated", 1), ("devices", 1), ("simulated", 3), ("devices", 8))
 ROWS = np.arange(13, dtype=np.float32)
@@ -168,6 +168,32 @@ def test_errors_of_a_call_come_as_without(each, capsys):
     f = synk.function(lambda x: x.reshape(5), reduce="mean")
     with pytest.raises(TypeError, match="reshape"):
         f(ROWS)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("words", ["law", "law,calls"])
+def test_loops_of_lists(each, words, monkeypatch, capsys):
+    """A wrong function is stopped at the first list, before it runs; a right one gives what it gives unchecked."""
+    batches, w = synk.minibatches(13, 4, epochs=2), synk.shared(np.float32(0))
+    wrong = synk.function(jnp.mean, name="f", then=lambda mean: setattr(w, "value", mean))
+
+    def trained():
+        step = synk.train.step(squares, np.float32(0), optax.sgd(0.1, momentum=0.9))
+        lists = [*step.iterate(ROWS, batches=batches, per_launch=3)]
+        return lists, step.params.value, step.stats.calls, step.stats.rows
+
+    monkeypatch.setenv("SYNK_CHECK", words)
+    for loop in (
+        lambda: wrong.iterate(ROWS, batches=batches, per_launch=3),
+        lambda: wrong.stream([ROWS] * 3, per_launch=3),
+    ):
+        with pytest.raises(synk.LawError, match=r'(?s)f: on .* combined by "sum": .*"mean" would have matched'):
+            next(loop())
+    assert w.value == wrong.stats.calls == 0
+    checked = trained()
+    assert [len(losses) for losses in checked[0]] == [3, 1] * 2
+    monkeypatch.delenv("SYNK_CHECK")
+    assert_same(checked, trained())
     assert capsys.readouterr().err == ""
 
 

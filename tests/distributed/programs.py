@@ -1,6 +1,7 @@
 """Programs that gangs run: they fail, are told to stop, wait, and go on from their checkpoints."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from synk._runtime.group import make_group
 from synk._variables import checkpoint_files
 
 from ..harness import say
+from ..helpers import assert_same
 
 PATIENCE = {"heartbeat": 10, "shutdown": 10, "start": 60}
 
@@ -240,6 +242,49 @@ def goes_on(folder, how="", items="60"):
         if how == "breaks alone" and me == 1 and i == 23:
             break
     say("ends", done=loop.done, counts=np.asarray(counts.value).tolist(), saved=saved, size=group.size)
+
+
+def in_lists(folder, stop="-1"):
+    """Train by lists of calls in `synk.resume`, up to a list; then by single calls from the same values: the same bits."""
+    group = join()
+    rng = np.random.default_rng(0)
+    x, start = rng.normal(size=(50, 5)).astype(np.float32), rng.normal(size=(5, 5)).astype(np.float32)
+    rates = synk.each(np.linspace(0.1, 1, 24).astype(np.float32))
+
+    def made():
+        w, m = synk.shared(start, name="w"), synk.shared(0 * start, name="m")
+
+        @synk.function(inputs=["x"], reduce="mean")
+        def step(x, rate):
+            return jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w.value)
+
+        @step.then
+        def step(loss, grad, rate):
+            m.value = 0.9 * m.value + grad
+            w.value = w.value - rate * m.value
+            return loss
+
+        return step, {"w": w, "m": m}
+
+    (step, variables), (alone, others) = made(), made()
+    assert step.explain(x, np.float32(1), batch=7).per_launch.startswith("several")
+    batches = synk.minibatches(50, 7, epochs=3)
+    loop = step.iterate(x, rates, batches=batches, per_launch=4)
+    lists = synk.resume(loop, variables, folder=folder, save_every=1e-9)
+    say("starts", done=lists.done)
+    left = synk.minibatches(50, 7, epochs=3, start=lists.done)
+    for name, w in others.items():
+        w.value = np.asarray(variables[name].value)
+    losses, sizes = [], []
+    for i, results in enumerate(lists):
+        losses, sizes = [*losses, *results], [*sizes, len(results)]
+        if i == int(stop):
+            break
+    assert step.stats.calls == len(losses)
+    single = itertools.islice(alone.iterate(x, rates, batches=left, prefetch=0), len(losses))
+    assert_same([*losses, *(w.value for w in variables.values())], [*single, *(w.value for w in others.values())])
+    synk.check_replicas(*variables.values())
+    say("ends", done=lists.done, sizes=sizes, w=np.asarray(variables["w"].value).tobytes().hex(), size=group.size)
 
 
 def leaves_a_loop(folder):

@@ -381,6 +381,20 @@ def test_a_loop_goes_on_over_processes(tmp_path):
     assert [(start["done"], end["done"], end["counts"]) for start, end in lines] == [(saved[-1], 60, [20] * 7)] * 2
 
 
+def test_lists_of_calls_over_processes(tmp_path):
+    """They have the bits of single calls in the same gang, and go on from a save between two lists in another one."""
+    first = harness.run(programs.in_lists, tmp_path, 4, processes=3)
+    assert [end.code for end in first] == [0] * 3, first
+    # 7 batches of 7 rows and one of 1 an epoch; the list that is broken off is not done.
+    lines = [said(end.output)[-1] for end in first]
+    assert [(line["done"], line["sizes"], line["w"]) for line in lines] == [(12, [4, 3, 1, 4, 3], lines[0]["w"])] * 3
+    ends = harness.run(programs.in_lists, tmp_path, processes=2, devices=2)
+    assert [end.code for end in ends] == [0] * 2, ends
+    (start, end), (also, same) = [said(end.output) for end in ends]
+    assert start["done"] == also["done"] and start["done"] in (4, 7, 8, 12)
+    assert (end["done"], end["w"]) == (24, same["w"])
+
+
 def test_a_loop_that_is_told_to_stop(tmp_path):
     """After a SIGTERM to one process all save at one item, end with 143, and go on."""
     first = harness.run(programs.goes_on, tmp_path, "stopped", 900, processes=2)

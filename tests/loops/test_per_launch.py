@@ -335,6 +335,15 @@ def test_what_does_not_repeat_runs_one_by_one(options, group):
 
 
 @in_groups
+@pytest.mark.parametrize("size", [6, 7])
+def test_communication_inside(size):
+    """Rows that do not divide are run as those of one replica, batch by batch."""
+    f = synk.function(lambda x: jnp.sum((x - synk.all_reduce(jnp.mean(x, 0), "mean")[None]) ** 2))
+    batches = synk.minibatches(50, size)
+    assert_same(flat(f.iterate(X, batches=batches, per_launch=4)), [*f.iterate(X, batches=batches)])
+
+
+@in_groups
 def test_map_of_rows():
     f = synk.map(lambda x, a: jnp.sum(x) * a, inputs=["x"])
     batches = synk.minibatches(50, 6)
@@ -497,3 +506,7 @@ def test_explain_says_how_many_calls_a_launch_has(group):
     assert f.explain(X, num_slices=2).per_launch == "one call: its rows run in slices"
     noisy = synk.function(lambda x: jax.debug.print("{}", jnp.sum(x)))
     assert noisy.explain(X).per_launch == "one call: it has callbacks"
+    linked = synk.function(lambda x: synk.all_reduce(jnp.sum(x), "sum"), outputs="first")
+    assert linked.explain(X).per_launch == "one call: it communicates inside"
+    with jax.debug_nans(True):
+        assert f.explain(X).per_launch == "one call: jax_debug_nans looks at single calls"
