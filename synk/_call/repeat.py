@@ -61,7 +61,7 @@ def repeated(
     call after the other.
     """
     given_layouts: list[Layout] = [layout for layout, _ in chain(*arguments)]
-    mapped, flags = spmd(group, single, given_layouts, outs, engine), sum(map(len, arguments[: rule.lists]))
+    flags = sum(map(len, arguments[: rule.lists]))
 
     def of_each(i: int, value: jax.Array) -> jax.Array:
         """Return what the calls have of an argument, in the shapes that programs of one call take."""
@@ -71,6 +71,8 @@ def repeated(
         return value.reshape(rule.most, -1, *value.shape[3:]) if given_layouts[i] == "rows" else value
 
     def body(*values: jax.Array) -> list[jax.Array]:
+        # The axis of the replicas has its name while the program is traced.
+        mapped = spmd(group, single, given_layouts, outs, engine)
         is_there, given = values[flags], [*values[:flags], *values[flags + 1 :]]
         own = [of_each(i, given[i]) for i in rule.own]
 
@@ -91,7 +93,7 @@ def repeated(
         def step(carry: Any, call: Any) -> tuple[Any, list[jax.Array]]:
             (state, goes_on), (is_there, own) = carry, call
             # Inside a branch XLA computes the bits of a program of one call. In the body of a loop alone it does not.
-            new, results = lax.cond(is_there & goes_on, run, keep, state, own)
+            new, results = lax.cond(_both(group, is_there, goes_on), run, keep, state, own)
             return (new, goes_on & ~results[-1] if rule.refuses_nan else goes_on), results
 
         (state, _), results = lax.scan(step, (state, jnp.ones((), bool)), (is_there, own), length=rule.most)
@@ -103,6 +105,15 @@ def repeated(
     of_all: list[Placed] = [[next(placed) for _ in each] for each in arguments]
     of_all[rule.lists - 1].append(("replicated", jax.ShapeDtypeStruct((rule.most,), np.bool_)))
     return body, of_all, [*outs[: len(rule.carried)], *outs[len(rule.carried) :] * rule.most]
+
+
+def _both(group: Group, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Return `a & b`, in a way that keeps a loop around it from being compiled as one kernel."""
+    if group.platform != "cpu":
+        return a & b
+    # XLA's CPU compiler makes one kernel of a small loop (small_while_loop_hoisting_pass.cc), which computes other bits.
+    # It does not if the loop sorts.
+    return lax.sort(jnp.stack([a, b]).astype(jnp.int32))[0] > 0
 
 
 def _of_each(layout: Layout, shape: jax.ShapeDtypeStruct, most: int, size: int) -> tuple[Layout, jax.ShapeDtypeStruct]:
@@ -121,15 +132,11 @@ def why_alone(epilogue: Epilogue) -> str:
     traced = [*builder.traced.values(), *([epilogue.then[0]] if epilogue.then else [])]
     reasons = {
         'engine="jit" runs it': isinstance(builder.group, GroupAsOne),
-        # In a loop XLA computes other bits of mapped replicas.
-        "its replicas are simulated": builder.group.is_simulated and builder.group.size > 1,
         SLICES: call.num_slices > 1,
         "its rows run in blocks": call.block is not None,
         "neighbours of its rows lie on other replicas": any(feed.held_rows for feed in call.feeds),
         "its entries of rows are large": kept > LARGE,
         'an output is "scatter"': bool(epilogue.scattered),
-        # What names the axis of the replicas has an effect of JAX's, as callbacks have.
-        COMMUNICATES: any(each.communicates and each.has_callbacks for each in traced),
         "it has callbacks": any(each.has_callbacks for each in traced),
         "XLA's CPU backend compiles convolutions inside a loop to slow ones": builder.group.platform == "cpu"
         and any(each.has_convolution for each in traced),

@@ -131,7 +131,8 @@ def _trace(request: TraceRequest) -> TracedFunction:
         variables=tuple(variable for variable in variables if variable in learned["reads"]),
         shapes=tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.out_avals),
         has_effects=bool(closed.effects),
-        has_callbacks=bool(closed.effects) or "pure_callback" in names,
+        # What names the axis of the replicas has an effect too.
+        has_callbacks="pure_callback" in names or any(type(e).__name__ != "NamedAxisEffect" for e in closed.effects),
         draws_by_rbg=any(map(draws_by_rbg, all_equations)),
         communicates=bool(over_axis),
         communicates_at_top=bool(over_axis) and any(map(is_over_axis, equations(closed.jaxpr.eqns, is_at_top=True))),

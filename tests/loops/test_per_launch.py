@@ -370,6 +370,21 @@ def test_training_steps(options):
 
 
 @in_groups
+def test_collectives_inside(group):
+    """By a name of the user's; the last batch does not divide."""
+    w = synk.shared(noise(4, 4))
+
+    @synk.function(reduce="mean", axis_name="batch")
+    def step(x):
+        y = x @ w.value
+        return jnp.mean(jnp.tanh(y - jax.lax.pmean(y.mean(0), "batch")[None]) ** 2)
+
+    rows = 6 * group.size
+    batches = [slice(i, i + rows) for i in range(9)] + [5]
+    assert_same(flat(step.iterate(X, batches=batches, per_launch=4)), [*step.iterate(X, batches=batches)])
+
+
+@in_groups
 @pytest.mark.parametrize("every", [1, 3, lambda steps: 1 + steps])
 def test_local_steps(every):
     """Averages come after as many steps, also within a list."""
@@ -507,6 +522,6 @@ def test_explain_says_how_many_calls_a_launch_has(group):
     noisy = synk.function(lambda x: jax.debug.print("{}", jnp.sum(x)))
     assert noisy.explain(X).per_launch == "one call: it has callbacks"
     linked = synk.function(lambda x: synk.all_reduce(jnp.sum(x), "sum"), outputs="first")
-    assert linked.explain(X).per_launch == "one call: it communicates inside"
+    assert linked.explain(X).per_launch == "several calls, if a loop asks for them"
     with jax.debug_nans(True):
         assert f.explain(X).per_launch == "one call: jax_debug_nans looks at single calls"
