@@ -59,8 +59,8 @@ def recognise(site, bound, options):
     return kind, leaves
 
 
-def select(kind, site, leaves, options):
-    form, rows = _select(kind, site, leaves, options)
+def select(kind, site, leaves, options, sources=None):
+    form, rows = _select(kind, site, leaves, options, sources)
     known, full = getattr(_last, "kinds", (None, None))
     # Tests look that nothing keeps functions and groups alive.
     _last.kinds = None, None

@@ -23,6 +23,7 @@ from .failures import FEWER_ROWS, NotFinite, translate_error
 from .leaves import stack_leaves
 from .parts import part_table, split_into_launches
 from .plan import CallPlan, Form, SliceChoice
+from .repeat import NotTogether
 from .rows import Rows, exchanged, feed_calls, feed_rows, index_on_replicas
 from .spec import CallSpec, FunctionSpec, Repeat
 
@@ -81,12 +82,13 @@ class Outcome(NamedTuple):
 def execute(ready: ReadyCall) -> Any:
     """Run a call and commit its updates: all or none, Ctrl-C included. Return its result."""
 
-    def refuse(values: list[jax.Array]) -> None:
-        if ready.plan.has_flag and _is_refused(ready, values):
+    def count(values: list[jax.Array]) -> int:
+        if ready.plan.has_flag and _is_refused(ready, values.pop()):
             raise NotFinite
+        return 1
 
     states = _states(ready)
-    return _tree(ready, _launch(ready, states, _arguments(ready, states), refuse))
+    return _tree(ready, _launch(ready, states, _arguments(ready, states), count))
 
 
 def execute_calls(
@@ -96,28 +98,40 @@ def execute_calls(
 
     With a view they take the variables' states from it, and nothing is committed. Return the results, up to the first
     call that is refused since its numbers are not finite.
+
+    Raises:
+      NotTogether: rows or broadcast arguments do not come for all calls.
+      NotFinite: the first call is refused.
     """
-    plan, lengths = ready.plan, ready.rows.lengths
+    plan, lengths, ran = ready.plan, ready.rows.lengths, len(calls)
     states = _states(ready) if view is None else {variable: view(variable) for variable in plan.accepts}
     if plan.must_be_equal or plan.held:
         check_variables(ready, states)
-    values = values_of_calls(ready, calls, repeat)
+    try:
+        values = values_of_calls(ready, calls, repeat)
+    except Exception as error:
+        raise NotTogether(str(error)) from error
     if lengths and not ready.form.is_plain:
         values.append(place_table(ready, split_into_launches(lengths, 1)[0]))
     values.append(flags_of(ready, len(calls), repeat))
     arguments: list[Sequence[Any]] = [*leaves_taken(ready, states, plan.reads[1]), [], values]
+    size = len(plan.result.picked) + plan.has_flag
+
+    def count(values: list[jax.Array]) -> int:
+        nonlocal ran
+        last = plan.num_updated + size - 1
+        refused = (i for i in range(len(calls)) if plan.has_flag and _is_refused(ready, values[last + i * size]))
+        ran = next(refused, ran)
+        if not ran:
+            raise NotFinite
+        return ran
+
     if view is not None:
         values = run(ready.function.name, plan.last, arguments)
     else:
-        values = _launch(ready, states, arguments, lambda values: None, len(calls))
-    count = len(plan.result.picked) + plan.has_flag
-    results: list[Any] = []
-    for i in range(len(calls)):
-        of_call = values[plan.num_updated + i * count :][:count]
-        if plan.has_flag and _is_refused(ready, of_call):
-            break
-        results.append(plan.result.tree(of_call))
-    return results
+        values = _launch(ready, states, arguments, count)
+    starts = range(plan.num_updated, plan.num_updated + ran * size, size) if size else [plan.num_updated] * ran
+    return [plan.result.tree(values[start : start + len(plan.result.picked)]) for start in starts]
 
 
 def values_of_calls(ready: ReadyCall, calls: Sequence[tuple[Rows, Sequence[Any]]], repeat: Repeat) -> list[Any]:
@@ -152,14 +166,14 @@ def _launch(
     ready: ReadyCall,
     states: dict[Shared, VariableState],
     arguments: list[Sequence[Any]],
-    refuse: Callable[[list[jax.Array]], None],
-    count: int = 1,
+    count: Callable[[list[jax.Array]], int],
 ) -> list[jax.Array]:
-    """Launch the program that ends `count` calls, and commit their updates unless `refuse` raises."""
+    """Launch the program that ends a call or several. Commit the updates of as many as `count` returns, which may
+    raise."""
     plan, name = ready.plan, ready.function.name
     if not plan.updates:
         values = run(name, plan.last, arguments)
-        refuse(values)
+        count(values)
         return values
     # `lose` lives as long as the program is in flight. It must keep no argument and no value alive, so it refers to
     # the new states weakly.
@@ -174,23 +188,23 @@ def _launch(
     with uninterrupted():
         try:
             values = run(name, plan.last, arguments, lose)
-            refuse(values)
+            ran = count(values)
         except Exception as error:
             for update in plan.updates:
                 old = states[update.variable]
                 if any(leaf.is_deleted() for leaf in old.leaves):
                     invalidate(update.variable, old, name, error)
             raise
-        for variable, state in _updates(ready, values, states, count).items():
+        for variable, state in _updates(ready, values, states, ran).items():
             written.append((variable, ref(state)))
             variable._state = state
     return values
 
 
-def _is_refused(ready: ReadyCall, values: list[jax.Array]) -> bool:
+def _is_refused(ready: ReadyCall, flag: jax.Array) -> bool:
     """Wait for the flag of a function with nan="raise", and tell whether a number is not finite."""
     with translate_peer_errors(ready.group):
-        return bool(np.asarray(values.pop()))
+        return bool(np.asarray(flag))
 
 
 def _tree(ready: ReadyCall, values: list[jax.Array]) -> PyTree:
@@ -207,7 +221,7 @@ def evaluate(ready: ReadyCall, view: View | None = None) -> Outcome:
     """Run a call, perhaps with other states of variables, without committing its updates."""
     states = {variable: (view or ready.state)(variable) for variable in ready.plan.accepts}
     values = run(ready.function.name, ready.plan.last, _arguments(ready, states))
-    is_refused = ready.plan.has_flag and _is_refused(ready, values)
+    is_refused = ready.plan.has_flag and _is_refused(ready, values.pop())
     if ready.group._is_multi_process:
         with translate_peer_errors(ready.group):
             jax.block_until_ready(values)

@@ -33,6 +33,10 @@ class RunsAlone(ValueError):
     """Calls do not run in a row, by one program. The message says why."""
 
 
+class NotTogether(RunsAlone):
+    """Calls do not run in a row, but others of the loop may."""
+
+
 class Repetition(NamedTuple):
     """Rule by which the calls of a program share arguments, hand them on or have their own, told by number.
 
@@ -88,7 +92,7 @@ def repeated(
         shapes = jax.eval_shape(run, state, [leaf[0] for leaf in own])[1]
 
         def keep(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-            return state, [jnp.ones(s.shape, s.dtype) for s in shapes]
+            return state, [*map(_ones, shapes)]
 
         def step(carry: Any, call: Any) -> tuple[Any, list[jax.Array]]:
             (state, goes_on), (is_there, own) = carry, call
@@ -107,12 +111,17 @@ def repeated(
     return body, of_all, [*outs[: len(rule.carried)], *outs[len(rule.carried) :] * rule.most]
 
 
+def _ones(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return ones that are as weak as what they stand for, which a branch would lose otherwise."""
+    return lax.full(like.shape, like.dtype.type(1).item()) if like.weak_type else jnp.ones(like.shape, like.dtype)
+
+
 def _both(group: Group, a: jax.Array, b: jax.Array) -> jax.Array:
     """Return `a & b`, in a way that keeps a loop around it from being compiled as one kernel."""
     if group.platform != "cpu":
         return a & b
-    # XLA's CPU compiler makes one kernel of a small loop (small_while_loop_hoisting_pass.cc), which computes other bits.
-    # It does not if the loop sorts.
+    # XLA's CPU compiler makes one kernel of a small loop, unless it sorts (small_while_loop_hoisting_pass.cc). That
+    # kernel computes other bits.
     return lax.sort(jnp.stack([a, b]).astype(jnp.int32))[0] > 0
 
 

@@ -317,7 +317,8 @@ class Data:
             if hold.refuses(self):
                 raise SynkError(
                     f"{self.name}: it was written to between two items of {hold.name}, which takes items early. Give "
-                    f"prefetch=0, which takes an item when the loop comes to it, or leave the loop first."
+                    f"prefetch=0 and per_launch=1, which take an item when the loop comes to it, or leave the loop "
+                    f"first."
                 )
 
 

@@ -92,7 +92,8 @@ class Prefetch(Iterator[R], Generic[T, R]):
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError("The number of items is not known: what gives them has no len().")
+            depends = " With per_launch it depends on the rows of batches." if self.gives_lists else ""
+            raise TypeError(f"The number of items is not known: what gives them has no len().{depends}")
         return self._length
 
     @public_api

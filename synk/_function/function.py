@@ -231,13 +231,16 @@ class Function:
           output_subset: as in a call.
           per_launch: how many calls a program runs at most. Above 1 the iterator gives lists of results, and the
             loop's body runs once a list. A list ends where an epoch of `synk.minibatches` does, and before a batch of
-            another size. Results are those of single calls, bit for bit. For small steps, whose launch takes longer
-            than their arithmetic.
+            another size or an error. Results are those of single calls, bit for bit. For small steps, whose launch
+            takes longer than their arithmetic; 16 is plenty, and a program of more takes longer to compile. All
+            batches of a list are asked for before it runs, also with `prefetch=0`, so what gives them sees variables
+            as they were before the list. What a program cannot repeat is launched call by call, in the same lists:
+            `f.explain(...).per_launch` says why.
           **kwargs: as in a call.
 
         Returns:
-          An iterator of the results, in order; it has as many as there are batches. Leaving the loop drops the batches
-          that were taken early.
+          An iterator of the results, in order; it has as many as there are batches. The `len` of lists is known for
+          `synk.minibatches`. Leaving the loop drops the batches that were taken early.
 
         Errors are those of a call, raised when the loop reaches that batch.
 
@@ -313,7 +316,11 @@ class Function:
         """Start consecutive calls of a loop by one program: the first, and those behind it that the program runs."""
         site = self._site()
         with LOCK:
-            results, is_refused = start_calls(site, calls, repeat)
+            results, is_refused = list[PyTree](), False
+            try:
+                results, is_refused = start_calls(site, calls, repeat)
+            except NotFinite:
+                is_refused = True
             self.stats.calls += len(results)
             if is_refused:
                 raise Stopped(results, FloatingPointError(self._not_finite(*calls[len(results)])))

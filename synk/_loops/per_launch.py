@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from .._base.pytree import PyTree, as_data
 from .._call.binding import BoundArguments, CallOptions
-from .._call.repeat import RunsAlone
+from .._call.repeat import NotTogether, RunsAlone
 from .._call.several import Call
 from .._call.spec import Repeat
 from .._data.minibatches import Minibatches, behind_bar
-from .._data.prefetch import Stopped
+from .._data.prefetch import Stopped, length
 from .iterate import Batches, LoopCall
 from .stream import Items
 
@@ -50,8 +50,10 @@ class CallLists(Iterator[CallList]):
 
     def __init__(self, items: Batches | Items, calls: Iterator[LoopCall], source: Any, most: int) -> None:
         """Take the calls that `items` makes of `source`, up to `most` a list."""
-        self.items, self._calls, self.most, self.collected = items, calls, most, list[LoopCall]()
-        order = behind_bar(source)
+        self.items, self._calls, self.collected, order = items, calls, list[LoopCall](), behind_bar(source)
+        # A program costs as much to compile as it may have calls.
+        known = order.per_epoch if isinstance(order, Minibatches) else length(order)
+        self.most = min(most, known or most)
         self.is_alone = isinstance(order, Minibatches | list | tuple)
         self._order = order if isinstance(order, Minibatches) else None
         self._at = 0 if self._order is None else self._order.start
@@ -117,13 +119,15 @@ class CallLists(Iterator[CallList]):
 
 def small_lists(items: Batches | Items, calls: Iterator[LoopCall], source: Any) -> CallLists:
     """Put the calls of a loop in lists, if they are of few bytes and no code of the user's runs between them."""
-    lists = CallLists(items, calls, source, 1)
+    lists = CallLists(items, calls, source, MOST)
     first = lists.peek() if lists.is_alone else None
-    if first is not None and not items.own(first.arguments):
+    if first is None or items.own(first.arguments):
+        lists.most = 1
+    else:
         spec, leaves = first.arguments.spec, first.leaves
         each = [as_data(leaves[i]) for i in spec.scattered]
         size = sum(prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in each if hasattr(leaf, "dtype"))
-        lists.most = max(1, min(MOST, SMALL // max(1, size * (items.rows_of(first) or 1))))
+        lists.most = max(1, min(lists.most, SMALL // max(1, size * (items.rows_of(first) or 1))))
     return lists
 
 
@@ -148,9 +152,9 @@ def launch_list(
             if lists.repeats and (these.is_usual or len(left) > 1):
                 try:
                     new = several(left, Repeat(lists.most, lists.items.own(left[0][0])))
-                except RunsAlone:
+                except RunsAlone as alone:
                     # What the function does, and the options of the loop, are the same in all calls.
-                    lists.repeats = False
+                    lists.repeats = isinstance(alone, NotTogether)
             new = new or [one(*left[0])]
             results, room = [*results, *new], pace(len(new))
     except Stopped as stopped:

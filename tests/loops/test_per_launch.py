@@ -13,6 +13,7 @@ import pytest
 
 import synk
 import synk.train
+from synk._runtime.executable import Program
 
 from ..helpers import Bar, assert_same, group_of, needs_devices, raised_by, slow_but
 
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("group")
 GROUPS = [("devices", 1), ("devices", 2), ("simulated", 3)]
 X = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
 in_groups = pytest.mark.parametrize("group", GROUPS, indirect=True, ids=str)
+on_two_or_one = pytest.mark.parametrize("group", GROUPS[:2], indirect=True, ids=str)
 of_k = pytest.mark.parametrize("k", [3, 16])
 
 
@@ -170,6 +172,22 @@ def test_one_program_for_full_and_short_lists():
     assert step.stats.compilations == 1
     flat(step.iterate(X, 0.1, batches=synk.minibatches(50, 8, epochs=2), per_launch=4))
     assert step.stats.compilations == 2
+
+
+@in_groups
+@pytest.mark.parametrize("place", ["host", "scatter", "broadcast"])
+def test_a_list_is_one_launch(monkeypatch, place):
+    """Of any values of its own and any rows; small batches of `over` are launched together too."""
+    launched, launch = [], Program.launch
+    monkeypatch.setattr(Program, "launch", lambda self, *args: launched.append(self.name) or launch(self, *args))
+    step, _ = momentum()
+    loop = step.iterate(synk.data(X, place=place), synk.each(np.ones(6)), batches=synk.minibatches(48, 8), per_launch=3)
+    flat(loop)
+    flat(step.stream(((X[i : i + 5], 0.5) for i in range(9)), per_launch=3))
+    assert launched == ["step"] * 5
+    launched.clear()
+    synk.function(lambda x: x.sum(), name="sum").over(X, batches=synk.minibatches(48, 8))
+    assert launched == ["sum"] * 3  # the first sums, six batches, and the end
 
 
 @in_groups
@@ -454,6 +472,86 @@ def test_changes_between_lists(group):
     with group_of("simulated", 3):
         w = synk.shared(1.0)
         assert [float(y) for y in flat(f.iterate(x, batches=batches, per_launch=2))] == [12.0, 12.0]
+
+
+@in_groups
+@pytest.mark.parametrize("columns", [1, 3])
+def test_same_bits_of_small_programs(columns):
+    """XLA would compile the whole loop of a small program as one kernel."""
+    x = noise(37, columns)
+
+    def results(k):
+        w, square = synk.shared(np.float32(0.5)), synk.function(lambda x: x.T @ x)
+        step = synk.function(lambda x: x.sum())
+        step.then(lambda s: setattr(w, "value", w.value * 0.9 + s * 0.1))
+        loops = [f.iterate(x, batches=synk.minibatches(37, 5), per_launch=k) for f in (step, square)]
+        values = [result for loop in loops for result in (loop if k == 1 else flat(loop))]
+        return [np.asarray(value) for value in [*filter(lambda v: v is not None, values), w.value]]
+
+    for k in (3, 16):
+        assert_same(results(k), results(1))
+
+
+@on_two_or_one
+def test_a_refused_first_batch_changes_nothing():
+    """Nothing of its list has run, so a variable that each replica updates is as it was."""
+    w = synk.shared(np.float32(0.5))
+
+    @synk.function(nan="raise")
+    def f(x):
+        w.value = w.value + 1
+        return jnp.log(x).sum()
+
+    x = np.ones(8, np.float32)
+    x[1] = -1
+    messages = []
+    for k in (1, 4):
+        with pytest.raises(FloatingPointError) as raised:
+            flat(f.iterate(x, batches=[4, 4], per_launch=k))
+        messages.append(str(raised.value))
+        assert float(w.value) == 0.5
+    assert messages[0] == messages[1]
+
+
+@on_two_or_one
+@pytest.mark.parametrize("form", ["rows", "data", "each"])
+def test_integers_that_do_not_fit(form):
+    """The results before them come, and then the error of the single call."""
+    xi = np.arange(40)
+    rates: list[object] = list(range(10))
+    if form == "each":
+        rates[5] = 2**40
+    else:
+        xi[22] = 2**40
+    f = synk.function(lambda x, rate: x.sum() + rate, ["x"], name="f")
+    x = synk.data(xi) if form == "data" else xi
+
+    def until(k):
+        results = []
+        with pytest.raises(ValueError, match=r"f: argument") as raised:
+            for result in f.iterate(x, synk.each(rates), batches=synk.minibatches(40, 4, shuffle=False), per_launch=k):
+                results += [result] if k == 1 else result
+        return [[int(r) for r in results], str(raised.value)]
+
+    one = until(1)
+    assert len(one[0]) == 5
+    for k in (3, 16):
+        assert until(k) == one
+
+
+@on_two_or_one
+def test_weak_results_stay_weak():
+    """A number that is handed through takes the dtype of what it meets, as that of a single call does."""
+    f = synk.function(lambda x, rate: (x.sum(), rate), ["x"], ("sum", "same"))
+    for k in (1, 3):
+        loop = f.stream([(X[:4], 0.5)] * 3, per_launch=k)
+        assert all(rate.weak_type for _, rate in (loop if k == 1 else flat(loop)))
+
+
+def test_no_program_of_more_calls_than_there_are():
+    """So a large number costs nothing."""
+    f = synk.function(lambda x: x.sum())
+    assert len(flat(f.iterate(X, batches=synk.minibatches(50, 10), per_launch=10**9))) == 5
 
 
 # Histories.
