@@ -83,10 +83,7 @@ def repeated(
         def run(state: list[jax.Array], own: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
             now = dict(zip((*rule.carried, *rule.own), (*state, *own), strict=True))
             results = list(mapped(*(now.get(i, value) for i, value in enumerate(given))))
-            new, results = results[: len(state)], results[len(state) :]
-            if rule.refuses_nan:
-                new = [jnp.where(results[-1], old, leaf) for old, leaf in zip(state, new, strict=True)]
-            return new, results
+            return results[: len(state)], results[len(state) :]
 
         state = [given[i] for i in rule.carried]
         shapes = jax.eval_shape(run, state, [leaf[0] for leaf in own])[1]
@@ -98,7 +95,11 @@ def repeated(
             (state, goes_on), (is_there, own) = carry, call
             # Inside a branch XLA computes the bits of a program of one call. In the body of a loop alone it does not.
             new, results = lax.cond(_both(group, is_there, goes_on), run, keep, state, own)
-            return (new, goes_on & ~results[-1] if rule.refuses_nan else goes_on), results
+            if rule.refuses_nan:
+                # Inside the branch XLA would compute the new values by other kernels.
+                new = [jnp.where(results[-1], old, leaf) for old, leaf in zip(state, new, strict=True)]
+                goes_on &= ~results[-1]
+            return (new, goes_on), results
 
         (state, _), results = lax.scan(step, (state, jnp.ones((), bool)), (is_there, own), length=rule.most)
         return [*state, *(leaf[call] for call in range(rule.most) for leaf in results)]
