@@ -128,6 +128,7 @@ def _program(role: str, program: Executable, count: int, memory: ProgramMemory) 
     # Threads of a CPU run instructions as soon as their operands are there, whatever the order of the text.
     collectives = read_collectives(program.compiled.as_text() or "", program.group.platform != "cpu")
     knows = all(collective.behind is not None for collective in collectives)
+    sent = [(collective.operand_bytes * (collective.times or 1), collective.behind) for collective in collectives]
     return ProgramReport(
         role,
         count,
@@ -135,8 +136,8 @@ def _program(role: str, program: Executable, count: int, memory: ProgramMemory) 
         total_bytes=memory.total,
         compile_seconds=program.seconds,
         is_from_cache=program.is_from_cache,
-        collective_bytes=sum(collective.operand_bytes for collective in collectives),
-        behind_bytes=sum(c.operand_bytes for c in collectives if c.behind) if knows else None,
+        collective_bytes=sum(size for size, _ in sent),
+        behind_bytes=sum(size for size, behind in sent if behind) if knows else None,
         collectives=collectives,
     )
 

@@ -25,7 +25,10 @@ _FREE = ("parameter", "constant", "get-tuple-element", "tuple", "bitcast")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d\w*)?)\[([\d,<= ]*)\]")
-_CALLED = re.compile(r"(?:calls|body|to_apply|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)")
+_CALLED = re.compile(r"(?:calls|condition|body|to_apply|\w+_computations?)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
+_ROUNDS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# Instructions that run what they call in its own order. A fusion is one kernel, and what is asynchronous has no place.
+_IN_ORDER = ("while", "conditional", "call")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _LIBRARIES = re.compile(r"cublas|cudnn|gemm|matmul|conv|dot|fmha|attention", re.IGNORECASE)
 
@@ -44,27 +47,27 @@ class _Instruction(NamedTuple):
 
     @property
     def called(self) -> list[str]:
-        return [name.strip("% ") for names in _CALLED.findall(self.rest) for name in names.split(",")]
+        return [name[1:] for names in _CALLED.findall(self.rest) for name in names.split(", ")]
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of a program, of `ProgramReport.collectives`. None: nobody knows what runs while it travels.
+    """A collective of a program, of `ProgramReport.collectives`. None: nobody knows.
 
     Attributes:
       kind: XLA's name, such as "all-reduce".
       ranks: the first set of replicas that communicate; None: all replicas.
       operand_bytes, result_bytes: bytes that a replica gives, and gets.
       behind: whether a convolution or matrix product runs meanwhile.
-      after_last: whether no convolution or matrix product is left to run.
-      in_loop: whether it stands in a loop or branch, so that it runs any number of times.
+      after_last: whether no convolution or matrix product is left to run, nor runs in a later round of a loop.
+      times: how often the program runs it: once outside loops. A branch counts as if it always ran.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
       >>> with synk.init(2):
       ...     e = synk.function(jnp.sum).explain(np.ones(8, np.float32))
-      >>> [(c.kind, c.operand_bytes) for program in e.programs for c in program.collectives]
-      [('all-reduce', 4)]
+      >>> [(c.kind, c.operand_bytes, c.times) for program in e.programs for c in program.collectives]
+      [('all-reduce', 4, 1)]
     """
 
     kind: str
@@ -73,7 +76,7 @@ class Collective:
     result_bytes: int
     behind: bool | None
     after_last: bool | None
-    in_loop: bool
+    times: int | None
 
 
 def read_collectives(text: str, is_in_order: bool) -> tuple[Collective, ...]:
@@ -83,12 +86,7 @@ def read_collectives(text: str, is_in_order: bool) -> tuple[Collective, ...]:
     """
     program = _Program(text)
     knows = is_in_order and "is_scheduled=true" in text[: text.find("\n") + 1]
-    # A collective that an async-start wraps counts where it starts. What a loop or branch runs has no place in time.
-    others = [name for name in program.computations if name != program.entry and name not in program.async_bodies]
-    return (
-        *program.collectives(program.entry, knows),
-        *[collective for name in others for collective in program.collectives(name, knows=False)],
-    )
+    return tuple(program.collectives(program.entry, knows))
 
 
 def whole_operations(text: str, rows: int, devices: int) -> dict[str, int | None]:
@@ -160,23 +158,35 @@ class _Program:
             elif match := _INSTRUCTION.match(line):
                 current.append(_Instruction(*match.groups()))
         instructions = [instruction for body in self.computations.values() for instruction in body]
+        self.steps = {instruction.name: instruction for instruction in instructions}
         self.shapes = {instruction.name: instruction.shape for instruction in instructions}
-        # An async-start names the collective in a computation of its own: https://openxla.org/xla/async_ops
-        starts = [instruction for instruction in instructions if instruction.opcode == "async-start"]
-        self.async_bodies = {name for start in starts for name in start.called}
         self._heavy: dict[str, bool] = {}
 
-    def collectives(self, name: str, knows: bool) -> Iterator[Collective]:
-        """Yield the collectives of a computation; `knows` says that its order is the order in time."""
+    def collectives(self, name: str, knows: bool, times: int | None = 1, goes_on: bool = False) -> Iterator[Collective]:
+        """Yield the collectives of a computation and of those that it calls, in the order of the text.
+
+        Args:
+          name: the computation.
+          knows: whether its order is the order in time.
+          times: how often it runs; None: nobody knows.
+          goes_on: whether a convolution or matrix product is left to run after it.
+        """
         steps = [step for step in self.computations.get(name, ()) if step.opcode not in _FREE]
         # What stands between the start of a collective and its end runs while it travels.
         heavy = [i for i, step in enumerate(steps) if self._is_heavy(step)] if knows else []
+        last = max(heavy, default=-1)
         ends = {
             operand: i for i, step in enumerate(steps) if step.opcode.endswith("-done") for operand in step.operands
         }
         for begin, step in enumerate(steps):
             kind = self._kind(step)
+            # After a round of a loop comes its next round.
+            left = goes_on or last > begin or (last == begin and step.opcode == "while")
             if kind is None:
+                rounds = self._rounds(step) if step.opcode == "while" else 1
+                inside = None if times is None or rounds is None else times * rounds
+                for called in step.called:
+                    yield from self.collectives(called, knows and step.opcode in _IN_ORDER, inside, left)
                 continue
             end = ends.get(step.name, begin)
             yield Collective(
@@ -185,13 +195,40 @@ class _Program:
                 operand_bytes=sum(size_in_bytes(self.shapes.get(operand, "")) for operand in step.operands),
                 result_bytes=size_in_bytes(steps[end].shape),
                 behind=any(begin < i < end for i in heavy) if knows else None,
-                after_last=not any(i > begin for i in heavy) if knows else None,
-                in_loop=name != self.entry,
+                after_last=not left if knows else None,
+                times=times,
             )
+
+    def _rounds(self, loop: _Instruction) -> int | None:
+        """Count the rounds of a loop; None: nobody knows."""
+        known = _ROUNDS.search(loop.rest)
+        if known is not None:
+            return int(known.group(1))
+        # XLA for TPUs does not tell the count. It is the bound of a number that grows from 0 in steps of 1.
+        start, (test, new) = self.steps[loop.operands[0]], [self.computations[name][-1] for name in loop.called]
+        if (start.opcode, test.opcode, new.opcode) != ("tuple", "compare", "tuple") or "direction=LT" not in test.rest:
+            return None
+        number, bound = map(self._number, test.operands)
+        if not number.startswith("entry") or not bound.isdigit():
+            return None
+        place = int(number.removeprefix("entry"))
+        grown = self.steps[new.operands[place]]
+        steps = self._number(start.operands[place]), grown.opcode, *map(self._number, grown.operands)
+        return int(bound) if steps == ("0", "add", number, "1") else None
+
+    def _number(self, name: str) -> str:
+        """Return an instruction's number as text: "entry2" is number 2 of what a loop hands on, "" another number."""
+        step = self.steps[name]
+        if step.opcode == "copy":
+            return self._number(step.operands[0])
+        if step.opcode == "get-tuple-element" and self.steps[step.operands[0]].opcode == "parameter":
+            return "entry" + step.rest.split("index=")[1].split(",")[0]
+        return step.rest.split(")")[0] if step.opcode == "constant" else ""
 
     def _kind(self, step: _Instruction) -> str | None:
         """Return the kind of collective that an instruction starts, if any."""
         opcodes = [step.opcode.removesuffix("-start")]
+        # An async-start names the collective in a computation of its own: https://openxla.org/xla/async_ops
         if step.opcode == "async-start":
             opcodes = [inner.opcode for name in step.called for inner in self.computations.get(name, ())]
         return next((opcode for opcode in opcodes if opcode in _COLLECTIVES), None)

@@ -24,7 +24,8 @@ class ProgramReport:
       total_bytes: the memory that a device needs while the program runs.
       compile_seconds: how long compiling took, or reading a program that was compiled before.
       is_from_cache: whether it was compiled before, and read from the folder of `synk.init(cache=...)`.
-      collective_bytes: bytes that a replica gives to collectives. A collective in a loop counts once.
+      collective_bytes: bytes that a replica gives to collectives, in all rounds of loops. Of a loop that may run any
+        number of rounds one counts.
       behind_bytes: the part of `collective_bytes` that travels while a convolution or matrix product runs.
       collectives: one `Collective` each, in the order of the schedule.
 
@@ -198,9 +199,10 @@ class Explanation:
         if self.memory_limit is not None:
             limit = [("memory that programs may use", self.memory_limit)]
             memory.append(("a device", limit, size_text(self.memory_limit)))
+        counts = [sum(collective.times or 1 for collective in program.collectives) for program in self.programs]
         travels = [
-            (program.role, list(_travel_parts(program)), counted(len(program.collectives), "collective"))
-            for program in self.programs
+            (program.role, list(_travel_parts(program)), counted(count, "collective"))
+            for program, count in zip(self.programs, counts, strict=True)
         ]
         return chart(f"a call of {self.function}", [("memory of a device", memory), ("bytes in collectives", travels)])
 

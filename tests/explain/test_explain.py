@@ -64,6 +64,128 @@ def test_a_schedule_is_read():
     assert {(c.behind, c.after_last) for c in unknown} == {(None, None)}
 
 
+LOOPS = """HloModule step, is_scheduled=true, entry_computation_layout={()->f32[]}
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%inner (p: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
+  %p = (s32[], f32[4,4]{1,0}) parameter(0)
+  %p.1 = f32[4,4]{1,0} get-tuple-element(%p), index=1
+  %inner.ar = f32[4,4]{1,0} all-reduce-start(%p.1), to_apply=%add
+  %inner.dot = f32[4,4]{1,0} dot(%p.1, %p.1), lhs_contracting_dims={1}
+  %inner.done = f32[4,4]{1,0} all-reduce-done(%inner.ar)
+  ROOT %inner.tuple = (s32[], f32[4,4]{1,0}) tuple(%p.1, %inner.done)
+}
+
+%scattered (q: f32[16]) -> f32[2] {
+  %q = f32[16]{0} parameter(0)
+  ROOT %rs = f32[2]{0} reduce-scatter(%q), to_apply=%add
+}
+
+%test (t: (s32[], f32[4,4])) -> pred[] {
+  %t = (s32[], f32[4,4]{1,0}) parameter(0)
+  ROOT %all = pred[] all-reduce(%t), to_apply=%add
+}
+
+%graph (g: f32[4,4]) -> f32[4,4] {
+  %g = f32[4,4]{1,0} parameter(0)
+  ROOT %graph.ag = f32[8,4]{1,0} all-gather(%g), dimensions={0}
+}
+
+%outer (o: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
+  %o = (s32[], f32[4,4]{1,0}) parameter(0)
+  %rs.start = ((f32[16]), f32[2]) async-start(%sixteen), calls=%scattered
+  %loop = (s32[], f32[4,4]{1,0}) while(%o), condition=%test, body=%inner, backend_config={"known_trip_count":{"n":"5"}}
+  %rs.done = f32[2]{0} async-done(%rs.start)
+  %graphed = f32[4,4]{1,0} call(%x), to_apply=%graph
+  ROOT %kernel = f32[2]{0} fusion(%sixteen), kind=kCustom, calls=%scattered
+}
+
+%yes (y: f32[3]) -> f32[3] {
+  %y = f32[3]{0} parameter(0)
+  %yes.dot = f32[3]{0} dot(%y, %y), lhs_contracting_dims={0}
+  ROOT %yes.ar = f32[3]{0} all-reduce(%y), to_apply=%add
+}
+
+%no (n: f32[3]) -> f32[3] {
+  ROOT %n = f32[3]{0} parameter(0)
+}
+
+ENTRY %main (x: f32[4,4]) -> f32[] {
+  %x = f32[4,4]{1,0} parameter(0)
+  %sixteen = f32[16]{0} reshape(%x)
+  %loops = (s32[], f32[4,4]{1,0}) while(%x), condition=%add, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+  %three = f32[3]{0} slice(%x)
+  %started = f32[3]{0} all-reduce-start(%three), to_apply=%add
+  %branch = f32[3]{0} conditional(%x, %three, %three), true_computation=%yes, false_computation=%no
+  ROOT %ended = f32[3]{0} all-reduce-done(%started)
+}
+"""
+
+
+def test_loops_and_branches_are_read():
+    """They have an order in time too, behind which comes what follows the loop, and its next round."""
+    found = read_collectives(LOOPS, is_in_order=True)
+    assert [(c.kind, c.operand_bytes, c.times, c.behind, c.after_last) for c in found] == [
+        ("reduce-scatter", 64, 3, True, False),  # started in the outer loop, behind the inner one
+        ("all-reduce", 68, 15, False, False), ("all-reduce", 64, 15, True, False), ("all-gather", 64, 3, False, False),
+        ("reduce-scatter", 64, 3, None, None),  # in one kernel
+        ("all-reduce", 12, 1, True, False), ("all-reduce", 12, 1, False, True)
+    ]  # fmt: skip
+    unknown = read_collectives(LOOPS.replace("known_trip_count", "another"), is_in_order=False)
+    assert [c.times for c in unknown] == [None] * 5 + [1, 1]
+    assert {(c.behind, c.after_last) for c in unknown} == {(None, None)}
+
+
+# As XLA for TPUs writes a loop, without a count.
+COUNTER = """HloModule step, is_scheduled=true
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0, metadata={op_name="i"}
+  %one = s32[]{:T(128)} constant(1), metadata={op_name="one"}
+  %grown = s32[]{:T(128)} add(%i, %one)
+  %h = f32[8]{0} get-tuple-element(%p), index=1
+  %ar = f32[8]{0} all-reduce(%h)
+  ROOT %out = (s32[]{:T(128)}, f32[8]{0}) tuple(%grown, %ar)
+}
+
+%test (t: (s32[], f32[8])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(12)
+  %t = (s32[]{:T(128)}, f32[8]{0}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%t), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%j, %bound), direction=LT
+}
+
+ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {
+  %x = f32[8]{0} parameter(0)
+  %zero = s32[]{:T(128)} constant(0)
+  %start = s32[]{:T(128)} copy(%zero)
+  %state = (s32[]{:T(128)}, f32[8]{0}) tuple(%start, %x)
+  ROOT %while = (s32[]{:T(128)}, f32[8]{0}) while(%state), condition=%test, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""), ("constant(0)", "constant(3)"), ("constant(1)", "constant(2)"), ("=LT", "=NE"), ("add(", "multiply("),
+        ("copy(%zero)", "negate(%zero)"), ("tuple(%grown, ", "tuple(%one, "), ("add(%i, ", "add(%one, "),
+        ("constant(12)", "parameter(1)"), ("while(%state)", "while(%x)"), ("(%p), index=0", "(%p), index=1"),
+        ("(%p), index=0", "(%out), index=0"),
+    ],
+)  # fmt: skip
+def test_rounds_from_zero_in_steps_of_one_are_counted(old, new):
+    """And those of no other loop."""
+    [found] = read_collectives(COUNTER.replace(old, new), is_in_order=True)
+    assert found.times == (None if old else 12)
+
+
 @pytest.mark.parametrize(
     ("attributes", "ranks"),
     [
@@ -147,10 +269,55 @@ def test_rows_that_are_exchanged():
         e = f.explain(lying, batch=np.arange(20_000))
         assert [program.role for program in e.programs] == ["exchange of x", "the call"]
         assert {each.kind for each in e.programs[0].collectives} == {"all-to-all"}
-        assert [each.in_loop for each in e.programs[0].collectives] == [False, True]
+        # The second is in a loop whose rounds depend on the rows that a batch picks: it counts once.
+        assert [each.times for each in e.programs[0].collectives] == [1, None]
+        assert e.programs[0].collective_bytes == sum(each.operand_bytes for each in e.programs[0].collectives)
         assert (e.programs[1].resident_bytes, e.fits) == (1_000_000, False)
         with pytest.raises(MemoryError, match="in slices of one row it still needs"):
             f(lying, batch=np.arange(20_000), num_slices="auto")
+
+
+def nested(x, w):
+    """All-reduce 4 floats 5 times in each of 3 rounds, and then 2."""
+
+    def outer(h, w):
+        h = jax.lax.fori_loop(0, 5, lambda _, h: jnp.tanh(jax.lax.psum(h * w, "r")), h)
+        return h, jax.lax.psum(h[:2] * w[:2], "r")
+
+    h, sums = jax.lax.scan(outer, x.sum(0), w)
+    return h.sum() + sums.sum()
+
+
+@pytest.mark.parametrize("replicas", [slow(2), 3, slow(4), 8])
+@needs_devices(8)
+def test_loops_count_in_all_rounds(replicas, tmp_path):
+    """In records, totals, text and drawing, of a first call and of later ones."""
+    x, w = np.ones((24, 4), np.float32), np.ones((3, 4), np.float32)
+    f = synk.function(nested, inputs=["x"], axis_name="r")
+    for _ in range(2):
+        with group_of("devices", replicas):
+            e = f.explain(x, w)
+        [program] = e.programs
+        assert [(c.operand_bytes, c.times) for c in program.collectives] == [(16, 15), (8, 3), (4, 1)]
+        assert (program.collective_bytes, program.behind_bytes) == (15 * 16 + 3 * 8 + 4, None)
+        assert "  the call  all-reduce  16 B     16 B    unknown  unknown     15\n" in str(e)
+        e.html(tmp_path / "call.html")
+        assert "19 collectives" in (tmp_path / "call.html").read_text()
+
+
+@needs_devices(3)
+def test_rounds_of_rows_that_do_not_divide():
+    """All devices are one replica there; what XLA puts into its loops counts in all rounds too."""
+    x, w = np.ones((13, 6), np.float32), np.ones((4, 6, 6), np.float32)
+
+    def centred(x, w):
+        return jax.lax.scan(lambda h, w: (h - (h @ w).mean(0, keepdims=True), None), x, w)[0].sum()
+
+    f = synk.function(centred, inputs=["x"], engine="jit")
+    with group_of("devices", 3):
+        [program] = f.explain(x, w).programs
+    assert 4 in [c.times for c in program.collectives]
+    assert program.collective_bytes == sum(c.operand_bytes * (c.times or 0) for c in program.collectives)
 
 
 def test_the_lower_bound_is_one(monkeypatch):

@@ -280,6 +280,27 @@ class TestGpuPrograms:
         assert behind >= 4 * 4 * 1024**2
         assert program.aliased_bytes == 6 * 4 * 1024**2
 
+    def test_loops_are_scheduled(self):
+        """What travels in each round is known, and whether a product runs meanwhile."""
+
+        def looped(x, w):
+            def layer(h, w):
+                # Nothing waits for the sum before the product has run.
+                return jnp.tanh(h @ w), jax.lax.psum(w.sum(0) * h.sum(), "r")
+
+            h, sums = jax.lax.scan(layer, x, w)
+            return h.sum() + sums.sum()
+
+        f = synk.function(looped, inputs=["x"], axis_name="r")
+        with synk.target("h100", 8):
+            [program] = f.explain(SHAPE((8 * 64, 256), np.float32), SHAPE((12, 256, 256), np.float32)).programs
+        assert [(c.operand_bytes, c.times, c.after_last) for c in program.collectives] == [
+            (1024, 12, False),
+            (4, 1, True),
+        ]
+        assert program.collective_bytes == 12 * 1024 + 4
+        assert program.behind_bytes == 12 * 1024
+
     def test_slices_communicate_once(self):
         """In the program that ends the call."""
         *slices, last = self.explained(num_slices=2).programs
