@@ -225,6 +225,7 @@ class Compiler:
         """Sort the arguments of a program on one replica."""
         arguments = iter(values)
         state = self.traces.leaves_of(self.reads[launch.is_last], arguments)
+        state = {v: v._spec.storage.on_replica(leaves, self.layouts[v]) for v, leaves in state.items()}
         carry, rest, constants = list(islice(arguments, len(launch.carry))), list(arguments), self._constants(launch)
         rest, placed = rest[: len(rest) - len(constants)], rest[len(rest) - len(constants) :]
         table = None if self.call.is_plain else rest.pop()
@@ -364,7 +365,7 @@ class Compiler:
         leaves = [*chain(*(new[v] for v in self.updates))]
         # A value that was infinite and stays so is not the fault of this call: an optimizer's best loss so far.
         before = dict(enumerate(chain(*(state.get(v, [None] * len(new[v])) for v in self.updates))))
-        before = {i: leaf for i, leaf in before.items() if leaf is not None}
+        before = {i: getattr(leaf, "array", leaf) for i, leaf in before.items() if leaf is not None}
         is_bad = any_not_finite(results) | any_not_finite(leaves, before)
         differs = any(layout == "stacked" for layout in self._outs(_Launch((), (), True)))
         flag = lax.psum(is_bad.astype(jnp.int32), replica_axis()) > 0 if differs else is_bad

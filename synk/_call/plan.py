@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -529,7 +530,7 @@ def _make_plan(
         reads=compiler.reads,
         accepts=accepts,
         held=tuple(v for v in traces.touched if traces.holds_rows(v)),
-        must_be_equal=_must_be_equal(traces, tuple(depends_on)),
+        must_be_equal=_must_be_equal(traces, depends_on),
         layouts=layouts,
         updates=tuple(updates),
         result=result,
@@ -556,13 +557,14 @@ def _check_blocks(traces: CallTraces) -> None:
         raise rows_not_in_blocks(name, variable.name, block)
 
 
-def _must_be_equal(traces: CallTraces, updated: Sequence[Shared]) -> tuple[Shared, ...]:
+def _must_be_equal(traces: CallTraces, depends_on: Mapping[Shared, tuple[Shared, ...] | None]) -> tuple[Shared, ...]:
     """Return the variables that must be equal on all replicas when a call begins."""
     if traces.call.block is not None:
         return tuple(traces.touched)
-    if any(variable._is_per_replica for variable in updated):
-        return tuple(variable for variable in updated if not variable._may_differ)
-    return ()
+    needed = dict.fromkeys(chain(*(depends_on[v] or () for v in depends_on if v._spec.storage.is_sharded)))
+    if any(variable._may_differ for variable in depends_on):
+        needed |= dict.fromkeys(variable for variable in depends_on if not variable._may_differ)
+    return tuple(needed)
 
 
 def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...] | None]:
@@ -575,10 +577,15 @@ def _equality_dependencies(epilogue: Epilogue) -> dict[Shared, tuple[Shared, ...
     if epilogue.then is None:
         return depends_on
     then, _ = epilogue.then
-    equal = tuple(variable for variable in then.variables if not variable._is_per_replica)
+    equal = tuple(variable for variable in then.variables if not variable._may_differ)
     # Only synk's own `then`s update variables with a value for each replica. These leave all others equal.
-    leaves_equal = any(variable._is_per_replica for variable, _ in then.writes)
+    leaves_equal = any(variable._may_differ for variable, _ in then.writes)
     for variable, _ in then.writes:
+        if variable._spec.storage.is_sharded and then.uses_rank and not leaves_equal:
+            raise ValueError(
+                f"{epilogue.function.name}.then: it asks for its rank and updates {variable.name}, which lies in "
+                f"shards of one value that all replicas share. Leave the rank out."
+            )
         may_differ = variable._may_differ and epilogue.builder.group.size > 1
         differs = may_differ or (then.uses_rank and not (leaves_equal or is_one))
         depends_on[variable] = None if differs else equal
@@ -589,7 +596,8 @@ def _diverging(traces: CallTraces, depends_on: dict[Shared, tuple[Shared, ...] |
     """Return the updated variables of which replicas have different values from now on."""
     differing = {v for v, needed in depends_on.items() if needed is None}
     while True:
-        stacked = differing | {v for v in traces.touched if traces.abstract(v).layout == "stacked"}
+        unequal = [v for v in traces.touched if not v._spec.storage.is_sharded]
+        stacked = differing | {v for v in unequal if traces.abstract(v).layout == "stacked"}
         more = {v for v, needed in depends_on.items() if any(u in stacked for u in needed or ())} - differing
         if not more:
             return differing

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, compress, groupby
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,12 +30,16 @@ from .._reductions.results import ResultSpec, result_spec
 from .._runtime.axis import axis_named, replica_axis
 from .._runtime.constants import resolve
 from .._runtime.engine import divided
+from .._runtime.shards import Shard, shard_shape, sum_to_shards, whole
 from .._tracing.context import stateless
+from .._tracing.sharded import ShardedSum
 from .._tracing.tracer import TracedFunction
 from .._variables.variable import Shared
 from .blocks import Blocks, fusion_barrier, rows_from
 from .parts import Part, PartArrays, pad_rows, spare_rows, split_into_launches
 from .traces import CallTraces, State
+
+_NOTHING: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 
 class ProgramBuilder:
@@ -49,6 +55,9 @@ class ProgramBuilder:
       updates: the variables that `fn` writes, and how slices of each combine.
       reductions: how slices of each state combine.
       kept: indexes of the states with an entry a row or part, which `f.over` joins on the host, batch by batch.
+      reads_shards: whether `fn` reads variables in shards, so that replicas communicate while they run it.
+      summed_in_shards: indexes of the states that are added up over the replicas while `fn` runs: each replica gets its
+        shard of the sum.
     """
 
     def __init__(self, traces: CallTraces) -> None:
@@ -73,6 +82,10 @@ class ProgramBuilder:
         of_updates = [reduction for variable, reduction in self.updates for _ in traces.abstract(variable).shapes]
         self.reductions = [*(leaf.reduction for leaf in self.reduced), *of_updates]
         self.kept = [i for i, op in enumerate(self.reductions) if self.call.is_over and op.collective == "gather"]
+        self.reads_shards = any(traces.are_in_shards(traced.variables) for traced in self.traced.values())
+        self.summed_in_shards: frozenset[int] = frozenset()
+        if self.reads_shards:
+            self._check_shards()
 
     @property
     def first(self) -> TracedFunction:
@@ -151,11 +164,25 @@ class ProgramBuilder:
                     f"rows does not make it. Give at least {self.group.size} rows."
                 )
 
+    def _check_shards(self) -> None:
+        """Refuse what cannot run while replicas communicate, since `fn` reads variables in shards."""
+        name, is_even = self.function.name, all(len(sizes) == 1 for sizes in self.call.part_sizes)
+        if self._has_callbacks and not is_even:
+            raise ValueError(
+                f"{name}: it has callbacks and reads a variable in shards. Where rows do not divide, replicas also run "
+                f"it over rows that they drop. Give rows that divide, or leave the callbacks out."
+            )
+        if self.call.block is not None and self.group.is_simulated:
+            raise ValueError(
+                f"{name}: blocks={self.call.block} runs simulated replicas one by one, so they cannot gather a "
+                f"variable that lies in shards. Use devices, or a whole variable."
+            )
+
     # The states of parts.
 
     def states(
         self, sizes: Sequence[int | None], state: State, arrays: PartArrays, part: Part, max_rows: int | None
-    ) -> list[jax.Array]:
+    ) -> list[Any]:
         """Run a replica's part, which has one of these sizes, and return its states (partial results).
 
         Outputs with an entry a row get `max_rows` entries.
@@ -164,7 +191,9 @@ class ProgramBuilder:
             return self._run_blocks(state, arrays, part)
         # jax.vmap turns a switch into a select, so simulated replicas run the branches of all sizes. `fn` must not see
         # padding there: sent rows are filled up with real rows already, resident ones are here.
-        if runs_all := len(sizes) > 1 and (self.selects_branches or self.group.is_simulated):
+        # Replicas in different branches would wait for each other in different gathers of shards.
+        runs_all_sizes = self.selects_branches or self.reads_shards
+        if runs_all := len(sizes) > 1 and (runs_all_sizes or self.group.is_simulated):
             sent = [i for i, feed in enumerate(self.call.feeds) if feed.layout != "stacked"]
             rows = {i: row for i, row in enumerate(self._read(1, state, arrays, part)) if i not in sent}
             arrays = arrays._replace(spares=spare_rows(rows, part.count > 0, 0 in sizes))
@@ -183,8 +212,10 @@ class ProgramBuilder:
         if len(branches) == 1:
             return branches[0]()
         number = sum(i * (part.count == size).astype(jnp.int32) for i, size in enumerate(sizes[1:], 1))
-        if self.selects_branches:
-            return [lax.select_n(number, *leaves) for leaves in zip(*(branch() for branch in branches), strict=True)]
+        if runs_all_sizes:
+            # What is added up already holds the parts of the replicas that have this size.
+            pairs = enumerate(zip(*(branch() for branch in branches), strict=True))
+            return [sum(leaves) if i in self.summed_in_shards else lax.select_n(number, *leaves) for i, leaves in pairs]
         return lax.switch(number, branches)
 
     @cached_property
@@ -213,7 +244,7 @@ class ProgramBuilder:
         """Check whether simulated replicas run one after another, and not mapped together by `jax.vmap`."""
         # Mapped together, the matrix products of blocks would add up in another order, and all replicas would run every
         # branch with the callbacks in it. What communicates needs all replicas at once, so it stays mapped.
-        communicates = any(traced.communicates for traced in self.traced.values())
+        communicates = self.reads_shards or any(traced.communicates for traced in self.traced.values())
         needs_turns = self.call.block is not None or (self._has_callbacks and not communicates)
         return self.group.is_simulated and needs_turns
 
@@ -238,9 +269,10 @@ class ProgramBuilder:
         leaves = self.call.arguments.in_tree_order(rows, arrays.broadcast)
         state_seen = state | self.traces.leaves_of(self._held, seen)
         held = [*chain(*map(state_seen.__getitem__, traced.variables))]
+        sums = {self.combined[i]: self._sum_in_shards(i, size, part) for i in self.summed_in_shards}
 
-        def run(leaves: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            return traced.run(*held, *leaves, part.rank, first_row, known=known)
+        def run(leaves: Sequence[jax.Array]) -> Sequence[Any]:
+            return traced.run(*held, *leaves, part.rank, first_row, known=known, sums=sums)
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         if self.call.block is not None:
@@ -252,6 +284,16 @@ class ProgramBuilder:
         ]
         pairs = zip(states, self.reductions, strict=True)
         return [pad_rows(leaf, max_rows) if reduction.has_row_entries else leaf for leaf, reduction in pairs]
+
+    def _sum_in_shards(self, i: int, size: int | None, part: Part) -> ShardedSum:
+        """Say how a state is added up in shards while replicas run a part of this size, that they may not have."""
+        leaf = self.reduced[i]
+
+        def prepare(value: jax.Array, weight: Any) -> jax.Array:
+            state = leaf.reduction.prepare(value, part.weight if weight is None else weight)
+            return state if part.count is None else jnp.where(part.count == size, state, jnp.zeros((), state.dtype))
+
+        return ShardedSum(prepare, None if leaf.weight is None else self.combined[leaf.weight])
 
     @cached_property
     def _held(self) -> list[Shared]:
@@ -308,6 +350,8 @@ class ProgramBuilder:
             ),
         ]
         for i, reduction in enumerate(self.reductions):
+            if i in self.summed_in_shards:
+                shapes[i] = shard_shape(shapes[i], self.group.size)
             if reduction.collective in ("gather", "scatter") and self.call.has_rows:
                 shape = (entries[reduction.has_row_entries], *shapes[i].shape[1:])
                 shapes[i] = jax.ShapeDtypeStruct(shape, shapes[i].dtype)
@@ -372,7 +416,9 @@ class ProgramBuilder:
                 # States begin with zeros, which is the identity of sums alone.
                 if reduction.collective in ("max", "min", "prod"):
                     both = jnp.where(part.seen > 0, both, leaf)
-                states.append(jnp.where(part.count > 0, both, before[i]))
+                # A shard holds the parts of all replicas, so also one without rows takes it.
+                is_new = True if i in self.summed_in_shards else part.count > 0
+                states.append(jnp.where(is_new, both, before[i]))
         return states
 
     def _merge(self, before: Sequence[jax.Array], new: Sequence[jax.Array], part: Part) -> dict[int, jax.Array]:
@@ -418,6 +464,8 @@ class ProgramBuilder:
     def _run_blocks(self, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
         """Run `fn` over a replica's blocks one by one, each by the same computation on whichever replica it lies."""
         blocks, states = Blocks(self.call), self.empty_states()
+        # Replicas without a block run nothing, so all gather before.
+        state = {v: [*map(whole, leaves)] for v, leaves in state.items()}
         # XLA folds constants on one device and not on several, so they come from behind a barrier.
         known = {
             size: fusion_barrier(self.group, resolve(self.traced[size].known(), arrays.constants), part)
@@ -491,6 +539,15 @@ class Epilogue:
         self.builder, self.call, self.function, self.group = builder, builder.call, builder.function, builder.group
         self.traces, self.outputs, self.reduced = builder.traces, builder.outputs, builder.reduced
         self.scattered = self.outputs.scattered
+        self._check_scattered()
+        # The shapes of sums that go to `then` in shards, by the indexes of their states. A part adds them up itself if
+        # replicas communicate there anyway; so slices accumulate shards.
+        self.in_shards = self._sums_in_shards()
+        if builder.reads_shards:
+            builder.summed_in_shards = frozenset(self.in_shards)
+
+    def _check_scattered(self) -> None:
+        """Refuse outputs that stay on the replicas in calls without rows, or before a `then`."""
         if self.scattered and not self.call.has_rows:
             raise ValueError(
                 f'{self.function.name}: "scatter" keeps rows where they were made, but this call has no rows.'
@@ -501,6 +558,24 @@ class Epilogue:
                 f'{self.function.name}: output{path} is "scatter", so it stays in parts, but then takes whole outputs. '
                 f'Use "concat", or make what follows a function of its own.'
             )
+
+    def _sums_in_shards(self) -> dict[int, tuple[int, ...]]:
+        """Find the sums for `then` that have the shape of a leaf in shards of a variable that it reads or writes."""
+        if self.then is None or self.call.block is not None or not self.traces.are_in_shards(self.then_variables):
+            return {}
+        shapes = {shape for v in self.then_variables for shape in v._spec.storage.shapes_in_shards}
+        found: dict[int, tuple[int, ...]] = {}
+        for i, leaf in enumerate(self.reduced):
+            shape = self.builder.first.shapes[self.builder.combined[i]].shape
+            if leaf.reduction.name in ("sum", "mean") and leaf.reduction.collective == "sum" and leaf.wire is None:
+                found |= {i: shape} if shape in shapes else {}
+        return found
+
+    @cached_property
+    def then_variables(self) -> list[Shared]:
+        """Return the variables that `then` reads or writes."""
+        traced, _ = self.then or (None, ())
+        return [] if traced is None else list(dict.fromkeys((*traced.variables, *(v for v, _ in traced.writes))))
 
     def _valid_entries(self) -> list[np.ndarray | None]:
         """Return the indexes of the valid entries of each gathered output, in row order; None if all are valid."""
@@ -521,19 +596,28 @@ class Epilogue:
                 slot += launch.max_rows
         return {True: np.concatenate(rows), False: np.array(parts, np.int64)}
 
-    def combine(self, states: Sequence[jax.Array], present: Any = None) -> list[jax.Array]:
-        """Combine the states of all replicas into whole outputs; `present` tells which replicas have rows."""
+    def combine(
+        self, states: Sequence[jax.Array], present: Any = None, in_shards: Mapping[int, tuple[int, ...]] = _NOTHING
+    ) -> list[Any]:
+        """Combine the states of all replicas into whole outputs, or this replica's shards of some; `present` tells
+        which replicas have rows."""
+        states, reduced = list(states), list(self.reduced)
+        for i in in_shards:
+            states[i] = states[i] if i in self.builder.summed_in_shards else sum_to_shards(states[i]).array
+            # Nothing is left to travel.
+            reduced[i] = reduced[i]._replace(reduction=replace(reduced[i].reduction, collective="scatter"))
         if self.call.lengths is not None and present is not None:
             present = np.array(self.call.lengths) > 0
         with self._parts_alone():
             whole = combine_replicas(
-                states, self.reduced, self._valid_entries(), self.call.is_composed, per_process=self.group._per_process
+                states, reduced, self._valid_entries(), self.call.is_composed, per_process=self.group._per_process
             )
         if self.scattered and self.call.is_sliced:
             where = jnp.asarray(self._own_order)[lax.axis_index(replica_axis())]
             for i, leaf in enumerate(self.reduced):
                 if leaf.reduction.collective == "scatter":
                     whole[i] = whole[i].at[where].get(mode="promise_in_bounds")
+        whole = [Shard(array, in_shards[i]) if i in in_shards else array for i, array in enumerate(whole)]
         leaves = dict(zip(self.builder.combined, whole, strict=True))
         with self._parts_alone():
             return self.outputs.finish(leaves, present)
@@ -611,7 +695,7 @@ class Epilogue:
     ) -> tuple[list[jax.Array], State]:
         """Compute the call's results, and the new values of variables on this replica, from all states."""
         count = len(self.reduced)
-        results = self.combine(states[:count], part.present)
+        results = self.combine(states[:count], part.present, self.in_shards)
         new = self._finish_updates(states[count:], state, part)
         if self.then is None:
             return results, new
@@ -628,16 +712,29 @@ class Epilogue:
         rank = jnp.asarray(part.rank, jnp.int32)
         state_leaves, known = chain(*(state[v] for v in traced.variables)), resolve(traced.known(), arrays.constants)
 
-        def run(known: Sequence[Any], args: Sequence[jax.Array]) -> list[jax.Array]:
-            return traced.run(*args, known=known)
+        def run(known: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+            return traced.run(*args, known=known, are_equal=self._are_equal)
 
+        communicates = traced.communicates or self.traces.are_in_shards(self.then_variables)
         # Mapped together, simulated replicas would all run the callbacks inside a branch of one.
-        if self.group.is_simulated and traced.has_callbacks and not (traced.communicates or self.call.is_composed):
+        if self.group.is_simulated and traced.has_callbacks and not (communicates or self.call.is_composed):
             run = jax.custom_batching.sequential_vmap(run)
         # `then` runs as if each replica had one row, so the rank is also the number of the first row.
         values = run(known, [*state_leaves, *results, *chosen, rank, rank])
         count = traced.outputs[0].num_leaves
-        return values[:count], new | self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
+        written = self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
+        new |= {v: v._spec.storage.to_store(leaves, self.traces.abstract(v).layout) for v, leaves in written.items()}
+        return [*map(whole, values[:count])], new
+
+    @property
+    def _are_equal(self) -> bool:
+        """Tell whether all that `then` sees is equal on all replicas, or becomes so before it meets a shard."""
+        traced, _ = self.then or (None, ())
+        assert traced is not None
+        stacked = [v for v in traced.variables if self.traces.abstract(v).layout == "stacked"]
+        differing = traced.uses_rank or not all(v._spec.storage.is_sharded for v in stacked)
+        # Only synk's own `then`s update variables with a value for each replica. All else that they make is equal.
+        return not differing or any(v._may_differ for v, _ in traced.writes)
 
     def _finish_updates(self, states: Sequence[jax.Array], state: State, part: Part) -> State:
         new = self.traces.leaves_of([variable for variable, _ in self.builder.updates], states)

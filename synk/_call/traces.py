@@ -33,8 +33,8 @@ from .spec import CallSpec, FunctionSpec
 TELLING_ROWS_APART = {"synk.row_numbers", "synk.row_keys", "reduce_scatter", "ppermute", "all_to_all"}
 # Exchanges that mean another thing on one replica. The gradient of an all_gather is a reduce_scatter.
 _EXCHANGES = {"ppermute", "all_to_all"}
-# The stored leaves of each variable on one replica.
-State = dict[Shared, list[jax.Array]]
+# The leaves of each variable on one replica: arrays, or shards.
+State = dict[Shared, list[Any]]
 
 
 class NeedsAllRows(ValueError):
@@ -81,6 +81,10 @@ class CallTraces:
     def _rows_held(self, variable: Shared) -> int | None:
         return max(self.abstract(variable).rows_per_replica or (), default=None)
 
+    def are_in_shards(self, variables: Iterable[Shared]) -> bool:
+        """Tell whether each replica stores a part of one of these variables."""
+        return self.group.size > 1 and any(v._spec.storage.is_sharded for v in variables)
+
     def leaves_of(self, variables: Iterable[Shared], values: Iterable[jax.Array]) -> State:
         """Sort a flat list of leaves by variable."""
         rest = iter(values)
@@ -122,7 +126,7 @@ class CallTraces:
             sees=TraceContext(
                 name=function.name,
                 size=self.group.size,
-                shapes_of=lambda variable: self.abstract(variable).part_shapes(rows),
+                shapes_of=lambda variable: variable._spec.storage.traced_shapes(self.abstract(variable), rows),
                 rows_held=self._rows_held,
                 rows=rows,
                 is_sliced=call.is_sliced and not call.is_over,
@@ -203,6 +207,11 @@ class CallTraces:
                 f'divide. Give rows that do, or {function.made_by}(..., engine="jit").'
             )
         for variable, slices in traced.writes:
+            if variable._spec.storage.is_sharded:
+                raise ValueError(
+                    f"{function.name}: it updates {variable.name}, which lies in shards, so no replica has a value of "
+                    f"its own. Return what is to combine, and update {variable.name} in then."
+                )
             if call.block is not None:
                 raise ValueError(
                     f"{function.name}: it updates {variable.name} on each replica, but with blocks={call.block} the "
@@ -285,7 +294,7 @@ class CallTraces:
                 f"{name}.then: {variable.name} holds {list(lengths)} rows on the replicas; then runs one "
                 f"program on all, so there they need as many. Use {variable.name} in {name} itself."
             )
-        return state.shapes
+        return variable._spec.storage.traced_shapes(state, None)
 
 
 def _add_notes(error: Exception, arguments: Iterable[tuple[str, Any]], seen: Sequence[int]) -> None:

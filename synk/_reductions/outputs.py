@@ -83,7 +83,7 @@ class OutputSpec(NamedTuple):
         """Return the indexes of the outputs that stay on the replicas that made them."""
         return [i for i, leaf in enumerate(self.results) if leaf.reduction.collective == "scatter"]
 
-    def finish(self, combined: Mapping[int, jax.Array], present: Any) -> list[Any]:
+    def finish(self, combined: Mapping[int, Any], present: Any) -> list[Any]:
         """Make the outputs from combined leaves.
 
         Args:

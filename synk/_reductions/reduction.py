@@ -18,6 +18,7 @@ from jax import lax
 
 from .._base.pytree import PyTree
 from .._runtime.executable import as_bits, from_bits
+from .._runtime.shards import Shard
 from . import collectives, wire
 
 ElementwiseOp: TypeAlias = Literal["sum", "mean", "avg", "max", "min", "prod", "any", "all"]
@@ -232,15 +233,17 @@ class OutputLeaf(NamedTuple):
     wire: str | None = None
 
 
-def prepare_part(
-    values: Sequence[jax.Array], leaves: Sequence[OutputLeaf], weight: Any, is_first: Any
-) -> list[jax.Array]:
+def prepare_part(values: Sequence[Any], leaves: Sequence[OutputLeaf], weight: Any, is_first: Any) -> list[jax.Array]:
     """Return the states of one part's values.
 
     `weight` is the part's share of the rows; `is_first` tells whether it is the first part that has rows.
     """
     states: list[jax.Array] = []
     for value, leaf in zip(values, leaves, strict=True):
+        if isinstance(value, Shard):
+            # It has been prepared, and added up over the replicas.
+            states.append(value.array)
+            continue
         state = leaf.reduction.prepare(value, weight if leaf.weight is None else values[leaf.weight])
         if leaf.reduction.collective == "first":
             state = jnp.where(is_first, state, jnp.zeros((), state.dtype))

@@ -1,7 +1,7 @@
 """Tracer: trace a user's function once a shape, and learn what it reads, writes, returns and communicates."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -13,11 +13,13 @@ import numpy as np
 
 from .._base.pytree import PyTree, as_keys
 from .._runtime.axis import axis_named, replica_axis
+from .._runtime.shards import Shard
 from .captured import split, without_places
 from .context import TraceContext, tracing
 from .equations import draws_by_rbg, equations, flops, is_over_axis, narrowest_float
 from .fingerprint import fingerprint
 from .nan_origin import first_bad_line
+from .sharded import NO_SUMS, ShardedSum, evaluate_sharded
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class TracedFunction:
     """A function of plain arrays: it maps leaves of variables and arguments, the rank and the first row to leaves.
 
     Attributes:
-      run: runs the function: takes the values of `known` by that name, and returns outputs, then new leaves.
+      run: runs the function: takes the values of `known` by that name, and returns outputs, then new leaves. Of
+        arguments in shards, and of `sums`, see `evaluate_sharded`.
       known: computes what depends on captured arrays alone, once; large arrays are `Constant`s.
       blame_line: takes the arguments of `run`, and returns the line that makes the first number that is not finite.
       variables: the variables whose leaves come first, in this order.
@@ -73,7 +76,7 @@ class TracedFunction:
       fingerprint: equal for functions that compute the same.
     """
 
-    run: Callable[..., list[jax.Array]]
+    run: Callable[..., list[Any]]
     known: Callable[[], Sequence[Any]]
     blame_line: Callable[..., str | None]
     variables: tuple[Any, ...]
@@ -174,10 +177,20 @@ def _tells_ranks_apart(equation: Any) -> bool:
     return by_rank or equation.params.get("axis_index_groups") is not None
 
 
-def _run(closed: Any, late: Any, *args: jax.Array, known: Sequence[Any]) -> list[jax.Array]:
-    results = jax.core.eval_jaxpr(late, known, *args)
+def _run(
+    closed: Any,
+    late: Any,
+    *args: Any,
+    known: Sequence[Any],
+    sums: Mapping[int, ShardedSum] = NO_SUMS,
+    are_equal: bool = False,
+) -> list[Any]:
+    if sums or any(isinstance(arg, Shard) for arg in args):
+        results = evaluate_sharded(late, known, args, sums, are_equal)
+    else:
+        results = jax.core.eval_jaxpr(late, known, *args)
     # A result that depends on no input is a number of Python or NumPy.
     return [
-        result if isinstance(result, jax.Array) else jnp.asarray(result, aval.dtype)
+        result if isinstance(result, jax.Array | Shard) else jnp.asarray(result, aval.dtype)
         for result, aval in zip(results, closed.out_avals, strict=True)
     ]

@@ -7,7 +7,6 @@ stored: another way needs a class, with what differs from `Storage`.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import compress
 from typing import Any, ClassVar, TypeAlias
 
 import jax
@@ -18,7 +17,6 @@ from jax import lax
 
 from .._base.errors import SynkError
 from .._reductions.collectives import all_gather as gather_arrays
-from .._reductions.shard_ops import from_shards, gather_shards, joined, parted, shard_shape, to_shards
 from .._runtime.engine import Body
 from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
 from .._runtime.group import Group
@@ -32,6 +30,9 @@ from .._runtime.layout import (
     sharding_of,
     stack_parts,
 )
+from .._runtime.shards import Shard, filled, from_shards, keeps_layers, own_shard, shard_shape, to_shards, whole
+from .._tracing.captured import without_places
+from .._tracing.sharded import evaluate_sharded
 from .state import AbstractState, VariableState, deal_out, state_of_leaves, state_of_rows
 
 Shapes: TypeAlias = tuple[jax.ShapeDtypeStruct, ...]
@@ -53,6 +54,11 @@ class Storage:
     shapes: Shapes
     is_sharded: ClassVar[bool] = False
 
+    @property
+    def shapes_in_shards(self) -> list[tuple[int, ...]]:
+        """Return the shapes of the logical leaves that lie in shards."""
+        return []
+
     # Leaves of one replica.
 
     def pack(self, leaves: Sequence[Any], like: Group | Sequence[Any]) -> list[Any]:
@@ -71,7 +77,19 @@ class Storage:
         """Return shapes of the leaves that a function sees on one replica, by those of stored ones."""
         return stored
 
+    def on_replica(self, stored: Sequence[jax.Array], layout: Layout) -> list[Any]:
+        """Return what a program evaluates in the place of the leaves that it was traced with: arrays, or shards."""
+        return list(stored)
+
+    def to_store(self, values: Sequence[Any], layout: Layout) -> list[jax.Array]:
+        """Return the leaves that a replica stores of new ones, which are arrays or shards."""
+        return [*map(whole, values)]
+
     # Shapes.
+
+    def traced_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
+        """Return shapes of the leaves with which a function is traced, for a replica with `rows` rows."""
+        return abstract.part_shapes(rows)
 
     def abstract(self, abstract: AbstractState, group: Group) -> AbstractState:
         """Return the state of a variable that is placed in a group, by that of one elsewhere or nowhere."""
@@ -290,6 +308,8 @@ class Packed(Storage):
 class Shards(Storage):
     """Storage of one n-th of each large leaf on each of n replicas, which together hold one value.
 
+    Leaves of a single replica are whole, and replicated.
+
     Attributes:
       sharded: for each leaf whether it lies in shards; other leaves are whole on every replica.
     """
@@ -297,10 +317,37 @@ class Shards(Storage):
     sharded: tuple[bool, ...]
     is_sharded: ClassVar[bool] = True
 
+    @property
+    def shapes_in_shards(self) -> list[tuple[int, ...]]:
+        return [shape.shape for shape, is_sharded in zip(self.shapes, self.sharded, strict=True) if is_sharded]
+
     def comparable(self, *stored: jax.Array) -> list[jax.Array]:
         return [leaf[:0] if is_sharded else leaf for leaf, is_sharded in zip(stored, self.sharded, strict=True)]
 
+    def on_replica(self, stored: Sequence[jax.Array], layout: Layout) -> list[Any]:
+        if layout == "replicated":
+            return list(stored)
+        rows = zip(stored, self.shapes, self.sharded, strict=True)
+        return [Shard(leaf, shape.shape) if is_sharded else leaf for leaf, shape, is_sharded in rows]
+
+    def to_store(self, values: Sequence[Any], layout: Layout) -> list[jax.Array]:
+        leaves = list(values)
+        for i, (shape, is_sharded) in enumerate(zip(self.shapes, self.sharded, strict=True)):
+            value = leaves[i]
+            if not (is_sharded and layout == "stacked"):
+                leaves[i] = whole(value)
+                continue
+            is_in_place = isinstance(value, Shard) and value.has_layers == keeps_layers(shape.shape)
+            # Zeros lie behind the last number, whatever an update makes of them.
+            leaves[i] = filled(value if is_in_place else own_shard(whole(value)), 0)
+        return leaves
+
+    def traced_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
+        return self.shapes
+
     def abstract(self, abstract: AbstractState, group: Group) -> AbstractState:
+        if group.size == 1:
+            return AbstractState(self.shapes)
         pairs = zip(self.shapes, self.sharded, strict=True)
         shapes = tuple(shard_shape(s, group.size) if is_sharded else s for s, is_sharded in pairs)
         return AbstractState(shapes, "stacked")
@@ -312,26 +359,33 @@ class Shards(Storage):
         return False
 
     def asks_all(self, state: VariableState, rank: int | None) -> bool:
-        return True
+        return state.layout == "stacked"
 
     def read(self, group: Group, stored: Sequence[jax.Array], layout: Layout, to: Layout) -> list[jax.Array]:
+        if layout == "replicated":
+            return super().read(group, stored, layout, to)
         return run_collective(group, self._gathered, layouts(layout, len(stored)), layouts(to, len(stored)), stored)
 
     def of_rank(self, group: Group, state: VariableState, rank: int) -> list[jax.Array]:
-        return self.read(group, state.leaves, "stacked", "replicated")
+        return self.read(group, state.leaves, state.layout, "replicated")
 
     def to_host(self, group: Group, state: VariableState, rank: int) -> list[np.ndarray]:
         return [*self.common_on_host(group, state, True)]
 
-    def common_on_host(self, group: Group, state: VariableState, is_reader: bool) -> Iterator[np.ndarray]:
+    def common_on_host(self, group: Group, state: VariableState, is_reader: bool) -> Iterable[np.ndarray]:
+        if state.layout == "replicated":
+            return super().common_on_host(group, state, is_reader)
+        return self._leaf_by_leaf(group, state.leaves)
+
+    def _leaf_by_leaf(self, group: Group, leaves: Sequence[jax.Array]) -> Iterator[np.ndarray]:
         # One leaf after the other is gathered, so that no device needs memory for all of them.
         rank = group._local_ranks.start
-        for leaf, is_sharded, shape in zip(state.leaves, self.sharded, self.shapes, strict=True):
+        for leaf, is_sharded, shape in zip(leaves, self.sharded, self.shapes, strict=True):
             if not is_sharded:
                 yield local_replica_to_host(group, leaf, "stacked", rank, None)
             elif group._is_multi_process:
-                whole = storage_of(Shards, (shape,), (True,)).read(group, [leaf], "stacked", "replicated")[0]
-                yield local_replica_to_host(group, whole, "replicated", rank, None)
+                together = storage_of(Shards, (shape,), (True,)).read(group, [leaf], "stacked", "replicated")[0]
+                yield local_replica_to_host(group, together, "replicated", rank, None)
             else:
                 yield from_shards(np.asarray(leaf), shape)
 
@@ -342,9 +396,13 @@ class Shards(Storage):
         return self.state_of_copies(group, self.to_host(home, state, 0), "stacked")
 
     def placed(self, group: Group, state: VariableState) -> VariableState:
+        if group.size == 1:
+            return super().placed(group, state)
         return self.state_of_copies(group, state.leaves, "stacked")
 
     def state_of_copies(self, group: Group, leaves: Sequence[Any], layout: Layout) -> VariableState:
+        if group.size == 1:
+            return super().state_of_copies(group, leaves, "replicated")
         stored = [
             put(group, np.array(to_shards(np.asarray(leaf), group.size)), "stacked")
             if is_sharded
@@ -356,16 +414,34 @@ class Shards(Storage):
     def state_of_first(self, group: Group, state: VariableState) -> VariableState:
         return self.state_of_copies(group, self.to_host(group, state, 0), "stacked")
 
+    def made(self, group: Group, make: Any, given: Sequence[tuple[Storage, VariableState]], name: str) -> VariableState:
+        """Make the state of what a function returns, given values of variables, with nothing whole but a leaf."""
+        shapes = [shape for storage, state in given for shape in storage.traced_shapes(state.abstract, None)]
+        closed, _ = without_places(jax.make_jaxpr(make)(*shapes), name)
+        layout: Layout = "stacked" if group.size > 1 else "replicated"
+
+        def body(*stored: jax.Array) -> list[jax.Array]:
+            rest, values = iter(stored), list[Any]()
+            for storage, state in given:
+                values += storage.on_replica([next(rest) for _ in state.leaves], state.layout)
+            results = evaluate_sharded(closed.jaxpr, closed.consts, values, {}, True)
+            # Without jnp.copy, jit returns an argument's own buffer.
+            return self.to_store([jax.tree.map(jnp.copy, result) for result in results], layout)
+
+        ins: list[Layout] = [state.layout for _, state in given for _ in state.leaves]
+        leaves = [leaf for _, state in given for leaf in state.leaves]
+        return state_of_leaves(run_collective(group, body, ins, layouts(layout, len(self.shapes)), leaves), layout)
+
     def refuse(self, name: str, call: str) -> None:
         raise SynkError(
-            f"{call}: {name} lies in shards, of which each replica holds one, so none has a value of its own. "
-            f"Outside of functions read and assign the whole, {name}.value; into one pass it as an argument."
+            f"{call}: {name} lies in shards, of which each replica holds one, so none has a value of its own. Read and "
+            f"assign the whole, {name}.value."
         )
 
     def _gathered(self, *stored: jax.Array) -> list[jax.Array]:
-        sharded, others = parted(stored, self.sharded)
-        whole = gather_shards(sharded, [*compress(self.shapes, self.sharded)])
-        return joined(whole, map(jnp.copy, others), self.sharded)
+        # Without jnp.copy, jit returns the argument's own buffer.
+        values = self.on_replica(stored, "stacked")
+        return [whole(value) if isinstance(value, Shard) else jnp.copy(value) for value in values]
 
 
 @lru_cache(maxsize=1024)

@@ -30,10 +30,10 @@ from .._base.pytree import (
 )
 from .._runtime.layout import is_everywhere
 from .._tracing.context import current_trace
-from .storage import Buffers, Packed, Shapes, Storage, storage_of
+from .storage import Buffers, Packed, Shapes, Shards, Storage, storage_of
 
-# The most bytes of a leaf that shares an array with others. A program takes about 4 us on a GPU for each array, and
-# copies so few bytes in less.
+# The most bytes of a leaf that shares an array with others, or stays whole where others lie in shards. A program takes
+# about 4 us on a GPU for each array, and copies so few bytes in less.
 SMALL = 1 << 16
 # The most leaves that share an array. XLA's CPU compiler makes a kernel for each place in an array from which a leaf is
 # cut, and the same kernels serve arrays of one shape: with more leaves in an array, programs compile for longer. There
@@ -67,10 +67,10 @@ class ValueSpec:
         return self.treedef.unflatten(map(as_keys, self.storage.unpack(*stored), self.keys))
 
 
-def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[ValueSpec, list[Any]]:
+def spec_of_value(value: PyTree, name: str, borrow: bool, sharded: bool) -> tuple[ValueSpec, list[Any]]:
     """Return the spec of a first value, and its logical leaves: copies unless `borrow` allows to share memory.
 
-    `packs` tells whether small leaves may share arrays.
+    `sharded` tells whether large leaves lie in shards. Else small ones may share arrays.
     """
     leaves, treedef = tree_flatten_with_path(value)
     paths = tuple(keystr(path) for path, _ in leaves)
@@ -84,7 +84,9 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, packs: bool) -> tuple[
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
     storage = storage_of(Storage, shapes)
-    if packs and all(map(_is_readable, data)):
+    if sharded:
+        storage = storage_of(Shards, shapes, tuple(shape.size * shape.dtype.itemsize > SMALL for shape in shapes))
+    elif all(map(_is_readable, data)):
         nodes, together = _buffers(shapes, [path[:-1] for path, _ in leaves]), _buffers(shapes, [()] * len(shapes))
         if len(together) < len(shapes):
             # The number of arrays tells both apart.

@@ -16,13 +16,14 @@ import numpy as np
 
 from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, public_api, shown
 from .._base.jax_context import is_traced
-from .._base.pytree import PyTree, abstract_array, as_keys
+from .._base.pytree import PyTree, abstract_array, as_data, as_keys
 from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
 from .._runtime.dispatch import drain, uninterrupted
 from .._runtime.group import Group, current_group
 from .._tracing.context import current_trace, eager
 from .state import AbstractState, VariableState, refuse_narrow
+from .storage import Shards
 from .value import conform, copies_of, spec_of_value
 
 _numbers, _made, _lock = count(), count(1), threading.RLock()
@@ -49,6 +50,7 @@ class Shared:
         "_given_name",
         "_group",
         "_is_averaged",
+        "_made_by",
         "_may_differ",
         "_number",
         "_spec",
@@ -59,7 +61,7 @@ class Shared:
     # All variables that live, by their numbers, which grow.
     _living: ClassVar[OrderedDict[int, ref[Shared]]] = OrderedDict()
 
-    def __init__(self, value: PyTree, name: str | None, borrow: bool = False, packs: bool = True) -> None:
+    def __init__(self, value: PyTree, name: str | None, borrow: bool = False, sharded: bool = False) -> None:
         with _lock:
             self._number = number = next(_made)
             # Bound here: a variable may outlive this module's globals, which Python clears as it exits.
@@ -68,7 +70,11 @@ class Shared:
         self.name = name or f"shared_{next(_numbers)}"
         # Processes compare this name: a made-up one has a number that may differ between them.
         self._given_name = name or "a shared variable without a name"
-        self._spec, leaves = spec_of_value(value, self.name, borrow, packs)
+        # A function that makes the first value in shards, and the variables whose values it takes.
+        self._made_by: tuple[Callable[..., PyTree], Sequence[Shared]] | None = None
+        if sharded and callable(value) and jax.tree.leaves(value) == [value]:
+            self._made_by, value = (value, ()), jax.eval_shape(value)
+        self._spec, leaves = spec_of_value(value, self.name, borrow, sharded)
         # None until the first use places the leaves.
         self._group: Group | None = None
         self._state = VariableState(leaves, AbstractState(tuple(map(abstract_array, leaves))))
@@ -78,11 +84,6 @@ class Shared:
         self._is_averaged = False
         # How replicas become equal again, by the name of the function that made them differ.
         self._cures: dict[str, str] = {}
-
-    @property
-    def _is_per_replica(self) -> bool:
-        """Check whether each replica stores leaves of its own by design: a shard, or what it alone has left out."""
-        return self._may_differ or self._spec.storage.is_sharded
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -113,7 +114,6 @@ class Shared:
         """
         context = current_trace()
         if context is not None:
-            self._spec.storage.refuse(self.name, context.name)
             return context.read(self)
         with eager():
             return common_value(self)
@@ -123,7 +123,6 @@ class Shared:
     def value(self, new: PyTree) -> None:
         context = current_trace()
         if context is not None:
-            self._spec.storage.refuse(self.name, context.name)
             context.write(self, new, None)
             return
         refuse_traced(self.name, f"assigning {self.name}.value")
@@ -159,7 +158,6 @@ class Shared:
             raise SynkError(f"{self.name}.update: it is for use inside a function; outside, assign {self.name}.value.")
         if slices is not None and slices not in UPDATES:
             raise ValueError(f"{self.name}.update: slices={slices!r} is none of {', '.join(UPDATES)}.")
-        self._spec.storage.refuse(self.name, context.name)
         context.write(self, new, slices)
 
     @public_api
@@ -230,15 +228,18 @@ refuse_use(Shared, lambda self, how: f"{self.name} is a shared variable, {how}: 
 
 
 @public_api
-def shared(value: PyTree, name: str | None = None, *, borrow: bool = False) -> Shared:
+def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, sharded: bool = False) -> Shared:
     """Make a shared variable: every replica starts with a copy of `value` and keeps its own between calls.
 
     It is placed on the group of its first use; making one starts no device.
 
     Args:
-      value: a pytree of arrays and numbers, per replica; float64 narrows as JAX does.
+      value: a pytree of arrays and numbers, per replica; float64 narrows as JAX does. With `sharded` it may be a
+        function without arguments, which makes the value on the replicas: no device holds all of it.
       name: what messages call it.
       borrow: whether memory may be shared with `value` where that saves a copy.
+      sharded: whether each of n replicas keeps one n-th of every leaf above 64 KB, for any n. Functions see the whole
+        value, and gather a leaf where they use it. `then` alone assigns it.
 
     Raises:
       TypeError: a leaf is no array.
@@ -262,7 +263,18 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False) -> S
             f"{context.name}: it makes the shared variable {name or 'without a name'} inside, so another one whenever "
             f"it is traced. Call synk.shared once, outside."
         )
-    return Shared(value, name, borrow)
+    if not isinstance(sharded, bool):
+        raise TypeError(f"synk.shared: sharded is {shown(sharded)}; give True or False.")
+    return Shared(value, name, borrow, sharded)
+
+
+def shared_from(source: Shared, fn: Callable[[PyTree], PyTree], name: str, sharded: bool) -> Shared:
+    """Make a shared variable of a function of another one's value: now or, in shards, when it is first used."""
+    if not sharded:
+        return Shared(map_value(source, fn), name)
+    made = Shared(jax.eval_shape(fn, abstract_value(source)), name, sharded=True)
+    made._made_by = fn, (source,)
+    return made
 
 
 def newest() -> int:
@@ -306,6 +318,9 @@ def bind(variable: Shared, group: Group) -> VariableState:
     """Return the state in this group. The first use places the value there."""
     if variable._group is not group:
         group._refuse_if_absent(variable.name)
+    if variable._group is None and variable._made_by is not None:
+        variable._state, variable._group = _made_state(variable, group, *variable._made_by), group
+        variable._made_by = None
     if variable._group is None:
         if is_made_of_shapes(variable):
             raise SynkError(
@@ -332,6 +347,22 @@ def bind(variable: Shared, group: Group) -> VariableState:
             f"lost. Set or load it again."
         ) from cause
     return variable._state
+
+
+def _made_state(
+    variable: Shared, group: Group, make: Callable[..., PyTree], sources: Sequence[Shared]
+) -> VariableState:
+    """Make the first state of a variable in shards on the replicas, by a function of the values of others."""
+    given = [(source._spec, bind(source, group)) for source in sources]
+
+    def leaves_of(*leaves: jax.Array) -> list[Any]:
+        rest = iter(leaves)
+        values = [spec.tree([next(rest) for _ in state.leaves]) for spec, state in given]
+        return [*map(as_data, jax.tree.leaves(make(*values)))]
+
+    storage = variable._spec.storage
+    assert isinstance(storage, Shards)
+    return storage.made(group, leaves_of, [(spec.storage, state) for spec, state in given], variable.name)
 
 
 def state_in(variable: Shared, group: Group) -> VariableState:

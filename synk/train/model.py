@@ -19,10 +19,9 @@ from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, WEIGHTS_APART, W
 from .._reductions.wire import check_wire
 from .._runtime.engine import EngineName
 from .._variables.value import conform
-from .._variables.variable import Shared, map_value, shared
+from .._variables.variable import Shared, shared, shared_from
 from .optimizer import update_of
 from .power_sgd import LowRankSum, PowerSGD
-from .sharded import ShardedOptimizer
 
 # A leaf of a state is a number to average, a PRNG key, or a count, which may be behind on some replicas.
 LeafKind = Literal["number", "key", "count"]
@@ -51,6 +50,7 @@ class StepOptions(NamedTuple):
     nan: Literal["raise"] | None = None
     wire: str | PowerSGD | None = None
     shard_optimizer: bool = False
+    shard_params: bool = False
     blocks: int | None = None
     ema: float | None = None
     log: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None
@@ -82,17 +82,19 @@ class TrainingModel:
         self.call, self.name, self.loss = call, options.name or getattr(loss, "__name__", type(loss).__name__), loss
         self.has_aux = options.aux is not None
         self.aux_ops = check_ops(options.aux, self.name) if self.has_aux else ()
-        self.params = params if isinstance(params, Shared) else shared(params, "params")
+        self.params = params if isinstance(params, Shared) else shared(params, "params", sharded=options.shard_params)
         _check_params(self.params, call)
+        is_sharded = self.params._spec.storage.is_sharded
+        if options.shard_params and not is_sharded:
+            raise ValueError(
+                f"{call}: shard_params=True, but {self.params.name} is whole on every replica. Make it by "
+                f"synk.shared(value, sharded=True), or give the value itself."
+            )
         self._optax, self._update = optax, update_of(optax, optimizer)
-        self._sharded: ShardedOptimizer | None = None
-        if options.shard_optimizer:
-            self._sharded = ShardedOptimizer(optimizer, self._update, self.params)
-            self.opt_state = self._sharded.state
-        else:
-            self.opt_state = shared(map_value(self.params, optimizer.init), "opt_state")
+        in_shards = options.shard_optimizer or is_sharded
+        self.opt_state = shared_from(self.params, optimizer.init, "opt_state", in_shards)
         self.state = state if isinstance(state, Shared) or state is None else shared(state, "state")
-        self.ema = None if options.ema is None else shared(map_value(self.params, lambda params: params), "ema")
+        self.ema = None if options.ema is None else shared_from(self.params, lambda params: params, "ema", is_sharded)
         self._low_rank = low = LowRankSum(options.wire, self.params) if isinstance(options.wire, PowerSGD) else None
         variables = {
             "params": self.params, "opt_state": self.opt_state, "state": self.state,
@@ -145,7 +147,7 @@ class TrainingModel:
             made._spec, made_by=self.call, advice=_ADVICE, output_names=names, inside=inside,
             has_barrier=options.has_barrier, log=options.log,
         )  # fmt: skip
-        if self._low_rank is not None or (self._sharded is not None and narrow is None):
+        if self._low_rank is not None:
             unreduced = {**spec.ops, "loss": (REDUCTIONS["mean"], UNREDUCED_MEAN)}
             spec = replace(spec, ops=unreduced, then=then_of_unreduced, plain=spec)
         made._spec = spec
@@ -204,13 +206,10 @@ class TrainingModel:
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Take a step inside `then`, by a mean gradient or this replica's unreduced part.
 
-        Return the new parameters, the mean gradient and the updates; the latter two are None if they lie in shards.
+        Return the new parameters, the mean gradient and the updates.
         """
         if self._low_rank is not None and unreduced:
-            grads, unreduced = self._low_rank.sum(grads), False
-        if self._sharded is not None:
-            params.value = new = self._sharded.update(params.value, grads, loss, self.options.clip, unreduced)
-            return new, None, None
+            grads = self._low_rank.sum(grads)
         new, opt_state.value, updates = self.apply_updates(params.value, opt_state.value, grads, loss)
         params.value = new
         return new, grads, updates
@@ -237,18 +236,14 @@ def checked_step(options: StepOptions, call: str) -> StepOptions:
     if options.ema is not None:
         wanted = "give its decay, a number >= 0 and < 1, such as 0.999"
         options = options._replace(ema=checked_number(options.ema, f"{call}: ema", wanted, lambda ema: 0 <= ema < 1))
-    if blocks is not None and (options.shard_optimizer or wire is not None):
-        option = "shard_optimizer=True" if wire is None else f"wire={wire!r}"
-        raise ValueError(f"{call}: {option} works on each replica's sums, so it does not go with blocks={blocks}.")
-    if options.engine == "jit" and (options.shard_optimizer or isinstance(wire, PowerSGD)):
-        option = "shard_optimizer=True" if options.shard_optimizer else f"wire={wire!r}"
+    if blocks is not None and wire is not None:
+        raise ValueError(f"{call}: wire={wire!r} works on each replica's sums, so it does not go with blocks={blocks}.")
+    in_shards = [name for name in ("shard_params", "shard_optimizer") if getattr(options, name)]
+    if options.engine == "jit" and (in_shards or isinstance(wire, PowerSGD)):
+        option = f"{in_shards[0]}=True" if in_shards else f"wire={wire!r}"
         raise ValueError(f'{call}: {option} is for parts of a batch, but engine="jit" runs all its rows as one.')
     if log is not None and not callable(log):
         raise TypeError(f"{call}: log is {shown(log)}; give a function of gradients, updates and parameters.")
-    if log is not None and options.shard_optimizer:
-        raise ValueError(
-            f"{call}: log sees whole gradients and updates, which no replica has with shard_optimizer=True."
-        )
     if not isinstance(wire, PowerSGD):
         check_wire(wire, call)
     return options

@@ -270,6 +270,7 @@ def step(
     nan: Literal["raise"] | None = None,
     wire: WireName | PowerSGD | None = None,
     shard_optimizer: bool = False,
+    shard_params: bool = False,
     blocks: int | None = None,
     ema: float | None = None,
     log: Callable[[PyTree, PyTree, PyTree], PyTree] | None = None,
@@ -291,7 +292,8 @@ def step(
         weighs 0, the mean is NaN, as serially, and spoils the parameters. With `state` it is
         `loss(params, state, *rows)`. With a state or aux outputs it returns `(loss, new_state)`, `(loss, aux)` or
         `(loss, new_state, aux)`.
-      params: a pytree of floating arrays, or a shared variable that holds one.
+      params: a pytree of floating arrays, or a shared variable that holds one; with `shard_params` also a function
+        without arguments that makes it.
       optimizer: an optimizer of optax's; it sees the mean gradient, and the loss as `value` if it takes that.
       state: a pytree, or a shared variable, that the model keeps beside its parameters, such as BatchNorm's running
         averages. Floats are averaged weighted by rows, without parts of weight 0. PRNG keys, typed or raw (unsigned
@@ -306,18 +308,19 @@ def step(
       wire: how gradients travel between replicas, as for `synk.function`; the loss, the state and leaves below 256
         numbers travel as they are. `synk.train.PowerSGD(rank)` sends thin factors, and adds what they leave out to the
         next gradient; `check` compares as if all travelled.
-      shard_optimizer: whether each replica keeps one n-th of the optimizer's state, updates one n-th of the parameters,
-        and gathers the rest (ZeRO-1). The step is the same, and sends as many bytes. `opt_state.value` is the whole
-        state. The optimizer must treat each number alone; `clip` clips by the global norm.
+      shard_optimizer: whether each replica keeps one n-th of the optimizer's state: it takes its shard of the gradient
+        and updates one n-th of the parameters, and all gather them (ZeRO-1). The step is the same for any optimizer.
+      shard_params: whether parameters, gradients and `ema` lie in shards too, as by `synk.shared(params,
+        sharded=True)`, which `params` may also be. Leaves are gathered where the loss uses them.
       blocks: as for `synk.function`: gradients of blocks of so many rows combine by one fixed tree, so all parameters
         have the same bits for any replicas and slices. Not with a `state` that holds PRNG keys.
       ema: the decay of an exponential moving average of the parameters, e.g. 0.999: after each step `step.ema` becomes
         ema * step.ema + (1 - ema) * params. It begins as the parameters.
       log: a function `log(grads, updates, params)` of the mean gradient before clipping, the optimizer's updates and
         the new parameters, for what is to be logged, such as their norms. It runs on every replica after each update.
-        A step returns its tree last. Not with `shard_optimizer`.
+        A step returns its tree last.
       axis_name: as for `synk.function`.
-      engine: as for `synk.function`: "jit" if rows of a batch see one another. Not with `shard_optimizer`.
+      engine: as for `synk.function`: "jit" if rows of a batch see one another. Not with variables in shards.
       compiler_options: as for `synk.function`; `Step.tune` finds some that help.
       name: what messages call the step; by default the loss's name.
 
@@ -326,8 +329,7 @@ def step(
 
     Raises:
       ImportError: optax is not installed.
-      TypeError, ValueError: an argument is of a wrong kind or value, or `shard_optimizer` is used with an optimizer
-        that mixes numbers.
+      TypeError, ValueError: an argument is of a wrong kind or value.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, synk, synk.train

@@ -1,0 +1,395 @@
+"""Sharded: evaluation of a traced function whose arguments lie in shards, of which each replica holds one.
+
+The user has differentiated the function already. So each equation that reads a large leaf gathers it there, apart in
+the forward and the backward pass; a loop over stacked layers gathers a layer in each round. Elementwise equations stay
+in shards, and sums over a whole leaf add up over the replicas. So memory is that of the third stage of Rajbhandari et
+al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (https://arxiv.org/abs/1910.02054).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal
+
+from .._runtime.axis import replica_axis
+from .._runtime.shards import Shard, filled, gather_shard, keeps_layers, own_shard, sum_to_shards
+from .equations import called_by
+
+# Primitives of JAX that treat each number alone: https://docs.jax.dev/en/latest/jax.lax.html
+_ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy "
+    "copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma "
+    "log log1p logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow real "
+    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
+    "sqrt square stop_gradient sub tan tanh xor".split()
+)
+# Reductions, and the number that changes nothing in each: a function of the dtype.
+_REDUCTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "reduce_sum": (jnp.sum, lambda dtype: 0),
+    "reduce_max": (jnp.max, lambda dtype: -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min),
+    "reduce_min": (jnp.min, lambda dtype: np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max),
+    "reduce_and": (jnp.all, lambda dtype: True),
+    "reduce_or": (jnp.any, lambda dtype: False),
+}
+# Equations that change where the numbers of a leaf stand. They wait until it is gathered: else what they return, the
+# whole, would live from the forward to the backward pass.
+_MOVES = frozenset(("transpose", "reshape", "squeeze"))
+# How many uses of gathered leaves before its own a gather may start.
+_AHEAD = 2
+
+
+class ShardedSum(NamedTuple):
+    """A result of which replicas want shards of the sum.
+
+    Attributes:
+      prepare: turns the result of one replica, and its weight, into what is added up. It treats each number alone.
+      weight: the index of the result that is its weight; None for no weight.
+    """
+
+    prepare: Callable[[jax.Array, Any], jax.Array]
+    weight: int | None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["shape", "moves"])
+@dataclass(frozen=True)
+class _Moved(Shard):
+    """A shard whose numbers stand elsewhere once these equations have moved the gathered array."""
+
+    moves: tuple[Any, ...] = ()
+
+
+NO_SUMS: Mapping[int, ShardedSum] = MappingProxyType({})
+
+
+class _Place:
+    """A value of an evaluation."""
+
+
+class _Step(NamedTuple):
+    """An equation, with the places or literals that it reads, and the places of its results."""
+
+    equation: Any
+    ins: list[Any]
+    outs: list[Any]
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+
+def evaluate_sharded(
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], sums: Mapping[int, ShardedSum], are_equal: bool
+) -> list[Any]:
+    """Evaluate a jaxpr on each replica.
+
+    Args:
+      jaxpr, consts: the function.
+      args: its arguments, arrays or shards.
+      sums: the results of which replicas want shards of the sum, by index.
+      are_equal: whether all arrays are equal on all replicas: those among the arguments are, and nothing asks for the
+        rank.
+
+    Returns:
+      The results: arrays, or shards.
+    """
+    evaluation = _Evaluation(are_equal)
+    results = evaluation.run(jaxpr, consts, args, sums)
+    return [evaluation.whole(result) if isinstance(result, _Moved) else result for result in results]
+
+
+class _Evaluation:
+    """An evaluation under way.
+
+    Attributes:
+      recent: results of the latest equations that used gathered leaves.
+      gathered: leaves that are gathered already, by ids, with their shards; None outside loops and `jax.checkpoint`,
+        where they would live for too long.
+    """
+
+    def __init__(self, are_equal: bool) -> None:
+        self.are_equal = are_equal
+        self.recent: list[jax.Array] = []
+        self.gathered: dict[Any, tuple[Shard, jax.Array]] | None = None
+
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], sums: Mapping[int, ShardedSum] = NO_SUMS
+    ) -> list[Any]:
+        """Evaluate a jaxpr."""
+        places = [_Place() for _ in args]
+        values: dict[_Place, Any] = dict(zip(places, args, strict=True))
+        steps, outs = _inlined(jaxpr, consts, places, values)
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        def add_up(wanted: ShardedSum, has_layers: bool | None, value: Any) -> Shard:
+            weight = None if wanted.weight is None else self.whole(read(outs[wanted.weight]))
+            return sum_to_shards(wanted.prepare(jnp.asarray(self.whole(value)), weight), has_layers)
+
+        # Weights come first, since loops add up what they weigh.
+        first = _needed([outs[each.weight] for each in sums.values() if each.weight is not None], steps)
+        stacked, converted = _stacked_sums(steps, outs, sums, first)
+        for step in sorted(steps, key=lambda step: id(step) not in first):
+            if step.outs and step.outs[0] in converted:
+                # A loop has converted what it stacks.
+                values[step.outs[0]] = read(step.ins[0])
+                continue
+            wanted = [partial(add_up, stacked[out], False) if out in stacked else None for out in step.outs]
+            values |= zip(step.outs, self._evaluate(step, [*map(read, step.ins)], wanted), strict=True)
+        done = {*stacked, *converted}
+        return [
+            add_up(sums[i], None, read(out))
+            if i in sums and (isinstance(out, Literal) or out not in done)
+            else read(out)
+            for i, out in enumerate(outs)
+        ]
+
+    def whole(self, value: Any) -> Any:
+        """Return a whole array: gathered, if the value is a shard."""
+        if not isinstance(value, Shard):
+            return value
+        key = (id(value.array), *map(id, _moves(value)))
+        if self.gathered is not None and key in self.gathered:
+            return self.gathered[key][1]
+        # XLA makes one gather of two equal ones, so that the leaf would live from the forward to the backward pass. It
+        # keeps gathers apart that wait for different values of the computation; a barrier on the shard alone does not
+        # do. So they do not all start at the beginning, either.
+        array, *_ = lax.optimization_barrier((value.array, *self.recent[:1]))
+        array = gather_shard(Shard(array, value.shape))
+        for equation in _moves(value):
+            [array] = _bind(equation, [array])
+        if self.gathered is not None:
+            self.gathered[key] = value, array
+        return array
+
+    def _evaluate(self, step: _Step, values: list[Any], wanted: Sequence[Any]) -> Sequence[Any]:
+        """Evaluate an equation; `wanted` are functions that add up what a loop stacks, None for other results."""
+        shards = [value for value in values if isinstance(value, Shard)]
+        if step.name == "scan" and (shards or any(wanted)):
+            return self._scan(step.equation, values, wanted)
+        if not shards:
+            return _bind(step.equation, values)
+        if step.name == "remat2":
+            return self._checkpoint(step.equation.params, values)
+        if step.name == "cond" and self.are_equal:
+            return self._cond(step.equation, values)
+        for rule in (self._elementwise, self._reduced, self._moved):
+            if (result := rule(step, values, shards[0])) is not None:
+                return [result]
+        results = _bind(step.equation, [*map(self.whole, values)])
+        self._note(results)
+        return results
+
+    def _note(self, results: Sequence[Any]) -> None:
+        """Note a result for which later gathers wait."""
+        arrays = [result for result in results if isinstance(getattr(result, "dtype", None), np.dtype)]
+        self.recent = [*self.recent, *arrays[:1]][-_AHEAD:]
+
+    def _elementwise(self, step: _Step, values: list[Any], like: Shard) -> Shard | None:
+        """Evaluate an elementwise equation on shards that lie alike.
+
+        Arrays of `fn` differ on the replicas, so with them each replica needs the whole. Equal arrays are cut.
+        """
+        if step.name not in _ELEMENTWISE:
+            return None
+        operands: list[Any] = []
+        for atom, value in zip(step.ins, values, strict=True):
+            if isinstance(value, Shard):
+                if (value.shape, value.array.shape) != (like.shape, like.array.shape) or _moves(value) != _moves(like):
+                    return None
+                operands.append(value.array)
+            elif isinstance(atom, Literal) or (self.are_equal and not np.ndim(value)):
+                operands.append(value)
+            elif self.are_equal and np.shape(value) == like.shape and not _moves(like):
+                operands.append(own_shard(jnp.asarray(value), like.has_layers).array)
+            else:
+                return None
+        return replace(like, array=_bind(step.equation, operands)[0])
+
+    def _reduced(self, step: _Step, values: list[Any], shard: Shard) -> jax.Array | None:
+        """Reduce all numbers of a leaf: each replica its own, and then those of all replicas."""
+        equation = step.equation
+        if step.name not in _REDUCTIONS or len(equation.params["axes"]) != len(equation.invars[0].aval.shape):
+            return None
+        reduce, neutral = _REDUCTIONS[step.name]
+        numbers, out = filled(shard, neutral(shard.dtype)), equation.outvars[0].aval.dtype
+        if step.name != "reduce_sum":
+            return reduce(lax.all_gather(reduce(numbers), replica_axis())).astype(out)
+        is_narrow = jnp.issubdtype(out, jnp.floating) and jnp.finfo(out).bits < 32
+        return lax.psum(reduce(numbers, dtype=jnp.float32 if is_narrow else out), replica_axis()).astype(out)
+
+    def _moved(self, step: _Step, values: list[Any], shard: Shard) -> Shard | None:
+        """Leave a leaf in shards that only moves; of stacked layers, one that is picked."""
+        shape, params = step.equation.outvars[0].aval.shape, step.equation.params
+        if shard.has_layers and not _moves(shard):
+            starts, stops = params.get("start_indices", ()), params.get("limit_indices", ())
+            if step.name == "slice" and stops[0] - starts[0] == 1 and shape[1:] == shard.shape[1:]:
+                return Shard(shard.array[starts[0] : stops[0]], shape)
+            if step.name in ("squeeze", "reshape") and shard.shape == (1, *shape):
+                return Shard(shard.array[0], shape)
+        return _Moved(shard.array, shard.shape, (*_moves(shard), step.equation)) if step.name in _MOVES else None
+
+    def _checkpoint(self, params: Mapping[str, Any], values: list[Any]) -> list[Any]:
+        """Evaluate a function under `jax.checkpoint`, which computes again."""
+        if params["prevent_cse"] and params["differentiated"]:
+            # Else XLA makes one of what is computed again and what the forward pass has computed.
+            values = lax.optimization_barrier([v if isinstance(v, Shard) else jnp.asarray(v) for v in values])
+        before, self.gathered = self.gathered, {}
+        results = self.run(params["jaxpr"], (), values)
+        self.gathered = before
+        return results
+
+    def _scan(self, equation: Any, values: list[Any], wanted: Sequence[Any]) -> list[Any]:
+        """Evaluate a loop, which gathers a layer of stacked leaves in each round, and adds up a layer of gradients."""
+        params, body = equation.params, equation.params["jaxpr"]
+        # Counted by axes, since names of parameters differ between JAX 0.10 and 0.12.
+        pairs = zip(equation.invars, body.jaxpr.invars, strict=True)
+        stop = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
+        pairs = zip(equation.outvars, body.jaxpr.outvars, strict=True)
+        count = sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
+        # What all rounds read is gathered once.
+        constants = [*map(self.whole, values[: stop - count])]
+        carry = [
+            jnp.asarray(self.whole(value), out.aval.dtype) if isinstance(out.aval.dtype, np.dtype) else value
+            for value, out in zip(values[stop - count : stop], equation.outvars, strict=False)
+        ]
+        is_layer = [isinstance(v, Shard) and v.has_layers and not _moves(v) for v in values[stop:]]
+        stacks = [v if layered else self.whole(v) for v, layered in zip(values[stop:], is_layer, strict=True)]
+        before = self.recent, self.gathered
+
+        def round_of(carry: list[Any], entries: list[Any]) -> tuple[list[Any], list[Any]]:
+            self.recent, self.gathered = [], {}
+            pairs = zip(entries, stacks, is_layer, strict=True)
+            layers = [Shard(entry, stack.shape[1:]) if layered else entry for entry, stack, layered in pairs]
+            results = self.run(body.jaxpr, body.consts, [*constants, *carry, *layers])
+            sums = zip(results[count:], wanted[count:], strict=True)
+            new = [self.whole(result) if add_up is None else add_up(result).array for result, add_up in sums]
+            return [*map(self.whole, results[:count])], new
+
+        entries = [v.array if layered else v for v, layered in zip(stacks, is_layer, strict=True)]
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, new = lax.scan(round_of, carry, entries, **options)
+        self.recent, self.gathered = before
+        self._note(carry)
+        outs = zip(equation.outvars[count:], new, wanted[count:], strict=True)
+        return [*carry, *(array if add_up is None else Shard(array, out.aval.shape) for out, array, add_up in outs)]
+
+    def _cond(self, equation: Any, values: list[Any]) -> list[Any]:
+        """Evaluate a branch that all replicas take, so that they meet in what it communicates."""
+        index, operands = self.whole(values[0]), values[1:]
+        has_layers = {v.shape: v.has_layers for v in operands if isinstance(v, Shard) and not _moves(v)}
+        before = self.recent, self.gathered
+
+        def branch(closed: Any, operands: list[Any]) -> list[Any]:
+            self.recent, self.gathered = [], None
+            results = self.run(closed.jaxpr, closed.consts, operands)
+            for i, (result, out) in enumerate(zip(results, equation.outvars, strict=True)):
+                result = result if isinstance(result, Shard) else jnp.asarray(result, out.aval.dtype)
+                layered = has_layers.get(out.aval.shape)
+                if layered is None:
+                    results[i] = self.whole(result)
+                elif not isinstance(result, Shard) or _moves(result) or result.has_layers != layered:
+                    results[i] = own_shard(self.whole(result), layered)
+            return results
+
+        results = lax.switch(index, [partial(branch, closed) for closed in equation.params["branches"]], operands)
+        self.recent, self.gathered = before
+        return results
+
+
+def _moves(shard: Shard) -> tuple[Any, ...]:
+    return shard.moves if isinstance(shard, _Moved) else ()
+
+
+def _bind(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """Evaluate an equation on arrays, as `jax.core.eval_jaxpr` does."""
+    given = equation.primitive.get_bind_params(equation.params)
+    # Before JAX 0.10 a pair.
+    functions, params = given if isinstance(given, tuple) else ((), given)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*functions, *values, **params)
+    return list(results) if equation.primitive.multiple_results else [results]
+
+
+def _inlined(
+    jaxpr: Any, consts: Sequence[Any], places: Sequence[Any], values: dict[_Place, Any]
+) -> tuple[list[_Step], list[Any]]:
+    """Return the steps of a jaxpr, among them those of functions that it calls, and where its results are.
+
+    `places` are those of its arguments, or literals; `values` gets its constants.
+    """
+    names = dict(zip(jaxpr.invars, places, strict=True))
+    for variable, constant in zip(jaxpr.constvars, consts, strict=True):
+        names[variable] = place = _Place()
+        values[place] = constant
+
+    def named(atoms: Sequence[Any]) -> list[Any]:
+        return [atom if isinstance(atom, Literal) else names[atom] for atom in atoms]
+
+    steps: list[_Step] = []
+    for equation in jaxpr.eqns:
+        inner, ins = called_by(equation), named(equation.invars)
+        if inner is None or equation.primitive.name == "remat2":
+            outs = [_Place() for _ in equation.outvars]
+            steps.append(_Step(equation, ins, outs))
+        else:
+            more, outs = _inlined(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), ins, values)
+            steps += more
+        names |= zip(equation.outvars, outs, strict=True)
+    return steps, named(jaxpr.outvars)
+
+
+def _needed(places: Sequence[Any], steps: Sequence[_Step]) -> set[int]:
+    """Return the ids of the steps that make these places."""
+    wanted, needed = {*places}, set[int]()
+    for step in reversed(steps):
+        if not wanted.isdisjoint(step.outs):
+            needed.add(id(step))
+            wanted.update(atom for atom in step.ins if isinstance(atom, _Place))
+    return needed
+
+
+def _stacked_sums(
+    steps: Sequence[_Step], outs: Sequence[Any], sums: Mapping[int, ShardedSum], first: set[int]
+) -> tuple[dict[_Place, ShardedSum], set[_Place]]:
+    """Find sums of what a loop stacks a layer a round, perhaps converted behind it.
+
+    Returns:
+      The sums by what the loop stacks, with the conversions in them; and the places of what is converted behind it.
+    """
+    makers = {place: step for step in steps for place in step.outs}
+    uses = Counter(
+        atom for atoms in (*(step.ins for step in steps), outs) for atom in atoms if isinstance(atom, _Place)
+    )
+    stacked: dict[_Place, ShardedSum] = {}
+    converted: set[_Place] = set()
+    for i, wanted in sums.items():
+        way, dtypes = [outs[i]], list[Any]()
+        while (step := makers.get(way[-1])) is not None and step.name == "convert_element_type":
+            dtypes.append(step.equation.params["new_dtype"])
+            way.append(step.ins[0])
+        # A loop whose weights come later, or whose stack others read too, stacks the whole.
+        if step is None or step.name != "scan" or id(step) in first or any(uses[place] > 1 for place in way):
+            continue
+        body, number = step.equation.params["jaxpr"], step.outs.index(way[-1])
+        shape = step.equation.outvars[number].aval.shape
+        if keeps_layers(shape) and len(shape) > len(body.out_avals[number].shape):
+            stacked[way[-1]] = wanted._replace(prepare=partial(_convert_first, dtypes[::-1], wanted.prepare))
+            converted.update(way[:-1])
+    return stacked, converted
+
+
+def _convert_first(
+    dtypes: Sequence[Any], prepare: Callable[..., jax.Array], value: jax.Array, weight: Any
+) -> jax.Array:
+    for dtype in dtypes:
+        value = value.astype(dtype)
+    return prepare(value, weight)
