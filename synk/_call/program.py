@@ -272,7 +272,8 @@ class ProgramBuilder:
         sums = {self.combined[i]: self._sum_in_shards(i, size, part) for i in self.summed_in_shards}
 
         def run(leaves: Sequence[jax.Array]) -> Sequence[Any]:
-            return traced.run(*held, *leaves, part.rank, first_row, known=known, sums=sums)
+            results = traced.run(*held, *leaves, part.rank, first_row, known=known, sums=sums)
+            return [result if i in sums else whole(result) for i, result in enumerate(results)]
 
         results = self._without_weightless(run, leaves) if self.call.is_composed else run(leaves)
         if self.call.block is not None:

@@ -305,10 +305,10 @@ class Packed(Storage):
 
 
 @dataclass(frozen=True, eq=False)
-class Shards(Storage):
+class Shards(Packed):
     """Storage of one n-th of each large leaf on each of n replicas, which together hold one value.
 
-    Leaves of a single replica are whole, and replicated.
+    A single replica has the leaves of a whole variable, in the layout "replicated"; several have "stacked" ones.
 
     Attributes:
       sharded: for each leaf whether it lies in shards; other leaves are whole on every replica.
@@ -321,33 +321,36 @@ class Shards(Storage):
     def shapes_in_shards(self) -> list[tuple[int, ...]]:
         return [shape.shape for shape, is_sharded in zip(self.shapes, self.sharded, strict=True) if is_sharded]
 
+    def pack(self, leaves: Sequence[Any], like: Group | Sequence[Any]) -> list[Any]:
+        return list(leaves) if isinstance(like, Group) and like.size > 1 else super().pack(leaves, like)
+
     def comparable(self, *stored: jax.Array) -> list[jax.Array]:
-        return [leaf[:0] if is_sharded else leaf for leaf, is_sharded in zip(stored, self.sharded, strict=True)]
+        leaves = zip(self.unpack(*stored), self.sharded, strict=True)
+        return [leaf[:0] if is_sharded else leaf for leaf, is_sharded in leaves]
 
     def on_replica(self, stored: Sequence[jax.Array], layout: Layout) -> list[Any]:
         if layout == "replicated":
-            return list(stored)
+            return super().on_replica(stored, layout)
         rows = zip(stored, self.shapes, self.sharded, strict=True)
         return [Shard(leaf, shape.shape) if is_sharded else leaf for leaf, shape, is_sharded in rows]
 
     def to_store(self, values: Sequence[Any], layout: Layout) -> list[jax.Array]:
-        leaves = list(values)
-        for i, (shape, is_sharded) in enumerate(zip(self.shapes, self.sharded, strict=True)):
-            value = leaves[i]
-            if not (is_sharded and layout == "stacked"):
-                leaves[i] = whole(value)
-                continue
+        if layout == "replicated":
+            return super().to_store(values, layout)
+        leaves: list[jax.Array] = []
+        for value, shape, is_sharded in zip(values, self.shapes, self.sharded, strict=True):
             is_in_place = isinstance(value, Shard) and value.has_layers == keeps_layers(shape.shape)
+            shard = value if is_in_place or not is_sharded else own_shard(whole(value))
             # Zeros lie behind the last number, whatever an update makes of them.
-            leaves[i] = filled(value if is_in_place else own_shard(whole(value)), 0)
+            leaves.append(filled(shard, 0) if is_sharded else whole(value))
         return leaves
 
     def traced_shapes(self, abstract: AbstractState, rows: int | None) -> Sequence[jax.ShapeDtypeStruct]:
-        return self.shapes
+        return self.shapes if abstract.layout == "stacked" else super().traced_shapes(abstract, rows)
 
     def abstract(self, abstract: AbstractState, group: Group) -> AbstractState:
         if group.size == 1:
-            return AbstractState(self.shapes)
+            return super().abstract(AbstractState(self.shapes), group)
         pairs = zip(self.shapes, self.sharded, strict=True)
         shapes = tuple(shard_shape(s, group.size) if is_sharded else s for s, is_sharded in pairs)
         return AbstractState(shapes, "stacked")
@@ -384,7 +387,9 @@ class Shards(Storage):
             if not is_sharded:
                 yield local_replica_to_host(group, leaf, "stacked", rank, None)
             elif group._is_multi_process:
-                together = storage_of(Shards, (shape,), (True,)).read(group, [leaf], "stacked", "replicated")[0]
+                together = storage_of(Shards, (shape,), ((0,),), ((0,),), (True,)).read(
+                    group, [leaf], "stacked", "replicated"
+                )[0]
                 yield local_replica_to_host(group, together, "replicated", rank, None)
             else:
                 yield from_shards(np.asarray(leaf), shape)
@@ -426,11 +431,12 @@ class Shards(Storage):
                 values += storage.on_replica([next(rest) for _ in state.leaves], state.layout)
             results = evaluate_sharded(closed.jaxpr, closed.consts, values, {}, True)
             # Without jnp.copy, jit returns an argument's own buffer.
-            return self.to_store([jax.tree.map(jnp.copy, result) for result in results], layout)
+            return self.pack(self.to_store([jax.tree.map(jnp.copy, result) for result in results], layout), group)
 
         ins: list[Layout] = [state.layout for _, state in given for _ in state.leaves]
         leaves = [leaf for _, state in given for leaf in state.leaves]
-        return state_of_leaves(run_collective(group, body, ins, layouts(layout, len(self.shapes)), leaves), layout)
+        outs = layouts(layout, len(self.abstract(AbstractState(self.shapes), group).shapes))
+        return state_of_leaves(run_collective(group, body, ins, outs, leaves), layout)
 
     def refuse(self, name: str, call: str) -> None:
         raise SynkError(

@@ -83,14 +83,14 @@ def spec_of_value(value: PyTree, name: str, borrow: bool, sharded: bool) -> tupl
     is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
     data = [abstract_array(as_data(leaf)) if is_abstract else as_data(leaf) for leaf in arrays]
     shapes = tuple(abstract_array(leaf) for leaf in data)
+    nodes, together = _buffers(shapes, [path[:-1] for path, _ in leaves]), _buffers(shapes, [()] * len(shapes))
+    # The number of arrays tells both apart.
+    buffers = nodes, min(nodes, together, key=len)
     storage = storage_of(Storage, shapes)
     if sharded:
-        storage = storage_of(Shards, shapes, tuple(shape.size * shape.dtype.itemsize > SMALL for shape in shapes))
-    elif all(map(_is_readable, data)):
-        nodes, together = _buffers(shapes, [path[:-1] for path, _ in leaves]), _buffers(shapes, [()] * len(shapes))
-        if len(together) < len(shapes):
-            # The number of arrays tells both apart.
-            storage = storage_of(Packed, shapes, nodes, min(nodes, together, key=len))
+        storage = storage_of(Shards, shapes, *buffers, tuple(s.size * s.dtype.itemsize > SMALL for s in shapes))
+    elif all(map(_is_readable, data)) and len(together) < len(shapes):
+        storage = storage_of(Packed, shapes, *buffers)
     # Arrays of JAX are copied in any case: programs overwrite those that a variable has.
     copied = [i for i, leaf in enumerate(data) if isinstance(leaf, jax.Array) or not (borrow or is_abstract)]
     for i, copy in zip(copied, copies_of([data[i] for i in copied]), strict=True):
