@@ -45,18 +45,23 @@ def text(tree: Tree) -> str:
 
 def page(title: str, tree: Tree, drawing: str) -> str:
     """Write a tree as a page of HTML with a drawing, which loads nothing."""
-    parts = [f"<h1>{escape(title)}</h1>", f"<div>{drawing}</div>"]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
+        f"<body><h1>{escape(title)}</h1>\n{fragment(tree, drawing)}</body></html>\n"
+    )
+
+
+def fragment(tree: Tree, drawing: str) -> str:
+    """Write a drawing and the tables of a tree as HTML, for a page or for a cell of a notebook."""
+    parts = [f"<div>{drawing}</div>"]
     for name, heads, rows in _tables(tree):
         parts += [f"<h2>{escape(name)}</h2>"] if name else []
         head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
         cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
         lines = "".join(f"<tr>{line}</tr>" for line in ([head] if heads else []) + cells)
         parts.append(f"<div><table>{lines}</table></div>")
-    body = "\n".join(parts)
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{body}</body></html>\n'
-    )
+    return "\n".join(parts)
 
 
 def _tables(tree: Tree, title: str = "") -> Iterator[Table]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._base.units import counted, size_text
 from .hlo import Collective
-from .page import chart, page, text
+from .page import chart, fragment, page, text
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,10 @@ class Explanation:
 
     def __repr__(self) -> str:
         return text(asdict(self))
+
+    def _repr_html_(self) -> str:
+        """Return the drawing and the tables, which a notebook shows for a cell."""
+        return fragment(asdict(self), self._drawing())
 
     def json(self) -> str:
         """Return all fields as JSON text; unknown values are null."""
