@@ -33,7 +33,11 @@ class Kernel:
         self.made = nbformat.v4
         where = {"metadata": {"path": str(folder)}}
         self.client = nbclient.NotebookClient(self.made.new_notebook(), timeout=300, resources=where)
-        names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+        names = (
+            "compilation_cache_dir",
+            "persistent_cache_min_compile_time_secs",
+            "persistent_cache_min_entry_size_bytes",
+        )
         options = {f"JAX_{name.upper()}": str(getattr(jax.config, f"jax_{name}")) for name in names}
         self.environment = harness.plain_environment(**options if jax.config.jax_compilation_cache_dir else {})
 
