@@ -1,6 +1,5 @@
 """Guides as notebooks, in a kernel where JAX has started before, and what cells show there."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -16,21 +15,15 @@ PAGES = sorted({path.name for path in GUIDES.glob("*.md")} - {"pytensor.md"})
 ONE_WAY = ("evaluate.md",)
 JAX_STARTS = "import jax\nassert len(jax.devices()) == 1"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(find_spec("nbclient") is None, reason="install the extra `notebooks`"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 class Kernel:
     """A kernel that runs cells; use it in `with`."""
 
     def __init__(self, folder):
-        import nbclient
-        import nbformat
-
-        self.made = nbformat.v4
+        nbclient = pytest.importorskip("nbclient", reason="install the extra `notebooks`")
+        self.made = pytest.importorskip("nbformat").v4
         where = {"metadata": {"path": str(folder)}}
         self.client = nbclient.NotebookClient(self.made.new_notebook(), timeout=300, resources=where)
         names = (
