@@ -6,11 +6,11 @@ import sys
 from ._command.bench import bench
 from ._command.launcher import main
 from ._command.migrate import migrate
-from ._explain.info import report
+from ._explain.info import info
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["info"]:
-        print(report())
+        print(info())
     elif sys.argv[1:2] == ["bench"]:
         sys.exit(bench(sys.argv[2:]))
     elif sys.argv[1:2] == ["migrate"]:

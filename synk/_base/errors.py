@@ -75,6 +75,9 @@ class LawError(SynkError):
       True
     """
 
+    def __repr__(self) -> str:
+        return f"LawError: {self}"
+
 
 class DivergedError(SynkError):
     """Error where replicas hold different values and one value was asked for.

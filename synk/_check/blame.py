@@ -24,7 +24,7 @@ from .probe import ALL_KINDS, Kinds, Prober, kinds_of
 from .serial import CallRows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Blame:
     """The cause of outputs, gradients or updates that are not finite; `f.blame` finds it.
 
@@ -57,6 +57,9 @@ class Blame:
 
     def __str__(self) -> str:
         return self.what
+
+    def __repr__(self) -> str:
+        return f"Blame({self.what})"
 
 
 def blame(site: Site, probe_plans: PlanCache, bound: BoundArguments, options: CallOptions) -> Blame | None:

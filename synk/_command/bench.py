@@ -9,11 +9,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._base.units import counted, number_text
 from .._distributed.init import group, init
@@ -53,16 +53,20 @@ def bench(arguments: Sequence[str]) -> int:
 
 def _point(result: dict[str, Any], first: dict[str, Any], unit: str) -> dict[str, Any]:
     """Compare one number of replicas with the smallest one: a row of the page's table."""
-    speedup = result["rate"] / first["rate"]
-    efficiency = speedup * first["replicas"] / result["replicas"]
+    low, middle, high = (f"{seconds * 1e3:.2f}" for seconds in result["seconds"])
     return {
         "replicas": result["replicas"],
         "rows": result["rows"],
-        "ms a step": f"{result['seconds'] * 1e3:.2f}",
+        "ms a step": f"{middle} ({low} to {high})",
         f"{unit}/s": number_text(result["rate"]),
-        "speed-up": f"{speedup:.2f}",
-        "efficiency": f"{100 * efficiency:.0f} %",
+        "speed-up": f"{result['rate'] / first['rate']:.2f}",
+        "efficiency": f"{100 * _efficiency(result, first):.0f} %",
     }
+
+
+def _efficiency(result: dict[str, Any], first: dict[str, Any]) -> float:
+    """Return the rate of a replica as a part of its rate at the smallest number of replicas."""
+    return result["rate"] / first["rate"] * first["replicas"] / result["replicas"]
 
 
 def _page(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
@@ -70,13 +74,18 @@ def _page(options: argparse.Namespace, results: list[dict[str, Any]]) -> str:
     path, name = options.target
     first, last = results[0], results[-1]
     tree: dict[str, Any] = {
-        "measured": f"median of {counted(options.rounds, 'round')} of {counted(options.steps, 'step')} in a row",
+        "measured": f"median of {counted(options.rounds, 'round')} of {counted(options.steps, 'step')}, with quartiles",
         "rows": "the same for any number of replicas" if options.strong else "as many for each replica",
     }
     if first["platform"] == "cpu":
         tree["note"] = (
             "Replicas on CPU devices share the machine's cores, and one replica may use all of them. So this shows the "
             "cost that synk adds, not the speed that more devices would bring."
+        )
+    if any(_efficiency(result, first) > 1.1 for result in results):
+        tree["above 110 %"] = (
+            f"No gain of more replicas: something else slowed {counted(first['replicas'], 'replica')}, as happens on a "
+            f"busy machine, or a cache holds what each of more replicas reads. Measure again, with more --rounds."
         )
     tree["scaling"] = [_point(result, first, options.unit) for result in results]
     tree[f"one step on {counted(last['replicas'], 'replica')}"] = last["explained"]
@@ -181,12 +190,13 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         explained = step.explain(*args, **batch)
     for _ in range(3):
         jax.block_until_ready(step(*args, **batch))
-    seconds = median(_timed(lambda: step(*args, **batch), options.steps) for _ in range(options.rounds))
+    rounds = [_timed(lambda: step(*args, **batch), options.steps) for _ in range(options.rounds)]
+    seconds: list[float] = np.quantile(rounds, (0.25, 0.5, 0.75)).tolist()
     return {
         "replicas": options.only,
         "rows": rows,
         "seconds": seconds,
-        "rate": rows * options.per_row / seconds,
+        "rate": rows * options.per_row / seconds[1],
         "platform": group().platform,
         "explained": json.loads(explained.json()),
         "machine": machine(group().devices),

@@ -2,16 +2,19 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.backend import backends, clear_backends
 
 from .._base.errors import checked_integer, public_api, shown
+from .._base.jax_context import is_traced
 from .._base.units import counted, parse_memory
 from .._runtime.compilation_cache import checked_folder, use_folder
-from .._runtime.dispatch import drain, leave_to_runtime
+from .._runtime.dispatch import LOCK, drain, leave_to_runtime
 from .._runtime.group import ALONE, CURRENT, Device, Group, current_group, make_group
 from .._runtime.watchdog import WATCHDOG
 
@@ -37,8 +40,10 @@ def init(
     If the current group has these devices and this `memory`, it is returned as it is, with its variables: a cell of a
     notebook may run twice. After `synk.close()` the group is a new one.
 
-    On a machine with CPUs only, before JAX has started its backend, `init(n)` makes n virtual CPU devices (the
-    option `jax_num_cpu_devices`).
+    On a machine with CPUs only `init(n)` makes n virtual CPU devices (the option `jax_num_cpu_devices`). Where JAX has
+    started with fewer, as in a notebook, its backend starts anew: arrays of before stay readable, functions compile
+    again, and a shared variable of before lives on in its own group. It cannot start anew inside a trace, over several
+    processes, or beside an accelerator, and `JAX_NUM_CPU_DEVICES` and `XLA_FLAGS` in the environment outrank `n`.
 
     With `distributed=True` the group spans all processes of the program. Each process makes this call before any other
     use of JAX: it is `jax.distributed.initialize` with shorter time-outs. `coordinator`, `num_processes` and
@@ -76,8 +81,8 @@ def init(
       The group, to be used in `with` or left as it is.
 
     Raises:
-      ValueError: fewer devices exist than were asked for, a device is named twice, no launcher is found, or files
-        cannot be written in the folder of `cache`.
+      ValueError: there are, and can be made, fewer devices than were asked for, a device is named twice, no
+        launcher is found, or files cannot be written in the folder of `cache`.
       TypeError: `devices`, `cache` or `memory` is of another type.
 
     Example:
@@ -218,23 +223,40 @@ def _chosen_devices(devices: Any, is_distributed: bool) -> tuple[Device, ...]:
 
 
 def _first_devices(n: int, is_distributed: bool) -> tuple[Device, ...]:
-    """Return the first n devices. Make virtual CPU devices if neither the user nor the backend has fixed how many."""
+    """Return the first n devices. Make virtual CPU devices, unless the environment says how many there are."""
     checked_integer(n, "synk.init: the number of replicas", 1)
+    environment = f"JAX_NUM_CPU_DEVICES={os.environ.get('JAX_NUM_CPU_DEVICES')} {os.environ.get('XLA_FLAGS')}"
+    fixed = re.findall(r"(?:JAX_NUM_CPU_DEVICES|host_platform_device_count)=(\d+)", environment)
     chosen = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]  # options are not typed
-    if not is_distributed and chosen == -1 and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        with contextlib.suppress(RuntimeError):  # the backend has started, so its devices are fixed
+    if not is_distributed and not fixed and chosen == -1:
+        with contextlib.suppress(RuntimeError):  # the backend has started
             jax.config.update("jax_num_cpu_devices", n)
     have = jax.devices()
-    if len(have) >= n:
-        return tuple(have[:n])
+    # A number that the environment got after JAX had started is made now.
+    may_make = not is_distributed and all(int(number) >= n for number in fixed)
+    if len(have) >= n or (may_make and _restart_cpus(n)):
+        return tuple(jax.devices()[:n])
     if have[0].platform == "cpu":
         raise ValueError(
             f"synk.init: {n} replicas were asked for, but JAX has started with {counted(len(have), 'CPU device')}. "
-            f"Set JAX_NUM_CPU_DEVICES={n} before Python starts, call synk.init({n}) before any other use of JAX, "
-            f"or use synk.simulate({n})."
+            f"Set JAX_NUM_CPU_DEVICES={n} before Python starts, or use synk.simulate({n})."
         )
     found = f"{counted(len(have), f'{have[0].platform} device')} {'is' if len(have) == 1 else 'are'}"
     raise ValueError(
         f"synk.init: {n} replicas were asked for, but {found} here. "
         f"Ask for at most {len(have)}, or use synk.simulate({n})."
     )
+
+
+def _restart_cpus(n: int) -> bool:
+    """Start JAX's backend anew with n CPU devices, and return whether this can be done.
+
+    Arrays, groups and programs of before live on in the old backend, as long as something holds them.
+    """
+    if is_traced() or jax.process_count() > 1 or {*backends()} != {"cpu"}:
+        return False
+    with LOCK:
+        drain()
+        clear_backends()
+        jax.config.update("jax_num_cpu_devices", n)
+    return True

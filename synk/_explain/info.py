@@ -2,15 +2,16 @@
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import jax
 
+from .._base.errors import public_api
 from .._base.units import UNKNOWN, counted, number_text, size_text
 from .._runtime.dispatch import CPU_CAN_WEDGE
-from .._runtime.group import Device
+from .._runtime.group import CURRENT, Device
 from .._runtime.target import known_accelerator
 from .page import text
 
@@ -18,13 +19,30 @@ _PACKAGES = ("jax", "jaxlib", "numpy", "jax-cuda12-plugin", "jax-cuda13-plugin",
 _SETTINGS = ("XLA_", "JAX_", "CUDA_VISIBLE_DEVICES", "NCCL_", "SYNK_")
 
 
-def report() -> str:
-    """Describe this machine as text. Starts JAX's backend, as the first use of any device does."""
+class Text(str):
+    """Text that a cell of a notebook shows as `print` would."""
+
+    __repr__ = str.__str__
+
+
+@public_api
+def info() -> str:
+    """Describe this machine: versions, devices, memory and settings, what may be wrong with them, and what to do next.
+
+    A cell of a notebook shows the text by itself, and `python -m synk info` prints the same. It starts JAX's backend,
+    as the first use of any device does; `synk.init(n)` can still make CPU devices afterwards.
+
+    Example:
+      >>> import synk
+      >>> print(str(synk.info())[:5])
+      synk:
+    """
     devices, troubles = _started()
     troubles = [*_version_troubles(), *troubles, *(_device_troubles(devices) if devices else [])]
-    facts = machine(devices) | {"settings": settings()}
+    facts = machine(devices) | {"settings": settings(), "current group": f"{CURRENT.group or 'none yet'}"}
     wrong = "what may be wrong:" + ("" if troubles else " nothing that shows here")
-    return "\n".join([text(facts), wrong, *[f"  - {trouble}" for trouble in troubles]])
+    after = [f"what to do next: {_next(devices)}"] if devices else []
+    return Text("\n".join([text(facts), wrong, *[f"  - {trouble}" for trouble in troubles], *after]))
 
 
 def machine(devices: Sequence[Device]) -> dict[str, str]:
@@ -40,8 +58,10 @@ def machine(devices: Sequence[Device]) -> dict[str, str]:
     device = devices[0]
     facts["devices"] = f"{len(devices)} {device.device_kind} ({device.platform}), {os.cpu_count()} CPU cores"
     # JAX takes 75 % of a GPU, unless told otherwise: https://docs.jax.dev/en/latest/gpu_memory_allocation.html
-    memory = None if device.platform == "cpu" else (device.memory_stats() or {}).get("bytes_limit")
-    facts["memory of a device that JAX uses"] = size_text(memory)
+    stats: Mapping[str, int] = {} if device.platform == "cpu" else device.memory_stats() or {}
+    facts["memory of a device that JAX uses"] = size_text(stats.get("bytes_limit"))
+    if "bytes_in_use" in stats:
+        facts["in use of it"] = size_text(stats["bytes_in_use"])
     known = known_accelerator(device)
     if known is not None:
         speeds = f"{size_text(known.bandwidth)}/s, {number_text(known.flops)}flop/s in bfloat16"
@@ -53,6 +73,16 @@ def settings() -> str:
     """Name the environment variables that matter."""
     found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)]
     return ", ".join(found) or "none"
+
+
+def _next(devices: Sequence[Device]) -> str:
+    """Name the call that makes a group of these devices."""
+    count, device = len(devices), devices[0]
+    if count > 1:
+        return f"synk.init() makes {count} replicas, one on each device."
+    if device.platform == "cpu":
+        return "synk.init(4) makes four virtual CPU devices, which show that a program is right, not how fast it is."
+    return "synk.init() makes one replica; synk.simulate(4) runs a program of four on this one device."
 
 
 def _started() -> tuple[Sequence[Device], list[str]]:
@@ -84,13 +114,14 @@ def _version_troubles() -> Iterator[str]:
 
 
 def _device_troubles(devices: Sequence[Device]) -> Iterator[str]:
-    count, cores = len(devices), os.cpu_count() or 1
-    if devices[0].platform != "cpu":
+    count, cores, device = len(devices), os.cpu_count() or 1, devices[0]
+    if device.platform != "cpu":
+        # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#features-and-technical-specifications
+        if str(getattr(device, "compute_capability", "")).startswith(("5.", "6.", "7.")):
+            yield f"{device.device_kind} has no units for bfloat16: float32, or float16 with a scaled loss, is faster."
         return
     if Path("/proc/driver/nvidia/version").exists():
         yield "an NVIDIA driver is here, but JAX runs on the CPU: pip install 'jax[cuda12]', and see JAX_PLATFORMS."
-    if count == 1:
-        yield "one CPU device is one replica: JAX_NUM_CPU_DEVICES=4, synk.init(4) or synk.simulate(4) make more."
     if count > 1 and CPU_CAN_WEDGE:
         yield (
             f"jaxlib {_version('jaxlib')} stops for good at 33 programs in flight on several CPU devices: synk keeps "

@@ -16,14 +16,16 @@ Table = tuple[str, list[str], list[list[str]]]
 _OPTIONAL = ("rows", "ranks", "measured")
 # Text shows so many rows of a table, and a chart so many bars. A page's tables show all.
 _MOST = 16
-# "light dark" follows the reader's setting; text and lines take their colours from it.
+# "light dark" follows the reader's setting; text and lines take their colours from it. A phone's screen is narrow.
 _STYLE = (
     ":root{color-scheme:light dark}body{margin:2em auto;max-width:60em;padding:0 1em;font-family:sans-serif}"
     "div{overflow-x:auto}table{border-collapse:collapse}"
     "td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #8886}"
+    "@media(max-width:40em){td,th{padding:.2em .3em;font-size:.7em}td+td{overflow-wrap:anywhere}}"
 )
 _COLORS = ("#4c78a8", "#f2b447", "#b279a2", "#9d755d", "#a0a0a0", "#5f9ea0", "#e8875a", "#8a9a3f")
-_WIDTH, _MARGIN, _BARS_FROM, _BARS_TO, _LINE = 900, 24, 190, 740, 20
+# A drawing has the width of a phone's screen, and grows on wider ones. A letter is about 5.5 wide.
+_WIDTH, _GROWN, _LETTER, _LINE = 360, 560, 5.5, 16
 
 
 def text(tree: Tree) -> str:
@@ -45,18 +47,24 @@ def text(tree: Tree) -> str:
 
 def page(title: str, tree: Tree, drawing: str) -> str:
     """Write a tree as a page of HTML with a drawing, which loads nothing."""
-    parts = [f"<h1>{escape(title)}</h1>", f"<div>{drawing}</div>"]
-    for name, heads, rows in _tables(tree):
-        parts += [f"<h2>{escape(name)}</h2>"] if name else []
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-        lines = "".join(f"<tr>{line}</tr>" for line in ([head] if heads else []) + cells)
-        parts.append(f"<div><table>{lines}</table></div>")
-    body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{body}</body></html>\n'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
+        f"<body><h1>{escape(title)}</h1>\n{fragment(tree, drawing)}</body></html>\n"
     )
+
+
+def fragment(tree: Tree, drawing: str) -> str:
+    """Write a drawing and the tables of a tree as HTML, for a page or for a cell of a notebook."""
+    parts = [f"<div>{drawing}</div>"]
+    for name, heads, rows in _tables(tree):
+        parts += [f"<h2>{escape(name)}</h2>"] if name else []
+        table = [[f"<th>{escape(cell)}</th>" for cell in heads]] if heads else []
+        table += [[f"<td>{escape(cell)}</td>" for cell in row] for row in rows]
+        # A few records of many fields stand side by side, so that the page shows them whole.
+        lines = zip(*table, strict=True) if len(heads) > max(len(rows), 6) else table
+        parts += ["<div><table>", *(f"<tr>{''.join(line)}</tr>" for line in lines), "</table></div>"]
+    return "\n".join(parts)
 
 
 def _tables(tree: Tree, title: str = "") -> Iterator[Table]:
@@ -91,7 +99,12 @@ def _are_records(value: Any) -> bool:
 
 
 def _label(name: str) -> str:
-    return name.replace("_", " ").removesuffix(" bytes").removesuffix(" seconds")
+    return (
+        name.replace("was_compiled", "compiled before")
+        .replace("_", " ")
+        .removesuffix(" bytes")
+        .removesuffix(" seconds")
+    )
 
 
 def _cell(name: str, value: Any) -> str:
@@ -115,41 +128,41 @@ def chart(label: str, sections: Sequence[tuple[str, Sequence[Bar]]]) -> str:
     """Draw titled groups of bars as SVG text; the bars of one group share a scale."""
     colors: dict[str, str] = {}
     parts: list[str] = []
-    y = 8
+    y = 0
     for title, bars in sections:
-        parts.append(_words(_MARGIN, y, title))
-        y += _LINE
-        x = float(_MARGIN)
+        parts.append(_words(0, y, title, ' font-weight="bold"'))
+        x, y = 0.0, y + _LINE
         for meaning in dict.fromkeys(meaning for _, segments, _ in bars for meaning, _ in segments):
             # A colour keeps its meaning in the whole drawing.
             color = colors.setdefault(meaning, _COLORS[len(colors) % len(_COLORS)])
-            parts += [_box(x, y, 11, 11, color), _words(x + 16, y, meaning)]
-            x += 34 + 6.4 * len(meaning)
-        y += _LINE
+            width = 28 + _LETTER * len(meaning)
+            x, y = (0.0, y + _LINE) if x + width > _WIDTH else (x, y)
+            parts += [_box(x, y, 11, 11, color), _words(x + 15, y, meaning)]
+            x += width
+        y += _LINE + 4
         longest = max([sum(length for _, length in segments) for _, segments, _ in bars], default=0) or 1
         for name, segments, words in bars[:_MOST]:
-            parts.append(_words(_MARGIN, y + 2, name))
-            x = float(_BARS_FROM)
+            parts += [_words(0, y, name), _words(_WIDTH, y, words, ' text-anchor="end"')]
+            x, y = 0.0, y + _LINE
             for meaning, length in segments:
-                width = (_BARS_TO - _BARS_FROM) * length / longest
-                parts.append(_box(x, y, width, 16, colors[meaning]))
+                width = _WIDTH * length / longest
+                parts.append(_box(x, y, width, 12, colors[meaning]))
                 x += width
-            parts.append(_words(x + 6, y + 2, words))
-            y += _LINE
+            y += _LINE + 2
         if len(bars) > _MOST:
-            parts.append(_words(_MARGIN, y, f"and {len(bars) - _MOST} more"))
+            parts.append(_words(0, y, f"and {len(bars) - _MOST} more"))
             y += _LINE
-        y += _LINE // 2
+        y += _LINE
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {y}" width="100%" '
-        f'style="min-width:{_WIDTH - 100}px;max-width:{_WIDTH}px" font-family="sans-serif" font-size="12" role="img" '
+        f'style="max-width:{_GROWN}px" font-family="sans-serif" font-size="10" role="img" '
         f'aria-label="{escape(label)}">'
     )
     return "\n".join([head, *parts, "</svg>"])
 
 
-def _words(x: float, y: float, words: str) -> str:
-    return f'<text x="{x:.1f}" y="{y + 10}" fill="currentColor">{escape(words)}</text>'
+def _words(x: float, y: float, words: str, how: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y + 10}" fill="currentColor"{how}>{escape(words)}</text>'
 
 
 def _box(x: float, y: float, width: float, height: float, color: str) -> str:

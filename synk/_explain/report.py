@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .._base.units import counted, size_text
 from .hlo import Collective
-from .page import chart, page, text
+from .page import chart, fragment, page, text
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,10 @@ class Explanation:
     def __repr__(self) -> str:
         return text(asdict(self))
 
+    def _repr_html_(self) -> str:
+        """Return the drawing and the tables, which a notebook shows for a cell."""
+        return fragment(asdict(self), self._drawing())
+
     def json(self) -> str:
         """Return all fields as JSON text; unknown values are null."""
         # `default` converts NumPy's integers.
@@ -210,13 +214,13 @@ class Explanation:
 def _memory_parts(program: ProgramReport) -> Iterator[tuple[str, int]]:
     yield "arguments", program.argument_bytes or 0
     yield "temporary", program.temporary_bytes or 0
-    yield "results not in place", (program.result_bytes or 0) - (program.aliased_bytes or 0)
-    yield "kept beside it", program.resident_bytes
+    yield "results in memory of their own", (program.result_bytes or 0) - (program.aliased_bytes or 0)
+    yield "variables and data beside it", program.resident_bytes
 
 
 def _travel_parts(program: ProgramReport) -> Iterator[tuple[str, int]]:
     if program.behind_bytes is None:
-        yield "travels; beside what is unknown", program.collective_bytes
+        yield "travels; whether while computing, is unknown", program.collective_bytes
         return
-    yield "travels behind computation", program.behind_bytes
-    yield "travels alone", program.collective_bytes - program.behind_bytes
+    yield "travels while computing", program.behind_bytes
+    yield "travels while nothing computes", program.collective_bytes - program.behind_bytes

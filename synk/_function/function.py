@@ -69,7 +69,9 @@ class Function:
         update_wrapper(self, spec.fn, updated=())
 
     def __repr__(self) -> str:
-        return f"synk.function({self.name})"
+        dealt = ", ".join(f"{name}: {self._binder.mode(name)}" for name in self._binder.parameters)
+        ops = ", ".join(dict.fromkeys(op.name for op in jax.tree.leaves(self._spec.ops)))
+        return f"synk.function({self.name}({dealt}) -> {ops}{', then' * (self._spec.then is not None)})"
 
     def __copy__(self) -> Function:
         """Return the function itself, as Python does for its functions."""

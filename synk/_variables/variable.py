@@ -20,7 +20,7 @@ from .._base.pytree import PyTree, abstract_array, as_data, as_keys
 from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
 from .._runtime.dispatch import drain, uninterrupted
-from .._runtime.group import Group, current_group
+from .._runtime.group import CURRENT, Group, current_group
 from .._tracing.context import current_trace, eager
 from .state import AbstractState, VariableState, refuse_narrow
 from .storage import Shards
@@ -94,9 +94,12 @@ class Shared:
     def __repr__(self) -> str:
         held = self._state.rows_per_replica
         shapes = logical_shapes(self, None if held is None else sum(held))
-        shown = ", ".join([f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4]] + ["..."] * (len(shapes) > 4))
+        more = [f"{len(shapes) - 4} more"] if len(shapes) > 4 else []
+        shown = ", ".join([*(f"{s.dtype.name}{list(s.shape)}" for s in shapes[:4]), *more])
         rows = "" if held is None else f"; {sum(held)} rows on {len(held)} replicas"
-        return f"Shared({self.name}: {shown}{rows})"
+        differs = f"; replicas may differ since {self._state.diverged_by}" if self._state.diverged_by else ""
+        away = "" if self._group in (None, CURRENT.group) else f"; it lives in {self._group}, which is not current"
+        return f"Shared({self.name}: {shown}{rows}{differs}{away})"
 
     @property
     @public_api

@@ -76,6 +76,9 @@ class LocalSteps:
         self._set_counts(0, 0)
         self.function._pace = self._pace
 
+    def __repr__(self) -> str:
+        return f"synk.train.local_steps({', '.join([self._name, *map(repr, self.variables.values())])})"
+
     @property
     def steps(self) -> int:
         """Return the number of steps so far, including the steps before a loaded checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .._explain.report import Explanation
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Step:
     """A training step; made by `synk.train.step`.
 
@@ -62,8 +62,11 @@ class Step:
     ema: Shared | None
     variables: dict[str, Shared]
     # Makes the function with other settings of its programs.
-    _build: Callable[[StepOptions], Function] = field(repr=False)
-    _options: StepOptions = field(repr=False)
+    _build: Callable[[StepOptions], Function]
+    _options: StepOptions
+
+    def __repr__(self) -> str:
+        return f"synk.train.step({', '.join([self.function.name, *map(repr, self.variables.values())])})"
 
     def _with_slices(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return the options of a call, with the step's own number of slices if they name none."""

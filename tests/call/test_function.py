@@ -463,7 +463,7 @@ def test_members():
     assert step.shared == (w,)
     assert step.name == "step"
     assert step.fn.__name__ == "step"
-    assert repr(step) == "synk.function(step)"
+    assert repr(step) == "synk.function(step(x: scatter, y: scatter, rate: broadcast) -> mean, then)"
 
 
 def test_the_users_fn_is_called_as_it_is():

@@ -1,10 +1,13 @@
 """`python -m synk bench`: a user's step by numbers of replicas, as one page."""
 
 import re
+from argparse import Namespace
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from synk._command.bench import _page
 from synk._command.bench import bench as scaling
 
 from .. import harness
@@ -67,10 +70,30 @@ def test_a_page_is_written(folder, more, rows):
     cells = [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr>(<td>.*?)</tr>", table)]
     assert [row[:2] for row in cells] == [[n, r] for n, r in zip("123", rows, strict=True)]
     assert cells[0][4:] == ["1.00", "100 %"]
+    assert all(re.fullmatch(r"([\d.]+) \(\1 to \1\)", row[2]) for row in cells)  # of one round
     assert all(word in page for word in ("3 replicas", "slope", "jaxlib", "<h2>the machine</h2>"))
     assert "JAX_NUM_CPU_DEVICES" not in page and "8 cpu" not in page  # which the user has not set
     assert not re.search(r"Group\(.*</h|\b1 replicas|\(s\)", page)
     assert set(re.findall(r"https?://[\w.]+", page)) == {"http://www.w3.org"}  # the name of SVG; nothing is loaded
+
+
+@pytest.mark.parametrize(("rate", "says"), [(2.15, False), (2.25, True)])
+def test_an_efficiency_that_cannot_be(rate, says):
+    """Above 110 % the page says that something disturbed the measurement."""
+    results = [
+        {
+            "replicas": n,
+            "rows": n,
+            "seconds": [1, 1, 1],
+            "rate": each,
+            "platform": "gpu",
+            "explained": {},
+            "machine": {},
+        }
+        for n, each in ((1, 1.0), (2, rate))
+    ]
+    options = Namespace(target=(Path("train.py"), "bench"), rounds=1, steps=1, strong=False, unit="rows")
+    assert ("<td>above 110 %</td>" in _page(options, results)) == says
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 import synk
 import synk.train
 from synk._explain.hlo import read_collectives, size_in_bytes
-from synk._explain.page import page, text
+from synk._explain.page import chart, page, text
 from synk._runtime.group import Accelerator
 
 from ..helpers import group_of, needs_devices, slow, tells_no_memory
@@ -481,6 +481,29 @@ def test_long_tables_are_cut_in_print():
     lines = text(tree).splitlines()
     assert lines[0] == "lengths: " + "1, " * 16 + "..." and lines[-1] == "  and 24 more"
     assert page("a<b", tree, "").count("<td>unknown</td>") == 40
+
+
+@pytest.mark.parametrize("meanings", [1, 3, 8])
+def test_drawings_fit_a_phone(meanings):
+    """However many bars and meanings there are, no word or box leaves the drawing, which is as wide as a phone."""
+    segments = [("what it is " * (1 + i % 3), 1.0 + i) for i in range(meanings)]
+    drawing = chart(
+        "a", [("some", [("a bar", segments, "10 MB")] * 20), ("others", [("another", segments[:1], "1 B")])]
+    )
+    width, height = map(int, re.search(r'viewBox="0 0 (\d+) (\d+)"', drawing).groups())
+    assert width <= 390 and "min-width" not in drawing
+    boxes = re.findall(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)"', drawing)
+    assert all(float(x) + float(wide) <= width + 0.1 and int(y) < height for x, y, wide in boxes)
+    words = re.findall(r'<text x="([\d.]+)" y="(\d+)" fill="currentColor">(.*?)<', drawing)
+    assert all(float(x) + 5 * len(text) <= width and int(y) < height for x, y, text in words)
+
+
+@pytest.mark.parametrize(("records", "side_by_side"), [(1, True), (3, True), (9, False)])
+def test_wide_tables_stand_on_their_side(records, side_by_side):
+    """A page shows a few records of many fields as columns, so that nobody scrolls."""
+    tree = {"programs": [{f"field_{i}": f"{i}{record}" for i in range(8)} for record in range(records)]}
+    assert ("<tr><th>field 1</th><td>10</td>" in page("a", tree, "")) == side_by_side
+    assert page("a", tree, "").count("<td>") == 8 * records
 
 
 EIGHT = np.arange(8, dtype=np.float32)

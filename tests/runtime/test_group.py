@@ -108,10 +108,62 @@ def test_virtual_devices_before_jax_starts():
     assert run(code).split("\n") == ["Group(4 replicas on cpu:0, 1, 2, 3)", "4"]
 
 
-def test_virtual_devices_after_jax_has_started():
-    """Then it raises and says what to set."""
-    code = "import jax, synk\njax.devices()\ntry: synk.init(4)\nexcept ValueError as error: print(error)"
-    assert "4 replicas were asked for, but JAX has started with 1 CPU device. Set JAX_NUM_CPU_DEVICES=4" in run(code)
+BEFORE = """
+import jax, jax.numpy as jnp, numpy as np
+ten = jnp.arange(10.0)  # JAX has started, with one device
+key, double, there = jax.random.key(0), jax.jit(lambda v: 2 * v), jax.device_put(ten, jax.devices()[0])
+import synk
+first = synk.init(1)
+f = synk.function(lambda x: (x * ten.sum()).mean(), reduce="mean")
+w, later = synk.shared(np.float32(2), name="w"), synk.shared({"ten": ten, "key": key})
+g = synk.function(lambda x: x.sum() * w.value, name="g")
+lying = {place: synk.data(np.arange(10.0), place=place) for place in ("host", "scatter", "broadcast")}
+loop = f.iterate(ten, batches=synk.minibatches(10, 4), prefetch=2)
+print(double(ten).sum(), f(ten), f(there), g(ten), f(lying["scatter"]), float(next(loop)))
+"""
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("sizes", [(4,), (3, 8, 2, 4)], ids=str)
+def test_virtual_devices_after_jax_has_started(sizes):
+    """They are made then; arrays, functions, data, loops and `with` go on, and a variable says where it lives."""
+    after = f"""
+for n in {sizes}:
+    group = synk.init(n)
+    assert group.size == n and group is synk.init(n) and group.devices == tuple(jax.devices()[:n])
+print(double(ten).sum(), f(ten), f(there), w.value * 45, *{{float(f(rows)) for rows in lying.values()}}, float(f(ten[:4])))
+f.check(ten, batch=7)
+assert len(list(loop)) == 2 and len([*f.iterate(ten, batches=synk.minibatches(10, 4))]) == 3
+try: g(ten)
+except synk.SynkError as error: print(error)
+with first: print(g(ten), f(lying["scatter"]))
+with synk.init(12): print(synk.group())
+assert synk.group() is group
+h = synk.function(lambda x: (x * later.value["ten"].sum()).mean() + jax.random.normal(later.value["key"]), reduce="mean")
+h.check(ten)
+"""
+    before, now, error, old, wider = run(BEFORE + after).split("\n")
+    assert before.startswith("90.0 202.5 202.5 90.0 202.5 ")
+    assert now == "90.0 202.5 202.5 90.0 202.5 67.5"
+    assert error.startswith("w: it lives in Group(1 replica on cpu:0), but the current group is Group(4 replicas on")
+    assert old == "90.0 202.5"
+    assert wider == "Group(12 replicas on cpu:0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)"
+
+
+@pytest.mark.parametrize(
+    ("environment", "call"),
+    [
+        ({"JAX_NUM_CPU_DEVICES": "1"}, "synk.init(4)"),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}, "synk.init(4)"),
+        ({}, "jax.eval_shape(lambda: synk.init(4))"),
+    ],
+    ids=["variable", "flag", "traced"],
+)
+def test_where_no_devices_can_be_made(environment, call):
+    """Where the environment says how many, or inside a trace, it raises and says what to set."""
+    code = f"import jax, synk\njax.devices()\ntry: {call}\nexcept ValueError as error: print(error)"
+    said = run(code, **environment)
+    assert "4 replicas were asked for, but JAX has started with 1 CPU device. Set JAX_NUM_CPU_DEVICES=4" in said
 
 
 def test_the_environment_counts():
