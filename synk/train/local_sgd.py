@@ -336,4 +336,5 @@ def local_steps(
     """
     options: Any = {option: value for option, value in locals().items() if option in StepOptions._fields}
     model = TrainingModel("synk.train.local_steps", StepOptions(**options))
+    model.params._spec.storage.refuse(model.params.name, "synk.train.local_steps")
     return LocalSteps(model, every, optimizer_state, report)
