@@ -555,6 +555,11 @@ def _check_blocks(traces: CallTraces) -> None:
         raise ValueError(f"{name}: blocks={block} are blocks of rows, but no argument of this call is scattered.")
     for variable in filter(traces.holds_rows, traces.touched):
         raise rows_not_in_blocks(name, variable.name, block)
+    if traces.group.is_simulated and traces.are_in_shards(traces.touched):
+        raise ValueError(
+            f"{name}: blocks={block} runs simulated replicas one by one, so they do not gather variables in shards. Use "
+            f"devices, or whole variables."
+        )
 
 
 def _must_be_equal(traces: CallTraces, depends_on: Mapping[Shared, tuple[Shared, ...] | None]) -> tuple[Shared, ...]:

@@ -85,7 +85,7 @@ class ProgramBuilder:
         self.reads_shards = any(traces.are_in_shards(traced.variables) for traced in self.traced.values())
         self.summed_in_shards: frozenset[int] = frozenset()
         if self.reads_shards:
-            self._check_shards()
+            self._check_callbacks()
 
     @property
     def first(self) -> TracedFunction:
@@ -164,18 +164,12 @@ class ProgramBuilder:
                     f"rows does not make it. Give at least {self.group.size} rows."
                 )
 
-    def _check_shards(self) -> None:
-        """Refuse what cannot run while replicas communicate, since `fn` reads variables in shards."""
-        name, is_even = self.function.name, all(len(sizes) == 1 for sizes in self.call.part_sizes)
-        if self._has_callbacks and not is_even:
+    def _check_callbacks(self) -> None:
+        """Refuse callbacks where replicas communicate in `fn` and rows do not divide."""
+        if self._has_callbacks and any(len(sizes) > 1 for sizes in self.call.part_sizes):
             raise ValueError(
-                f"{name}: it has callbacks and reads a variable in shards. Where rows do not divide, replicas also run "
-                f"it over rows that they drop. Give rows that divide, or leave the callbacks out."
-            )
-        if self.call.block is not None and self.group.is_simulated:
-            raise ValueError(
-                f"{name}: blocks={self.call.block} runs simulated replicas one by one, so they cannot gather a "
-                f"variable that lies in shards. Use devices, or a whole variable."
+                f"{self.function.name}: it has callbacks and reads a variable in shards. Where rows do not divide, "
+                f"replicas also run it over rows that they drop. Give rows that divide, or leave the callbacks out."
             )
 
     # The states of parts.
@@ -465,8 +459,8 @@ class ProgramBuilder:
     def _run_blocks(self, state: State, arrays: PartArrays, part: Part) -> list[jax.Array]:
         """Run `fn` over a replica's blocks one by one, each by the same computation on whichever replica it lies."""
         blocks, states = Blocks(self.call), self.empty_states()
-        # Replicas without a block run nothing, so all gather before.
-        state = {v: [*map(whole, leaves)] for v, leaves in state.items()}
+        # Replicas without a block run nothing, so all gather before what `fn` reads.
+        state = {v: [*map(whole, state[v])] for traced in self.traced.values() for v in traced.variables}
         # XLA folds constants on one device and not on several, so they come from behind a barrier.
         known = {
             size: fusion_barrier(self.group, resolve(self.traced[size].known(), arrays.constants), part)
@@ -711,7 +705,10 @@ class Epilogue:
         traced, extra = self.then
         chosen = [arrays.broadcast[i] for i in extra]
         rank = jnp.asarray(part.rank, jnp.int32)
-        state_leaves, known = chain(*(state[v] for v in traced.variables)), resolve(traced.known(), arrays.constants)
+        state_leaves = [leaf for v in traced.variables for leaf in state[v]]
+        # On shards of another number of replicas XLA would round otherwise.
+        state_leaves = state_leaves if self.call.block is None else [*map(whole, state_leaves)]
+        known = resolve(traced.known(), arrays.constants)
 
         def run(known: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             return traced.run(*args, known=known, are_equal=self._are_equal)

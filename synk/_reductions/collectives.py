@@ -52,13 +52,6 @@ def all_gather(values: Arrays) -> list[jax.Array]:
     return packed(values, lambda arrays: [lax.all_gather(array, replica_axis()) for array in arrays])
 
 
-def sum_scatter(values: Arrays) -> list[jax.Array]:
-    """Sum arrays with an entry a replica on axis 0, and return this replica's entries."""
-    if _is_alone():
-        return [value[0] for value in values]
-    return packed(values, lambda arrays: [lax.psum_scatter(array, replica_axis()) for array in arrays], front=1)
-
-
 def _is_alone() -> bool:
     return lax.psum(1, replica_axis()) == 1
 
@@ -87,15 +80,12 @@ def _ordered(bits: jax.Array) -> jax.Array:
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
-def packed(
-    values: Arrays, communicate: Callable[[list[jax.Array]], Arrays], front: int = 0, most: int = 2**31
-) -> list[jax.Array]:
+def packed(values: Arrays, communicate: Callable[[list[jax.Array]], Arrays], most: int = 2**31) -> list[jax.Array]:
     """Communicate arrays of one dtype together.
 
     Args:
       values: the arrays.
       communicate: takes and returns arrays of one dtype.
-      front: the number of leading axes that buffers keep, which `communicate` removes.
       most: the number of arrays that share one buffer.
     """
     results: dict[int, jax.Array] = {}
@@ -104,19 +94,19 @@ def packed(
         small = [i for i in same if values[i].nbytes <= PACK_BYTES]
         groups = [small[start : start + most] for start in range(0, len(small), most)]
         groups += [[i] for i in same if values[i].nbytes > PACK_BYTES]
-        received = communicate([_joined([values[i] for i in group], front) for group in groups])
+        received = communicate([_joined([values[i] for i in group]) for group in groups])
         for group, buffer in zip(groups, received, strict=True):
             if len(group) == 1:
                 results[group[0]] = buffer
                 continue
-            shapes = [values[i].shape[front:] for i in group]
+            shapes = [values[i].shape for i in group]
             stops = np.cumsum([math.prod(shape) for shape in shapes])
             for i, piece, shape in zip(group, jnp.split(buffer, stops[:-1], axis=-1), shapes, strict=True):
                 results[i] = piece.reshape(*buffer.shape[:-1], *shape)
     return [results[i] for i in range(len(values))]
 
 
-def _joined(arrays: Arrays, front: int) -> jax.Array:
+def _joined(arrays: Arrays) -> jax.Array:
     if len(arrays) == 1:
         return arrays[0]
-    return jnp.concatenate([array.reshape(*array.shape[:front], -1) for array in arrays], -1)
+    return jnp.concatenate([array.reshape(-1) for array in arrays])
