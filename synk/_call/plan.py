@@ -557,8 +557,8 @@ def _check_blocks(traces: CallTraces) -> None:
         raise rows_not_in_blocks(name, variable.name, block)
     if traces.group.is_simulated and traces.are_in_shards(traces.touched):
         raise ValueError(
-            f"{name}: blocks={block} runs simulated replicas one by one, so they do not gather variables in shards. Use "
-            f"devices, or whole variables."
+            f"{name}: blocks={block} runs simulated replicas one by one, so they do not gather variables in shards. "
+            f"Use devices, or whole variables."
         )
 
 

@@ -31,13 +31,13 @@ _ELEMENTWISE = frozenset(
     "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
     "sqrt square stop_gradient sub tan tanh xor".split()
 )
-# Reductions, and the number that changes nothing in each: a function of the dtype.
-_REDUCTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
-    "reduce_sum": (jnp.sum, lambda dtype: 0),
-    "reduce_max": (jnp.max, lambda dtype: -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min),
-    "reduce_min": (jnp.min, lambda dtype: np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max),
-    "reduce_and": (jnp.all, lambda dtype: True),
-    "reduce_or": (jnp.any, lambda dtype: False),
+# Reductions of floats and of booleans, and the number that changes nothing in each.
+_REDUCTIONS: dict[str, tuple[Any, Any]] = {
+    "reduce_sum": (jnp.sum, 0),
+    "reduce_max": (jnp.max, -np.inf),
+    "reduce_min": (jnp.min, np.inf),
+    "reduce_and": (jnp.all, True),
+    "reduce_or": (jnp.any, False),
 }
 # Equations that change where the numbers of a leaf stand. They wait until it is gathered: else what they return, the
 # whole, would live from the forward to the backward pass.
@@ -220,11 +220,15 @@ class _Evaluation:
         if step.name not in _REDUCTIONS or len(equation.params["axes"]) != len(equation.invars[0].aval.shape):
             return None
         reduce, neutral = _REDUCTIONS[step.name]
-        numbers, out = filled(shard, neutral(shard.dtype)), equation.outvars[0].aval.dtype
+        # Some floats of 8 bits have no infinity.
+        is_wide = jnp.issubdtype(shard.dtype, jnp.inexact) and shard.dtype.itemsize > 1
+        if not (shard.dtype == bool if isinstance(neutral, bool) else is_wide):
+            return None
+        numbers, out = filled(shard, neutral), equation.outvars[0].aval.dtype
         if step.name != "reduce_sum":
             return reduce(lax.all_gather(reduce(numbers), replica_axis())).astype(out)
-        is_narrow = jnp.issubdtype(out, jnp.floating) and jnp.finfo(out).bits < 32
-        return lax.psum(reduce(numbers, dtype=jnp.float32 if is_narrow else out), replica_axis()).astype(out)
+        wide = jnp.float32 if out.itemsize < 4 else out
+        return lax.psum(reduce(numbers, dtype=wide), replica_axis()).astype(out)
 
     def _moved(self, step: _Step, values: list[Any], shard: Shard) -> Shard | None:
         """Leave a leaf in shards that only moves; of stacked layers, one that is picked."""
@@ -349,7 +353,7 @@ def _inlined(
 
 def _needed(places: Sequence[Any], steps: Sequence[_Step]) -> set[int]:
     """Return the ids of the steps that make these places."""
-    wanted, needed = {*places}, set[int]()
+    wanted, needed = {place for place in places if isinstance(place, _Place)}, set[int]()
     for step in reversed(steps):
         if not wanted.isdisjoint(step.outs):
             needed.add(id(step))
@@ -372,8 +376,8 @@ def _stacked_sums(
     stacked: dict[_Place, ShardedSum] = {}
     converted: set[_Place] = set()
     for i, wanted in sums.items():
-        way, dtypes = [outs[i]], list[Any]()
-        while (step := makers.get(way[-1])) is not None and step.name == "convert_element_type":
+        way, dtypes, step = [outs[i]], list[Any](), None
+        while isinstance(way[-1], _Place) and (step := makers.get(way[-1])) and step.name == "convert_element_type":
             dtypes.append(step.equation.params["new_dtype"])
             way.append(step.ins[0])
         # A loop whose weights come later, or whose stack others read too, stacks the whole.
