@@ -36,8 +36,9 @@ _REDUCTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "reduce_sum": (jnp.sum, lambda dtype: 0),
     "reduce_max": (jnp.max, lambda dtype: -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min),
     "reduce_min": (jnp.min, lambda dtype: np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max),
-    "reduce_and": (jnp.all, lambda dtype: True),
-    "reduce_or": (jnp.any, lambda dtype: False),
+    # Of integers they are bit by bit.
+    "reduce_and": (partial(jnp.bitwise_and.reduce, axis=None), lambda dtype: ~np.zeros((), dtype)),
+    "reduce_or": (partial(jnp.bitwise_or.reduce, axis=None), lambda dtype: 0),
 }
 # Equations that change where the numbers of a leaf stand. They wait until it is gathered: else what they return, the
 # whole, would live from the forward to the backward pass.
