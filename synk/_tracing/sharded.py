@@ -288,7 +288,8 @@ class _Evaluation:
 
     def _cond(self, equation: Any, values: list[Any]) -> list[Any]:
         """Evaluate a branch that all replicas take, so that they meet in what it communicates."""
-        index, operands = self.whole(values[0]), values[1:]
+        # They would wait for each other in vain if an output that is to be the same on all of them were not.
+        index, operands = lax.pmax(self.whole(values[0]), replica_axis()), values[1:]
         has_layers = {v.shape: v.has_layers for v in operands if isinstance(v, Shard) and not _moves(v)}
         before = self.recent, self.gathered
 

@@ -50,8 +50,8 @@ def _as_one(home: Group, variable: Shared, state: VariableState) -> VariableStat
     """Return the value that replicas share, where it lies, as the one replica sees it that their devices make."""
     if variable._spec.storage.is_sharded:
         raise ValueError(
-            f'{variable.name}: it lies in shards, one on each replica, which engine="jit" does not take. Leave '
-            f"shard_optimizer out, or the engine."
+            f'{variable.name}: it lies in shards, one on each replica, which engine="jit" does not take. Make '
+            f"it whole, without sharded=True (of a step shard_params, shard_optimizer), or leave the engine out."
         )
     if state.layout == "replicated":
         return state
