@@ -34,8 +34,8 @@ _ELEMENTWISE = frozenset(
 # Reductions, and the number that changes nothing in each: a function of the dtype.
 _REDUCTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "reduce_sum": (jnp.sum, lambda dtype: 0),
-    "reduce_max": (jnp.max, lambda dtype: -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min),
-    "reduce_min": (jnp.min, lambda dtype: np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max),
+    "reduce_max": (jnp.max, lambda dtype: _bound(dtype, -np.inf, "min")),
+    "reduce_min": (jnp.min, lambda dtype: _bound(dtype, np.inf, "max")),
     "reduce_and": (jnp.all, lambda dtype: True),
     "reduce_or": (jnp.any, lambda dtype: False),
 }
@@ -309,6 +309,13 @@ def _moves(shard: Shard) -> tuple[Any, ...]:
     return shard.moves if isinstance(shard, _Moved) else ()
 
 
+def _bound(dtype: Any, infinite: float, end: str) -> Any:
+    """Return the smallest or the largest number of a dtype."""
+    if jnp.issubdtype(dtype, np.bool_):
+        return end == "max"
+    return infinite if jnp.issubdtype(dtype, jnp.inexact) else getattr(jnp.iinfo(dtype), end)
+
+
 def _bind(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate an equation on arrays, as `jax.core.eval_jaxpr` does."""
     given = equation.primitive.get_bind_params(equation.params)
@@ -349,7 +356,7 @@ def _inlined(
 
 def _needed(places: Sequence[Any], steps: Sequence[_Step]) -> set[int]:
     """Return the ids of the steps that make these places."""
-    wanted, needed = {*places}, set[int]()
+    wanted, needed = {place for place in places if isinstance(place, _Place)}, set[int]()
     for step in reversed(steps):
         if not wanted.isdisjoint(step.outs):
             needed.add(id(step))
