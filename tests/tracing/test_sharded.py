@@ -92,7 +92,7 @@ def grown(p, x):
     return lax.while_loop(lambda c: c[0] < rounds, lambda c: (c[0] + 1, jnp.tanh(c[1] @ p["w"] @ p["v"])), (0, x))[1]
 
 
-# What functions make of a value and rows; all but those of LOSSES_NOT are differentiated too.
+# What functions make of a value and rows. Those of READS are differentiated too.
 READS = {
     "product": lambda p, x: jnp.tanh(x @ p["w"] + p["b"]) @ p["v"],
     "tied": lambda p, x: jnp.tanh(x @ p["w"]) @ p["w"].T,

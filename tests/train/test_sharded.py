@@ -136,7 +136,7 @@ def test_the_law(group, loss, rows):
         for count, slices in rows * 2:
             want = plain(X, batch=count, num_slices=slices)
             for step in sharded:
-                np.testing.assert_allclose(step(X, batch=count, num_slices=slices), want, rtol=2e-6)
+                np.testing.assert_allclose(step(X, batch=count, num_slices=slices), want, rtol=5e-6)
                 assert_like(step, plain, 1e-4 if loss is checkpointed_loss else 5e-6)
         synk.check_replicas(*sharded[0].variables.values())
 
