@@ -358,7 +358,7 @@ class Compiler:
         """Compute the results of the program that ends a call: new values, outputs and perhaps a flag."""
         if self.call.is_sliced:
             states = self.builder.states_of_present(states, part.count > 0)
-        results, new = self.epilogue.finish_values(states, state, arrays, part)
+        results, new = self.epilogue.finish_values(states, state, arrays, part, self.layouts)
         picked = [results[i] for i in self.epilogue.result.picked]
         if not self.refuses_nan:
             return [*chain(*(new[v] for v in self.updates)), *picked]

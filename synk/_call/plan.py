@@ -566,7 +566,7 @@ def _must_be_equal(traces: CallTraces, depends_on: Mapping[Shared, tuple[Shared,
     """Return the variables that must be equal on all replicas when a call begins."""
     if traces.call.block is not None:
         return tuple(traces.touched)
-    needed = dict.fromkeys(chain(*(depends_on[v] or () for v in depends_on if v._spec.storage.is_sharded)))
+    needed = dict.fromkeys(chain(*(depends_on[v] or () for v in depends_on if traces.are_in_shards([v]))))
     if any(variable._may_differ for variable in depends_on):
         needed |= dict.fromkeys(variable for variable in depends_on if not variable._may_differ)
     return tuple(needed)

@@ -30,6 +30,7 @@ from .._reductions.results import ResultSpec, result_spec
 from .._runtime.axis import axis_named, replica_axis
 from .._runtime.constants import resolve
 from .._runtime.engine import divided
+from .._runtime.layout import Layout
 from .._runtime.shards import Shard, shard_shape, sum_to_shards, whole
 from .._tracing.context import stateless
 from .._tracing.sharded import ShardedSum
@@ -686,7 +687,12 @@ class Epilogue:
         return self.function.has_barrier and may_help
 
     def finish_values(
-        self, states: Sequence[jax.Array], state: State, arrays: PartArrays, part: Part
+        self,
+        states: Sequence[jax.Array],
+        state: State,
+        arrays: PartArrays,
+        part: Part,
+        layouts: Mapping[Shared, Layout],
     ) -> tuple[list[jax.Array], State]:
         """Compute the call's results, and the new values of variables on this replica, from all states."""
         count = len(self.reduced)
@@ -711,7 +717,7 @@ class Epilogue:
         known = resolve(traced.known(), arrays.constants)
 
         def run(known: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-            return traced.run(*args, known=known, are_equal=self._are_equal)
+            return traced.run(*args, known=known, are_equal=self._are_equal(traced, layouts))
 
         communicates = traced.communicates or self.traces.are_in_shards(self.then_variables)
         # Mapped together, simulated replicas would all run the callbacks inside a branch of one.
@@ -721,15 +727,12 @@ class Epilogue:
         values = run(known, [*state_leaves, *results, *chosen, rank, rank])
         count = traced.outputs[0].num_leaves
         written = self.traces.leaves_of([variable for variable, _ in traced.writes], values[count:])
-        new |= {v: v._spec.storage.to_store(leaves, self.traces.abstract(v).layout) for v, leaves in written.items()}
+        new |= {v: v._spec.storage.to_store(leaves, layouts[v]) for v, leaves in written.items()}
         return [*map(whole, values[:count])], new
 
-    @property
-    def _are_equal(self) -> bool:
+    def _are_equal(self, traced: TracedFunction, layouts: Mapping[Shared, Layout]) -> bool:
         """Tell whether all that `then` sees is equal on all replicas, or becomes so before it meets a shard."""
-        traced, _ = self.then or (None, ())
-        assert traced is not None
-        stacked = [v for v in traced.variables if self.traces.abstract(v).layout == "stacked"]
+        stacked = [v for v in traced.variables if layouts[v] == "stacked"]
         differing = traced.uses_rank or not all(v._spec.storage.is_sharded for v in stacked)
         # Only synk's own `then`s update variables with a value for each replica. All else that they make is equal.
         return not differing or any(v._may_differ for v, _ in traced.writes)

@@ -357,6 +357,9 @@ def _made_state(
 ) -> VariableState:
     """Make the first state of a variable in shards on the replicas, by a function of the values of others."""
     given = [(source._spec, bind(source, group)) for source in sources]
+    for source, (_, state) in zip(sources, given, strict=True):
+        if not state.is_equal:
+            raise DivergedError(divergence(source))
 
     def leaves_of(*leaves: jax.Array) -> list[Any]:
         rest = iter(leaves)

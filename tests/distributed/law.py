@@ -714,6 +714,49 @@ def checkpoint(group, noted):
 
 
 @case
+def in_shards(group, noted):
+    """Variables in shards: steps of even, uneven and few rows are those of whole ones; read, saved, loaded, assigned."""
+    import optax
+
+    import synk.train
+
+    start = {
+        "w": normal(131, 127) / 11,
+        "s": normal(3 * 131, 127).reshape(3, 131, 127) / 11,
+        "b": np.zeros(127, np.float32),
+    }
+    x = normal(8 * group.size + 1, 131)
+
+    def loss(p, x):
+        h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w @ p["w"].T), None), x, p["s"])
+        return jnp.mean((h @ p["w"] + p["b"][None]) ** 2) + jnp.sum(p["w"] ** 2) * x.mean() ** 2
+
+    options = {"clip": 0.1, "ema": 0.5, "log": lambda grads, updates, params: jnp.abs(grads["w"]).sum()}
+    with jax.numpy_dtype_promotion("standard"):
+        whole, step = [
+            synk.train.step(loss, start, optax.adam(0.01), shard_params=sharded, **options) for sharded in (False, True)
+        ]
+        for rows, slices in ((8 * group.size, 1), (1, 1), (8 * group.size + 1, 2)):
+            close(step(x, batch=rows, num_slices=slices), whole(x, batch=rows, num_slices=slices))
+        close(step.serial(x)[0], loss(step.params.value, x))
+    close(step.params.value, whole.params.value)
+    close(step.opt_state.get_value(group.size - 1), whole.opt_state.value)
+    kept = step.ema.get_value(borrow=True)
+    close(kept, whole.ema.value)
+    synk.check_replicas(*step.variables.values())
+    made = synk.shared(lambda: jnp.ones((131, 127)), "made", sharded=True)
+    close(made.value, np.ones((131, 127)))
+    synk.save(noted.folder / "shards", step.variables, step=1)
+    for variable in step.variables.values():
+        variable.value = jax.tree.map(jnp.zeros_like, variable.value)
+    synk.load(noted.folder / "shards", step.variables)
+    close(step.ema.value, kept, rtol=0, atol=0)
+    close(step.opt_state.value, whole.opt_state.value)
+    synk.load(noted.folder / "shards", whole.variables)
+    close(whole.ema.value, kept, rtol=0, atol=0)
+
+
+@case
 def checkpoints_of_groups(group, noted):
     """The processes that own the variables save them, whatever the current group: all together, or each its own."""
     me = jax.process_index()
