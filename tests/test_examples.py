@@ -162,6 +162,7 @@ NO_LAW = {
 # under the law alone.
 COMPARED = (
     "vision_transformer.py",
+    "lora.py",
     # programs
 )
 
