@@ -163,6 +163,7 @@ NO_LAW = {
 COMPARED = (
     "vision_transformer.py",
     "lora.py",
+    "vae.py",
     # programs
 )
 
