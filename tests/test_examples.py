@@ -164,6 +164,7 @@ COMPARED = (
     "vision_transformer.py",
     "lora.py",
     "vae.py",
+    "ddpm.py",
     # programs
 )
 
