@@ -165,6 +165,7 @@ COMPARED = (
     "lora.py",
     "vae.py",
     "ddpm.py",
+    "gan.py",
     # programs
 )
 
