@@ -166,6 +166,7 @@ COMPARED = (
     "vae.py",
     "ddpm.py",
     "gan.py",
+    "distillation.py",
     # programs
 )
 
