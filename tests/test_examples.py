@@ -167,6 +167,7 @@ COMPARED = (
     "ddpm.py",
     "gan.py",
     "distillation.py",
+    "clip.py",
     # programs
 )
 
