@@ -168,6 +168,7 @@ COMPARED = (
     "gan.py",
     "distillation.py",
     "clip.py",
+    "dqn.py",
     # programs
 )
 
