@@ -169,6 +169,7 @@ COMPARED = (
     "distillation.py",
     "clip.py",
     "dqn.py",
+    "sweep.py",
     # programs
 )
 
