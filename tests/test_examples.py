@@ -170,6 +170,7 @@ COMPARED = (
     "clip.py",
     "dqn.py",
     "sweep.py",
+    "population.py",
     # programs
 )
 
