@@ -171,6 +171,7 @@ COMPARED = (
     "dqn.py",
     "sweep.py",
     "population.py",
+    "maml.py",
     # programs
 )
 
