@@ -172,6 +172,7 @@ COMPARED = (
     "sweep.py",
     "population.py",
     "maml.py",
+    "federated.py",
     # programs
 )
 
