@@ -173,6 +173,7 @@ COMPARED = (
     "population.py",
     "maml.py",
     "federated.py",
+    "kmeans.py",
     # programs
 )
 
