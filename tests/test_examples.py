@@ -174,6 +174,7 @@ COMPARED = (
     "maml.py",
     "federated.py",
     "kmeans.py",
+    "gaussian_mixture.py",
     # programs
 )
 
