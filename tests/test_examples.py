@@ -175,6 +175,7 @@ COMPARED = (
     "federated.py",
     "kmeans.py",
     "gaussian_mixture.py",
+    "gaussian_process.py",
     # programs
 )
 
