@@ -176,6 +176,7 @@ COMPARED = (
     "kmeans.py",
     "gaussian_mixture.py",
     "gaussian_process.py",
+    "pinn.py",
     # programs
 )
 
