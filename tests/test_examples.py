@@ -177,6 +177,7 @@ COMPARED = (
     "gaussian_mixture.py",
     "gaussian_process.py",
     "pinn.py",
+    "hessian.py",
     # programs
 )
 
