@@ -178,6 +178,7 @@ COMPARED = (
     "gaussian_process.py",
     "pinn.py",
     "hessian.py",
+    "kalman_filter.py",
     # programs
 )
 
