@@ -179,6 +179,7 @@ COMPARED = (
     "pinn.py",
     "hessian.py",
     "kalman_filter.py",
+    "hmm.py",
     # programs
 )
 
