@@ -180,6 +180,7 @@ COMPARED = (
     "hessian.py",
     "kalman_filter.py",
     "hmm.py",
+    "molecules.py",
     # programs
 )
 
