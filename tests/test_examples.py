@@ -181,6 +181,7 @@ COMPARED = (
     "kalman_filter.py",
     "hmm.py",
     "molecules.py",
+    "calibration.py",
     # programs
 )
 
