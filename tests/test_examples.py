@@ -182,6 +182,7 @@ COMPARED = (
     "hmm.py",
     "molecules.py",
     "calibration.py",
+    "training_loop.py",
     # programs
 )
 
