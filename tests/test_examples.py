@@ -183,6 +183,7 @@ COMPARED = (
     "molecules.py",
     "calibration.py",
     "training_loop.py",
+    "torch_dataloader.py",
     # programs
 )
 
