@@ -184,6 +184,7 @@ COMPARED = (
     "calibration.py",
     "training_loop.py",
     "torch_dataloader.py",
+    "huggingface_dataset.py",
     # programs
 )
 
