@@ -185,7 +185,7 @@ COMPARED = (
     "training_loop.py",
     "torch_dataloader.py",
     "huggingface_dataset.py",
-    # programs
+    "grain_loader.py",
 )
 
 
