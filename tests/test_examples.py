@@ -105,6 +105,9 @@ COMPARISONS = {
     "noise_by_devices.py": (),
     "nan_of_some_row.py": (),
     "interrupted_loop.py": (),
+    "broadcast_mask.py": ("flax",),
+    "images_counted_twice.py": ("lightning",),
+    "trainer_last_batch.py": ("transformers", "accelerate"),
 }
 
 
