@@ -35,7 +35,7 @@ def train(replicas):
     """Return all that was logged, and the number of the best step."""
     logs, best, waited = [], np.inf, 0
     with synk.init(replicas), tempfile.TemporaryDirectory() as folder:
-        step = synk.train.step(loss, start, optax.adam(0.02), log=lambda grads, *_: optax.global_norm(grads))
+        step = synk.train.step(loss, start, optax.adam(0.02), log=lambda grads, *_: optax.tree.norm(grads))
         valid = synk.function(lambda x, y: loss(step.params.value, x, y), reduce="mean")
         batches = synk.minibatches(TRAIN, BATCH, epochs=EPOCHS)
         bar = tqdm(step.iterate(x[:TRAIN], y[:TRAIN], batches=batches), leave=False, disable=None)

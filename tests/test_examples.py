@@ -205,6 +205,12 @@ def test_examples_under_the_law(name):
     assert printed.splitlines()[-1].startswith("largest difference" if name in COMPARED else "")
 
 
+def test_programs_are_short():
+    """Whoever finds one reads all of it."""
+    lengths = {name: len((EXAMPLES / name).read_text().splitlines()) for name in COMPARED}
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
 def test_every_example_is_run():
     """None is forgotten: each is named by a test."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
