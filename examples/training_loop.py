@@ -4,7 +4,7 @@
 
 Losses stay on the devices until a log is due, so the loop seldom waits. The best parameters are saved, and loaded at
 the end. Give a log to `wandb.log`, or its numbers to TensorBoard's `add_scalar`. Prints the last log, and the largest
-difference of any number logged from one device.
+difference of any number logged.
 """
 
 import tempfile
@@ -22,8 +22,7 @@ TRAIN, BATCH, EPOCHS, EVERY, PATIENCE = 1188, 99, 30, 4, 2
 x, y = load_digits(return_X_y=True)
 order = np.random.default_rng(0).permutation(len(x))
 x, y = (x[order] / 16).astype(np.float32), y[order].astype(np.int32)
-rng = np.random.default_rng(0)
-start = [rng.normal(0, m**-0.5, (m, n)).astype(np.float32) for m, n in ((64, 64), (64, 10))]
+start = [np.random.default_rng(m).normal(0, m**-0.5, (m, n)).astype(np.float32) for m, n in ((64, 64), (64, 10))]
 
 
 def loss(weights, x, y):
@@ -47,10 +46,10 @@ def train(replicas):
                 error = float(valid(x[TRAIN:], y[TRAIN:]))
                 logs.append({"step": number, "valid": error})
                 best, waited = (error, 0) if error < best else (best, waited + 1)
-                if waited == 0:
-                    synk.save(folder, step.variables, step=number)
                 if waited == PATIENCE:
                     break
+                if waited == 0:
+                    synk.save(folder, step.variables, step=number)
         return logs, synk.load(folder, step.variables)[0]
 
 
