@@ -16,7 +16,7 @@ import synk
 import synk.train
 
 ROWS, BATCH, EPOCHS, TIMES, SAMPLES, SEED = 1001, 143, 40, 50, 301, 0
-x = (make_moons(ROWS, noise=0.05, random_state=SEED)[0] - [0.5, 0.25]).astype(np.float32)
+x = np.subtract(make_moons(ROWS, noise=0.05, random_state=SEED)[0], [0.5, 0.25]).astype(np.float32)
 betas = np.linspace(1e-4, 0.15, TIMES, dtype=np.float32)
 kept = np.cumprod(1 - betas)  # of a row's variance at each time
 start = [np.random.default_rng(m).normal(0, m**-0.5, (m, n)).astype(np.float32) for m, n in ((10, 128), (128, 2))]

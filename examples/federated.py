@@ -22,9 +22,9 @@ test, mine = order[::5], np.delete(order, np.s_[::5])
 cuts = np.sort(rng.choice(np.arange(20, len(mine) - 20, 25), CLIENTS - 1, replace=False))
 x, y = np.zeros((CLIENTS, MOST, 64), np.float32), np.zeros((CLIENTS, MOST), np.int32)
 count = np.zeros(CLIENTS, np.float32)
-for client, rows in enumerate(np.split(mine, cuts)):
-    count[client] = size = min(len(rows), MOST)
-    x[client, :size], y[client, :size] = digits[rows[:size]] / 16, labels[rows[:size]]
+for number, rows in enumerate(np.split(mine, cuts)):
+    count[number] = size = min(len(rows), MOST)
+    x[number, :size], y[number, :size] = digits[rows[:size]] / 16, labels[rows[:size]]
 
 
 def loss(weights, x, y, count):

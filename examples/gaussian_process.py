@@ -47,7 +47,7 @@ process = GaussianProcessRegressor(RBF(LENGTH), alpha=NOISE, optimizer=None).fit
 ridge = KernelRidge(alpha=NOISE, kernel="rbf", gamma=0.5 / LENGTH**2).fit(x.astype(np.float64), y)
 expected, spread = process.predict(new, return_std=True)
 largest = max(
-    np.abs(mean - expected).max(), np.abs(mean - ridge.predict(new)).max(), np.abs(variance - spread**2).max()
+    np.abs(mean - expected).max(), np.abs(mean - ridge.predict(new)).max(), np.abs(variance - np.square(spread)).max()
 )
 print("means", *np.round(np.asarray(mean), 3), "+-", *np.round(np.sqrt(np.asarray(variance)), 3))
 assert largest < 1e-3

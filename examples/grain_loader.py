@@ -1,6 +1,6 @@
 """Grain loads, shuffles and augments the rows of a training step on four devices as on one.
 
-    python examples/grain_loader.py    # needs grain, and the extra `examples`
+    python examples/grain_loader.py    # needs the extras `examples` and `loaders`
 
 `step.stream` takes the loader as it is: its batches are dictionaries, by the names of the loss's parameters. Noise
 belongs to a row: Grain gives each its own generator. Prints the accuracy, and the largest difference from one device.

@@ -1,6 +1,6 @@
 """A Hugging Face dataset (`datasets`) feeds a training step on four devices, columns by name.
 
-    python examples/huggingface_dataset.py    # needs datasets, and the extra `examples`
+    python examples/huggingface_dataset.py    # needs the extras `examples` and `loaders`
 
 Batches are read from Arrow's files as the loop comes to them. The names of the columns are the names of the parameters;
 the short last batch counts by its rows. Prints the accuracy, and the largest difference from one device.

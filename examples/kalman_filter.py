@@ -48,11 +48,11 @@ rows = [np.stack(leaf).astype(np.float32) for leaf in zip(*elements, strict=True
 synk.init(4)
 means = np.asarray(synk.scan(then, tuple(rows))[1])[..., 0]
 
-mean, P, expected = np.zeros(2), np.eye(2), []
+mean, spread, expected = np.zeros(2), np.eye(2), []
 for y in seen:
-    mean, P = F @ mean, F @ P @ F.T + Q
-    gain = P @ H.T @ np.linalg.inv(H @ P @ H.T + R)
-    mean, P = mean + gain @ (y - H @ mean), P - gain @ H @ P
+    mean, spread = F @ mean, F @ spread @ F.T + Q
+    gain = spread @ H.T @ np.linalg.inv(H @ spread @ H.T + R)
+    mean, spread = mean + gain @ (y - H @ mean), spread - gain @ H @ spread
     expected.append(mean)
 errors, largest = [np.std(found - positions) for found in (seen, means[:, :1])], np.abs(means - expected).max()
 print(f"errors of what was measured {errors[0]:.2f}, filtered {errors[1]:.2f}")

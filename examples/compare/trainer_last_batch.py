@@ -21,7 +21,7 @@ def rank():
     import torch  # type: ignore[import]  # where it is installed
     from transformers import Trainer, TrainingArguments  # type: ignore[import]
 
-    class Model(torch.nn.Module):
+    class Model(torch.nn.Module):  # type: ignore[misc]
         def forward(self, labels):  # of a model that is only its losses
             return {"loss": labels.mean(), "logits": labels}
 
