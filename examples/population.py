@@ -16,7 +16,7 @@ import synk
 
 MODELS, ROUNDS, STEPS, WORST = 10, 6, 20, 3
 x, y = load_diabetes(return_X_y=True)
-x, y = np.divide(x, np.std(x, 0)).astype(np.float32), np.divide(y - np.mean(y), np.std(y)).astype(np.float32)
+x, y = np.divide(x, np.std(x, 0)).astype(np.float32), (np.subtract(y, np.mean(y)) / np.std(y)).astype(np.float32)
 train, test = slice(0, 342), slice(342, None)
 
 
