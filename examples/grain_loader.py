@@ -33,7 +33,7 @@ def train(replicas):
     rows = grain.MapDataset.source([{"x": a, "y": b} for a, b in zip(x, y, strict=True)]).seed(0)
     loader = rows.shuffle().random_map(noisy).repeat(EPOCHS).batch(BATCH)
     with synk.init(replicas):
-        step = synk.train.step(loss, np.zeros((64, 10), np.float32), optax.adam(0.05))
+        step = synk.train.step(loss, np.zeros((64, 10), np.float32), optax.sgd(0.5, momentum=0.9))
         accuracy = synk.function(lambda x, y: ((x @ step.params.value).argmax(1) == y).mean(), reduce="mean")
         for _ in step.stream(loader.to_iter_dataset()):
             pass

@@ -27,7 +27,7 @@ def loss(weights, image, label):
 def train(replicas):
     """Return the weights and the accuracy."""
     with synk.init(replicas):
-        step = synk.train.step(loss, np.zeros((64, 10), np.float32), optax.adam(0.05))
+        step = synk.train.step(loss, np.zeros((64, 10), np.float32), optax.sgd(0.5, momentum=0.9))
         right = synk.function(
             lambda image, label: ((image @ step.params.value).argmax(1) == label).mean(), reduce="mean", name="right"
         )

@@ -28,7 +28,7 @@ def loss(weights, x, y):
 def train(replicas):
     """Return the weights and the accuracy."""
     with synk.init(replicas):
-        step = synk.train.step(loss, np.zeros((64, 10), np.float32), optax.adam(0.05))
+        step = synk.train.step(loss, np.zeros((64, 10), np.float32), optax.sgd(0.5, momentum=0.9))
         accuracy = synk.function(lambda x, y: ((x @ step.params.value).argmax(1) == y).mean(), reduce="mean")
         torch.manual_seed(0)
         loader = DataLoader(dataset, BATCH, shuffle=True)
