@@ -3,8 +3,8 @@
     python examples/compare/trainer_last_batch.py    # needs transformers, accelerate and torch
 
 Prints the mean of ten losses, in batches of four on each of two ranks, by NumPy, by `Trainer.evaluate` on one process
-and on two, and by synk on two devices. The last batch is filled up with rows from the beginning, and their mean is taken
-for that of the two rows that were left.
+and on two, and by synk on two devices. The last batch is filled up with rows from the beginning, and their mean is
+taken for that of the two rows that were left.
 """
 
 import subprocess
