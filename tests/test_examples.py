@@ -15,6 +15,7 @@ from .helpers import slow
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TABLES = EXAMPLES.parent / "docs" / "coming_from.md"
+INDEX = TABLES.with_stem("examples")
 
 # How the last line begins; each asserts its own numbers, and most need the extra `examples`.
 LAST = {
@@ -105,6 +106,9 @@ COMPARISONS = {
     "noise_by_devices.py": (),
     "nan_of_some_row.py": (),
     "interrupted_loop.py": (),
+    "broadcast_mask.py": ("flax",),
+    "images_counted_twice.py": ("lightning",),
+    "trainer_last_batch.py": ("transformers", "accelerate"),
 }
 
 
@@ -158,6 +162,37 @@ NO_LAW = {
 }
 
 
+# Programs of at most 60 lines, by what people look for; each prints last how far it is from one device. They are run
+# under the law alone.
+COMPARED = (
+    "vision_transformer.py",
+    "lora.py",
+    "vae.py",
+    "ddpm.py",
+    "gan.py",
+    "distillation.py",
+    "clip.py",
+    "dqn.py",
+    "sweep.py",
+    "population.py",
+    "maml.py",
+    "federated.py",
+    "kmeans.py",
+    "gaussian_mixture.py",
+    "gaussian_process.py",
+    "pinn.py",
+    "hessian.py",
+    "kalman_filter.py",
+    "hmm.py",
+    "molecules.py",
+    "calibration.py",
+    "training_loop.py",
+    "torch_dataloader.py",
+    "huggingface_dataset.py",
+    "grain_loader.py",
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", sorted({str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py")} - {*NO_LAW})
@@ -167,7 +202,43 @@ def test_examples_under_the_law(name):
     for needed in re.findall(r"^\s*(?:import|from) (\w+)", (EXAMPLES / name).read_text(), re.MULTILINE):
         if find_spec(needed) is None and not (EXAMPLES / name).with_name(f"{needed}.py").is_file():
             pytest.skip(f"{needed} is not installed")
-    assert run(name, SYNK_CHECK="law")
+    printed = run(name, SYNK_CHECK="law")
+    assert printed.splitlines()[-1].startswith("largest difference" if name in COMPARED else "")
+
+
+def test_programs_are_short():
+    """Whoever finds one reads all of it."""
+    lengths = {name: len((EXAMPLES / name).read_text().splitlines()) for name in COMPARED}
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+# What people type who look for a program.
+WORDS = (
+    "language model, transformer, ResNet, vision transformer, LoRA, fine-tuning, frozen layers, VAE, diffusion, DDPM, "
+    "score matching, GAN, distillation, contrastive, SimCLR, CLIP, DQN, PPO, replay buffer, MCMC, NUTS, ensembles, "
+    "hyperparameter sweep, k-means, EM, Gaussian process, kernel ridge, PINN, second derivatives, Hessian, "
+    "Kalman filter, HMM, molecules, graphs, segment sums, padded graphs, MAML, population-based training, "
+    "federated averaging, local SGD, AUC, top-k, calibration, confusion, validation, logging, TensorBoard, wandb, "
+    "tqdm, Hugging Face datasets, grain, torch DataLoader"
+).split(", ")
+
+
+@pytest.mark.skipif(not INDEX.is_file(), reason="the documentation is not in this copy")
+def test_the_page_names_every_program():
+    """Each has a line, with a word in bold that stands in the first line of the program too."""
+    text = INDEX.read_text()
+    named = re.findall(r"\(\.\./examples/([\w/]+\.py)\)", text)
+    assert sorted(named) == sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.py"))
+    for name in COMPARED:
+        ((word,),) = [re.findall(r"\*\*(.+?)\*\*", line) for line in text.splitlines() if f"examples/{name})" in line]
+        assert word.lower() in (EXAMPLES / name).read_text().splitlines()[0].lower(), name
+
+
+@pytest.mark.skipif(not INDEX.is_file(), reason="the documentation is not in this copy")
+def test_the_page_has_the_words_that_people_type():
+    """Those of a search are on the page of examples, most of them in a heading."""
+    text = INDEX.read_text().lower()
+    assert [word for word in WORDS if word.lower() not in text] == []
 
 
 def test_every_example_is_run():
