@@ -378,21 +378,23 @@ class Shards(Packed):
     def common_on_host(self, group: Group, state: VariableState, is_reader: bool) -> Iterable[np.ndarray]:
         if state.layout == "replicated":
             return super().common_on_host(group, state, is_reader)
-        return self._leaf_by_leaf(group, state.leaves)
+        return self._leaf_by_leaf(group, state.leaves, is_reader)
 
-    def _leaf_by_leaf(self, group: Group, leaves: Sequence[jax.Array]) -> Iterator[np.ndarray]:
+    def _leaf_by_leaf(self, group: Group, leaves: Sequence[jax.Array], is_reader: bool) -> Iterator[np.ndarray]:
         # One leaf after the other is gathered, so that no device needs memory for all of them.
         rank = group._local_ranks.start
         for leaf, is_sharded, shape in zip(leaves, self.sharded, self.shapes, strict=True):
-            if not is_sharded:
-                yield local_replica_to_host(group, leaf, "stacked", rank, None)
-            elif group._is_multi_process:
-                together = storage_of(Shards, (shape,), ((0,),), ((0,),), (True,)).read(
-                    group, [leaf], "stacked", "replicated"
-                )[0]
-                yield local_replica_to_host(group, together, "replicated", rank, None)
-            else:
-                yield from_shards(np.asarray(leaf), shape)
+            layout: Layout = "stacked"
+            if is_sharded and group._is_multi_process:
+                leaf_alone = storage_of(Shards, (shape,), ((0,),), ((0,),), (True,))
+                (leaf,), layout = leaf_alone.read(group, [leaf], "stacked", "replicated"), "replicated"
+            if is_reader:
+                is_cut = is_sharded and layout == "stacked"
+                yield (
+                    from_shards(np.asarray(leaf), shape)
+                    if is_cut
+                    else local_replica_to_host(group, leaf, layout, rank, None)
+                )
 
     def each_on_host(self, group: Group, state: VariableState) -> list[list[np.ndarray]]:
         return [self.to_host(group, state, 0)]

@@ -47,6 +47,7 @@ class Shared:
     __slots__ = (
         "__weakref__",
         "_cures",
+        "_followers",
         "_given_name",
         "_group",
         "_is_averaged",
@@ -72,6 +73,8 @@ class Shared:
         self._given_name = name or "a shared variable without a name"
         # A function that makes the first value in shards, and the variables whose values it takes.
         self._made_by: tuple[Callable[..., PyTree], Sequence[Shared]] | None = None
+        # Variables whose first value is made of this one's, as soon as it is placed.
+        self._followers: list[Shared] = []
         if sharded and callable(value) and jax.tree.leaves(value) == [value]:
             self._made_by, value = (value, ()), jax.eval_shape(value)
         self._spec, leaves = spec_of_value(value, self.name, borrow, sharded)
@@ -277,6 +280,10 @@ def shared_from(source: Shared, fn: Callable[[PyTree], PyTree], name: str, shard
         return Shared(map_value(source, fn), name)
     made = Shared(jax.eval_shape(fn, abstract_value(source)), name, sharded=True)
     made._made_by = fn, (source,)
+    source._followers.append(made)
+    if source._group is not None:
+        with eager():
+            bind(source, source._group)
     return made
 
 
@@ -334,6 +341,10 @@ def bind(variable: Shared, group: Group) -> VariableState:
         refuse_narrow(state.abstract, variable.name)
         _compare_processes(variable, group, state.leaves)
         variable._state, variable._group = variable._spec.storage.placed(group, state), group
+    if variable._followers:
+        followers, variable._followers = variable._followers, []
+        for follower in followers:
+            bind(follower, group)
     if variable._group is not group:
         current = str(group) if str(group) != str(variable._group) else "a later one of that kind"
         raise SynkError(
@@ -508,6 +519,9 @@ def _group_with_rank(variable: Shared, rank: int) -> Group:
 
 def commit_all(states: Sequence[tuple[Shared, VariableState]]) -> None:
     """Give variables new states: all of them or, on Ctrl-C, none."""
+    for variable, _ in states:
+        if variable._followers and (variable._made_by or not is_made_of_shapes(variable)):
+            bind(variable, group_of(variable))
     with uninterrupted():
         for variable, state in states:
             variable._group, variable._state = group_of(variable), state

@@ -312,7 +312,7 @@ def test_what_raises(four):
     with pytest.raises(ValueError, match="shard_params=True, but v is whole on every replica"):
         synk.train.step(mean_loss, synk.shared(START, "v"), optax.sgd(0.1), shard_params=True)
     with pytest.raises((ValueError, TypeError), match="shards"):
-        synk.train.local_steps(mean_loss, w, optax.sgd(0.1), every=2)(X)
+        synk.train.local_steps(mean_loss, w, optax.sgd(0.1), every=2)
     with pytest.raises((ValueError, synk.SynkError), match="shards"):
         synk.function(lambda x: x @ w.value["in"], reduce="concat", engine="jit")(X)
     called = synk.function(lambda x: jax.pure_callback(np.sum, jax.ShapeDtypeStruct((), np.float32), x) * w.value["in"])
