@@ -4,7 +4,8 @@
 
 An Equinox model is a tree with functions among its leaves; synk wants arrays. So it is cut once, by `eqx.partition`,
 and put together in the loss. On scikit-learn's 1,797 digits, of which a third has no label: the loss is the mean over
-those that have one, however many a replica meets. `shard_optimizer=True` keeps a quarter of Adam's state on each.
+those that have one, however many a replica meets. `shard_optimizer=True` keeps a quarter of Adam's state of each large
+leaf on a replica.
 """
 
 import equinox as eqx
@@ -27,7 +28,7 @@ is_known = rng.random(len(x)) < 2 / 3
 train, test = slice(0, 1500), slice(1500, None)
 
 synk.init(4)
-params, rest = eqx.partition(eqx.nn.MLP(64, 10, 128, 2, key=jax.random.key(SEED)), eqx.is_array)
+params, rest = eqx.partition(eqx.nn.MLP(64, 10, 192, 2, key=jax.random.key(SEED)), eqx.is_array)
 
 
 def loss(params, x, y, is_known):

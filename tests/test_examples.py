@@ -37,6 +37,7 @@ LAST = {
     "keras_model.py": "Test accuracy 9",
     "imagenet_style.py": "Test accuracy 9",
     "char_lm.py": "Perplexity 9.",
+    "gpt_in_shards.py": "largest difference of parameters",
     "numpyro_chains.py": "8 chains: r_hat 1.0",
     "blackjax_chains.py": "8 chains: r_hat 1.0",
     "diffrax_ensemble.py": "10 orbits: 0.00",
@@ -256,5 +257,5 @@ def test_tables_name_what_there_is():
     named = set(re.findall(r"\(\.\./examples/((?:ports/)?\w+\.py)\)", text))
     used = {"numpyro_chains.py", "blackjax_chains.py", "diffrax_ensemble.py"}
     used |= {"flax_nnx.py", "equinox_mlp.py", "keras_model.py", "imagenet_style.py", "char_lm.py"}
-    used |= {"batch_norm.py", "simclr.py"}
+    used |= {"batch_norm.py", "simclr.py", "gpt_in_shards.py"}
     assert named == set(LAST) - used  # of libraries that are used with synk, and not left
