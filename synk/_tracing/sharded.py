@@ -37,7 +37,7 @@ _REDUCTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "reduce_max": (jnp.max, lambda dtype: -np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min),
     "reduce_min": (jnp.min, lambda dtype: np.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max),
     # Of integers they are bit by bit.
-    "reduce_and": (partial(jnp.bitwise_and.reduce, axis=None), lambda dtype: ~np.zeros((), dtype)),
+    "reduce_and": (partial(jnp.bitwise_and.reduce, axis=None), lambda dtype: np.invert(np.zeros((), dtype))),
     "reduce_or": (partial(jnp.bitwise_or.reduce, axis=None), lambda dtype: 0),
 }
 # Equations that change where the numbers of a leaf stand. They wait until it is gathered: else what they return, the
