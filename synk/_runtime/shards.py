@@ -102,8 +102,10 @@ def whole(value: Any) -> Any:
 
 def filled(shard: Shard, filler: Any) -> jax.Array:
     """Return the numbers of a shard with this number behind the last one, where an operation left any other."""
-    length = shard.array.shape[-1]
-    if length * lax.psum(1, replica_axis()) == shard.length:
+    length, replicas = shard.array.shape[-1], lax.psum(1, replica_axis())
+    if length * replicas == shard.length:
         return shard.array
-    place = lax.axis_index(replica_axis()) * length + lax.iota(jnp.int32, length)
-    return jnp.where(place < shard.length, shard.array, jnp.asarray(filler, shard.dtype))
+    # Counted here, since 32 bits do not count the numbers of the largest leaves.
+    counts = np.clip(shard.length - length * np.arange(replicas), 0, length).astype(np.int32)
+    is_there = lax.iota(jnp.int32, length) < jnp.asarray(counts)[lax.axis_index(replica_axis())]
+    return jnp.where(is_there, shard.array, jnp.asarray(filler, shard.dtype))
