@@ -176,7 +176,8 @@ def _variables(plan: CallPlan) -> Iterator[VariableReport]:
     written = {update.variable for update in plan.updates}
     for variable, states in plan.accepts.items():
         nbytes = sum(shape.size * shape.dtype.itemsize for shape in states[0].shapes)
-        yield VariableReport(variable.name, nbytes, variable in written, plan.layouts[variable] == "replicated")
+        is_equal = plan.layouts[variable] == "replicated" or variable._spec.storage.is_sharded
+        yield VariableReport(variable.name, nbytes, variable in written, is_equal)
 
 
 def _flops(ready: ReadyCall) -> int:
