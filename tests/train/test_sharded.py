@@ -127,7 +127,7 @@ LOSSES = [mean_loss, scanned_loss, checkpointed_loss, masked_loss]
         *[slow(("simulated", 3), loss, [(40, 1), (41, 1), (41, 3)]) for loss in LOSSES],
         slow(("devices", 8), mean_loss, [(n, 1 + n % 3) for n in range(1, 42, 5)]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_law(group, loss, rows):
     """The same losses, parameters, state and average as of the plain step, for any rows, replicas and slices."""
