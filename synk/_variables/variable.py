@@ -519,9 +519,6 @@ def _group_with_rank(variable: Shared, rank: int) -> Group:
 
 def commit_all(states: Sequence[tuple[Shared, VariableState]]) -> None:
     """Give variables new states: all of them or, on Ctrl-C, none."""
-    for variable, _ in states:
-        if variable._followers and (variable._made_by or not is_made_of_shapes(variable)):
-            bind(variable, group_of(variable))
     with uninterrupted():
         for variable, state in states:
             variable._group, variable._state = group_of(variable), state
@@ -542,6 +539,9 @@ def state_of_value(
     variable: Shared, new: PyTree, call: str = "set_value", *, borrow: bool = False, is_assigned: bool = False
 ) -> VariableState:
     """Make the state in which every replica has a copy of a new value."""
+    if variable._followers and (variable._made_by or not is_made_of_shapes(variable)):
+        # They are made of the value before.
+        bind(variable, group_of(variable))
     return state_of_copies(variable, new_leaves(variable, new, call, borrow, is_assigned))
 
 

@@ -1012,8 +1012,8 @@ def first_values(group, noted):
     start = np.full((3, 2), jax.process_index(), np.float32)
     step = synk.train.step(lambda params, x: jnp.sum(params) * jnp.mean(x), start, follower, shard_optimizer=True)
     if jax.process_count() > 1:
-        raises(synk.DisagreementError, "opt_state", lambda: step.opt_state.value)
-    synk.broadcast(step.opt_state)
+        raises(synk.DisagreementError, "params", lambda: step.opt_state.value)
+    synk.broadcast(step.params)
     assert not step.opt_state.value.any() and step.opt_state.value.shape == (3, 2)
     synk.check_replicas(step.opt_state)
     made = [synk.shared(np.zeros(2)) for _ in range(1 + jax.process_index())][-1]  # its name is another in each
