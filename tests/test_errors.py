@@ -274,6 +274,7 @@ ERRORS = {
         lambda: synk.function(act)(np.asarray(jax.random.split(jax.random.PRNGKey(0), 8)), X),
         ValueError, r'w has 9 rows, but x has 8\. .*inputs=\{"x": "broadcast"\}, and use x\[synk\.rank\(\)\]',
     ),
+    "rows of two kinds": (lambda: synk.function(act)(X, X[:3]), ValueError, 'w has 3 .* others of its own, as "broadcast'),
     "rows of no batch": (lambda: synk.function(act)(X, X[:3], batch=4), ValueError, "w has 3 rows, but x has 9. Scattered ones"),
     "minibatch of other rows": (
         lambda: synk.function(act)(X, synk.data(X[:5], minibatch=True), batch=4),

@@ -52,6 +52,14 @@ OLD_NAMES = {
     "devices=": (lambda: synk.function(jnp.sum, devices=[]), TypeError, r"synk\.init\(devices\)"),
     "backend=": (lambda: synk.function(jnp.sum, backend="cpu"), TypeError, r"synk\.init\(jax\.devices"),
     "axis_name=": (lambda: synk.init(axis_name="batch"), TypeError, "jax.pmap has. .*axis_name"),
+    "has_aux=": (
+        lambda: synk.train.step(jnp.mean, X, optax.sgd(0.1), has_aux=True),
+        TypeError,
+        r"train\.step\(\) got .*jax\.grad has\. .*aux=",
+    ),
+    "reduction=": (lambda: synk.function(jnp.sum, reduction="mean"), TypeError, 'torch have. .*reduce="mean"'),
+    "num_slices=": (lambda: synk.function(jnp.sum, num_slices=2), TypeError, r"calls have\. .*f\(x, num_slices=2\)"),
+    "batch_size=": (lambda: synk.function(jnp.sum, batch_size=64), TypeError, r"loaders have\. .*synk\.minibatches"),
     "synk.pmap": (lambda: synk.pmap, AttributeError, r"JAX has. .*synk\.map"),
     "synk.pmean": (lambda: synk.pmean, AttributeError, 'jax.lax has. .*"mean"'),
     "synk.psum": (lambda: synk.psum, AttributeError, 'jax.lax has. .*"sum"'),
@@ -71,7 +79,7 @@ OLD_NAMES = {
 
 @pytest.mark.parametrize("name", OLD_NAMES)
 def test_old_names_point_to_new_ones(name):
-    """What Synkhronos, JAX and Flax call otherwise, or synk no longer has, says what to use here."""
+    """What others call otherwise, a call has, or synk no longer has, says what to use here."""
     act, kind, replacement = OLD_NAMES[name]
     with pytest.raises(kind, match=replacement) as raised:
         act()

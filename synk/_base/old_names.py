@@ -23,6 +23,10 @@ _INSTEAD = {
     "devices": (_PMAP, "synk.init(devices), or `with synk.init(devices):` around calls"),
     "backend": (_PMAP, "synk.init(jax.devices(backend))"),
     "axis_name": (_PMAP, 'name the axis for each function: synk.function(fn, axis_name="batch")'),
+    "has_aux": ("jax.grad has", 'name the op of aux outputs: aux="mean", or aux="concat" for an entry a row'),
+    "reduction": ("losses of torch have", 'name an op: reduce="mean"'),
+    "num_slices": ("calls have", "f(x, num_slices=2)"),
+    "batch_size": ("loaders have", "f.iterate(x, y, batches=synk.minibatches(len(x), 64))"),
     # Members of a function.
     "build_inputs": (_SYNKHRONOS, "synk.build_inputs(x, y), or synk.data(x)"),
     "as_theano": (_SYNKHRONOS, "f.serial(...), the same function on one device"),

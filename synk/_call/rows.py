@@ -135,8 +135,8 @@ def _instead_of_other_rows(pair: dict[str, Any]) -> str:
             f"{keys[0]}[synk.rank()]; synk.row_keys makes keys of rows."
         )
     return (
-        'Pass an argument without rows as "broadcast", and one with a row for each row that batch picks as '
-        "synk.data(..., minibatch=True)."
+        'Pass an argument without rows, or with others of its own, as "broadcast", and one with a row for each row '
+        "that batch picks as synk.data(..., minibatch=True)."
     )
 
 
