@@ -89,6 +89,18 @@ def read_collectives(text: str, is_in_order: bool) -> tuple[Collective, ...]:
     return tuple(program.collectives(program.entry, knows))
 
 
+def not_computing(text: str) -> dict[str, str]:
+    """Return the instructions of a program that do not compute: collectives by their kind, and "" for those that only
+    run others."""
+    program = _Program(text)
+    kinds: dict[str, str] = {}
+    for name, step in program.steps.items():
+        begun = program.steps[step.operands[0]] if step.opcode.endswith("-done") else step
+        kind = "" if step.opcode in _IN_ORDER else program._kind(begun)
+        kinds |= {} if kind is None else {name: kind}
+    return kinds
+
+
 def whole_operations(text: str, rows: int, devices: int) -> dict[str, int | None]:
     """Find operations that run over all rows of a call on every device, in a program whose rows XLA divides.
 
