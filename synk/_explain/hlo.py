@@ -95,8 +95,8 @@ def not_computing(text: str) -> dict[str, str]:
     program = _Program(text)
     kinds: dict[str, str] = {}
     for name, step in program.steps.items():
-        begun = program.steps[step.operands[0]] if step.opcode.endswith("-done") else step
-        kind = "" if step.opcode in _IN_ORDER else program._kind(begun)
+        ended = step.opcode.removesuffix("-done")
+        kind = "" if ended in _IN_ORDER else ended if ended in _COLLECTIVES else program._kind(step)
         kinds |= {} if kind is None else {name: kind}
     return kinds
 

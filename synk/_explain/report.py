@@ -130,7 +130,7 @@ class Measured:
       seconds: from the call to the end on the devices.
       host_seconds: until the call came back.
       spent: where the time went, in this process; the seconds add up to `seconds`.
-      slowest: the device for which the others wait, in words; None with one device.
+      slowest: the device, by its rank in the group, for which the others wait, in words; None with one device.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
