@@ -3,10 +3,11 @@
 from ._call.spec import Stats
 from ._check.blame import Blame
 from ._explain.hlo import Collective
-from ._explain.report import Explanation, InputReport, Measured, ProgramReport, VariableReport
+from ._explain.report import Explanation, InputReport, Measured, ProgramReport, Spent, VariableReport
 
 __all__ = [
-    "Blame", "Collective", "Explanation", "InputReport", "Measured", "ProgramReport", "Stats", "VariableReport",
+    "Blame", "Collective", "Explanation", "InputReport", "Measured", "ProgramReport", "Spent", "Stats",
+    "VariableReport",
 ]  # fmt: skip
 
 for _name in __all__:

@@ -18,6 +18,11 @@ def size_text(count: float | None) -> str:
     return UNKNOWN if count is None else f"{number_text(count)}B"
 
 
+def seconds_text(seconds: float) -> str:
+    """Return a time as text, in seconds or milliseconds."""
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{seconds * 1e3:.4g} ms"
+
+
 def number_text(count: float) -> str:
     """Return a number with an SI prefix: 1500 is "1.5 k"."""
     for prefix, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):

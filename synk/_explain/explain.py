@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.profiler import TraceAnnotation
 
 from .._base.jax_context import checks_floats
+from .._base.units import seconds_text
 from .._call.auto_slices import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
 from .._call.blocks import Blocks
 from .._call.execute import Outcome, ReadyCall, evaluate
@@ -25,8 +28,9 @@ from .._runtime.group import Group, GroupAsOne
 from .._runtime.target import known_accelerator
 from .._variables.state import VariableState
 from .._variables.variable import Shared
-from .hlo import read_collectives, whole_operations
+from .hlo import not_computing, read_collectives, whole_operations
 from .report import Explanation, InputReport, Measured, ProgramReport, VariableReport
+from .timeline import CALL, END, profile_of, spent, split
 from .why import why_compiled
 
 _WAYS = {"replicated": "rows that every replica holds", "stacked": "rows that lie on the replicas"}
@@ -203,10 +207,30 @@ def _lower_bound(ready: ReadyCall, flops: int, variables: Sequence[VariableRepor
 
 
 def measure(prepare: Callable[[], ReadyCall], calls: int) -> Measured:
-    """Time calls, whose results and updates are dropped, and return the medians."""
+    """Time calls, whose results and updates are dropped, and tell where the time of the median one went."""
     # The first call compiles, if nothing has before.
-    times = [rehearse(prepare) for _ in range(calls + 1)][1:]
-    return Measured(calls, median(call.seconds for call in times), median(call.host_seconds for call in times))
+    rehearse(prepare)
+    times: list[tuple[float, float, float]] = []
+    profile = profile_of(lambda: times.extend(rehearse(prepare)[1:] for _ in range(calls)))
+    ready, kinds = prepare(), dict[str, str]()
+    exchanges = [program for _, program in exchange_programs(ready.group, ready.rows)]
+    for program in dict.fromkeys([*exchanges, *map(ready.plan.program_of, _launches(ready)), ready.plan.last]):
+        kinds |= not_computing(program.compiled.as_text() or "")
+    # All processes need one order.
+    travels = sorted(name for name, kind in kinds.items() if kind)
+    devices = ready.group.mesh.devices.ravel()
+    mine = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
+    table = np.zeros((len(devices), calls, 6 + 2 * len(travels)))
+    table[mine, :, 0], sending = np.array(times)[:, [0, 2]].T
+    table[mine, :, 1:] = split(profile, list(devices[mine]), (travels, kinds.keys() - travels), sending)
+    if ready.group._is_multi_process:
+        table = multihost_utils.process_allgather(table).sum(0)
+    step = int(table[..., 0].mean(0).argsort()[(calls - 1) // 2])
+    lines, waited = spent(table[:, step, 1:], mine, [kinds[name] for name in travels])
+    last = int(waited.argmin())
+    process, most = devices[last].process_index, seconds_text(waited.max() - waited[last])
+    slowest = f"device {last} of process {process}: others wait {most} longer than it does"
+    return Measured(calls, *times[step][:2], lines, slowest if len(devices) > 1 else None)
 
 
 class Rehearsal(NamedTuple):
@@ -216,22 +240,29 @@ class Rehearsal(NamedTuple):
       outcome: its results and updates, which are not committed.
       seconds: how long it took.
       host_seconds: how long its part on the host took.
+      sending_seconds: how long the host took of it to pick rows and to start to send them.
     """
 
     outcome: Outcome
     seconds: float
     host_seconds: float
+    sending_seconds: float
 
 
 def rehearse(prepare: Callable[[], ReadyCall]) -> Rehearsal:
     """Run a call on copies of its variables, and wait for it; change nothing."""
-    states = copied_states(prepare())
+    ready = prepare()
+    states, stats = copied_states(ready), ready.function.stats
+    # A process that copies for longer is no slow one.
+    ready.group._peers.agree("the start of a call that is timed", "")
+    sending, start = stats.sending, perf_counter()
     # JAX returns before the devices are done, so both moments are told.
-    start = perf_counter()
-    outcome = evaluate(prepare(), states.__getitem__)
+    with TraceAnnotation(CALL):
+        outcome = evaluate(prepare(), states.__getitem__)
     host = perf_counter() - start
-    jax.block_until_ready((outcome.leaves, [state.leaves for state in outcome.updates.values()]))
-    return Rehearsal(outcome, perf_counter() - start, host)
+    with TraceAnnotation(END):
+        jax.block_until_ready((outcome.leaves, [state.leaves for state in outcome.updates.values()]))
+    return Rehearsal(outcome, perf_counter() - start, host, stats.sending - sending)
 
 
 def copied_states(ready: ReadyCall) -> dict[Shared, VariableState]:

@@ -89,6 +89,18 @@ def read_collectives(text: str, is_in_order: bool) -> tuple[Collective, ...]:
     return tuple(program.collectives(program.entry, knows))
 
 
+def not_computing(text: str) -> dict[str, str]:
+    """Return the instructions of a program that do not compute: collectives by their kind, and "" for those that only
+    run others."""
+    program = _Program(text)
+    kinds: dict[str, str] = {}
+    for name, step in program.steps.items():
+        ended = step.opcode.removesuffix("-done")
+        kind = "" if ended in _IN_ORDER else ended if ended in _COLLECTIVES else program._kind(step)
+        kinds |= {} if kind is None else {name: kind}
+    return kinds
+
+
 def whole_operations(text: str, rows: int, devices: int) -> dict[str, int | None]:
     """Find operations that run over all rows of a call on every device, in a program whose rows XLA divides.
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .._base.units import UNKNOWN, number_text, size_text
+from .._base.units import UNKNOWN, number_text, seconds_text, size_text
 
 # A tree of mappings and lists of mappings. Names end in "bytes" or "seconds" where values have these units.
 Tree = Mapping[str, Any]
@@ -13,7 +13,7 @@ Bar = tuple[str, Sequence[tuple[str, float]], str]
 Table = tuple[str, list[str], list[list[str]]]
 
 # None of these means that there is nothing to say. None of another name means that nobody knows.
-_OPTIONAL = ("rows", "ranks", "measured")
+_OPTIONAL = ("rows", "ranks", "measured", "hidden_seconds", "slowest")
 # Text shows so many rows of a table, and a chart so many bars. A page's tables show all.
 _MOST = 16
 # "light dark" follows the reader's setting; text and lines take their colours from it. A phone's screen is narrow.
@@ -118,7 +118,7 @@ def _cell(name: str, value: Any) -> str:
     if name.endswith(("bytes", "limit")):
         return size_text(value)
     if name.endswith("seconds"):
-        return f"{value:.4g} s" if value >= 1 else f"{value * 1e3:.4g} ms"
+        return seconds_text(value)
     if name == "flops":
         return f"{number_text(value)}flop"
     return str(value)

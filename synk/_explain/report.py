@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .._base.units import counted, size_text
+from .._base.units import counted, seconds_text, size_text
 from .hlo import Collective
-from .page import chart, fragment, page, text
+from .page import Bar, chart, fragment, page, text
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,38 @@ class VariableReport:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Times of real calls, `Explanation.measured` of `f.explain(..., run=3)`; medians.
+class Spent:
+    """A share of a call's time, of `Measured.spent`. Seconds are those of a device, the mean of those in this process.
 
     Attributes:
-      calls: how many calls were measured.
+      on: what the time went to: "computing"; a collective such as "all-reduce"; "waiting for other devices"; "sending
+        rows", which is picking them and starting to send them; "Python before a launch"; "the rest", which is nearly
+        all where JAX's profile names no operations of the devices.
+      seconds: the time; of a collective that part in which nothing computes.
+      hidden_seconds: the part of a collective that runs while something computes, and costs nothing; else None.
+
+    Example:
+      >>> import jax.numpy as jnp, numpy as np, synk
+      >>> took = synk.function(jnp.sum).explain(np.ones(8, np.float32), run=3).measured
+      >>> [spent.on for spent in took.spent][-2:]
+      ['Python before a launch', 'the rest']
+    """
+
+    on: str
+    seconds: float
+    hidden_seconds: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Measured:
+    """A real call, measured: `Explanation.measured` of `f.explain(..., run=10)`. Print it, or read its fields.
+
+    Attributes:
+      calls: how many calls were measured. The other fields tell of the one whose time is the median.
       seconds: from the call to the end on the devices.
       host_seconds: until the call came back.
+      spent: where the time went, in this process; the seconds add up to `seconds`.
+      slowest: the device, by its rank in the group, for which the others wait, in words; None with one device.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -117,6 +142,11 @@ class Measured:
     calls: int
     seconds: float
     host_seconds: float
+    spent: tuple[Spent, ...]
+    slowest: str | None
+
+    def __repr__(self) -> str:
+        return text(asdict(self))
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,7 +176,7 @@ class Explanation:
         be faster, since the table counts whole.
       programs: one `ProgramReport` for each program that is launched.
       inputs, variables: arguments and shared variables.
-      measured: times of real calls, if asked for.
+      measured: a real call's time and where it goes, if asked for.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -195,7 +225,7 @@ class Explanation:
 
     def _drawing(self) -> str:
         """Draw the memory and the collectives of each program."""
-        memory = [
+        memory: list[Bar] = [
             (program.role, list(_memory_parts(program)), size_text(program.total_bytes))
             for program in self.programs
             if program.total_bytes is not None
@@ -204,11 +234,15 @@ class Explanation:
             limit = [("memory that programs may use", self.memory_limit)]
             memory.append(("a device", limit, size_text(self.memory_limit)))
         counts = [sum(collective.times or 1 for collective in program.collectives) for program in self.programs]
-        travels = [
+        travels: list[Bar] = [
             (program.role, list(_travel_parts(program)), counted(count, "collective"))
             for program, count in zip(self.programs, counts, strict=True)
         ]
-        return chart(f"a call of {self.function}", [("memory of a device", memory), ("bytes in collectives", travels)])
+        sections = [("memory of a device", memory), ("bytes in collectives", travels)]
+        if self.measured is not None:
+            parts = [(spent.on, spent.seconds) for spent in self.measured.spent]
+            sections.append(("where the time goes", [("a call", parts, seconds_text(self.measured.seconds))]))
+        return chart(f"a call of {self.function}", sections)
 
 
 def _memory_parts(program: ProgramReport) -> Iterator[tuple[str, int]]:

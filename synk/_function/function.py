@@ -616,7 +616,7 @@ class Function:
         Args:
           *args, batch, batch_s, num_slices, output_subset, **kwargs: as in a call; `jax.ShapeDtypeStruct`s may stand
             for arrays.
-          run: how many calls to time, whose results and updates are dropped; 0 for none.
+          run: how many calls to time under JAX's profiler, whose results and updates are dropped; 0 for none.
 
         Returns:
           An `Explanation`: print it, or write it by its `json` and `html`. In a group of several processes all
@@ -624,6 +624,7 @@ class Function:
 
         Raises:
           TypeError, ValueError: `run` is no number of calls; others as of a call.
+          RuntimeError: `run` asks for calls while another profile of JAX runs.
 
         Example:
           >>> import jax.numpy as jnp, numpy as np, synk

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from .._base.errors import DisagreementError, LawError, PeerError
+from .._base.units import seconds_text
 from .._call.binding import BoundArguments, CallOptions
 from .._call.execute import Outcome, ReadyCall, execute_calls
 from .._call.failures import translate_error
@@ -99,7 +100,7 @@ class Tuner:
         del outcome
         self._say(f"tuning {function.name}: {self._group}, {sum(self._lengths)} rows")
         self._row("setting", "a step", "of the best", "answer")
-        self._row("as it is", _time([self._best.run().seconds for _ in range(_FEWEST)]))
+        self._row("as it is", seconds_text(median(self._best.run().seconds for _ in range(_FEWEST))))
 
     def search(self, slices: Sequence[int], wires: Sequence[str]) -> dict[str, Any]:
         """Try one setting after the other, these numbers of slices and wires among them, and return the best."""
@@ -162,7 +163,7 @@ class Tuner:
         if is_chosen := self._all_agree(f"whether {label} is chosen", is_right and is_faster):
             self._best = trial
         answer += ", more than rounding" if not is_right else ", chosen" if is_chosen else ""
-        return _time([mine for mine, _ in pairs]), f"{middle:.3f} +- {margin:.3f}", answer
+        return seconds_text(median(mine for mine, _ in pairs)), f"{middle:.3f} +- {margin:.3f}", answer
 
     def _time_in_a_row(self, most: int) -> Sequence[str]:
         """Time steps of the best setting that one program runs in a row, as loops with `per_launch` do."""
@@ -184,7 +185,7 @@ class Tuner:
                     start_calls(self._best.site, [self._best[2:]] * most, Repeat(most, ()), run)
         except RunsAlone as alone:
             return "", "", f"not tried: {alone}"
-        return _time(times[1:]), f"{median(times[1:]) / median(best):.3f}", "for iterate and stream"
+        return seconds_text(median(times[1:])), f"{median(times[1:]) / median(best):.3f}", "for iterate and stream"
 
     def _trial(self, setting: dict[str, Any]) -> _Trial:
         """Return the best with one more setting."""
@@ -270,7 +271,3 @@ def _said(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "does not fit into memory"
     return f"does not run: {type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
-
-
-def _time(times: Sequence[float]) -> str:
-    return f"{1e3 * median(times):.4g} ms"

@@ -287,6 +287,32 @@ def in_lists(folder, stop="-1"):
     say("ends", done=lists.done, sizes=sizes, w=np.asarray(variables["w"].value).tobytes().hex(), size=group.size)
 
 
+def measures():
+    """Measure calls of which process 1 delays one kind on its last device, and one kind in Python."""
+    group = join()
+
+    class Slow:
+        def __array__(self, dtype=None, copy=None):
+            time.sleep(0.05 * jax.process_index())
+            return x
+
+    def late(x):
+        x = x + 0 * jax.pure_callback(sleep, jax.ShapeDtypeStruct((), x.dtype), x[0])
+        return x.sum()
+
+    def sleep(row):
+        time.sleep(0.05 * (float(row) == x[-1]))
+        return row
+
+    x = np.arange(group.size, dtype=np.float32)
+    for what, call in {
+        "device": lambda: synk.function(late).explain(x, run=3),
+        "python": lambda: synk.function(jnp.sum).explain(Slow(), run=3),
+    }.items():
+        took = call().measured
+        say(what, slowest=took.slowest, seconds=took.seconds, spent={line.on: line.seconds for line in took.spent})
+
+
 def leaves_a_loop(folder):
     """Break off a loop of `synk.resume`, run a short one, and end."""
     join()

@@ -395,6 +395,22 @@ def test_lists_of_calls_over_processes(tmp_path):
     assert (end["done"], end["w"]) == (24, same["w"])
 
 
+def test_measured_calls_name_the_slowest_process():
+    """Each process tells where its own time goes, the one that is waited for is named, and clocks need not agree."""
+    ends = harness.run(programs.measures, processes=2, devices=2)
+    assert [end.code for end in ends] == [0] * 2, ends
+    (device, python), (late_device, late_python) = [said(end.output) for end in ends]
+    for line in (device, python, late_device, late_python):
+        assert sum(line["spent"].values()) == pytest.approx(line["seconds"], rel=0.03)
+        assert " of process 1: " in line["slowest"]
+    waiting, computing, before = "waiting for other devices", "computing", "Python before a launch"
+    assert device["slowest"] == late_device["slowest"] and device["slowest"].startswith("device 3 ")
+    assert device["spent"][waiting] > 0.03 > device["spent"][computing]
+    assert late_device["spent"][computing] > 0.02
+    assert python["spent"][waiting] > 0.03 > python["spent"][before]
+    assert late_python["spent"][before] > 0.03 > late_python["spent"][waiting]
+
+
 def test_a_loop_that_is_told_to_stop(tmp_path):
     """After a SIGTERM to one process all save at one item, end with 143, and go on."""
     first = harness.run(programs.goes_on, tmp_path, "stopped", 900, processes=2)
