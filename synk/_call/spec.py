@@ -31,6 +31,7 @@ class Stats:
       selecting: seconds spent checking arguments and batches.
       sending: seconds spent picking rows and starting to bring them to the devices.
       dispatching: seconds spent starting programs, compilation included.
+      loading: seconds for which loops of the function (`iterate`, `stream`, `over`) waited for their loader or batches.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, synk
@@ -40,12 +41,12 @@ class Stats:
       (2, 1, 16)
     """
 
-    __slots__ = ("calls", "compilations", "dispatching", "rows", "selecting", "sending", "slices")
+    __slots__ = ("calls", "compilations", "dispatching", "loading", "rows", "selecting", "sending", "slices")
 
     def __init__(self) -> None:
         self.calls = self.compilations = self.rows = 0
         self.slices = 1
-        self.selecting = self.sending = self.dispatching = 0.0
+        self.selecting = self.sending = self.dispatching = self.loading = 0.0
 
     def __repr__(self) -> str:
         return f"Stats({', '.join(f'{name}={getattr(self, name):.6g}' for name in self.__slots__)})"

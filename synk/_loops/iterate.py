@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, S
 from copy import deepcopy
 from itertools import islice
 from time import perf_counter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from .._base.pytree import PyTree, as_data, as_keys, is_prng_key, narrow, too_la
 from .._call.binding import BoundArguments, CallOptions
 from .._call.leaves import check_leaves, recognise_leaves, spec_of_part
 from .._call.rows import common_rows
-from .._call.spec import FunctionSpec
+from .._call.spec import FunctionSpec, Stats
 from .._data.dataset import Data, Hold, source_of
 from .._data.minibatches import Minibatches, behind_bar
 from .._data.prefetch import check_iterable
@@ -24,6 +24,8 @@ from .._data.sources import copied, is_in_memory
 from .._data.transfer import can_go_ahead, gather_rows, place_rows_ahead
 from .._runtime.group import Group
 from .._variables.variable import Shared
+
+T = TypeVar("T")
 
 _END = object()
 # Batches that a loop keeps as they are.
@@ -211,7 +213,7 @@ class Batches:
     def __init__(
         self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str
     ) -> None:
-        self._name = name
+        self._name, self._stats = name, function.stats
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
         self._bound, _ = recognised(with_numbers, function.name, group)
@@ -222,7 +224,7 @@ class Batches:
         """Yield the call of each batch, when it is asked for."""
         hold = self.hold
         try:
-            for batch in batches:
+            for batch in Timed(batches, self._stats):
                 arguments = self._bound
                 if self._values:
                     values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
@@ -271,6 +273,20 @@ class Batches:
                 f"synk.each instead, one for each array."
             )
         return as_keys(value[:], value._key) if isinstance(value, Data) else value
+
+
+class Timed(Iterator[T]):
+    """An iterator over a source that counts the time until it gives each item."""
+
+    def __init__(self, source: Iterable[T], stats: Stats) -> None:
+        self._items, self._stats = iter(source), stats
+
+    def __next__(self) -> T:
+        start = perf_counter()
+        try:
+            return next(self._items)
+        finally:
+            self._stats.loading += perf_counter() - start
 
 
 def check_batches(

@@ -53,6 +53,7 @@ class Resumed(Iterator[Any]):
     Attributes:
       done: how many items are done, by runs before too.
       extra: what `extra` returned at the save from which this run goes on; None at a first start.
+      saving: the seconds for which the loop has waited for saves of this run.
     """
 
     # How many loops this program has made, and the number of the one whose item was asked for last.
@@ -61,7 +62,7 @@ class Resumed(Iterator[Any]):
 
     def __init__(self, variables: Mapping[str, Shared], extra: Callable[[], Any] | None) -> None:
         self._variables, self._made_extra, self._group = variables, extra, common_group(variables, "resume")
-        self.done, self.extra, self._is_finished = 0, None, False
+        self.done, self.extra, self.saving, self._is_finished = 0, None, 0.0, False
         # How many results the item has in which the loop is; 0 between two items.
         self._in_item = 0
         self._warned: set[str] = set()
@@ -208,6 +209,7 @@ class Resumed(Iterator[Any]):
         # A save on disk serves in memory's place.
         for saved in self._places if not place.is_memory else [place]:
             saved.due = start + saved.every
+        self.saving += monotonic() - start
         self._set_due()
 
     def _write(self, place: Place, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
@@ -294,7 +296,7 @@ def resume(
 
     Returns:
       An iterator over the items that are left. It has `done`, the number of items that are done, `extra`, the value
-      that was kept, and a `len`, if `steps` has one.
+      that was kept, `saving`, the seconds for which it waited for saves, and a `len`, if `steps` has one.
 
     Raises:
       TypeError: `steps` is neither an iterable nor a function.

@@ -11,7 +11,7 @@ from .._data.dataset import Hold
 from .._data.prefetch import check_iterable
 from .._data.sources import copied
 from .._runtime.group import Group
-from .iterate import LoopCall, PerBatch, Picker, recognised, rows_picked, warn_of_keys
+from .iterate import LoopCall, PerBatch, Picker, Timed, recognised, rows_picked, warn_of_keys
 
 
 class Items:
@@ -29,7 +29,7 @@ class Items:
     def calls(self, source: Iterable[Any]) -> Iterator[LoopCall]:
         """Return an iterator of the call of each item, which comes when it is asked for."""
         check_iterable(source, f"{self._name}: its source", "arguments, e.g. a data loader")
-        return map(self._call, source)
+        return map(self._call, Timed(source, self._function.stats))
 
     def _call(self, item: Any) -> LoopCall:
         bound, name = _bind(self._binder, item), self._name

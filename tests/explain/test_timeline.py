@@ -178,3 +178,40 @@ def test_a_profile_of_a_gpu():
     table = split(profile, [device], (["psum.1", "psum.2"], ["while.1"]), np.array([0.0005]))
     # Computing, waiting, sending, Python and the rest; then each collective exposed, and hidden.
     np.testing.assert_allclose(1e3 * table[0, 0], [2, 0, 1.5, 2, 1.5, 3, 0, 1, 0], atol=1e-9)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("loop", ["iterate", "stream", "over"])
+def test_a_slow_loader_is_loading(loop, prefetch):
+    """The time for which a loop waits for its loader is counted, and no time of a call made alone."""
+    f, x, delay = synk.function(lambda x: x.sum()), np.arange(12, dtype=np.float32), 0.01
+
+    def loader(batches):
+        for batch in batches:
+            time.sleep(delay)
+            yield batch
+
+    f(x)
+    assert f.stats.loading == 0
+    rows = [slice(0, 4), slice(4, 8), slice(8, 12)]
+    if loop == "stream":
+        [*f.stream(loader([x[batch] for batch in rows]), prefetch=prefetch)]
+    elif loop == "iterate":
+        [*f.iterate(x, batches=loader(rows), prefetch=prefetch)]
+    else:
+        f.over(x, batches=loader(rows), prefetch=prefetch)
+    assert 3 * delay <= f.stats.loading < 3 * delay + DELAY
+
+
+def test_slow_saves_are_saving(tmp_path):
+    """The time for which a loop waits for its saves is counted, and no other."""
+
+    def extra():
+        time.sleep(DELAY)
+
+    total = synk.shared(0.0, name="total")
+    loop = synk.resume(range(3), {"total": total}, folder=tmp_path, extra=extra)
+    for _ in loop:
+        time.sleep(DELAY)
+        assert loop.saving == 0
+    assert DELAY <= loop.saving
