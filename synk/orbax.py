@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._base.errors import public_api
+from ._runtime.executable import relayout
+from ._runtime.shards import from_shards, shard_shape
 from ._tracing.context import eager
 from ._variables.checkpoint import (
     check_variables,
@@ -19,7 +21,9 @@ from ._variables.checkpoint import (
     is_of_others,
     restored_state,
 )
-from ._variables.variable import Shared, commit_all, computed_state, group_of
+from ._variables.state import VariableState, state_of_leaves
+from ._variables.storage import Shards
+from ._variables.variable import Shared, commit_all, computed_state, group_of, logical_shapes
 
 __all__ = ["load", "save"]
 
@@ -28,7 +32,9 @@ __all__ = ["load", "save"]
 def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any = None) -> bool:
     """Save shared variables by an orbax `CheckpointManager`, as `synk.save` does into a folder.
 
-    The present values are saved, also if the manager writes in the background; functions may run on at once.
+    The present values are saved, also if the manager writes in the background; functions may run on at once. Of
+    variables in shards each process writes its own, and no device holds the whole; they load into any number of
+    replicas.
 
     Args:
       manager: an `orbax.checkpoint.CheckpointManager`; its options say where, how many, how often, and whether to wait.
@@ -61,7 +67,7 @@ def save(manager: Any, variables: Mapping[str, Shared], *, step: int, extra: Any
         common_group(variables, "orbax.save")._peers.from_process_0(call, lambda: _refuse_skipped(manager, number))
         # Orbax refuses arrays without numbers, and an empty state. Shapes alone restore such arrays.
         state = {name: [leaf for leaf in _copy(variable) if leaf.size] for name, variable in variables.items()}
-        about = {"extra": extra, "variables": {name: described(v) for name, v in variables.items()}}
+        about = {"extra": extra, "variables": {name: _described(v) for name, v in variables.items()}}
         items = {"about": ocp.args.JsonSave(about)}
         if state:
             items["state"] = ocp.args.StandardSave(state)
@@ -105,7 +111,7 @@ def load(manager: Any, variables: Mapping[str, Shared], *, step: int | None = No
         if sized:
             state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(sized)))["state"]
         new = {name: _with_empty(wanted[name], state.get(name) or []) for name in variables}
-        commit_all([(v, restored_state(v, kept[name], new[name])) for name, v in variables.items()])
+        commit_all([(v, _restored(v, kept[name], new[name])) for name, v in variables.items()])
     return int(step), about["extra"]
 
 
@@ -121,28 +127,64 @@ def _refuse_skipped(manager: Any, step: int) -> str:
     return ""
 
 
+def _described(variable: Shared) -> dict[str, Any]:
+    """Describe a variable for JSON, with the number of replicas among which each leaf is cut, 1 for whole ones."""
+    storage, group = variable._spec.storage, group_of(variable)
+    is_cut = storage.sharded if isinstance(storage, Shards) and group.size > 1 else ()
+    return described(variable) | {"cuts": [group.size if cut else 1 for cut in is_cut]}
+
+
 def _copy(variable: Shared) -> list[jax.Array]:
-    """Copy the leaves of a variable as users see them; stacked if replicas differ."""
-    state, to = computed_state(variable), "replicated" if variable._state.is_equal else "stacked"
-    return variable._spec.storage.read(group_of(variable), state.leaves, state.layout, to)
+    """Copy the leaves of a variable as users see them, or as they lie in shards; stacked if replicas differ."""
+    state, group = computed_state(variable), group_of(variable)
+    if _described(variable)["cuts"]:
+        return relayout(group, state.leaves, "stacked", "stacked")
+    to = "replicated" if variable._state.is_equal else "stacked"
+    return variable._spec.storage.read(group, state.leaves, state.layout, to)
 
 
-def _wanted(variable: Shared, kept: Any) -> list[jax.ShapeDtypeStruct]:
-    """Return shapes, dtypes and shardings of the leaves that orbax restores."""
-    group = group_of(variable)
-    shapes = [(tuple(leaf["shape"]), np.dtype(leaf["dtype"])) for leaf in kept["leaves"]]
-    sharding = group.replicated if kept["is_equal"] or is_of_others(kept, variable) else group.stacked
-    if kept["lengths"]:
-        shapes = [((max(kept["lengths"]), *shape[1:]), dtype) for shape, dtype in shapes]
+def _wanted(variable: Shared, kept: Any) -> list[Any]:
+    """Return what orbax makes the leaves like: shapes with shardings, or arrays of NumPy for the host."""
+    group, cuts = group_of(variable), kept.get("cuts", [])
+    shapes = [jax.ShapeDtypeStruct(leaf["shape"], np.dtype(leaf["dtype"])) for leaf in kept["leaves"]]
+    if cuts:
+        cut = [shard_shape(shape, n) if n > 1 else shape for shape, n in zip(shapes, cuts, strict=True)]
+        shapes = [jax.ShapeDtypeStruct((kept["replicas"], *shape.shape), shape.dtype) for shape in cut]
+    elif kept["lengths"]:
+        longest = max(kept["lengths"])
+        shapes = [jax.ShapeDtypeStruct((longest, *shape.shape[1:]), shape.dtype) for shape in shapes]
     if not kept["is_equal"]:
-        shapes = [((kept["replicas"], *shape), dtype) for shape, dtype in shapes]
-    return [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
+        shapes = [jax.ShapeDtypeStruct((kept["replicas"], *shape.shape), shape.dtype) for shape in shapes]
+    if cuts != _described(variable)["cuts"]:
+        # The whole may be larger than a device. A view of one number costs no memory.
+        return [np.broadcast_to(np.zeros((), shape.dtype), shape.shape) for shape in shapes]
+    is_whole = not cuts and (kept["is_equal"] or is_of_others(kept, variable))
+    return [shape.update(sharding=group.replicated if is_whole else group.stacked) for shape in shapes]
 
 
-def _with_empty(wanted: list[jax.ShapeDtypeStruct], restored: list[jax.Array]) -> list[jax.Array]:
+def _with_empty(wanted: list[Any], restored: list[Any]) -> list[Any]:
     """Return all leaves: the restored ones, and zeros for leaves without numbers."""
     rest = iter(restored)
-    return [next(rest) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding) for leaf in wanted]
+    return [
+        next(rest)
+        if leaf.size
+        else leaf
+        if isinstance(leaf, np.ndarray)
+        else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        for leaf in wanted
+    ]
+
+
+def _restored(variable: Shared, kept: Any, leaves: list[Any]) -> VariableState:
+    """Make the state of a variable from its saved description and what orbax has restored."""
+    group, cuts = group_of(variable), kept.get("cuts", [])
+    if cuts and cuts == _described(variable)["cuts"]:
+        # In memory of its own, since programs may overwrite it.
+        return state_of_leaves(relayout(group, leaves, "stacked", "stacked"), "stacked")
+    if cuts:
+        triples = zip(leaves, logical_shapes(variable), cuts, strict=True)
+        leaves = [from_shards(leaf, shape) if n > 1 else leaf[0] for leaf, shape, n in triples]
+    return restored_state(variable, kept, leaves)
 
 
 def _orbax() -> Any:

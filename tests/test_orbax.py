@@ -60,6 +60,38 @@ def test_what_differs(manager):
         assert_same(synk.gather(rows, nd_up=0), np.arange(10, dtype=np.float32).reshape(5, 2))
 
 
+@pytest.mark.parametrize("kept", [True, False], ids=["in shards", "whole"])
+@pytest.mark.parametrize("sharded", [True, False], ids=["in shards", "whole"])
+@pytest.mark.parametrize("place", [("devices", 4), ("devices", 3), ("simulated", 5), ("devices", 1)], ids=str)
+def test_shards(manager, place, sharded, kept):
+    """Values in shards and whole ones come back as either, in any group, and functions run on at once."""
+    rng = np.random.default_rng(3)
+    value = {
+        "layers": rng.normal(size=(3, 77, 78)).astype(np.float32), "flat": jnp.asarray(rng.normal(size=33_001), jnp.bfloat16),
+        "small": np.float32([1, 2]), "empty": np.zeros((0, 3), np.float32), "key": jax.random.key(3),
+    }  # fmt: skip
+    with group_of("devices", 4):
+        w = synk.shared(value, sharded=kept)
+        double = synk.function(lambda: None, then=lambda _: w.update(jax.tree.map(lambda v: v, w.value)))
+        synk.orbax.save(manager, {"w": w}, step=1)
+        double()
+        manager.wait_until_finished()
+        if kept:
+            assert (4, 3, 1502) in [leaf.shape for leaf in jax.tree.leaves(manager.item_metadata(1)["state"])]
+    with group_of(*place):
+        zeros = {name: jnp.zeros_like(leaf) for name, leaf in value.items() if name != "key"}
+        other = synk.shared(zeros | {"key": jax.random.key(9)}, sharded=sharded)
+        synk.orbax.load(manager, {"w": other})
+        assert_same(jax.tree.map(_numbers, other.value), jax.tree.map(_numbers, value))
+        update = synk.function(lambda: None, then=lambda _: other.update(jax.tree.map(lambda v: v, other.value)))
+        update()
+        assert_same(jax.tree.map(_numbers, other.value), jax.tree.map(_numbers, value))
+
+
+def _numbers(leaf):
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
 def test_messages(manager):
     """As `synk.load` says them; nothing changes."""
     with group_of("devices", 2):
