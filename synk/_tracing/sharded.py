@@ -202,13 +202,14 @@ class _Evaluation:
             return None
         operands: list[Any] = []
         for atom, value in zip(step.ins, values, strict=True):
+            is_equal = self.are_equal or isinstance(atom, Literal)
             if isinstance(value, Shard):
                 if (value.shape, value.array.shape) != (like.shape, like.array.shape) or _moves(value) != _moves(like):
                     return None
                 operands.append(value.array)
-            elif isinstance(atom, Literal) or (self.are_equal and not np.ndim(value)):
+            elif is_equal and not np.ndim(value):
                 operands.append(value)
-            elif self.are_equal and np.shape(value) == like.shape and not _moves(like):
+            elif is_equal and np.shape(value) == like.shape and not _moves(like):
                 operands.append(own_shard(jnp.asarray(value), like.has_layers).array)
             else:
                 return None
