@@ -22,7 +22,7 @@ from .worlds import ON_VARIABLES, PLACES, TEMPLATES, USES, Act, Call, World
 
 NAMES = (
     "sums many stacked firsts weighted ordered known stays median whole scaled power pair talks picky noisy engine "
-    "trained trained local local either either counted reads reads holds moves"
+    "trained trained scanned descended descended local local either either counted reads reads holds moves"
 ).split()
 FORMS = (
     ["numpy"] * 8 + "float64 int32 strided list jax jax one-device group".split()

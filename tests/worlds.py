@@ -25,7 +25,9 @@ TEMPLATES = {
     "own": {"a": np.ones(2, np.float32), "b": np.float32(0.5)},
     "held": np.zeros((6, 2), np.float32),
     "count": np.int32(0),
+    "cut": {"layers": np.zeros((2, 91, 91), np.float32), "out": np.zeros((2, 8209), np.float32), "small": np.zeros(2, np.float32)},
 }  # fmt: skip
+IN_SHARDS = {"cut"}
 SLICES = ("mean", "max", "min", "last", "add", None)
 
 
@@ -67,6 +69,26 @@ def functions(v):
         if len(x) == 2:
             raise ValueError("picky: two rows are too few or too many")
         return x.sum(0)
+
+    def scanned(x):
+        h = jnp.tile(x.mean(1)[:, None], 91)
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, v.cut.value["layers"])
+        return (h.mean(1)[:, None] * v.cut.value["out"][:, :2].sum(0)[None]).sum(0) + v.cut.value["small"]
+
+    def descended(x, wrong):
+        def loss(cut):
+            h = jnp.tile(x.mean(1)[:, None], 91)
+            h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, cut["layers"])
+            return jnp.tanh(h.mean(1) + jnp.cos(cut["out"]).mean() + (x @ cut["small"])).mean()
+
+        complain(wrong, "fn")
+        return jax.grad(loss)(v.cut.value)
+
+    def descend(mean, wrong):
+        norm = jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(mean)))
+        v.cut.value = jax.tree.map(lambda leaf, g: leaf * 0.5 - g / (norm + 1), v.cut.value, mean)
+        complain(wrong, "then")
+        return norm
 
     def weighted(x):
         weight = (x[:, 1] > 0).sum().astype(jnp.float32)
@@ -110,6 +132,8 @@ def functions(v):
         "local": (local, {"inputs": {"slices": "static", "wrong": "static"}}),
         "either": (either, {"reduce": "max"}),
         "counted": (lambda x: x.sum(), {"then": counted}),
+        "scanned": (scanned, {}),
+        "descended": (descended, {"inputs": {"wrong": "static"}, "reduce": "mean", "then": descend}),
         "reads": (lambda x: (x * v.total.value[None]).sum(0), {"donate": False}),
         "holds": (lambda x: (x * v.held.value).sum(0), {}),
         "moves": (lambda x: v.held.update(v.held.value + x), {}),
@@ -119,7 +143,7 @@ def functions(v):
 
 USES = {
     "trained": ["total"], "local": ["own"], "either": ["total", "count"], "counted": ["count"], "reads": ["total"],
-    "holds": ["held"], "moves": ["held"],
+    "holds": ["held"], "moves": ["held"], "scanned": ["cut"], "descended": ["cut"],
 }  # fmt: skip
 
 
@@ -192,6 +216,7 @@ def others_of(step):
     """What a call is given beside its rows."""
     return {
         "scaled": {"scale": step.scale}, "power": {"n": step.more}, "trained": {"wrong": step.wrong},
+        "descended": {"wrong": step.wrong},
         "local": {"slices": SLICES[step.seed % len(SLICES)], "wrong": step.wrong},
         "pair": {"y": normal(step.seed + 1, step.rows + (step.more == 3), 2)}, "noisy": {"key": jax.random.key(step.seed)},
     }.get(step.name, {})  # fmt: skip
@@ -325,7 +350,7 @@ def remade(name, found):
     """A new variable in such a state."""
     parts, why = found
     if why is None or "different rows" not in why:
-        variable = synk.shared(parts[0], name=name)
+        variable = synk.shared(parts[0], name=name, sharded=name in IN_SHARDS)
     else:
         variable = synk.shared(TEMPLATES[name], name=name)
         synk.scatter(variable, np.concatenate(parts))
@@ -393,7 +418,10 @@ class World:
 
     def __init__(self):
         self.groups = [group_of(*group) for group in GROUPS]
-        self.variables = [SimpleNamespace(**{n: synk.shared(t, name=n) for n, t in TEMPLATES.items()}) for _ in GROUPS]
+        self.variables = [
+            SimpleNamespace(**{n: synk.shared(t, name=n, sharded=n in IN_SHARDS) for n, t in TEMPLATES.items()})
+            for _ in GROUPS
+        ]
         self.stateful = [functions(v) for v in self.variables]
         self.stateless = functions(SimpleNamespace())
         self.data = {place: synk.data(normal(i, 13, 2), place=place, name="x") for i, place in enumerate(PLACES)}

@@ -176,13 +176,14 @@ def make(case, name):
     else:
 
         def loss(params, x, y, n):
-            return ((x @ params["a"] + params["b"] - y) ** 2).mean(), counts(n)
+            return (((x @ params["a"]).mean(-1) + params["b"] - y) ** 2).mean(), counts(n)
 
-        params = {"a": np.zeros(3, dtype), "b": np.zeros((), dtype)}
+        # Large enough to lie in shards.
+        params = {"a": np.zeros((3, 2740 if case.trainer == "sharded" else 1), dtype), "b": np.zeros((), dtype)}
         if case.trainer == "local":
             trained = synk.train.local_steps(loss, params, optax.sgd(0.02, 0.9), aux="sum", optimizer_state=False)
         else:
-            more = {"shard_optimizer": case.trainer == "sharded", "blocks": case.blocks}
+            more = {"shard_params": case.trainer == "sharded", "blocks": case.blocks}
             trained = synk.train.step(loss, params, optax.adam(0.02), aux="sum", **more)
         variables = {name if key == "params" else key: v for key, v in trained.variables.items()}
         return trained, variables, seen

@@ -369,14 +369,16 @@ def test_map_of_rows():
 
 
 @in_groups
-@pytest.mark.parametrize("options", [{}, {"ema": 0.9, "clip": 1.0}, {"shard_optimizer": True}, {"wire": "bf16"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"ema": 0.9, "clip": 1.0}, {"wire": "bf16"}, {"shard_optimizer": True}, {"shard_params": True}]
+)
 def test_training_steps(options):
     """Steps of optax's, with all that they keep."""
 
     def trained(k):
         step = synk.train.step(
             lambda p, x: (jnp.mean((x[:, :3] @ p) ** 2), x[:, 0]),
-            noise(3, 3),
+            noise(3, 5500 if any("shard" in name for name in options) else 3),
             optax.sgd(0.1, momentum=0.9),
             aux="concat",
             **options,

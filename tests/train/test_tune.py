@@ -29,6 +29,8 @@ RANDOM = np.random.default_rng(5)
 X = RANDOM.normal(size=(23, 4)).astype(np.float32)  # which neither 2 nor 3 divides
 Y = RANDOM.normal(size=(23, 300)).astype(np.float32)
 START = {"w": RANDOM.normal(size=(4, 300)).astype(np.float32), "b": np.zeros(300, np.float32)}
+# Of which a leaf lies in shards.
+WIDE = START | {"w": RANDOM.normal(size=(4, 4200)).astype(np.float32)}
 
 
 @pytest.fixture(params=first_of(*GROUPS[1:], GROUPS[0]), ids=str)
@@ -38,10 +40,11 @@ def replicas(request):
 
 
 def loss(params, x, y):
-    return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"][None] - y) ** 2)
+    return jnp.mean((jnp.tanh(x @ params["w"][:, :300]) + params["b"][None] - y) ** 2)
 
 
 def made(fn=loss, start=START, optimizer=None, **options):
+    start = WIDE if options.keys() & {"shard_optimizer", "shard_params"} else start
     return synk.train.step(fn, start, optimizer or optax.sgd(0.1, momentum=0.9), **options)
 
 
@@ -103,7 +106,7 @@ def test_compiler_options(group):
     assert_close(more(X, Y), step.with_options(barrier=False).serial(X, Y), rtol=1)
 
 
-@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}])
+@pytest.mark.parametrize("options", [{}, {"shard_optimizer": True}, {"shard_params": True}])
 def test_wire_and_back(group, options):
     """A step by another wire is what `synk.train.step` makes with it."""
     step, narrow = made(**options), made(wire="int8", **options)
@@ -168,7 +171,8 @@ STEPS = {
     "plain": {},
     "kept": {"donate": False},
     "adam": {"optimizer": optax.adam(0.1), "ema": 0.9, "clip": 1.0},
-    "sharded": {"shard_optimizer": True},
+    "state in shards": {"shard_optimizer": True},
+    "in shards": {"shard_params": True},
     "low rank": {"wire": synk.train.PowerSGD(2)},
     "narrow": {"wire": "bf16"},
     "blocks": {"blocks": 4},
