@@ -46,7 +46,7 @@ def plain_environment(**more):
     return plain | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | more
 
 
-def python(program, *arguments, deadline=300, cwd=None, **environment):
+def python(program, *arguments, deadline=600, cwd=None, **environment):
     """Run a new Python to its end. Its one argument is the text of a program, in which a warning is an error, or a path."""
     is_text = not arguments and isinstance(program, str)
     command = [sys.executable, *["-W", "error", "-c"] * is_text, program, *map(str, arguments)]
@@ -228,7 +228,7 @@ class Running:
         """Return the output of a process so far."""
         return self.logs[rank].read_text(errors="replace")
 
-    def await_line(self, text, rank=0, deadline=60, times=1):
+    def await_line(self, text, rank=0, deadline=120, times=1):
         """Wait until a process has printed a text `times` times."""
         until = monotonic() + deadline
         while self.output(rank).count(text) < times:
@@ -240,7 +240,7 @@ class Running:
         """Send a signal to one process."""
         self.processes[rank].send_signal(number)
 
-    def wait(self, deadline=60, besides=()):
+    def wait(self, deadline=120, besides=()):
         """Return how all processes but `besides` ended. Raise AssertionError with the stacks of all threads if one does not."""
         ends = {}
         waited = [rank for rank in range(len(self.processes)) if rank not in besides]
@@ -285,7 +285,7 @@ class Gang(Running):
         self.folder.cleanup()
 
 
-def run(program, *arguments, deadline=120, **options):
+def run(program, *arguments, deadline=300, **options):
     """Start a gang and wait for its end."""
     with Gang(program, *arguments, **options) as gang:
         return gang.wait(deadline)

@@ -98,14 +98,14 @@ def law(split):
     processes, devices = map(int, split.split("x"))
     folder = mkdtemp(prefix="law-")
     names = LAW_CASES if split == "2x2" else COMPARED
-    ends = harness.run(law_of_a_process, folder, *names, processes=processes, devices=devices, deadline=180)
+    ends = harness.run(law_of_a_process, folder, *names, processes=processes, devices=devices, deadline=600)
     return folder, ends, [{line["what"]: line for line in said(end.output)} for end in ends]
 
 
 @Once
 def short_law():
     """Run a few cases of the law."""
-    return harness.run(law_of_a_process, mkdtemp(prefix="law-"), *SHORT, deadline=120)
+    return harness.run(law_of_a_process, mkdtemp(prefix="law-"), *SHORT, deadline=300)
 
 
 @pytest.mark.smoke
@@ -423,7 +423,7 @@ def test_a_loop_that_is_told_to_stop(tmp_path):
 @pytest.mark.parametrize("how", ["shorter", "breaks alone"])
 def test_a_loop_that_ends_alone(tmp_path, how):
     """All processes end soon, in words: by an error of synk's, or by JAX's runtime, if it is the first to notice."""
-    for end in harness.run(programs.goes_on, tmp_path, how, processes=2, deadline=20):
+    for end in harness.run(programs.goes_on, tmp_path, how, processes=2, deadline=60):
         said_so = "DisagreementError|PeerError|has ended its program|service detected fatal errors"
         assert end.code in (1, 75, -signal.SIGABRT) and re.search(said_so, end.output), end
 
@@ -556,7 +556,7 @@ BEGINNINGS = [
 def test_init_refuses():
     """Missing and wrong arguments are named before anything is waited for."""
     for environment, code, message in BEGINNINGS:
-        end = harness.run(programs.execute, code, processes=1, deadline=20, **environment)[0]
+        end = harness.run(programs.execute, code, processes=1, deadline=60, **environment)[0]
         assert message in end.output and end.code == 1, (code, end)
 
 

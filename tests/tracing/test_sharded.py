@@ -8,7 +8,7 @@ from jax import lax
 
 import synk
 
-from ..helpers import assert_close, group_of, slow, slow_but
+from ..helpers import assert_close, group_of, slow
 
 RANDOM = np.random.default_rng(3)
 X = RANDOM.normal(size=(23, 131)).astype(np.float32)
@@ -151,6 +151,15 @@ ALONE = {
 
 
 QUICK = ("tied", "decay by rows", "branch of rows", "scan, checkpoint", "recurrent", "while", "conditions", "whole")
+
+
+def in_turns(quick, values):
+    """These cases with a group: quick ones with both, the others by turns with one of them."""
+    groups = ("devices", 3), ("simulated", 5)
+    first = [(case, groups[0]) if case in quick else slow(case, groups[i % 2]) for i, case in enumerate(values)]
+    return [*first, *(slow(case, groups[1]) for case in values if case in quick)]
+
+
 NUMBERS = ("w", "v", "s", "t", "b", "h", "conv")
 
 
@@ -167,8 +176,7 @@ def both(make, *args, value=VALUE):
         yield make(w)(*args), w.value
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("case", slow_but(QUICK, [*READS, *ALONE]))
+@pytest.mark.parametrize(("case", "group"), in_turns(QUICK, [*READS, *ALONE]), ids=str)
 def test_reading(case, group):
     """A function of a value in shards, whose rows do not divide, returns what it returns of the whole."""
     with group_of(*group):
@@ -177,8 +185,7 @@ def test_reading(case, group):
         assert_close(got[0], want[0], rtol=0.02 if narrow else 2e-6, atol=0.1 if narrow else 2e-5)
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("case", slow_but(QUICK, READS))
+@pytest.mark.parametrize(("case", "group"), in_turns(QUICK, READS), ids=str)
 def test_gradients(case, group):
     """So does its gradient, of which `then` gets shards of the sum."""
 
@@ -228,8 +235,9 @@ UPDATES = {
 THEN = {name: VALUE[name] for name in ("w", "v", "s", "b")}
 
 
-@pytest.mark.parametrize("group", GROUPS, ids=str)
-@pytest.mark.parametrize("case", slow_but(["elementwise", "mixed", "branch", "a scalar chooses"], UPDATES))
+@pytest.mark.parametrize(
+    ("case", "group"), in_turns(["elementwise", "mixed", "branch", "a scalar chooses"], UPDATES), ids=str
+)
 def test_then(case, group):
     """`then` makes of shards what it makes of the whole, cold and warm."""
 
