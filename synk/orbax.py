@@ -128,10 +128,11 @@ def _refuse_skipped(manager: Any, step: int) -> str:
 
 
 def _described(variable: Shared) -> dict[str, Any]:
-    """Describe a variable for JSON, with the number of replicas among which each leaf is cut, 1 for whole ones."""
+    """Describe a variable for JSON, with the number of replicas among which each leaf is cut; none if all are whole."""
     storage, group = variable._spec.storage, group_of(variable)
     is_cut = storage.sharded if isinstance(storage, Shards) and group.size > 1 else ()
-    return described(variable) | {"cuts": [group.size if cut else 1 for cut in is_cut]}
+    cuts = [group.size if cut else 1 for cut in is_cut] if any(is_cut) else []
+    return described(variable) | {"cuts": cuts}
 
 
 def _copy(variable: Shared) -> list[jax.Array]:
@@ -166,11 +167,7 @@ def _with_empty(wanted: list[Any], restored: list[Any]) -> list[Any]:
     """Return all leaves: the restored ones, and zeros for leaves without numbers."""
     rest = iter(restored)
     return [
-        next(rest)
-        if leaf.size
-        else leaf
-        if isinstance(leaf, np.ndarray)
-        else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        next(rest) if leaf.size else jnp.zeros(leaf.shape, leaf.dtype, device=getattr(leaf, "sharding", None))
         for leaf in wanted
     ]
 

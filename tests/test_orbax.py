@@ -62,7 +62,9 @@ def test_what_differs(manager):
 
 @pytest.mark.parametrize("kept", [True, False], ids=["in shards", "whole"])
 @pytest.mark.parametrize("sharded", [True, False], ids=["in shards", "whole"])
-@pytest.mark.parametrize("place", [("devices", 4), ("devices", 3), ("simulated", 5), ("devices", 1)], ids=str)
+@pytest.mark.parametrize(
+    "place", [("devices", 4), ("devices", 3), ("simulated", 4), ("simulated", 5), ("devices", 1)], ids=str
+)
 def test_shards(manager, place, sharded, kept):
     """Values in shards and whole ones come back as either, in any group, and functions run on at once."""
     rng = np.random.default_rng(3)
@@ -86,6 +88,17 @@ def test_shards(manager, place, sharded, kept):
         update = synk.function(lambda: None, then=lambda _: other.update(jax.tree.map(lambda v: v, other.value)))
         update()
         assert_same(jax.tree.map(_numbers, other.value), jax.tree.map(_numbers, value))
+
+
+def test_small_leaves_of_a_variable_in_shards(manager):
+    """None is cut, and they come back on another number of replicas."""
+    with group_of("devices", 4):
+        synk.orbax.save(manager, {"w": synk.shared(values(), sharded=True)}, step=1)
+        manager.wait_until_finished()
+    with group_of("devices", 3):
+        w = synk.shared(jax.tree.map(lambda v: v * 0, values()), sharded=True)
+        synk.orbax.load(manager, {"w": w})
+        assert_same(w.value, values())
 
 
 def _numbers(leaf):
