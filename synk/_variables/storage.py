@@ -18,7 +18,15 @@ from jax import lax
 from .._base.errors import SynkError
 from .._reductions.collectives import all_gather as gather_arrays
 from .._runtime.engine import Body
-from .._runtime.executable import broadcast_from, copy_to_replicas, relayout, replica_to_host, run_collective
+from .._runtime.executable import (
+    Executable,
+    ProgramSpec,
+    broadcast_from,
+    copy_to_replicas,
+    relayout,
+    replica_to_host,
+    run_collective,
+)
 from .._runtime.group import Group
 from .._runtime.layout import (
     Layout,
@@ -438,7 +446,10 @@ class Shards(Packed):
         ins: list[Layout] = [state.layout for _, state in given for _ in state.leaves]
         leaves = [leaf for _, state in given for leaf in state.leaves]
         outs = layouts(layout, len(self.abstract(AbstractState(self.shapes), group).shapes))
-        return state_of_leaves(run_collective(group, body, ins, outs, leaves), layout)
+        stored = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        # It runs once. Kept, `body` would keep the values that it is given.
+        program = Executable(group, ProgramSpec(body, [ins], [stored], outs, name="synk.storage.made"))
+        return state_of_leaves(program.launch([leaves]), layout)
 
     def refuse(self, name: str, call: str) -> None:
         raise SynkError(

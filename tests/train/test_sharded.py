@@ -1,5 +1,7 @@
 """shard_params=True and shard_optimizer=True: the plain step, and everything that is done with variables in shards."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -489,6 +491,23 @@ def test_replicas_must_share_their_parameters(four):
         step.params.value = START
         step(X)
     assert_like(*steps)
+
+
+def large_arrays():
+    """The arrays that live and have as many numbers as a leaf that lies in shards."""
+    gc.collect()
+    return sum(array.size > 1 << 14 for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize("options", SHARDED, ids=str)
+def test_a_step_is_let_go(four, options):
+    """What made its state keeps neither the parameters nor the state."""
+    before = large_arrays()
+    step = made(**options)
+    assert jax.tree.leaves(step.opt_state.value)
+    assert large_arrays() > before
+    del step
+    assert large_arrays() == before
 
 
 @pytest.mark.parametrize("options", SHARDED, ids=str)
