@@ -175,14 +175,14 @@ def _launch(
         values = run(name, plan.last, arguments)
         count(values)
         return values
-    # `lose` lives as long as the program is in flight. It must keep no argument and no value alive, so it refers to
-    # the new states weakly.
-    written: list[tuple[Shared, ref[VariableState]]] = []
+    # `lose` lives as long as the program is in flight. It must keep no argument, variable or value alive, so it refers
+    # to variables and their new states weakly.
+    written: list[tuple[ref[Shared], ref[VariableState]]] = []
 
     def lose(error: Exception) -> None:
-        for variable, reference in written:
-            state = reference()
-            if state is not None:
+        for of_variable, of_state in written:
+            variable, state = of_variable(), of_state()
+            if variable is not None and state is not None:
                 invalidate(variable, state, name, error)
 
     with uninterrupted():
@@ -196,7 +196,7 @@ def _launch(
                     invalidate(update.variable, old, name, error)
             raise
         for variable, state in _updates(ready, values, states, ran).items():
-            written.append((variable, ref(state)))
+            written.append((ref(variable), ref(state)))
             variable._state = state
     return values
 

@@ -1,6 +1,7 @@
 """A program that dies: the variables it was to write are lost, and say so."""
 
 import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -148,3 +149,14 @@ def test_old_values_are_let_go(four, donate):
     for _ in range(9):
         jax.block_until_ready(step(np.ones(8, np.float32)))
     assert values() == before + 1
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_variables_are_let_go(four, donate):
+    """Notes of programs in flight keep no variables alive."""
+    step, w = make(donate)
+    jax.block_until_ready(step(np.ones(8, np.float32)))
+    left = weakref.ref(w)
+    del step, w
+    gc.collect()
+    assert left() is None
