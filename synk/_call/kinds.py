@@ -85,7 +85,7 @@ class Kind:
             refuse_parts(self.name, spec, slices, {"batch_s": self._has_batch_s, "synk.local": self._is_local})
         self._sort_by_rows()
         self.base = self._base_call(site, options)
-        at_home = site.home is None
+        at_home = site.home is None or site.group is site.home._as_one
         self._placers = [
             (i, placer_of(specs[i], site.group, slices == 1, site.way == "absent", at_home)) for i in spec.broadcast
         ]

@@ -16,7 +16,7 @@ from .._data.process_rows import ProcessLocalRows
 from .._data.sources import as_source, is_in_memory
 from .._data.staging import is_staged, send_copy
 from .._data.transfer import PickedRows
-from .._runtime.group import Group
+from .._runtime.group import Group, GroupAsOne
 from .._runtime.layout import host_copy, put, replicate, takes
 from .._variables.collectives import rows_held
 from .._variables.variable import Shared
@@ -202,14 +202,14 @@ def placer_of(leaf: LeafSpec, group: Group, is_used_once: bool, is_abstract: boo
       group: the replicas.
       is_used_once: whether one program takes it.
       is_abstract: whether the call does not run.
-      is_at_home: whether data of the call lies in this group.
+      is_at_home: whether data of the call lies on the devices of this group.
     """
     if is_abstract:
         shape, dtype, is_weak = broadcast_aval(leaf)
         struct = jax.ShapeDtypeStruct(shape, dtype, weak_type=is_weak)
         return lambda group, leaf: struct
     if leaf.kind == "data":
-        # Data of the group may be there already.
+        # Copies of the data may be there already.
         is_there = PLACES[leaf.place].layout == "replicated" and is_at_home
         return _resident if is_there else _replicate_data
     if leaf.kind == "array":
@@ -233,7 +233,8 @@ def stack_leaves(group: Group, leaves: Sequence[Any], most: int) -> Any:
 
 
 def _resident(group: Group, leaf: Any) -> jax.Array:
-    return resident(leaf, group)
+    # One replica of all devices takes the copies that the replicas have.
+    return resident(leaf, group._home if isinstance(group, GroupAsOne) else group)
 
 
 def _replicate_data(group: Group, leaf: Any) -> jax.Array:

@@ -219,6 +219,20 @@ def test_where_rows_come_from(four, engine):
 
 
 @pytest.mark.parametrize("engine", ["shard_map", "jit"])
+def test_data_on_the_devices_stays_there(four, engine):
+    """A call over arrays and broadcast data that lie on the devices sends nothing from the host."""
+    y = synk.data(numbers(5), place="broadcast")
+    f = synk.function(lambda x, y: (x @ y.T).sum(0), ["x"], engine=engine)
+    x = jax.device_put(numbers(8), jax.NamedSharding(four.mesh, jax.sharding.PartitionSpec(AXIS)))
+    want = f(x, y)
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        got = f(x, y)
+    assert_close(got, want)
+    y[2] = 7
+    assert_close(f(x, y), (numbers(8) @ y[:].T).sum(0))
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "jit"])
 def test_transformed(four, engine):
     """Gradients, maps and compilation around a call are those of the serial function."""
 
