@@ -65,8 +65,8 @@ def send_rows(group: Group, source: Source, selection: Selection, part_rows: Par
         home = group._home
         return send_rows(home, source, selection, _blocks(part_rows.max_rows, home.size), dtype)
     max_rows, has_one = part_rows.max_rows, group._has_one_device
-    is_full = selection.rows == max_rows * group.size and source.dtype == dtype
-    is_whole = is_full and selection.indexes is None and len(source) == selection.rows
+    is_full = _is_full(group, source, selection, part_rows, dtype)
+    is_whole = is_full and _is_whole(source, selection)
     if is_full and has_one and isinstance(source, np.ndarray):
         if is_whole and isinstance(source, PickedRows):
             return np.asarray(source)
@@ -215,9 +215,33 @@ def to_host(group: Group, source: Source) -> HostSource | None:
     """Return a source that threads can copy from; None if the rows lie on devices and should stay there."""
     if not isinstance(source, jax.Array):
         return source
-    if not is_everywhere(source):
-        return None if group._is_multi_process else everywhere(source)
-    return np.asarray(source) if group.platform == "cpu" or group._is_multi_process else None
+    return everywhere(source) if _is_picked_by_host(group, source) else None
+
+
+def _is_picked_by_host(group: Group, source: jax.Array) -> bool:
+    if is_everywhere(source):
+        return group.platform == "cpu" or group._is_multi_process
+    return not group._is_multi_process
+
+
+def is_sent_by_host(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> bool:
+    """Check whether `send_rows` sends these rows from the host, where they lie or where it picks them."""
+    if isinstance(group, GroupAsOne):
+        group, part_rows = group._home, _blocks(part_rows.max_rows, group._home.size)
+    if not isinstance(source, jax.Array):
+        return True
+    if _is_full(group, source, selection, part_rows, dtype) and _is_whole(source, selection):
+        return not is_placed(group, source, "rows") and is_cut_by_host(group, source)
+    return _is_picked_by_host(group, source)
+
+
+def _is_full(group: Group, source: Source, selection: Selection, part_rows: PartRows, dtype: np.dtype) -> bool:
+    """Check whether every replica has as many rows, in the dtype of the source."""
+    return selection.rows == part_rows.max_rows * group.size and source.dtype == dtype
+
+
+def _is_whole(source: Source, selection: Selection) -> bool:
+    return selection.indexes is None and len(source) == selection.rows
 
 
 def gather_rows(source: HostSource, selection: Selection, dtype: np.dtype) -> np.ndarray:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,16 +15,19 @@ from jax.profiler import TraceAnnotation
 from .._base.jax_context import checks_floats
 from .._base.units import seconds_text
 from .._call.auto_slices import ProgramMemory, bytes_on_device, data_beside, memory_of, sizes_of, variable_bytes
+from .._call.binding import BoundArguments
 from .._call.blocks import Blocks
 from .._call.execute import Outcome, ReadyCall, evaluate
 from .._call.parts import split_into_launches
 from .._call.plan import CallPlan, PlanCache
 from .._call.repeat import EXCHANGES, LOCAL, NANS
 from .._call.rows import InputSpec, exchange_programs
+from .._data.dataset import Data
 from .._data.overlap import widened
-from .._data.transfer import PartRows
+from .._data.transfer import PartRows, is_sent_by_host
 from .._runtime.executable import Executable, relayout
 from .._runtime.group import Group, GroupAsOne
+from .._runtime.layout import is_placed
 from .._runtime.target import known_accelerator
 from .._variables.state import VariableState
 from .._variables.variable import Shared
@@ -36,11 +39,11 @@ from .why import why_compiled
 _WAYS = {"replicated": "rows that every replica holds", "stacked": "rows that lie on the replicas"}
 
 
-def explain(ready: ReadyCall, plans: PlanCache, was_compiled: bool) -> Explanation:
+def explain(ready: ReadyCall, bound: BoundArguments, plans: PlanCache, was_compiled: bool) -> Explanation:
     """Make the report of a call that is planned and compiled, and not run."""
     plan, group = ready.plan, ready.group
     programs = (*_exchanges(ready), *_programs(ready))
-    inputs, variables = tuple(_inputs(ready)), tuple(_variables(plan))
+    inputs, variables = tuple(_inputs(ready, bound)), tuple(_variables(plan))
     flops, sizes = _flops(ready), [program.total_bytes for program in programs]
     memory = None if None in sizes else max(size or 0 for size in sizes)
     fits = None if memory is None or group.memory is None else memory <= group.memory
@@ -146,24 +149,38 @@ def _program(role: str, program: Executable, count: int, memory: ProgramMemory) 
     )
 
 
-def _inputs(ready: ReadyCall) -> Iterator[InputReport]:
+def _inputs(ready: ReadyCall, bound: BoundArguments) -> Iterator[InputReport]:
     """Describe the arguments: scattered ones first."""
-    spec, rows = ready.call.arguments, ready.rows
-    for name, row_input in zip(spec.scattered_names, rows.inputs, strict=True):
-        how, sent = _way(ready, row_input)
+    spec, rows, group = ready.call.arguments, ready.rows, ready.group
+    for i, name in enumerate(spec.scattered_names):
+        how, sent = _way(ready, i)
         yield InputReport(name, how, sum(rows.lengths or ()), sent)
     for place, leaf in zip(spec.broadcast, ready.broadcast, strict=True):
-        sent = leaf.size * leaf.dtype.itemsize * ready.group.size
-        yield InputReport(spec.names[place], "broadcast", None, sent)
+        # Replicas that share a device share the value.
+        sent = leaf.size * leaf.dtype.itemsize * group.mesh.devices.size
+        is_sent = _is_sent(group, bound.leaves[place])
+        how = "broadcast" if is_sent else "broadcast, from the devices"
+        yield InputReport(spec.names[place], how, None, sent if is_sent else 0)
 
 
-def _way(ready: ReadyCall, rows: InputSpec) -> tuple[str, int]:
-    """Return in words how rows reach the replicas, and the bytes that the host sends for it."""
+def _is_sent(group: Group, leaf: Any) -> bool:
+    """Check whether the host sends a broadcast argument in each call."""
+    if isinstance(leaf, Data):
+        return leaf._home.layout != "replicated"
+    return not isinstance(leaf, jax.Array) or (group._is_multi_process and not is_placed(group, leaf, "replicated"))
+
+
+def _way(ready: ReadyCall, i: int) -> tuple[str, int]:
+    """Return in words how the rows of an argument reach the replicas, and the bytes that the host sends for it."""
+    rows, source, selection = ready.rows.inputs[i], ready.rows.sources[i], ready.rows.selections[i]
     lengths, size, feed = ready.rows.lengths or (), ready.group.size, rows.feed
     if feed.layout == "rows":
+        launches = [widened(parts, feed.overlap) for parts in _launches(ready)]
+        if not is_sent_by_host(ready.group, source, selection, launches[0], rows.dtype):
+            return "rows of an array on the devices", 0
         # All replicas get as many rows as the longest part has.
-        longest = [widened(parts, feed.overlap).max_rows for parts in _launches(ready)]
-        return "rows from the host", sum(longest) * size * _row_bytes(rows)
+        sent = sum(ready.group._rows_sent(parts.max_rows) for parts in launches)
+        return "rows from the host", sent * _row_bytes(rows)
     if rows.scattered_rows is not None:
         # Each replica is told which rows each replica wants.
         longest = widened(split_into_launches(lengths, 1)[0], feed.overlap).max_rows

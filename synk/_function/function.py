@@ -644,7 +644,7 @@ class Function:
         with LOCK:
             absent = self._absent_site()
             ready = prepare(absent, bound, options)
-        explanation = explain(ready, self._plans, self.stats.compilations == before)
+        explanation = explain(ready, bound, self._plans, self.stats.compilations == before)
         if site is None:
             return explanation
         with LOCK:

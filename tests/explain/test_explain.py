@@ -519,3 +519,25 @@ def test_explain_of_array_constants_and_numpy_numbers(four):
     scaled(EIGHT, 1)
     scaled(EIGHT, 1.0)
     assert scaled.explain(EIGHT, 1.0).why == ["by: 1.0, was 1"]
+
+
+@pytest.mark.parametrize("engine", ["shard_map", "jit"])
+def test_bytes_from_the_host(engine):
+    """What lies on the devices is not sent; what the host sends goes to each device once."""
+    f = synk.function(lambda x, y: (x @ y.T).sum(), ["x"], engine=engine)
+    x, y = np.ones((6, 5), np.float32), np.ones((4, 5), np.float32)
+    data = synk.data(y, place="broadcast"), synk.data(y)
+    for group, devices in ((group_of("devices", 2), 2), (group_of("simulated", 2), 1)):
+        with group:
+            cut, whole = (
+                jax.NamedSharding(group.mesh, jax.sharding.PartitionSpec(*axis)) for axis in (["replica"], [])
+            )
+            there = jax.device_put(x, cut), jax.device_put(y, whole)
+            for given, sent in (
+                ((x, y), (x.nbytes, y.nbytes * devices)),
+                (there, (0, 0)),
+                ((x[:5], data[0]), (x.nbytes, 0)),
+                ((x, data[1]), (x.nbytes, y.nbytes * devices)),
+                ((jax.ShapeDtypeStruct(x.shape, x.dtype), y), (x.nbytes, y.nbytes * devices)),
+            ):
+                assert tuple(each.sent_bytes for each in f.explain(*given).inputs) == sent
