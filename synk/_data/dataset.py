@@ -17,9 +17,9 @@ from .._runtime.dispatch import LOCK, uninterrupted
 from .._runtime.executable import relayout
 from .._runtime.group import Group, current_group
 from .._runtime.layout import Layout
-from .first_rows import index_within, read_within, rows_shared, touched_rows
+from .first_rows import index_within, read_within
 from .places import PLACES, Place, PlaceName, ReplicaRows
-from .sources import Reader, Source, as_number_dtype, as_rows
+from .sources import Reader, Source, as_number_dtype, as_rows, share_rows
 
 _numbers = itertools.count()
 # Each `Data` by its id, since a write through one may change rows that others hold.
@@ -56,8 +56,8 @@ class Data:
     """Rows for the inputs of functions; made by `synk.data`.
 
     A `Data` holds the given array, without a copy: `x[i]` reads from it and `x[i] = rows` writes to it. The next call
-    that reads copies on devices, of this `Data` or of another one that holds the array, sends them what was written. A
-    write to the array itself goes unseen.
+    that reads copies on devices, of this `Data` or of another one that shares the memory, sends them anew. A write to
+    the array itself goes unseen.
 
     Attributes:
       name: what messages call it.
@@ -95,10 +95,10 @@ class Data:
         self._dtype = source.dtype if dtype is None else as_number_dtype(dtype, name)
         # The implementation of typed PRNG keys, which are held as raw data.
         self._key = key or _key_of(value)
-        # A copy on the devices of a group, and the rows that were written since it was made.
+        # A copy on the devices of a group, and whether rows were written since it was made.
         self._group: Group | None = None
         self._copy: jax.Array | None = None
-        self._stale: range | None = None
+        self._is_stale = False
         # Last: writes by other threads reach a `Data` that has one.
         self._source: Source | None = source
 
@@ -206,19 +206,18 @@ class Data:
             raise ValueError(
                 f"{self.name}: the array it holds is read-only. Give synk.data one that can be written, e.g. a copy."
             )
-        touched = touched_rows(index, self._length)
-        for data, _ in _holders(source, touched):
+        for data in _holders(source):
             data._refuse_change()
         # Marked before and after: a write that fails midway, or ends by Ctrl-C, has changed some rows, and another
         # thread may have sent them in between.
-        _mark(source, touched)
+        _mark_stale(source)
         try:
             if isinstance(source, Reader):
                 source[index_within(index, self._length)] = rows
             else:
                 source[: self._length][index] = rows
         finally:
-            _mark(source, touched)
+            _mark_stale(source)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self[:], dtype) if copy else np.asarray(self[:], dtype)
@@ -297,17 +296,11 @@ class Data:
         """
         self._become(_source=None, _length=0)
 
-    def _note(self, written: range | None) -> None:
-        """Note written rows, which copies on devices do not have yet."""
-        if written:
-            old = self._stale or written
-            self._stale = range(min(old.start, written.start), max(old.stop, written.stop))
-
     def _become(self, **changes: Any) -> None:
         """Set several attributes at once, and drop the copy of the rows on devices."""
         self._refuse_change()
         with LOCK, uninterrupted():
-            self._copy = self._group = self._stale = None
+            self._copy = self._group = None
             for name, value in changes.items():
                 setattr(self, name, value)
 
@@ -331,17 +324,16 @@ refuse_use(
 )
 
 
-def _holders(source: Source, rows: range) -> list[tuple[Data, range]]:
-    """Return each `Data` that holds some of the rows of a source, and which of its rows these are."""
+def _holders(source: Source) -> list[Data]:
+    """Return each `Data` that holds rows of a source."""
     alive = [data for reference in _alive.valuerefs() if (data := reference()) is not None]
-    pairs = [(data, rows_shared(source, rows, getattr(data, "_source", None))) for data in alive]
-    return [(data, shared) for data, shared in pairs if shared]
+    return [data for data in alive if share_rows(source, getattr(data, "_source", None))]
 
 
-def _mark(source: Source, written: range) -> None:
-    """Note written rows of a source in each `Data` that holds them."""
-    for data, shared in _holders(source, written):
-        data._note(shared)
+def _mark_stale(source: Source) -> None:
+    """Note that rows of a source are written, which copies on devices do not have yet."""
+    for data in _holders(source):
+        data._is_stale = True
 
 
 def _check_place(place: str, name: str) -> None:
@@ -369,29 +361,23 @@ def source_of(data: Data) -> Source:
 
 
 def resident(data: Data, group: Group) -> jax.Array:
-    """Return the rows on the devices of a group. Send only rows that were written since the last time.
+    """Return the rows on the devices of a group. Send them if they are not there, or were written since.
 
     Callers hold the lock.
     """
-    copy, dtype = data._copy, narrow(data._dtype)
-    if copy is not None and (data._group is not group or copy.dtype != dtype):
-        copy = None
-    if copy is not None and data._stale is None:
-        return copy
+    dtype = narrow(data._dtype)
+    if data._copy is not None and data._group is group and data._copy.dtype == dtype and not data._is_stale:
+        return data._copy
     if data._length >= 2**31:
         raise ValueError(f'{data.name}: devices hold at most {2**31 - 1} rows; this one has more. Use place="host".')
     source = source_of(data)
     host = np.asarray(source) if isinstance(source, jax.Array) else source
-    # Free a copy in another group before the new one takes memory.
-    data._copy = copy
+    # Free the old copy before the new one takes memory.
+    data._copy = None
     # Rows that another thread writes from here on are sent next time.
-    stale, data._stale = data._stale, None
-    try:
-        with named(data.name):
-            data._copy = data._home.bring(group, host, data._length, dtype, copy, stale or range(data._length))
-    except BaseException:
-        data._note(stale)
-        raise
+    data._is_stale = False
+    with named(data.name):
+        data._copy = data._home.bring(group, host, data._length, dtype)
     data._group = group
     return data._copy
 

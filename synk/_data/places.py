@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from .._base.partition import RowRange, lengths_of, split_rows
+from .._base.partition import lengths_of, split_rows
 from .._runtime.dispatch import LOCK
-from .._runtime.executable import replica_to_host, run_collective
+from .._runtime.executable import replica_to_host
 from .._runtime.group import Group
-from .._runtime.layout import Layout, put, shards
+from .._runtime.layout import Layout, put
 from .feed import InputFeed
 from .host_buffers import fresh
 from .overlap import Overlap, halo_of
@@ -52,14 +52,13 @@ class Place:
 
     Attributes:
       layout: the layout of the rows on the devices; None where they stay on the host.
-      bring: put the first rows of a source on the devices: `bring(group, source, rows, dtype, copy, stale)`. Where
-        there is a copy already, only rows in the range `stale` differ from it.
+      bring: put the first rows of a source on the devices: `bring(group, source, rows, dtype)`.
       choose_feed: choose how a call takes the rows: `choose_feed(group, rows, is_in_memory, picks)` returns a feed,
         and whether replicas first send one another the rows that the call picks. None: send the rows from the host.
     """
 
     layout: Layout | None
-    bring: Callable[[Group, HostSource, int, np.dtype, jax.Array | None, range], jax.Array]
+    bring: Callable[[Group, HostSource, int, np.dtype], jax.Array]
     choose_feed: Callable[[Group, int, bool, Picks], tuple[InputFeed, bool] | None]
 
     def abstract(self, group: Group, shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
@@ -96,53 +95,27 @@ class ReplicaRows:
         self._at = None
 
 
-def replicate_rows(
-    group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range
-) -> jax.Array:
-    """Send the first rows of a source to every replica, or only stale rows if there is a copy."""
-
-    def read(start: int, count: int) -> jax.Array:
-        buffer = fresh((count, *source.shape[1:]), dtype)
-        copy_rows(source, None, [Copy(buffer, start)])
-        # CPU devices may share the buffer, to which nobody else writes.
-        return put(group, buffer, "replicated")
-
-    # Powers of two: each size needs a program.
-    size = min(1 << (len(stale) - 1).bit_length(), rows)
-    if copy is None or 4 * size > rows or (group.platform == "cpu" and len(set(group.devices)) > 1):
-        return read(0, rows)
-    first = min(stale.start, rows - size)
-    args = [copy, read(first, size), put(group, np.array([first], np.int32), "replicated")]
-    return run_collective(group, _write_rows, ["replicated", "replicated", "replicated"], ["replicated"], args)[0]
+def replicate_rows(group: Group, source: HostSource, rows: int, dtype: np.dtype) -> jax.Array:
+    """Send the first rows of a source to every replica."""
+    buffer = fresh((rows, *source.shape[1:]), dtype)
+    copy_rows(source, None, [Copy(buffer, 0)])
+    # CPU devices may share the buffer, to which nobody else writes.
+    return put(group, buffer, "replicated")
 
 
-def _write_rows(array: jax.Array, rows: jax.Array, start: jax.Array) -> list[jax.Array]:
-    return [jax.lax.dynamic_update_slice_in_dim(array, rows, start[0], 0)]
-
-
-def scatter_rows(
-    group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range
-) -> jax.Array:
-    """Send each replica its part of the first rows, or only parts with stale rows if there is a copy."""
-    parts = split_rows(rows, group.size)
-    is_all = copy is None or group.is_simulated
-    ranks = [rank for rank in group._local_ranks if is_all or _overlaps(parts[rank], stale)]
+def scatter_rows(group: Group, source: HostSource, rows: int, dtype: np.dtype) -> jax.Array:
+    """Send each replica its part of the first rows."""
+    parts, ranks = split_rows(rows, group.size), group._local_ranks
     whole = fresh((len(ranks), parts[0].rows, *source.shape[1:]), dtype)
     starts, counts = [parts[rank].start for rank in ranks], [parts[rank].rows for rank in ranks]
     fill_parts(whole, source, Selection(None, 0, rows), starts, counts)
     if group.is_simulated:
         return put(group, whole, "stacked")
-    placed = {} if copy is None else dict(zip(group._local_ranks, shards(group, copy), strict=True))
-    placed |= {r: jax.device_put(buffer[None], group.devices[r]) for r, buffer in zip(ranks, whole, strict=True)}
-    shape = (group.size, *whole.shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, group.stacked, [placed[r] for r in group._local_ranks])
+    placed = [jax.device_put(buffer[None], group.devices[rank]) for rank, buffer in zip(ranks, whole, strict=True)]
+    return jax.make_array_from_single_device_arrays((group.size, *whole.shape[1:]), group.stacked, placed)
 
 
-def _overlaps(part: RowRange, stale: range) -> bool:
-    return part.start < stale.stop and stale.start < part.start + part.rows
-
-
-def _stay(group: Group, source: HostSource, rows: int, dtype: np.dtype, copy: jax.Array | None, stale: range) -> Any:
+def _stay(group: Group, source: HostSource, rows: int, dtype: np.dtype) -> Any:
     raise AssertionError("rows on the host lie on no device")
 
 

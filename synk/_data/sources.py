@@ -197,6 +197,17 @@ class Copy(NamedTuple):
         return self.start + len(self.buffer)
 
 
+def share_rows(one: Any, other: Any) -> bool:
+    """Check whether a write to rows of one source may change rows of another one."""
+    if isinstance(one, Reader) and isinstance(other, Reader):
+        # Each `file["x"]` of h5py is another object, and equal. What has no hash may compare numbers.
+        return one.of is other.of or bool(type(one.of).__hash__ and (one.of == other.of) is True)
+    if not (isinstance(one, np.ndarray) and isinstance(other, np.ndarray)):
+        return False
+    # Work enough to tell columns apart.
+    return np.may_share_memory(one, other, max_work=99)  # type: ignore[arg-type]  # any number
+
+
 def copy_rows(source: HostSource, indexes: np.ndarray | None, copies: Sequence[Copy]) -> None:
     """Fill buffers with rows of a source, or with those that the indexes name, by as many threads as pay."""
     # h5py and the like may not allow several threads.

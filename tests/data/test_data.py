@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import synk
 from synk._data.dataset import resident
 from synk._runtime.dispatch import LOCK, drain
-from synk._runtime.layout import shards
 
-from ..helpers import assert_same, calls, chosen, few, group_of, mapped, members, needs_devices, numbers, slow
+from ..helpers import assert_same, calls, chosen, few, group_of, mapped, members, numbers, slow
 
 PLACES = ("host", "scatter", "broadcast")
 X = numbers(11)
@@ -244,18 +243,6 @@ def test_a_write_is_seen(four, place, write):
     assert_same((rows(data), rows(data, batch=[10, 0, 3, 7, 5])), (want, want[[10, 0, 3, 7, 5]]))
 
 
-@pytest.mark.parametrize(("kind", "n"), [("devices", 1), ("simulated", 2)])
-def test_a_few_rows_written_to_many(kind, n):
-    """Where only what is stale is sent, it reaches its place, to the last row."""
-    x = numbers(100)
-    data = synk.data(x, place="broadcast")
-    with group_of(kind, n):
-        for index in (0, 99, slice(97, 99), slice(40, 60), [3, 90]):
-            rows(data, batch=[5])
-            data[index] = -data[index]
-            assert_same(rows(data), x)
-
-
 # Each gives two ways to hold rows of one memory, and the array that both see.
 SHARED = {
     "one array": lambda x: (x, x),
@@ -349,10 +336,9 @@ def test_what_profiles_call_a_program_of_synks_own(monkeypatch):
     )
     data = synk.data(numbers(100), place="broadcast")
     with group_of("devices", 1):
-        for _ in range(2):
-            rows(data)
-            data[3] = 0
-    assert ranges == ["rows", "synk.places.write_rows", "rows"]
+        rows(data)
+        data.array.block_until_ready()
+    assert ranges == ["rows", "synk.executable.copy"]
 
 
 @pytest.mark.parametrize("place", ["scatter", "broadcast"])
@@ -365,22 +351,6 @@ def test_nothing_moves_twice(four, place):
     assert resident(data, four) is before
     data[3] = 0
     assert resident(data, four) is not before
-
-
-def pointers(data):
-    return [shard.unsafe_buffer_pointer() for shard in shards(synk.group(), resident(data, synk.group()))]
-
-
-@needs_devices(4)
-def test_a_write_to_one_part_sends_that_part_alone(four):
-    """Other replicas keep the very buffers that they have."""
-    data = synk.data(X.copy(), place="scatter")
-    before = pointers(data)
-    data[3:6] = 0
-    assert [a == b for a, b in zip(before, pointers(data), strict=True)] == [True, False, True, True]
-    before = pointers(data)
-    data[[-1, 8]] = 1
-    assert [a == b for a, b in zip(before, pointers(data), strict=True)] == [True, True, False, False]
 
 
 @in_every_place
