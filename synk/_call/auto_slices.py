@@ -1,8 +1,7 @@
-"""Auto slices: choose the fewest slices whose compiled programs fit into a device's memory."""
+"""Auto slices: double the slices of a call until its compiled programs fit into a device's memory."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -23,66 +22,46 @@ from .plan import CallPlan, Site, SliceChoice, Traced
 from .rows import Rows
 
 
-def choose_slices(site: Site, key: Hashable, rows: Rows, plan_of: Callable[..., CallPlan]) -> SliceChoice:
+def choose_slices(site: Site, key: Hashable, rows: Rows, plan_of: Callable[[int], CallPlan]) -> SliceChoice:
     """Return the number of slices in which a call runs; the choice is remembered with the function's plans.
 
-    `key` is the key of its plan in one launch; `plan_of(slices, is_probe)` makes its plan for so many slices.
+    `key` is the key of its plan in one launch; `plan_of(slices)` makes its plan for so many slices.
     """
     if rows.lengths is None:
         return SliceChoice(1, 1)
-    max_rows = max(rows.lengths)
+    most = max(rows.lengths)
 
     def trace() -> Traced:
-        least, first = _fewest_that_compile(site.group, plan_of, max_rows)
-        choose = partial(_choose, site, plan_of, data_beside(rows, site.group), max_rows, least, first)
-        return Traced(first.accepts, (ref(first),), choose)
+        limit, slices = max(0, _limit(site.group, site.function.name) - data_beside(rows, site.group)), 1
+        while (plan := _fitting_plan(site, plan_of, slices, most, limit)) is None:
+            slices = min(2 * slices, most)
+        return Traced(plan.accepts, (ref(plan),), lambda: SliceChoice(slices, most))
 
     return site.plans.find(site, ("slices", key, rows.lengths), trace)
 
 
-def _fewest_that_compile(group: Group, plan_of: Callable[[int], CallPlan], max_rows: int) -> tuple[int, CallPlan]:
-    """Return the fewest slices, 1 or doubled, for which memory is enough to compile; and their plan."""
-    slices = 1
-    while True:
-        try:
-            return slices, plan_of(slices)
-        except MemoryError:
-            # The other processes would not know what this process has met.
-            if slices == max_rows or group._is_multi_process:
-                raise
-            slices = min(2 * slices, max_rows)
-
-
-def _choose(
-    site: Site, plan_of: Callable[..., CallPlan], data_bytes: int, max_rows: int, least: int, first: CallPlan
-) -> SliceChoice:
-    """Choose slices for replicas that have up to `max_rows` rows, beside so many bytes of data.
-
-    `first` is the plan for `least` slices; fewer slices do not compile.
-    """
+def _fitting_plan(
+    site: Site, plan_of: Callable[[int], CallPlan], slices: int, most: int, limit: int
+) -> CallPlan | None:
+    """Return the plan for so many slices; None if its programs need more than `limit` bytes, or more than there is to
+    be compiled. For `most` slices raise MemoryError then."""
     group, name = site.group, site.function.name
-    limit = max(0, _limit(group, name) - data_bytes)
-    needs: dict[int, int] = {}
-
-    def need(rows: int) -> int:
-        slices = -(-max_rows // rows)
-        plan = first if slices == least == 1 else plan_of(slices, is_probe=True)
-        needs[rows] = _memory_needed(plan, group, name)
-        return needs[rows]
-
-    # Not every number of rows is the longest of a cut: 10 rows in slices of at most 6 are two slices of 5.
-    most, fixed = -(-max_rows // least), variable_bytes(first, group)
-    rows = most_rows(need, limit, most, fixed, lambda rows: -(-max_rows // -(-max_rows // rows)))
-    if not rows:
-        raise MemoryError(
-            f"{name}: in slices of one row it still needs {size_text(needs[1])} of a device, results and variables "
-            f"included, but programs may use {size_text(limit)}. Make these or a row smaller, or raise memory=."
-        )
-    slices = -(-max_rows // rows)
-    while slices < max_rows and _memory_needed(plan_of(slices), group, name) > limit:
-        # Parts have very different lengths, and the probe had compiled one of their programs.
-        slices += 1
-    return SliceChoice(slices, max_rows)
+    try:
+        plan = plan_of(slices)
+    except MemoryError:
+        # The other processes would not know what this process has met.
+        if slices == most or group._is_multi_process:
+            raise
+        return None
+    needed = _memory_needed(plan, group, name)
+    if needed <= limit:
+        return plan
+    if slices < most:
+        return None
+    raise MemoryError(
+        f"{name}: in slices of one row it still needs {size_text(needed)} of a device, results and variables included, "
+        f"but programs may use {size_text(limit)}. Make these or a row smaller, or raise memory=."
+    )
 
 
 def _limit(group: Group, name: str) -> int:
@@ -155,12 +134,6 @@ def _execute_first(ready: ReadyCall, choice: SliceChoice) -> Any:
     return result
 
 
-# Questions after the first, each of which compiles a program.
-_TRIES = 4
-# Stop once the smallest number of rows known to be too large is within this factor of the largest known to fit.
-_CLOSE = 1.1
-
-
 class ProgramMemory(NamedTuple):
     """Bytes of one device while a program runs; None where the backend does not tell.
 
@@ -220,39 +193,3 @@ def _device_bytes(variable: Shared, plan: CallPlan, group: Group) -> int:
     """Return the bytes that a variable takes on a device; all simulated replicas share one device."""
     once = sum(shape.size * shape.dtype.itemsize for shape in plan.accepts[variable][0].shapes)
     return once * (group.size if group.is_simulated and plan.layouts[variable] == "stacked" else 1)
-
-
-def most_rows(
-    need: Callable[[int], int], limit: int, full: int, fixed: int = 0, snap: Callable[[int], int] = lambda rows: rows
-) -> int:
-    """Return about the most rows, up to `full`, that need at most `limit` bytes; 0 if one row needs more.
-
-    The search begins with `full` rows and interpolates downward: extrapolating from few rows underestimates.
-
-    Args:
-      need: returns the bytes that a number of rows needs; it compiles.
-      limit: bytes that there are.
-      full: the most rows wanted.
-      fixed: bytes that even no rows would need.
-      snap: rounds a number of rows down to one that slices can have.
-    """
-    good, good_bytes = 0, fixed
-    bad, bad_bytes = full, need(full)
-    if bad_bytes <= limit:
-        return full
-    for left in range(_TRIES, 0, -1):
-        if bad - 1 <= good or snap(bad - 1) <= good or (good and bad <= _CLOSE * good):
-            break
-        # Nothing fits yet: aim 10 % lower, since more memory than `fixed` may not depend on rows.
-        aim = limit if good else 0.9 * limit
-        below = bad - 1 if good else max(1, int(0.9 * bad))
-        guess = int(good + (aim - good_bytes) * (bad - good) / max(1, bad_bytes - good_bytes))
-        guess = 1 if left == 1 and not good else guess
-        rows = snap(min(max(guess, good + 1), below))
-        rows = rows if rows > good else snap(bad - 1)
-        size = need(rows)
-        if size <= limit:
-            good, good_bytes = rows, size
-        else:
-            bad, bad_bytes = rows, size
-    return good

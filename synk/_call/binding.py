@@ -370,7 +370,7 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, bool | int | float | complex | np.generic)
 
 
-# The value of num_slices that asks for the fewest slices that fit into memory.
+# The value of num_slices that asks for as many slices as fit into memory.
 AUTO = "auto"
 
 

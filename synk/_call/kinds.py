@@ -497,14 +497,8 @@ def _choose(site: Site, bound: BoundArguments, options: CallOptions) -> SliceCho
         kind, leaves = recognise(site, bound, of_slices)
         return kind.select(site, leaves, of_slices)
 
-    def plan_of(slices: int, is_probe: bool = False) -> CallPlan:
-        form = form_of(slices)[0]
-        if is_probe:
-            # A probe shows how much memory programs need. It compiles only one of the programs that run slices: one
-            # whose parts differ, if there is one, since that program holds both sizes.
-            sizes = max(form.call.part_sizes, key=lambda sizes: (len(sizes), sizes))
-            form = form.with_call(form.call._replace(part_sizes=(sizes,)))
-        return form.with_plan(site)[1]
+    def plan_of(slices: int) -> CallPlan:
+        return form_of(slices)[0].with_plan(site)[1]
 
     form, rows = form_of(1)
     try:

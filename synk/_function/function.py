@@ -159,9 +159,9 @@ class Function:
           batch: which rows: an int n (the first n), a slice, a boolean mask, or integer indexes; None for all.
           batch_s: which of the rows that live on the replicas, counted on each: one such batch for all or a list of one
             for each.
-          num_slices: run each replica's rows in so many parts, one at a time, for the memory of one; "auto": in the
-            fewest whose compiled programs fit into a device's memory (`synk.init(memory=)`), found by at most four more
-            compilations and remembered; should memory not do when they first run, in twice as many, with nothing lost.
+          num_slices: run each replica's rows in so many parts, one at a time, for the memory of one; "auto": 1,
+            doubled until the compiled programs fit into a device's memory (`synk.init(memory=)`), and remembered;
+            should memory not do when they first run, in twice as many, with nothing lost.
           output_subset: which entries of the top level of the outputs to return, as a tuple in that order.
           **kwargs: as `fn` takes them.
 
