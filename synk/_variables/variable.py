@@ -47,7 +47,6 @@ class Shared:
     __slots__ = (
         "__weakref__",
         "_cures",
-        "_followers",
         "_given_name",
         "_group",
         "_is_averaged",
@@ -71,12 +70,10 @@ class Shared:
         self.name = name or f"shared_{next(_numbers)}"
         # Processes compare this name: a made-up one has a number that may differ between them.
         self._given_name = name or "a shared variable without a name"
-        # A function that makes the first value in shards, and the variables whose values it takes.
-        self._made_by: tuple[Callable[..., PyTree], Sequence[Shared]] | None = None
-        # Variables whose first value is made of this one's, as soon as it is placed.
-        self._followers: list[Shared] = []
+        # A function that makes the first value in shards.
+        self._made_by: Callable[[], PyTree] | None = None
         if sharded and callable(value) and jax.tree.leaves(value) == [value]:
-            self._made_by, value = (value, ()), jax.eval_shape(value)
+            self._made_by, value = value, jax.eval_shape(value)
         self._spec, leaves = spec_of_value(value, self.name, borrow, sharded)
         # None until the first use places the leaves.
         self._group: Group | None = None
@@ -275,15 +272,15 @@ def shared(value: PyTree, name: str | None = None, *, borrow: bool = False, shar
 
 
 def shared_from(source: Shared, fn: Callable[[PyTree], PyTree], name: str, sharded: bool) -> Shared:
-    """Make a shared variable of a function of another one's value: now or, in shards, when it is first used."""
+    """Make a shared variable of a function of another one's value; in shards both are placed now."""
     if not sharded:
         return Shared(map_value(source, fn), name)
     made = Shared(jax.eval_shape(fn, abstract_value(source)), name, sharded=True)
-    made._made_by = fn, (source,)
-    source._followers.append(made)
-    if source._group is not None:
+    has_value = source._made_by is not None or not is_made_of_shapes(source)
+    # On devices that are not here it is made of shapes alone.
+    if has_value and (group := group_of(source)).accelerator is None:
         with eager():
-            bind(source, source._group)
+            made._state, made._group = _made_state(made, group, fn, source), group
     return made
 
 
@@ -329,7 +326,7 @@ def bind(variable: Shared, group: Group) -> VariableState:
     if variable._group is not group:
         group._refuse_if_absent(variable.name)
     if variable._group is None and variable._made_by is not None:
-        variable._state, variable._group = _made_state(variable, group, *variable._made_by), group
+        variable._state, variable._group = _made_state(variable, group, variable._made_by), group
         variable._made_by = None
     if variable._group is None:
         if is_made_of_shapes(variable):
@@ -341,10 +338,6 @@ def bind(variable: Shared, group: Group) -> VariableState:
         refuse_narrow(state.abstract, variable.name)
         _compare_processes(variable, group, state.leaves)
         variable._state, variable._group = variable._spec.storage.placed(group, state), group
-    if variable._followers:
-        followers, variable._followers = variable._followers, []
-        for follower in followers:
-            bind(follower, group)
     if variable._group is not group:
         current = str(group) if str(group) != str(variable._group) else "a later one of that kind"
         raise SynkError(
@@ -363,9 +356,7 @@ def bind(variable: Shared, group: Group) -> VariableState:
     return variable._state
 
 
-def _made_state(
-    variable: Shared, group: Group, make: Callable[..., PyTree], sources: Sequence[Shared]
-) -> VariableState:
+def _made_state(variable: Shared, group: Group, make: Callable[..., PyTree], *sources: Shared) -> VariableState:
     """Make the first state of a variable in shards on the replicas, by a function of the values of others."""
     given = [(source._spec, bind(source, group)) for source in sources]
     for source, (_, state) in zip(sources, given, strict=True):
@@ -539,9 +530,6 @@ def state_of_value(
     variable: Shared, new: PyTree, call: str = "set_value", *, borrow: bool = False, is_assigned: bool = False
 ) -> VariableState:
     """Make the state in which every replica has a copy of a new value."""
-    if variable._followers and (variable._made_by or not is_made_of_shapes(variable)):
-        # They are made of the value before.
-        bind(variable, group_of(variable))
     return state_of_copies(variable, new_leaves(variable, new, call, borrow, is_assigned))
 
 

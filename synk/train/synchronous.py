@@ -313,6 +313,7 @@ def step(
         next gradient; `check` compares as if all travelled.
       shard_optimizer: whether each replica keeps one n-th of the optimizer's state: it takes its shard of the gradient
         and updates one n-th of the parameters, and all gather them (ZeRO-1). The step is the same for any optimizer.
+        What lies in shards is placed now, in the current group.
       shard_params: whether parameters, gradients and `ema` lie in shards too, as by `synk.shared(params,
         sharded=True)`, which `params` may also be. Leaves are gathered where the loss uses them.
       blocks: as for `synk.function`: gradients of blocks of so many rows combine by one fixed tree, so all parameters

@@ -328,8 +328,8 @@ def test_what_raises(four):
     assert_same(w.value, jax.tree.map(jnp.asarray, START))
 
 
-def made(**options):
-    return synk.train.step(mean_loss, START, optax.adam(0.01), **options)
+def made(optimizer=optax.adam(0.01), **options):  # noqa: B008  # it has no state
+    return synk.train.step(mean_loss, START, optimizer, **options)
 
 
 @pytest.mark.parametrize("module", [synk, slow(synk.orbax)], ids=["synk", "orbax"])
@@ -491,6 +491,15 @@ def test_replicas_must_share_their_parameters(four):
         step.params.value = START
         step(X)
     assert_like(*steps)
+
+
+@pytest.mark.parametrize("options", SHARDED, ids=str)
+def test_state_is_made_with_the_step(four, options):
+    """Of the parameters as they are then, whatever they become before the first step."""
+    plain, step = (made(ema=0.9, optimizer=OPTIMIZERS["averaged"], **more) for more in ({}, options))
+    for each in (plain, step):
+        each.params.value = jax.tree.map(lambda leaf: leaf + 1, START)
+    assert_same(bits_of(step), bits_of(plain))
 
 
 def large_arrays():
