@@ -104,18 +104,16 @@ class Prober:
     def find(self, kinds: Kinds) -> tuple[int, int] | None:
         """Find the first row to blame, or the first and last of rows that are bad together.
 
-        The search asks for the kinds that the answer shows first, since infinity may be meant for some rows, as in a
-        mask before a maximum. If no single row shows those, the search asks for all kinds.
+        The search asks for the kinds that the answer shows, since infinity may be meant for some rows, as in a mask
+        before a maximum.
         """
         if self._rows is None:
             return None
-        spans: list[tuple[int, int] | None] = []
+        # Without such rows it asks for all kinds: clipping makes NaN of an infinite gradient.
         for self._kinds in dict.fromkeys((kinds, ALL_KINDS)):
-            span = find_first(len(self._rows.positions), self.is_bad)
-            if span is not None and span[0] == span[1]:
+            if span := find_first(len(self._rows.positions), self.is_bad):
                 return span
-            spans.append(span)
-        return spans[0] or spans[-1]
+        return None
 
     def run_alone(self, row: int) -> tuple[bool, str | None]:
         """Run the function on one row, once, on one device. Return whether the row is bad, and the line that makes it.
