@@ -16,11 +16,12 @@ CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_
 
 # Primitives of JAX that treat each number alone: https://docs.jax.dev/en/latest/jax.lax.html
 ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy "
-    "copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma "
-    "log log1p logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow real "
-    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
-    "sqrt square stop_gradient sub tan tanh xor".split()
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex "
+    "conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge "
+    "gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max "
+    "min mul mulhi ne neg nextafter not one_minus_square or polygamma population_count pow random_gamma_grad real "
+    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
 
 

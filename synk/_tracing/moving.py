@@ -25,13 +25,14 @@ _DIVIDED = (
     | FUNCTIONS
     | frozenset(
         "all_gather argmax argmin axis_index bitcast_convert_type broadcast_in_dim cholesky concatenate "
-        "custom_partitioning debug_callback dot_general dynamic_slice dynamic_update_slice eig eigh expand_dims fft "
-        "gather householder_product geqrf io_callback iota lu lu_pivots_to_permutation name optimization_barrier "
-        "pcast pmax pmin psum psum_invariant pure_callback pvary qr random_bits random_clone random_fold_in "
-        "random_gamma random_seed random_split random_unwrap random_wrap reduce_max reduce_min reduce_prod reduce_sum "
-        "reshape rev rng_bit_generator scatter scatter-add scatter_add scatter_max scatter_min scatter_mul scatter_sub "
-        "sharding_constraint shard_map sort split squeeze svd threefry2x32 top_k transpose triangular_solve "
-        "tridiagonal_solve".split()
+        "custom_partitioning debug_callback device_put dot_general dynamic_slice dynamic_update_slice eig eigh "
+        "empty empty2 expand_dims fft gather geqrf hessenberg householder_product io_callback iota lu "
+        "lu_pivots_to_permutation name optimization_barrier pcast pmax pmin psum psum_invariant pure_callback "
+        "pvary qr random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap "
+        "random_wrap reduce_max reduce_min reduce_prod reduce_sum reshape rev rng_bit_generator scatter scatter-add "
+        "scatter-max scatter-min scatter-mul scatter-sub schur shard_map sharding_constraint sort split "
+        "squeeze stack svd threefry2x32 tie tile top_k transpose triangular_solve tridiagonal tridiagonal_solve "
+        "unstack".split()
     )
 )
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
