@@ -17,6 +17,7 @@ from .._data.overlap import halo_of
 from .._data.row_keys import refuse_rbg
 from .._reductions.outputs import OutputRules, OutputSpec, pack_outputs, pack_result
 from .._reductions.reduction import WEIGHTS_APART
+from .._runtime.engine import dividing_mesh
 from .._runtime.group import Group, GroupAsOne
 from .._tracing.context import NoAxisError, TraceContext
 from .._tracing.fingerprint import ByIdentity, fingerprint
@@ -139,6 +140,7 @@ class CallTraces:
             variables=[*self._expected(function.fn), *self.touched],
             merges_equal=call.block is not None,
             keeps_lines=keeps_lines,
+            mesh=dividing_mesh(self.group),
         )
         traced = self._trace(request, zip(call.arguments.names, leaves, strict=True), seen)
         self._check_allowed(traced)
@@ -274,6 +276,7 @@ class CallTraces:
             ),
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
             merges_equal=call.block is not None,
+            mesh=dividing_mesh(self.group),
         )
         traced = self._trace(request)
         # What it combines is equal on all replicas, so a sum counts them.

@@ -122,6 +122,12 @@ def _as_one(body: Body, ins: Layouts, outs: Layouts) -> Body:
     return call
 
 
+def dividing_mesh(group: Group) -> Mesh | None:
+    """Return the mesh of devices among which XLA divides the work of one replica; None where there is one device."""
+    mesh = group.rows.mesh if isinstance(group, GroupAsOne) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+
+
 def divided(group: Group, rows: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Divide rows of one replica that all devices make together; XLA divides what is computed from them alike."""
     if not isinstance(group, GroupAsOne):

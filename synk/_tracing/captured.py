@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import linear_util
 from jax.extend.core import Jaxpr, Literal
+from jax.sharding import Mesh
 
 from .._base.errors import SynkError
 from .._base.jax_context import transfers_on_purpose
 from .._base.pytree import key_of, narrow
 from .._runtime.constants import LARGE, Constant, constant_of
 from .equations import equations, is_over_axis
+from .moving import FUNCTIONS, held_whole, moved_axes
 
 # Equations that only change where an array lies.
 _PLACES = frozenset(("sharding_constraint", "reshard", "mesh_cast"))
@@ -24,7 +26,9 @@ _NO_MESH = jax.sharding.AbstractMesh((), ())
 _RULES = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk"))
 
 
-def without_places(closed: Any, name: str, merges_equal: bool = False) -> tuple[Any, list[Constant]]:
+def without_places(
+    closed: Any, name: str, merges_equal: bool = False, mesh: Mesh | None = None
+) -> tuple[Any, list[Constant]]:
     """Return a jaxpr whose constants lie on the host and whose types name no mesh, and its large constants.
 
     JAX writes the mesh of a captured array into the type of all values computed from it. Inside `jax.shard_map` the
@@ -37,9 +41,11 @@ def without_places(closed: Any, name: str, merges_equal: bool = False) -> tuple[
       merges_equal: whether to leave out equations that repeat an earlier one. XLA drops these too, but sooner for
         several devices than for one, and some of its rules depend on how often a value is used: A / broadcast(B)
         becomes A * broadcast(1 / B) only if B is used once. Bits would differ.
+      mesh: the devices among which XLA divides the work. Where an equation moves numbers along axes, its operands and
+        results are kept whole along these.
     """
     with jax.ensure_compile_time_eval():
-        rewriter = _Rewriter(name, merges_equal)
+        rewriter = _Rewriter(name, merges_equal, mesh)
         return rewriter.top(closed), rewriter.large
 
 
@@ -62,8 +68,8 @@ def _variables(old: Sequence[Any], new: dict[Any, Any]) -> list[Any]:
 class _Rewriter:
     """A rewrite of a jaxpr and of inner jaxprs. A jaxpr that occurs twice stays one object, which JAX lowers once."""
 
-    def __init__(self, name: str, merges_equal: bool) -> None:
-        self.name, self.merges_equal = name, merges_equal
+    def __init__(self, name: str, merges_equal: bool, mesh: Mesh | None) -> None:
+        self.name, self.merges_equal, self.mesh = name, merges_equal, mesh
         self.large: list[Constant] = []
         # By id: the old jaxpr or constant, kept alive so that its id stays its own, and the new one.
         self._done: dict[int, tuple[Any, Any]] = {}
@@ -97,17 +103,31 @@ class _Rewriter:
                     consts.extend(inner.consts)
                     outs = take_in(inner.jaxpr, inside)
                 elif name not in _PLACES:
-                    rewritten = self._equation(equation, outs)
+                    axes = moved_axes(equation) if self.mesh else ()
+                    ins = self._whole(equation, outs, axes, eqns)
+                    rewritten = self._equation(equation, ins)
                     outs = self._earlier(rewritten, seen) if self.merges_equal else rewritten.outvars
                     eqns.extend([rewritten] if outs is rewritten.outvars else [])
+                    outs = self._whole(equation, outs, axes[len(ins) :], eqns)
                 new |= zip(equation.outvars, outs, strict=True)
             return _replaced(jaxpr.outvars, new)
 
         outs = take_in(jaxpr, new)
         return jaxpr.replace(constvars=constvars, invars=invars, eqns=eqns, outvars=outs)
 
+    def _whole(self, equation: Any, atoms: list[Any], axes: Sequence[Any], eqns: list[Any]) -> list[Any]:
+        """Keep operands or results of an equation whole along axes, by equations that it adds; return them."""
+        kept = list(atoms)
+        for i, (atom, along) in enumerate(zip(atoms, axes, strict=False)):
+            if (constraint := held_whole(equation, atom, along, self.mesh)) is not None:
+                (kept[i],) = outs = _variables([atom], {})
+                eqns.append(constraint.replace(outvars=outs))
+        return kept
+
     def _equation(self, equation: Any, ins: list[Any]) -> Any:
+        before, self.mesh = self.mesh, self.mesh if equation.primitive.name in FUNCTIONS else None
         params = {key: self._param(key, value) for key, value in equation.params.items()}
+        self.mesh = before
         ctx = equation.ctx if equation.ctx.cur_abstract_mesh.empty else self._once(equation.ctx, _outside_meshes)
         return equation.replace(invars=ins, outvars=_variables(equation.outvars, {}), params=params, ctx=ctx)
 
@@ -279,7 +299,10 @@ def _is_known(equation: Any, known: dict[Any, None]) -> bool:
     atoms = [atom for atom in equation.invars if not isinstance(atom, Literal)]
     if equation.effects or not atoms or not all(atom in known for atom in atoms):
         return False
-    return not any(is_over_axis(each) or each.primitive.name == "pure_callback" for each in equations([equation]))
+    return not any(
+        is_over_axis(each) or each.primitive.name == "pure_callback" or each.primitive.name in _PLACES
+        for each in equations([equation])
+    )
 
 
 def _size(atoms: Sequence[Any]) -> int:

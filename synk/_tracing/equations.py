@@ -12,13 +12,23 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from .._runtime.axis import replica_axis
 
 # Primitives that call a function with their arguments as they are.
-_CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
+CALLS = frozenset(("jit", "call", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
+
+# Primitives of JAX that treat each number alone: https://docs.jax.dev/en/latest/jax.lax.html
+ELEMENTWISE = frozenset(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex "
+    "conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge "
+    "gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max "
+    "min mul mulhi ne neg nextafter not one_minus_square or polygamma population_count pow random_gamma_grad real "
+    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
+)
 
 
 def called_by(equation: Any) -> Any:
     """Return the function that an equation calls with its arguments as they are, None for other equations."""
     params = equation.params
-    return params.get("jaxpr", params.get("call_jaxpr")) if equation.primitive.name in _CALLS else None
+    return params.get("jaxpr", params.get("call_jaxpr")) if equation.primitive.name in CALLS else None
 
 
 def functions_in(equation: Any) -> list[Any]:

@@ -21,16 +21,8 @@ from jax.extend.core import Literal
 
 from .._runtime.axis import replica_axis
 from .._runtime.shards import Shard, filled, gather_shard, keeps_layers, own_shard, sum_to_shards
-from .equations import called_by
+from .equations import ELEMENTWISE, called_by
 
-# Primitives of JAX that treat each number alone: https://docs.jax.dev/en/latest/jax.lax.html
-_ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex conj convert_element_type copy "
-    "copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma "
-    "log log1p logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow real "
-    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh "
-    "sqrt square stop_gradient sub tan tanh xor".split()
-)
 # Reductions of floats and of booleans, and the number that changes nothing in each.
 _REDUCTIONS: dict[str, tuple[Any, Any]] = {
     "reduce_sum": (jnp.sum, 0),
@@ -198,7 +190,7 @@ class _Evaluation:
 
         Arrays of `fn` differ on the replicas, so with them each replica needs the whole. Equal arrays are cut.
         """
-        if step.name not in _ELEMENTWISE:
+        if step.name not in ELEMENTWISE:
             return None
         operands: list[Any] = []
         for atom, value in zip(step.ins, values, strict=True):

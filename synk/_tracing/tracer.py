@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from .._base.pytree import PyTree, as_keys
 from .._runtime.axis import axis_named, replica_axis
@@ -36,6 +37,7 @@ class TraceRequest:
       variables: variables that the function will probably read. Guessing right saves a second trace.
       merges_equal: whether to merge equations that repeat an earlier one.
       keeps_lines: whether equations keep the user's line that each comes from.
+      mesh: the devices among which XLA divides the work; None where it divides none.
     """
 
     fn: Callable[..., PyTree]
@@ -47,6 +49,7 @@ class TraceRequest:
     variables: Sequence[Any] = ()
     merges_equal: bool = False
     keeps_lines: bool = False
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def _trace(request: TraceRequest) -> TracedFunction:
         if set(learned["reads"]) <= set(variables):
             break
         variables = tuple(dict.fromkeys((*variables, *learned["reads"])))
-    closed, large = without_places(closed, request.sees.name, request.merges_equal)
+    closed, large = without_places(closed, request.sees.name, request.merges_equal, request.mesh)
     # A wrong guess leaves leaves of variables in the jaxpr that nothing uses.
     is_used = [variable in learned["reads"] for variable in variables for _ in request.sees.shapes_of(variable)]
     invars = [*compress(closed.jaxpr.invars, is_used), *closed.jaxpr.invars[len(is_used) :]]
