@@ -107,10 +107,11 @@ class Shared:
     @property
     @public_api
     def value(self) -> PyTree:
-        """Read, inside a function, this replica's value when the call began; outside, a copy of the value all share.
+        """Read, inside a function, this replica's value, or what the function has assigned; outside, a copy of the
+        value all share.
 
-        Assigning inside takes effect when the call ends; outside it is `synk.broadcast(w, new)`. A new value keeps
-        tree, shapes and dtypes.
+        What is assigned inside is read from there on in the function, and everywhere else when the call ends; outside
+        it is `synk.broadcast(w, new)`. A new value keeps tree, shapes and dtypes.
 
         Raises:
           DivergedError: read outside while replicas hold different values.
@@ -225,9 +226,14 @@ class Shared:
     def _unpack(self, leaves: Sequence[Any]) -> PyTree:
         return self._spec.tree(leaves)
 
+    def _tree(self, leaves: Sequence[Any]) -> PyTree:
+        return self._spec.treedef.unflatten(map(as_keys, leaves, self._spec.keys))
+
     def _conform(self, new: PyTree, shapes: Sequence[jax.ShapeDtypeStruct], call: str) -> list[Any]:
-        storage = self._spec.storage
-        return storage.pack(conform(self._spec, new, storage.seen(shapes), self.name, call), shapes)
+        return conform(self._spec, new, self._spec.storage.seen(shapes), self.name, call)
+
+    def _pack(self, leaves: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+        return self._spec.storage.pack(leaves, shapes)
 
 
 refuse_use(Shared, lambda self, how: f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
