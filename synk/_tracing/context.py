@@ -106,8 +106,8 @@ class TraceContext:
         if variable in self.written_before:
             fn = self.name.removesuffix(".then")
             raise SynkError(
-                f"{self.name}: it reads {variable.name}, which {fn} has assigned, on each replica its own value. Return "
-                f"the new value as an output of {fn}, whose combination then gets, and assign it in then."
+                f"{self.name}: it reads {variable.name}, which {fn} has assigned on each replica for itself. Return "
+                f"the new value as an output of {fn}: then gets it combined, and may assign it to {variable.name}."
             )
         self.reads[variable] = None
         if self.rows is None:

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, public_api, shown
-from .._base.jax_context import is_traced
+from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, public_api, shown, warn
+from .._base.jax_context import is_staged, is_traced
 from .._base.pytree import PyTree, abstract_array, as_data, as_keys
 from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
@@ -50,6 +50,7 @@ class Shared:
         "_followers",
         "_given_name",
         "_group",
+        "_has_step",
         "_is_averaged",
         "_made_by",
         "_may_differ",
@@ -85,6 +86,8 @@ class Shared:
         self._may_differ = False
         # Whether replicas that differ become equal after some steps by themselves.
         self._is_averaged = False
+        # Whether a training step updates it.
+        self._has_step = False
         # How replicas become equal again, by the name of the function that made them differ.
         self._cures: dict[str, str] = {}
 
@@ -122,6 +125,7 @@ class Shared:
         context = current_trace()
         if context is not None:
             return context.read(self)
+        _warn_of_constant(self)
         with eager():
             return common_value(self)
 
@@ -188,6 +192,7 @@ class Shared:
           [0, 1, 2]
         """
         refuse_inside(self.name, "get_value")
+        _warn_of_constant(self)
         with eager():
             return value_of_rank(self, rank, borrow)
 
@@ -319,6 +324,16 @@ def refuse_traced(name: str, call: str) -> None:
         raise SynkError(
             f"{call}: it runs when called, but {name} is used inside jit, grad, vmap or the like, "
             f"which would run it once and never again. Call it outside."
+        )
+
+
+def _warn_of_constant(variable: Shared) -> None:
+    """Warn in a trace of the user's own, which keeps what is read for all its runs."""
+    if is_staged():
+        warn(
+            f"{variable.name}: its value is read under jax.jit (or scan, eval_shape, ...), where it is a constant: "
+            f"later runs of the same trace see it again, whatever is assigned. Pass {variable.name}.value as an "
+            f"argument."
         )
 
 

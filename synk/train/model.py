@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import shown
+from .._base.errors import SynkError, shown, users_names
 from .._base.pytree import PyTree
 from .._function.decorator import Inputs, Options, function
 from .._function.function import Function
@@ -19,7 +19,7 @@ from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, WEIGHTS_APART, W
 from .._reductions.wire import check_wire
 from .._runtime.engine import EngineName
 from .._variables.value import conform
-from .._variables.variable import Shared, shared, shared_from
+from .._variables.variable import Shared, newest, shared, shared_from
 from .optimizer import update_of
 from .power_sgd import LowRankSum, PowerSGD
 
@@ -101,6 +101,9 @@ class TrainingModel:
             "feedback": low and low.feedback, "basis": low and low.basis, "ema": self.ema,
         }  # fmt: skip
         self.variables = {name: variable for name, variable in variables.items() if variable is not None}
+        for variable in self.variables.values():
+            variable._has_step = True
+        self._names = _NamesOf([v for v in (params, state) if isinstance(v, Shared)], users_names())
         # Variables take the place of the user's arrays, which need not stay in memory.
         self.options = options._replace(params=self.params, state=self.state)
         self.signature = self._signature_of_rows(call)
@@ -160,6 +163,7 @@ class TrainingModel:
 
         The weight is that of a `synk.Weighted` loss, None for others. State and aux outputs are `()` without any.
         """
+        self._names.check(self.name, self.call)
         # The loss gets a tree of its own, which it may change in place.
         before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
 
@@ -221,6 +225,31 @@ class TrainingModel:
         if self.options.clip is not None:
             grads, _ = self._optax.clip_by_global_norm(self.options.clip).update(grads, self._optax.EmptyState())
         return self._update(grads, opt_state, params, loss)
+
+
+class _NamesOf:
+    """The user's global names of variables at the time when a step is made of them.
+
+    A variable that is made again, as by a cell of a notebook that runs twice, is another one, which the step does not
+    update. Whenever a variable has been made, the next call traces the step once more, and looks here.
+    """
+
+    def __init__(self, variables: Sequence[Shared], names: dict[str, Any]) -> None:
+        # Other threads may add names meanwhile.
+        now = [*names.items()] if variables else []
+        self._found = [(name, variable) for name, value in now for variable in variables if value is variable]
+        self._names, self._made = names, newest()
+
+    def check(self, step: str, call: str) -> None:
+        """Raise SynkError if another variable has been made under one of the names, of which there is no step."""
+        for name, variable in self._found:
+            now = self._names.get(name)
+            if isinstance(now, Shared) and now is not variable and now._number > self._made and not now._has_step:
+                raise SynkError(
+                    f"{step}: it trains the variable {variable.name} of which it was made, but the name {name} is "
+                    f"another variable now, made since. Make the step again, by {call}; or, to go on with the old "
+                    f"one, give the new one another name."
+                )
 
 
 def checked_step(options: StepOptions, call: str) -> StepOptions:
