@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -103,7 +103,10 @@ class TrainingModel:
         self.variables = {name: variable for name, variable in variables.items() if variable is not None}
         for variable in self.variables.values():
             variable._has_step = True
-        self._names = _NamesOf([v for v in (params, state) if isinstance(v, Shared)], users_names())
+        names, given = users_names(), [v for v in (params, state) if isinstance(v, Shared)]
+        # Where the user has variables that were given, and the newest one of that time.
+        self._named = [(names, name, v) for name, value in [*names.items()] for v in given if value is v]
+        self._made = newest()
         # Variables take the place of the user's arrays, which need not stay in memory.
         self.options = options._replace(params=self.params, state=self.state)
         self.signature = self._signature_of_rows(call)
@@ -163,7 +166,7 @@ class TrainingModel:
 
         The weight is that of a `synk.Weighted` loss, None for others. State and aux outputs are `()` without any.
         """
-        self._names.check(self.name, self.call)
+        self._check_names()
         # The loss gets a tree of its own, which it may change in place.
         before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
 
@@ -189,6 +192,21 @@ class TrainingModel:
             new_state = rest[0]
             conform(state._spec, new_state, state._spec.shapes, state.name, self.name)
         return mean, weight, grads, new_state, rest[-1] if self.has_aux else ()
+
+    def _check_names(self) -> None:
+        """Raise SynkError if the user has made a variable again since, as by a cell of a notebook that runs twice.
+
+        Once a variable has been made, the next call traces the step anew, and comes here. One that has a step too is
+        none to take the old one's place.
+        """
+        for names, name, variable in self._named:
+            now = names.get(name)
+            if isinstance(now, Shared) and now is not variable and now._number > self._made and not now._has_step:
+                raise SynkError(
+                    f"{self.name}: it trains the variable {variable.name} of which it was made, but the name {name} is "
+                    f"another variable now, made since. Make the step again, by {self.call}; or, to go on with the "
+                    f"old one, give the new one another name."
+                )
 
     def _unpack(self, out: Any) -> tuple[Any, ...]:
         """Return a tuple of all that the loss returns; raise TypeError if that is not as many values as announced."""
@@ -225,31 +243,6 @@ class TrainingModel:
         if self.options.clip is not None:
             grads, _ = self._optax.clip_by_global_norm(self.options.clip).update(grads, self._optax.EmptyState())
         return self._update(grads, opt_state, params, loss)
-
-
-class _NamesOf:
-    """The user's global names of variables at the time when a step is made of them.
-
-    A variable that is made again, as by a cell of a notebook that runs twice, is another one, which the step does not
-    update. Whenever a variable has been made, the next call traces the step once more, and looks here.
-    """
-
-    def __init__(self, variables: Sequence[Shared], names: dict[str, Any]) -> None:
-        # Other threads may add names meanwhile.
-        now = [*names.items()] if variables else []
-        self._found = [(name, variable) for name, value in now for variable in variables if value is variable]
-        self._names, self._made = names, newest()
-
-    def check(self, step: str, call: str) -> None:
-        """Raise SynkError if another variable has been made under one of the names, of which there is no step."""
-        for name, variable in self._found:
-            now = self._names.get(name)
-            if isinstance(now, Shared) and now is not variable and now._number > self._made and not now._has_step:
-                raise SynkError(
-                    f"{step}: it trains the variable {variable.name} of which it was made, but the name {name} is "
-                    f"another variable now, made since. Make the step again, by {call}; or, to go on with the old "
-                    f"one, give the new one another name."
-                )
 
 
 def checked_step(options: StepOptions, call: str) -> StepOptions:

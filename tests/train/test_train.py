@@ -243,7 +243,7 @@ def test_a_variable_that_is_made_again(four, monkeypatch, make):
     step, rows = made()(), rows_of(8)
     step(*rows)
     again = made()
-    with pytest.raises(synk.SynkError, match=f"mean_loss: it trains the variable given .* by synk.train.{make.__name__};"):
+    with pytest.raises(synk.SynkError, match=f"it trains the variable given .* by synk.train.{make.__name__};"):
         step(*rows)
     again()
     step(*rows)

@@ -94,10 +94,8 @@ def test_reads_see_what_was_assigned(way):
             w.value = w.value * 2
             return before, between, times(x)
 
-        x = numbers(5)
-        for call in range(2):
-            w.set_value(np.float32(2.0))
-            np.testing.assert_array_equal(f(x), [2 * x, 3 * x, 6 * x])
+        x = np.arange(5, dtype=np.float32)
+        np.testing.assert_array_equal(f(x), [2 * x, 3 * x, 6 * x])
 
 
 def test_get_value_under_the_users_jit():
@@ -409,7 +407,7 @@ def test_then_reads_what_its_function_assigned(group):
 
     refused = synk.function(fn, reduce="mean", then=lambda x: x + w.value, name="step")
     for call in (refused, refused.serial, refused.check):
-        with pytest.raises(synk.SynkError, match="step.then: it reads w, which step has assigned .* as an output of step"):
+        with pytest.raises(synk.SynkError, match=r"step\.then: it reads w, which step has .* an output of step"):
             call(x)
     assert w.value == 0
 
@@ -825,7 +823,7 @@ def test_a_variable_is_an_argument_by_identity(rows):
                 assert float(read(w, x)) == float(read(x=x, w=w)) == float(read.serial(w, x)) == before * rows
                 read.check(w, x)
                 assert [float(got) for got in read.iterate(w, x, batches=[[0], [1, 2]])] == [before, 2 * before]
-                assert float(add(x, w)) == before and float(w.value) == before + rows
+                assert float(add(x, w)) == float(w.value) == before + rows
                 add.check(x, w)
             counts.append((read.stats.compilations, add.stats.compilations))
         assert len(set(counts)) == 1
