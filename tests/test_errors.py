@@ -486,6 +486,9 @@ ERRORS = {
     "another dtype": (
         assigning(lambda x: x.sum(0).astype(jnp.int32)), TypeError, "w has dtype int32, but its old one has float32",
     ),
+    "floats for integers": (
+        lambda: setattr(synk.shared(0, "w"), "value", 0.3), TypeError, r"w of floats: synk\.shared\(0\.0\), not 0",
+    ),
     "another number of rows": (
         lambda: setattr(synk.shared(np.zeros(2), "w"), "value", np.zeros(3)), ValueError, r"w has shape \(3,\), .* \(2,\)",
     ),

@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -168,10 +168,20 @@ def _hides_interrupt(error: Exception) -> bool:
 
 def warn(message: str) -> None:
     """Warn, and point at the innermost line outside synk."""
-    frame, level = sys._getframe(1), 2
+    warnings.warn(message, stacklevel=_users_frame()[1])
+
+
+def users_names() -> dict[str, Any]:
+    """Return the global names of the innermost function outside synk."""
+    return _users_frame()[0].f_globals
+
+
+def _users_frame() -> tuple[FrameType, int]:
+    """Return the frame of the innermost function outside synk, and its level as the caller's caller counts."""
+    frame, level = sys._getframe(2), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    return frame, level
 
 
 def hide_internal_frames(error: Exception, call: Callable[..., Any]) -> None:

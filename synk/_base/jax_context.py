@@ -85,6 +85,11 @@ def is_traced() -> bool:
     return trace is not _EVALUATION
 
 
+def is_staged() -> bool:
+    """Check whether what runs here is traced, to run later: by `jit`, `scan` or the like, not by `grad` or `vmap`."""
+    return is_traced() and isinstance(jax.lax.neg(np.float32(0)), jax.core.Tracer)
+
+
 def leave_traces() -> None:
     """End all transformations of this thread. Ctrl-C while JAX leaves one would keep the thread in it for good."""
     _enter_trace(_EVALUATION).__enter__()

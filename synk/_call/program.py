@@ -670,7 +670,8 @@ class Epilogue:
         with axis_named(self.function.axis_name):
             axes = [(replica_axis(), self.group.size)]
             whole = jax.make_jaxpr(lambda *values: self.combine(values), axis_env=axes, return_shape=True)(*states)[1]
-        return self.traces.then(self.function.then, self.outputs, whole)
+        written = [variable for variable, _ in self.builder.updates]
+        return self.traces.then(self.function.then, self.outputs, whole, written)
 
     @property
     def flops_of_then(self) -> int:

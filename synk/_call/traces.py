@@ -1,7 +1,7 @@
 """Traces: trace the user's function and `then` for one kind of call."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -249,9 +249,14 @@ class CallTraces:
                 )
 
     def then(
-        self, then: Callable[..., Any], outputs: OutputSpec, shapes: Sequence[jax.ShapeDtypeStruct]
+        self,
+        then: Callable[..., Any],
+        outputs: OutputSpec,
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        written: Collection[Shared],
     ) -> tuple[TracedFunction, list[int]]:
-        """Trace `then` on combined outputs of these shapes; and which broadcast arguments follow them."""
+        """Trace `then` on combined outputs of these shapes, after a function that has written these variables; and
+        which broadcast arguments follow them."""
         function, call, arguments = self.function, self.call, self.call.arguments
         numbers = outputs.treedef.unflatten(range(len(shapes)))
         given = numbers if type(numbers) is tuple else (numbers,)
@@ -273,6 +278,7 @@ class CallTraces:
                 self.group.size,
                 self._whole_shapes,
                 axis_name=function.axis_name,
+                written_before=written,
             ),
             variables=[v for v in self._expected(then) if len(set(self.abstract(v).rows_per_replica or ())) <= 1],
             merges_equal=call.block is not None,

@@ -2,8 +2,8 @@
 
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -48,9 +48,13 @@ class TraceContext:
       first_row: the number of the part's first row among all rows of the call, a traced int32.
       row: the place in the part of the one row that a map runs, a traced int32; None for a function of a part.
       values: the leaves of the variables that are expected to be read.
+      written_before: of `then` the variables that its function has written.
       state: JAX's trace at the start of the function.
-      reads: the variables read, in order.
-      writes: for each variable written, its new leaves and how slices combine.
+      reads: the variables whose values from before the call are read, in order.
+      writes: for each variable written, its new stored leaves and how slices combine.
+      written: for each variable written, its new logical leaves, which later reads see.
+      read_inside: the variables read inside transformations, whose traces JAX keeps for this context.
+      forget_traces: makes JAX trace inner functions anew from here on.
       uses_rank: the calls by which results may differ between replicas with equal inputs.
       uses_size: whether `synk.size` was asked.
       handed_out: for each read the variable, the tree handed out, and its leaves at that time.
@@ -71,18 +75,40 @@ class TraceContext:
     first_row: Any = None
     row: Any = None
     values: Mapping[Any, Sequence[jax.Array]] = field(default_factory=dict)
+    written_before: Collection[Any] = ()
     state: Any = field(default_factory=trace_state, init=False)
     reads: dict[Any, None] = field(default_factory=dict, init=False)
     writes: dict[Any, tuple[list[jax.Array], str | None]] = field(default_factory=dict, init=False)
+    written: dict[Any, Sequence[Any]] = field(default_factory=dict, init=False)
+    read_inside: set[Any] = field(default_factory=set, init=False)
+    forget_traces: Callable[[], Any] = field(default=lambda: None, init=False)
     uses_rank: set[str] = field(default_factory=set, init=False)
     uses_size: bool = field(default=False, init=False)
     handed_out: list[tuple[Any, PyTree, list[tuple[Any, Any]]]] = field(default_factory=list, init=False)
 
     def read(self, variable: Any) -> PyTree:
+        """Return the value of a shared variable: the one that the function has written, or that at the start of the
+        call."""
+        if trace_state() != self.state:
+            self.read_inside.add(variable)
+        if variable in self.written:
+            tree = variable._tree([*map(jnp.asarray, self.written[variable])])
+        else:
+            tree = self._value_before(variable)
+        self.handed_out.append((variable, tree, tree_leaves_with_path(tree)))
+        return tree
+
+    def _value_before(self, variable: Any) -> PyTree:
         """Return the value of a shared variable at the start of the call.
 
         A variable that was not expected to be read gives zeros, and the function is traced again.
         """
+        if variable in self.written_before:
+            fn = self.name.removesuffix(".then")
+            raise SynkError(
+                f"{self.name}: it reads {variable.name}, which {fn} has assigned on each replica for itself. Return "
+                f"the new value as an output of {fn}: then gets it combined, and may assign it to {variable.name}."
+            )
         self.reads[variable] = None
         if self.rows is None:
             self.rows = self.rows_held(variable)
@@ -92,7 +118,6 @@ class TraceContext:
         tree = variable._unpack(leaves)
         if self.row is not None and self.rows_held(variable) is not None:
             tree = jax.tree.map(lambda leaf: leaf[self.row], tree)
-        self.handed_out.append((variable, tree, tree_leaves_with_path(tree)))
         return tree
 
     def refuse_replica(self, what: str) -> None:
@@ -109,7 +134,7 @@ class TraceContext:
             raise SynkError(f"{self.name}: {what} in synk.map, where a row knows nothing of the others. {advice}")
 
     def write(self, variable: Any, new: PyTree, slices: str | None) -> None:
-        """Note a new value of a shared variable, which takes effect when the call ends."""
+        """Note a new value of a shared variable. Later reads of the function see it, all others when the call ends."""
         self.refuse_row(f"{variable.name} is assigned", "Return what it depends on, and assign it in then.")
         if trace_state() != self.state:
             raise SynkError(
@@ -131,7 +156,14 @@ class TraceContext:
         if slices == "add":
             # Slices add the difference from the old value, so that is read.
             self.reads[variable] = None
-        self.writes[variable] = variable._conform(new, self.shapes_of(variable), self.name), slices
+        shapes = self.shapes_of(variable)
+        leaves = variable._conform(new, shapes, self.name)
+        self.writes[variable] = variable._pack(leaves, shapes), slices
+        self.written[variable] = leaves
+        if variable in self.read_inside:
+            # An inner jax.jit that has read the old value would go on with it.
+            self.read_inside.clear()
+            self.forget_traces()
 
     def without_axis(self, what: str, can_move: bool) -> str:
         """Return the message for communication where the axis of the replicas is missing.
@@ -168,7 +200,9 @@ def tracing(context: TraceContext) -> Generator[None]:
     """Set the context of the function that this thread traces."""
     before, _local.context = current_trace(), context
     try:
-        with _fresh(object()):
+        with ExitStack() as stack:
+            context.forget_traces = lambda: stack.enter_context(_fresh(object()))
+            context.forget_traces()
             yield
     finally:
         _local.context = before

@@ -1,8 +1,9 @@
 """Names: the objects under a function's global names and in its closure cells, to notice other objects there."""
 
 import dis
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodWrapperType, WrapperDescriptorType
 from typing import Any
 from weakref import ref
 
@@ -56,10 +57,18 @@ class Names:
 
 
 def links(fn: Any) -> Iterator[Any]:
-    """Yield a callable and the functions behind it: each partial, method or wrapper, and then what it calls."""
+    """Yield a callable and the functions behind it: each partial, method, wrapper or object with `__call__`, and then
+    what it calls."""
     while fn is not None:
         yield fn
-        fn = next((inner for name in ("func", "__func__", "__wrapped__") if (inner := _attribute(fn, name))), None)
+        names = ("func",) if isinstance(fn, functools.partial) else ("__func__", "__wrapped__")
+        fn = next((inner for name in names if (inner := _attribute(fn, name))), None) or _call_method(fn)
+
+
+def _call_method(fn: Any) -> Any:
+    """Return the method that runs when an object is called; None for functions, and for what C implements."""
+    method = getattr(type(fn), "__call__", None)  # noqa: B004  # what it is matters, not whether
+    return None if isinstance(method, WrapperDescriptorType | MethodWrapperType) else method
 
 
 def _attribute(fn: Any, name: str) -> Any:

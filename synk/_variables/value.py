@@ -151,6 +151,8 @@ def _conform_leaf(leaf: Any, like: jax.ShapeDtypeStruct, key: Any, name: str, ca
     if have != like.dtype and not (is_weak and _kind(have) <= _kind(like.dtype)):
         is_there = narrow(like.dtype) == like.dtype
         remedy = f"Convert it, e.g. with new.astype({like.dtype.name!r})" if is_there else "Turn jax_enable_x64 on"
+        if jnp.issubdtype(have, jnp.floating) and jnp.issubdtype(like.dtype, jnp.integer):
+            remedy = f"Make {name} of floats: synk.shared(0.0), not 0. {remedy}, only where fractions may be lost"
         raise TypeError(
             f"{call}: the new value of {name} has dtype {have.name}, but its old one has {like.dtype.name}. {remedy}."
         )

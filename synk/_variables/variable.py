@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, public_api, shown
-from .._base.jax_context import is_traced
+from .._base.errors import DivergedError, PeerError, SharedLostError, SynkError, in_a_line, public_api, shown, warn
+from .._base.jax_context import is_staged, is_traced
 from .._base.pytree import PyTree, abstract_array, as_data, as_keys
 from .._base.refusals import refuse_use
 from .._reductions.reduction import UPDATES
@@ -49,6 +49,7 @@ class Shared:
         "_cures",
         "_given_name",
         "_group",
+        "_has_step",
         "_is_averaged",
         "_made_by",
         "_may_differ",
@@ -82,6 +83,8 @@ class Shared:
         self._may_differ = False
         # Whether replicas that differ become equal after some steps by themselves.
         self._is_averaged = False
+        # Whether a training step updates it.
+        self._has_step = False
         # How replicas become equal again, by the name of the function that made them differ.
         self._cures: dict[str, str] = {}
 
@@ -104,10 +107,11 @@ class Shared:
     @property
     @public_api
     def value(self) -> PyTree:
-        """Read, inside a function, this replica's value when the call began; outside, a copy of the value all share.
+        """Read, inside a function, this replica's value, or what the function has assigned; outside, a copy of the
+        value all share.
 
-        Assigning inside takes effect when the call ends; outside it is `synk.broadcast(w, new)`. A new value keeps
-        tree, shapes and dtypes.
+        What is assigned inside is read from there on in the function, and everywhere else when the call ends; outside
+        it is `synk.broadcast(w, new)`. A new value keeps tree, shapes and dtypes.
 
         Raises:
           DivergedError: read outside while replicas hold different values.
@@ -118,6 +122,7 @@ class Shared:
         context = current_trace()
         if context is not None:
             return context.read(self)
+        _warn_of_constant(self)
         with eager():
             return common_value(self)
 
@@ -184,6 +189,7 @@ class Shared:
           [0, 1, 2]
         """
         refuse_inside(self.name, "get_value")
+        _warn_of_constant(self)
         with eager():
             return value_of_rank(self, rank, borrow)
 
@@ -222,9 +228,14 @@ class Shared:
     def _unpack(self, leaves: Sequence[Any]) -> PyTree:
         return self._spec.tree(leaves)
 
+    def _tree(self, leaves: Sequence[Any]) -> PyTree:
+        return self._spec.treedef.unflatten(map(as_keys, leaves, self._spec.keys))
+
     def _conform(self, new: PyTree, shapes: Sequence[jax.ShapeDtypeStruct], call: str) -> list[Any]:
-        storage = self._spec.storage
-        return storage.pack(conform(self._spec, new, storage.seen(shapes), self.name, call), shapes)
+        return conform(self._spec, new, self._spec.storage.seen(shapes), self.name, call)
+
+    def _pack(self, leaves: Sequence[Any], shapes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+        return self._spec.storage.pack(leaves, shapes)
 
 
 refuse_use(Shared, lambda self, how: f"{self.name} is a shared variable, {how}: its value is {self.name}.value.")
@@ -310,6 +321,16 @@ def refuse_traced(name: str, call: str) -> None:
         raise SynkError(
             f"{call}: it runs when called, but {name} is used inside jit, grad, vmap or the like, "
             f"which would run it once and never again. Call it outside."
+        )
+
+
+def _warn_of_constant(variable: Shared) -> None:
+    """Warn in a trace of the user's own, which keeps what is read for all its runs."""
+    if is_staged():
+        warn(
+            f"{variable.name}: its value is read under jax.jit (or scan, eval_shape, ...), where it is a constant: "
+            f"later runs of the same trace see it again, whatever is assigned. Pass {variable.name}.value as an "
+            f"argument."
         )
 
 

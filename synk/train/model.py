@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base.errors import shown
+from .._base.errors import SynkError, shown, users_names
 from .._base.pytree import PyTree
 from .._function.decorator import Inputs, Options, function
 from .._function.function import Function
@@ -19,7 +19,7 @@ from .._reductions.reduction import REDUCTIONS, UNREDUCED_MEAN, WEIGHTS_APART, W
 from .._reductions.wire import check_wire
 from .._runtime.engine import EngineName
 from .._variables.value import conform
-from .._variables.variable import Shared, shared, shared_from
+from .._variables.variable import Shared, newest, shared, shared_from
 from .optimizer import update_of
 from .power_sgd import LowRankSum, PowerSGD
 
@@ -101,6 +101,12 @@ class TrainingModel:
             "feedback": low and low.feedback, "basis": low and low.basis, "ema": self.ema,
         }  # fmt: skip
         self.variables = {name: variable for name, variable in variables.items() if variable is not None}
+        for variable in self.variables.values():
+            variable._has_step = True
+        names, given = users_names(), [v for v in (params, state) if isinstance(v, Shared)]
+        # Where the user has variables that were given, and the newest one of that time.
+        self._named = [(names, name, v) for name, value in [*names.items()] for v in given if value is v]
+        self._made = newest()
         # Variables take the place of the user's arrays, which need not stay in memory.
         self.options = options._replace(params=self.params, state=self.state)
         self.signature = self._signature_of_rows(call)
@@ -160,6 +166,7 @@ class TrainingModel:
 
         The weight is that of a `synk.Weighted` loss, None for others. State and aux outputs are `()` without any.
         """
+        self._check_names()
         # The loss gets a tree of its own, which it may change in place.
         before = () if state is None else (jax.tree.map(lambda leaf: leaf, state.value),)
 
@@ -185,6 +192,21 @@ class TrainingModel:
             new_state = rest[0]
             conform(state._spec, new_state, state._spec.shapes, state.name, self.name)
         return mean, weight, grads, new_state, rest[-1] if self.has_aux else ()
+
+    def _check_names(self) -> None:
+        """Raise SynkError if the user has made a variable again since, as by a cell of a notebook that runs twice.
+
+        Once a variable has been made, the next call traces the step anew, and comes here. One that has a step too is
+        none to take the old one's place.
+        """
+        for names, name, variable in self._named:
+            now = names.get(name)
+            if isinstance(now, Shared) and now is not variable and now._number > self._made and not now._has_step:
+                raise SynkError(
+                    f"{self.name}: it trains the variable {variable.name} of which it was made, but the name {name} is "
+                    f"another variable now, made since. Make the step again, by {self.call}; or, to go on with the "
+                    f"old one, give the new one another name."
+                )
 
     def _unpack(self, out: Any) -> tuple[Any, ...]:
         """Return a tuple of all that the loss returns; raise TypeError if that is not as many values as announced."""

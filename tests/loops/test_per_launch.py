@@ -211,8 +211,7 @@ def test_body_runs_once_a_list_and_nothing_is_ahead():
         x[:] = 2.0
         if len(read) == 2:
             break
-    # `then` reads what was before.
-    assert read == [(4.0, [0.0, 2.0], 2), (18.0, [10.0, 14.0], 4)]
+    assert read == [(4.0, [2.0, 4.0], 2), (18.0, [14.0, 18.0], 4)]
     assert float(w.value) == 10.0
 
 

@@ -1,9 +1,10 @@
 """Names: whether a function's own names still have the objects that they had."""
 
 import gc
-from functools import wraps
+from functools import partial, wraps
 from weakref import ref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -104,6 +105,32 @@ def test_functions_inside_and_behind():
     finally:
         globals()["found"] = None
     assert Names([len, None]).are_same()
+
+
+FACTOR = 1.0
+
+
+class Model:
+    def __call__(self, x):
+        return (x * FACTOR).sum()
+
+
+class Jitted:
+    @partial(jax.jit, static_argnums=0)
+    def __call__(self, x):
+        return (x * FACTOR).sum()
+
+
+@pytest.mark.parametrize("make", [
+    lambda: synk.function(Model()), lambda: synk.function(Model().__call__), lambda: synk.function(partial(Model())),
+    lambda: synk.function(jax.jit(Model())), lambda: synk.function(Jitted()), lambda: synk.map(Model(), outputs="sum"),
+], ids=["object", "method", "partial", "jit", "jitted call", "map"])  # fmt: skip
+def test_objects_that_are_called(four, monkeypatch, make):
+    """The global names of `__call__` are those of the object."""
+    f, x = make(), np.ones(8, np.float32)
+    assert f(x) == 8
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert f(x) == 24
 
 
 def test_ops_and_logs_follow_their_names(four):

@@ -289,12 +289,15 @@ def then_rank(w, own):
 def updated_by_rows(w, own):
     """Equal before the first call, and no more after it."""
     own.value = np.float32(0)
+    update = synk.function(lambda x: own.update(x.sum() + w.value["b"].sum(), slices="last"))
+    read = synk.function(lambda x: x.sum(), then=lambda total: (w.value["w"] * (1 + own.value)).sum())
 
-    def fn(x):
-        own.update(x.sum() + w.value["b"].sum(), slices="last")
-        return x.sum()
+    def read_and_update(x, num_slices):
+        result = read(x, num_slices=num_slices)
+        update(x, num_slices=num_slices)
+        return result
 
-    return synk.function(fn, then=lambda total: (w.value["w"] * (1 + own.value)).sum())
+    return read_and_update
 
 
 def weights(w, own):

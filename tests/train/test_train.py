@@ -229,6 +229,27 @@ def test_the_optimizer_sees_the_combined_loss(four):
     assert_close(trained(synk.train.step(mean_loss, START, tx), batches), serial(mean_loss, tx, batches))
 
 
+given = None
+
+
+@pytest.mark.parametrize("make", [synk.train.step, synk.train.local_steps])
+def test_a_variable_that_is_made_again(four, monkeypatch, make):
+    """A step that trains the old one says so, as where a notebook's cell ran twice; not if the new one has a step too."""
+
+    def made():
+        monkeypatch.setitem(globals(), "given", synk.shared(START, name="given"))
+        return lambda: make(mean_loss, given, optax.sgd(0.1))
+
+    step, rows = made()(), rows_of(8)
+    step(*rows)
+    again = made()
+    with pytest.raises(synk.SynkError, match=f"it trains the variable given .* by synk.train.{make.__name__};"):
+        step(*rows)
+    again()
+    step(*rows)
+    assert given.value["b"] == START["b"]
+
+
 def test_one_trace(four):
     """The loss is traced once a shape, also at the first call."""
     traces = []

@@ -6,6 +6,7 @@ import gc
 import inspect
 import operator
 import weakref
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,9 @@ READERS = {
     "jit of vmap of grad": lambda w: jax.jit(jax.vmap(jax.grad(lambda row: row**2 * w.value / 2))),
 }  # fmt: skip
 
+# Outside of functions these keep nothing of what they read.
+READ_AT_ONCE = ("plainly", "vmap", "grad", "custom_vjp", "custom_jvp")
+
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("which", [("devices", 2), slow(("simulated", 4))], ids=str)
@@ -64,12 +68,42 @@ def test_reads_see_the_current_value(which, way):
     with group_of(*which):
         w = synk.shared(np.float32(2.0), name="w")
         times = READERS[way](w)
-        times(jnp.ones(2))  # the inner transformation caches here
+        # The inner transformation caches here.
+        with nullcontext() if way in READ_AT_ONCE else pytest.warns(UserWarning, match="w: its value .* is a constant"):
+            times(jnp.ones(2))
         f = synk.function(lambda x: times(x), reduce="concat")
         for value, rows in [(3, 8), (3, 2), (5, 8)]:
             w.value = np.float32(value)
             np.testing.assert_array_equal(f(np.arange(rows, dtype=np.float32)), value * np.arange(rows))
         assert f.shared == (w,)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("way", READERS)
+def test_reads_see_what_was_assigned(way):
+    """After an assignment in the same function each transformation reads the new value, though it has read the old."""
+    with group_of("devices", 2):
+        w = synk.shared(np.float32(2.0), name="w")
+        times = READERS[way](w)
+
+        @synk.function(reduce="concat")
+        def f(x):
+            before = times(x)
+            w.value = w.value + 1
+            between = times(x)
+            w.value = w.value * 2
+            return before, between, times(x)
+
+        x = np.arange(5, dtype=np.float32)
+        np.testing.assert_array_equal(f(x), [2 * x, 3 * x, 6 * x])
+
+
+def test_get_value_under_the_users_jit():
+    """It is a constant there too, which a warning says."""
+    with group_of("devices", 2):
+        w = synk.shared(np.float32(2.0), name="w")
+        with pytest.warns(UserWarning, match="w: its value .* is a constant.*Pass w.value as an argument"):
+            assert jax.jit(lambda: w.get_value(1))() == 2
 
 
 def test_an_inner_jit_met_twice_in_one_call():
@@ -285,7 +319,7 @@ def test_swap(group, donate):
 
 
 def test_moving_average(group):
-    """An average of a variable reads the value from before the call, however both are updated."""
+    """An average of a variable reads the value that has just been assigned, as in Python."""
     w, mean = synk.shared(np.float32(1.0)), synk.shared(np.float32(0.0))
 
     @synk.function(reduce="mean")
@@ -299,7 +333,90 @@ def test_moving_average(group):
 
     for _ in range(3):
         step(np.ones(9, np.float32))
-    assert (float(w.value), float(mean.value)) == (4, 0.5 * (0.5 * 0.5 + 1) + 1.5)
+    assert (float(w.value), float(mean.value)) == (4, 0.5 * (0.5 * 1 + 1.5) + 2)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "in shards"])
+def test_reads_after_writes_everywhere(group, sharded):
+    """Calls, slices, the serial run, the check and loops with lists give what Python gives."""
+    rows, start = numbers(7), np.ones((130, 130), np.float32)
+    w, mean = (synk.shared({"a": start, "b": np.float32(0)}, sharded=sharded) for _ in range(2))
+    step = synk.function(lambda x: x.mean(), reduce="mean")
+
+    @step.then
+    def step(x):
+        w.value = jax.tree.map(lambda leaf: leaf * 2 + x, w.value)
+        mean.value = jax.tree.map(lambda old, new: old + new, mean.value, w.value)
+        w.value = jax.tree.map(lambda leaf: leaf / 2, w.value)
+        return w.value["b"], (w.value["a"] ** 2).sum()
+
+    a, b, mean_a, results = 1.0, 0.0, 1.0, list[tuple[float, float]]()
+    for _ in range(5):
+        a, b, mean_a = a + rows.mean() / 2, b + rows.mean() / 2, mean_a + 2 * a + rows.mean()
+        results.append((b, a**2 * start.size))
+    step.check(rows)
+    assert_close(step.serial(rows), results[0])
+    assert_close(step(rows), results[0])
+    assert_close(step(rows, num_slices=2), results[1])
+    (*others,) = step.iterate(rows, batches=[slice(0, 7)] * 3, per_launch=3)
+    assert_close(others[0], results[2:])
+    assert_close(mean.value["a"][0, 0], mean_a)
+
+
+def test_slices_read_what_they_assigned(group):
+    """Each from the value before the call; "add" still adds to that, also where a slice assigns twice."""
+    w, x = synk.shared(np.float32(10)), numbers(5)
+
+    @synk.function(reduce="sum")
+    def f(x):
+        w.update(w.value + x.sum(), slices="add")
+        once = w.value
+        w.update(w.value + 1, slices="add")
+        return once, w.value
+
+    size = synk.size()
+    parts = min(2 * size, len(x))
+    assert_close(f(x, num_slices=2), (parts * 10 + x.sum(), parts * 11 + x.sum()))
+    assert_close(sum(float(w.get_value(rank)) for rank in range(size)), size * 10 + x.sum() + parts)
+
+
+def test_a_variable_assigned_before_it_is_read(group):
+    """It is no input: replicas that differ in it become equal, and nobody complains."""
+    w = synk.shared(np.float32(0), name="w")
+    synk.function(lambda x: setattr(w, "value", x.sum()))(numbers(5))
+    with pytest.raises(synk.DivergedError):
+        _ = w.value
+    f = synk.function(lambda x: x.mean(), reduce="mean")
+
+    @f.then
+    def f(x):
+        w.value = x
+        return w.value * 2
+
+    f(np.ones(5, np.float32))
+    assert w.value == 1
+
+
+def test_then_reads_what_its_function_assigned(group):
+    """That raises, and says to return it, unless `then` has assigned the variable itself."""
+    w, x = synk.shared(np.float32(0), name="w"), numbers(5)
+
+    def fn(x):
+        w.value = x.sum()
+        return x.mean()
+
+    refused = synk.function(fn, reduce="mean", then=lambda x: x + w.value, name="step")
+    for call in (refused, refused.serial, refused.check):
+        with pytest.raises(synk.SynkError, match=r"step\.then: it reads w, which step has .* an output of step"):
+            call(x)
+    assert w.value == 0
+
+    def then(x):
+        w.value = x
+        return w.value + 1
+
+    assert_close(synk.function(fn, reduce="mean", then=then)(x), x.mean() + 1)
+    assert_close(w.value, x.mean())
 
 
 def test_one_array_given_to_two_variables(group):
@@ -507,7 +624,7 @@ def test_results_lie_on_every_replica(four):
 
 
 def test_slices_see_the_value_from_before(four):
-    """Every part of a sliced call sees the variables as they were before it."""
+    """Every part of a sliced call sees the variables as they were before it, and what it assigns itself."""
     w = synk.shared(np.float32(1.0), name="w")
 
     @synk.function
@@ -515,7 +632,7 @@ def test_slices_see_the_value_from_before(four):
         w.update(w.value + 1, slices="max")
         return w.value * len(x)
 
-    assert float(f(np.ones(17, np.float32), num_slices=3)) == 17
+    assert float(f(np.ones(17, np.float32), num_slices=3)) == 2 * 17
     assert [float(w.get_value(rank)) for rank in range(4)] == [2, 2, 2, 2]
 
 
@@ -706,7 +823,7 @@ def test_a_variable_is_an_argument_by_identity(rows):
                 assert float(read(w, x)) == float(read(x=x, w=w)) == float(read.serial(w, x)) == before * rows
                 read.check(w, x)
                 assert [float(got) for got in read.iterate(w, x, batches=[[0], [1, 2]])] == [before, 2 * before]
-                assert float(add(x, w)) == before and float(w.value) == before + rows
+                assert float(add(x, w)) == float(w.value) == before + rows
                 add.check(x, w)
             counts.append((read.stats.compilations, add.stats.compilations))
         assert len(set(counts)) == 1
