@@ -320,10 +320,10 @@ def test_lines_are_whole(tmp_path):
 
 
 def test_output_waits_for_its_reader(tmp_path):
-    """Nobody reads 100 MB until the program has ended: 64 MB wait, the newest, behind a line that counts the others."""
+    """Nobody reads 80 MB until the program has ended: 64 MB wait, the newest, behind a line that counts the others."""
     ended = tmp_path / "ended"
     script = f"""
-        for i in range(100_000):
+        for i in range(80_000):
             print(f"{{i:05}}" * 200)
         open({str(ended)!r}, "w").close()
     """
@@ -338,7 +338,7 @@ def test_output_waits_for_its_reader(tmp_path):
     count = int(re.fullmatch(rb"synk: (\d+) lines left out here, .*", lines[left_out])[1])
     numbers = [int(line[4:9]) for line in lines[1:left_out] + lines[left_out + 1 :]]
     before = left_out - 1
-    assert numbers == [*range(before), *range(before + count, 100_000)]
+    assert numbers == [*range(before), *range(before + count, 80_000)]
     assert 60e6 < sum(map(len, lines[left_out:])) < 64 << 20 and launcher.returncode == 0
 
 
