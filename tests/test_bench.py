@@ -17,6 +17,13 @@ BENCH = Path(__file__).resolve().parent.parent / "bench"
 
 pytest.importorskip("flax", reason="the benchmarks train with it: install the extra `bench`")
 
+STEP = """
+import numpy as np, synk
+
+def bench():
+    return synk.function(lambda x: x.sum()), np.ones((60, 4), np.float32)
+"""
+
 
 def run(script, *arguments):
     """What a benchmark prints, from a process of its own."""
@@ -89,6 +96,18 @@ def test_calls_enter_few_functions(trial):
     assert first["synk"] == again["hand"] >= 1 and first["hand"] >= 1
     # A second start finds all of them in its folder.
     assert again["synk"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strong", [[], ["--strong"]])
+def test_scaling_of_a_step(tmp_path, strong):
+    """Each replica has the same number of rows, or all rows are divided."""
+    (tmp_path / "train.py").write_text(STEP)
+    short = "--replicas=1,3", "--rounds=1", "--steps=2", "--json", tmp_path / "out"
+    run("scaling.py", f"{tmp_path / 'train.py'}:bench", *short, *strong)
+    results = json.loads((tmp_path / "out").read_text())["results"]
+    assert [(case["replicas"], case["rows"]) for case in results] == [(1, 60 if strong else 20), (3, 60)]
+    assert results[0]["efficiency"] == 1
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """Launcher: `python -m synk launch` runs one program in several processes of this machine, or of each of several."""
 
-import fcntl
 import os
-import queue
 import re
 import select
 import shutil
@@ -12,6 +10,7 @@ import sys
 import tempfile
 import threading
 from argparse import REMAINDER, ArgumentParser, Namespace
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,15 +28,12 @@ EXIT_TOLD = 128 + signal.SIGTERM  # the exit code of a program that was told to 
 NOTICE_SECONDS = 0.5  # for other processes to print why they end, once one has failed
 GRACE_SECONDS = 3.0  # for the process that failed, if others end before it, and for all after Ctrl-C
 DRAIN_SECONDS = 1.0  # for the last output of processes that have ended
-STALL_SECONDS = 2.0  # without progress, after which nobody seems to read standard output
+STALL_SECONDS = 60.0  # at the end, without progress, after which nobody seems to read standard output
+TOLD_STALL_SECONDS = 2.0  # the same, once the launcher was told to stop
 MAX_LINE_BYTES = 1 << 16  # longer lines are cut
-PROGRESS_SECONDS = 1.0  # between two printed states of a progress bar
+MAX_UNREAD_BYTES = 64 << 20  # of lines that wait until somebody reads standard output
 RUNTIME_ENDS_IT = b"JAX distributed service detected fatal errors"  # JAX prints it in a process that it ends
-FOLDER_PREFIX = "synk-launcher-"  # of folders in memory
 FOREVER = float("inf")
-
-# A progress bar ends each state with \r, and draws the next one over it.
-_LINE_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     console, signals, code = Console(), _note_signals(), 0
     console.say(f"{options.processes} processes" + (f", logs in {options.logs}" if options.logs else ""))
-    with closing(Guard(options.memory_folder)) as guard:
+    with closing(Guard()) as guard:
         for attempt in range(options.restarts + 1):
             members = _run(options, attempt, guard, console, signals)
             code, rank, how = _blame(members, signals)
@@ -56,17 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 console.say(f"process {rank} failed first: it {how}")
                 break
             left = counted(options.restarts - attempt - 1, "restart")
-            console.say(f"process {rank} {how}; all start again{_newest_item(guard.folder)}; {left} left")
-    console.close()
+            console.say(f"process {rank} {how}; all start again; {left} left")
+    console.close(signals)
     return code if code >= 0 else 128 - code
-
-
-def _newest_item(folder: Path | None) -> str:
-    """Name the item of the newest checkpoint that `synk.resume` keeps in memory."""
-    paths = [] if folder is None else folder.rglob("step-*")
-    items = re.findall(r"loop-(\d+)[^/]*/step-(\d+)$", "\n".join(map(str, paths)), re.MULTILINE)
-    newest = max(((int(loop), int(step)) for loop, step in items), default=None)
-    return "" if newest is None else f" from item {newest[1]:,} in memory"
 
 
 def _note_signals() -> list[int]:
@@ -85,14 +73,12 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser("python -m synk", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print versions, devices and settings, and what is wrong with them")
-    commands.add_parser("bench", help="measure how a step scales over the devices that are here, as one page")
     launch = commands.add_parser("launch", help="start a program in n processes on this machine")
     add = launch.add_argument
     add("-n", "--processes", type=int, default=2, help="how many processes (2)")
     add("--devices-per-process", type=int, metavar="K", help="devices of each (one GPU; all with -n 1)")
     add("--restarts", type=int, default=0, metavar="R", help="start all again up to R times (0)")
     add("--logs", type=Path, metavar="FOLDER", help="keep each rank's output there")
-    add("--memory-folder", type=Path, metavar="FOLDER", help="where checkpoints in memory lie (/dev/shm)")
     add("--nodes", type=int, default=1, metavar="M", help="on how many machines this command runs (1)")
     add("--node-rank", type=int, default=0, metavar="I", help="number of this machine, from 0 (0)")
     add("--coordinator", metavar="HOST:PORT", help="an address of the first machine, where there are several")
@@ -116,8 +102,6 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
             options.logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"--logs is {options.logs}, which cannot be made: {error.strerror}")
-    if options.memory_folder is not None and not os.access(f"{options.memory_folder}/.", os.W_OK):
-        parser.error(f"--memory-folder is {options.memory_folder}; give a folder that exists and that you may write to")
     return options
 
 
@@ -132,7 +116,7 @@ def _run(options: Namespace, attempt: int, guard: "Guard", console: "Console", s
                 rank = options.node_rank * options.processes + i
                 log = None if options.logs is None else options.logs / f"rank-{rank}.{attempt}.log"
                 environment = _environment(options, rank, attempt, coordinator)
-                environment["SYNK_MEMORY_FOLDER"] = str(guard.folder or "")
+                environment["SYNK_EXITS_FOLDER"] = guard.folder
                 members.append(Member(rank, command, environment, log, console))
                 guard.toggle(members[-1].process.pid)
             _watch(members, signals)
@@ -161,17 +145,17 @@ def _environment(options: Namespace, rank: int, attempt: int, coordinator: str) 
 
 
 class Guard:
-    """A process that ends all others when the launcher is gone, even by `kill -9`, and their folder in memory.
+    """A process that ends all others when the launcher is gone, even by `kill -9`, and removes their folder.
 
     Attributes:
-      folder: a folder in the memory of this machine, which goes when the launcher ends; None if there is no place.
+      folder: a temporary folder, where a process says how long its exit may take; empty if there is no place.
     """
 
-    folder: Path | None = None
+    folder = ""
 
     # The guard's standard input ends with the launcher. A group that is named a second time has ended.
     PROGRAM = """if True:
-        import contextlib, os, shutil, signal, sys, time
+        import contextlib, os, shutil, signal, sys
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         groups = set()
         for line in sys.stdin:
@@ -179,22 +163,12 @@ class Guard:
         for group in groups:
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGKILL)
-        for _ in range(20):  # a helper may still write there
-            shutil.rmtree(sys.argv[1], ignore_errors=True)
-            time.sleep(0.1)"""
+        shutil.rmtree(sys.argv[1], ignore_errors=True)"""
 
-    def __init__(self, place: Path | None) -> None:
+    def __init__(self) -> None:
         with suppress(OSError):  # no temporary folder can be written to
-            place = place or Path("/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir())
-            for left in place.glob(f"{FOLDER_PREFIX}*"):
-                with suppress(OSError):  # its launcher lives
-                    self._lock = _lock(left)
-                    shutil.rmtree(left)
-            new = Path(tempfile.mkdtemp(prefix=".synk-", dir=place.absolute()))
-            # A folder has its name once it is locked: another launcher that starts now would remove it.
-            self._lock = _lock(new)
-            self.folder = new.rename(new.with_name(new.name.replace(".synk-", FOLDER_PREFIX)))
-        command = [sys.executable, "-S", "-c", self.PROGRAM, str(self.folder or "")]
+            self.folder = tempfile.mkdtemp(prefix="synk-launcher-")
+        command = [sys.executable, "-S", "-c", self.PROGRAM, self.folder]
         self._process = Popen(command, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, bufsize=0, start_new_session=True)
 
     def toggle(self, group: int) -> None:
@@ -205,18 +179,9 @@ class Guard:
 
     def close(self) -> None:
         """Remove the folder, and end the guard."""
-        shutil.rmtree(self.folder or "", ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._process.kill()
         self._process.communicate()
-
-
-def _lock(folder: Path) -> IO[str]:
-    """Lock a launcher's folder as long as the result lives. Raise OSError if another has it, or it is none."""
-    if ((about := folder.lstat()).st_uid, about.st_mode) != (os.getuid(), 0o40700):
-        raise PermissionError
-    lock = open(folder / "lock", "a")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return lock
 
 
 class Member:
@@ -242,7 +207,7 @@ class Member:
         self.start, self.end, self.exit_until = monotonic(), FOREVER, FOREVER
         self.ended_by_runtime = self.is_over = False
         self.process = Popen(command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True)
-        self._exits = Path(env["SYNK_MEMORY_FOLDER"], f"exits-{self.process.pid}")
+        self._exits = Path(env["SYNK_EXITS_FOLDER"] or os.devnull, str(self.process.pid))
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
 
@@ -264,21 +229,18 @@ class Member:
                 self.exit_until = monotonic() + float(self._exits.read_text())
 
     def _read(self) -> None:
-        """Print each line with the rank before it. Print one state a second of a progress bar."""
+        """Print each line with the rank before it."""
         assert self.process.stdout is not None
-        rest, printed = b"", 0.0
+        rest = b""
         self._append_to_log(b"")
         with self.process.stdout as pipe:
             while chunk := self._next_output(pipe):
                 self._append_to_log(chunk)
-                *lines, rest = _LINE_ENDS.split(rest + chunk)
+                *lines, rest = (rest + chunk).split(b"\n")
                 if len(rest) > MAX_LINE_BYTES:
                     lines, rest = [*lines, rest], b""
                 for line in lines:
-                    is_progress = line.endswith(b"\r")
-                    if not is_progress or (line != b"\r" and monotonic() > printed + PROGRESS_SECONDS):
-                        self._print(line)
-                        printed = monotonic() if is_progress else printed
+                    self._print(line)
         if rest:
             self._print(rest)
 
@@ -291,7 +253,7 @@ class Member:
 
     def _print(self, line: bytes) -> None:
         self.ended_by_runtime |= RUNTIME_ENDS_IT in line
-        self._console.write(b"[%d] %s\n" % (self.rank, line.rstrip(b"\r\n")))
+        self._console.write(b"[%d] %s\n" % (self.rank, line.rstrip(b"\r")))
 
     def _append_to_log(self, chunk: bytes) -> None:
         if self._log is None:
@@ -385,10 +347,17 @@ def _blame(members: Sequence[Member], signals: Sequence[int]) -> tuple[int, int,
 
 
 class Console:
-    """Standard output, written by a thread of its own: no process waits because nobody reads it."""
+    """Standard output, written by a thread of its own: no process waits because nobody reads it.
+
+    So lines wait for a reader, up to MAX_UNREAD_BYTES. Then the oldest make room, since the newest say how it ended.
+    """
 
     def __init__(self) -> None:
-        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._lines: deque[bytes] = deque()
+        # All these change under the lock of `_changed`.
+        self._changed = threading.Condition()
+        self._bytes = self._lost = self._written = 0
+        self._is_closed = False
         self._thread = threading.Thread(target=self._write_all, daemon=True)
         self._thread.start()
 
@@ -398,23 +367,46 @@ class Console:
 
     def write(self, line: bytes) -> None:
         """Print a line, soon."""
-        self._lines.put(line)
+        with self._changed:
+            self._lines.append(line)
+            self._bytes += sys.getsizeof(line)
+            while self._bytes > MAX_UNREAD_BYTES:
+                self._bytes -= sys.getsizeof(self._lines.popleft())
+                self._lost += 1
+            self._changed.notify()
 
-    def close(self) -> None:
+    def close(self, signals: Sequence[int]) -> None:
         """Wait until everything is written, as long as somebody reads."""
-        self.write(b"")
-        waiting = -1
-        while self._thread.is_alive() and waiting != self._lines.qsize():
-            waiting = self._lines.qsize()
-            self._thread.join(STALL_SECONDS)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        written, since = self._written, monotonic()
+        while self._thread.is_alive() and monotonic() < since + (TOLD_STALL_SECONDS if signals else STALL_SECONDS):
+            if written != self._written:
+                written, since = self._written, monotonic()
+            self._thread.join(0.2)
 
     def _write_all(self) -> None:
-        """Write lines until an empty one comes. A line that a closed output or a full disk does not take is lost."""
-        while line := self._lines.get():
+        """Write lines until all are written. A line that a closed output or a full disk does not take is lost."""
+        while line := self._next():
             with suppress(OSError):
                 # sys.stdout would try again at the end of Python, and fail loudly.
                 while line and sys.stdout is not None:
                     line = line[os.write(1, line) :]
+
+    def _next(self) -> bytes:
+        """Wait for the line to write next: one that says how many are missing there, if any. None is left: empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lines or self._is_closed)
+            self._written += 1
+            if self._lost:
+                lost, self._lost = counted(self._lost, "line"), 0
+                return f"synk: {lost} left out here, since nobody read them (--logs FOLDER keeps all)\n".encode()
+            if not self._lines:
+                return b""
+            line = self._lines.popleft()
+            self._bytes -= sys.getsizeof(line)
+            return line
 
 
 def reserve_port() -> socket.socket:

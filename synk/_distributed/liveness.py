@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import faulthandler
 import os
-import signal
 import sys
 import threading
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 
 from .._base.errors import PeerError, SynkError
-from .._runtime.dispatch import look_for_dead
+from .._runtime.dispatch import call_in_helpers, look_for_dead
 from . import coordinator as store
 from .agreement import PEERS, failure_notice, publish_failure
 
@@ -46,7 +45,7 @@ def attend(exit_hook: bool, shutdown: int) -> None:
     heartbeat.start()
     # Handlers run in reverse order: this one before the runtime's own, which waits for the others, dead or not.
     atexit.register(_at_exit, stop, heartbeat, exit_hook, shutdown)
-    os.register_at_fork(after_in_child=partial(_leave_alone, sys.excepthook))
+    call_in_helpers(partial(_leave_alone, sys.excepthook))
     if exit_hook:
         sys.excepthook = partial(_at_error, sys.excepthook)
 
@@ -55,9 +54,6 @@ def _leave_alone(excepthook: Any) -> None:
     """Make a forked helper end as any program does: it is no process of the group, and has none of its threads."""
     atexit.unregister(_at_exit)
     sys.excepthook = excepthook
-    # JAX's preemption service handles SIGTERM in C++ and only notes it: `Process.terminate` would not end the helper.
-    if not callable(signal.getsignal(signal.SIGTERM)):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _heartbeat(stop: threading.Event, exit_hook: bool) -> None:
@@ -123,8 +119,8 @@ def _wait_until_all_end(limit: int) -> str | None:
             for rank, why in store.get_all("synk/failed/").items():
                 return f"process {rank} has failed: {why}"
             sleep(0.02)
-        if folder := os.environ.get("SYNK_MEMORY_FOLDER"):
-            with open(f"{folder}/exits-{os.getpid()}", "w") as file:
+        if folder := os.environ.get("SYNK_EXITS_FOLDER"):
+            with open(f"{folder}/{os.getpid()}", "w") as file:
                 file.write(str(limit))
     return None
 

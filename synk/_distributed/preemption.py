@@ -7,6 +7,7 @@ from typing import Any
 from jax.experimental import multihost_utils
 
 from .._base.errors import SynkError, public_api
+from .._runtime.dispatch import call_in_helpers
 from . import coordinator
 
 _terminated: bool | None = None  # None until synk handles SIGTERM, in a program of one process
@@ -73,7 +74,9 @@ def listen_no_more() -> None:
     global _terminated, _is_told
     if _terminated is not None and threading.current_thread() is threading.main_thread():
         is_late, _terminated, _is_told = _terminated and not _is_told, None, False
-        signal.signal(signal.SIGTERM, _before)
+        # A handler that the program has set meanwhile stays.
+        if signal.getsignal(signal.SIGTERM) is _note:
+            signal.signal(signal.SIGTERM, _before or signal.SIG_DFL)
         if is_late:
             signal.raise_signal(signal.SIGTERM)
 
@@ -81,3 +84,14 @@ def listen_no_more() -> None:
 def _note(number: int, frame: Any) -> None:
     global _terminated
     _terminated = True
+
+
+def _listen_no_more_in_helper() -> None:
+    """Give SIGTERM back in a forked helper, which would note its own end and live on."""
+    global _terminated
+    # A signal that came before the fork is for the program.
+    _terminated = None if _terminated is None else False
+    listen_no_more()
+
+
+call_in_helpers(_listen_no_more_in_helper)

@@ -1,5 +1,6 @@
 """Dispatch: the lock of calls, commits that signals cannot split, and the number of programs in flight."""
 
+import os
 import signal
 import sys
 import threading
@@ -177,3 +178,24 @@ class uninterrupted:
         except BaseException:
             self.__exit__()
             raise
+
+
+def _restore_handlers() -> None:
+    """Give a forked helper the handlers that Python knows, so that `Process.terminate` and Ctrl-C end it."""
+    for number in _HELD_BACK:
+        handler = held = _get_handler(number)
+        # Another thread forked the helper while the main thread was in a block.
+        while type(handler) is uninterrupted:
+            handler = handler.before[number]
+        # The handler of JAX's runtime, in C++, notes SIGTERM and does nothing else.
+        if handler is not held or (number == signal.SIGTERM and handler is _replaced_by_runtime):
+            _set_handler(number, handler)
+
+
+def call_in_helpers(act: Callable[[], object]) -> None:
+    """Have each helper that is forked call a function first, where the system can fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=act)
+
+
+call_in_helpers(_restore_handlers)

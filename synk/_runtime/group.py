@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .._base.bounded_cache import BoundedCache
 from .._base.errors import SynkError
 from .axis import AXIS
-from .dispatch import CPU_CAN_WEDGE, LOCK
+from .dispatch import CPU_CAN_WEDGE, LOCK, call_in_helpers
 
 # JAX exports the class without a type.
 Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
@@ -302,6 +303,15 @@ def _lines() -> Iterator[tuple[str, int, int]]:
 
 
 CURRENT = _CurrentGroup()
+
+
+def _keep_client() -> None:
+    """Keep JAX's client for good in a forked helper: its destructor waits for threads that a helper does not have."""
+    if CURRENT.group is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(CURRENT.group.devices[0].client))
+
+
+call_in_helpers(_keep_client)
 
 
 def current_group() -> Group:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 
 from .._base.errors import CheckpointError
-from .._runtime.dispatch import uninterrupted
+from .._runtime.dispatch import call_in_helpers, uninterrupted
 
 FORMAT = 2
 # How often a folder is read anew in which another program saves meanwhile.
@@ -369,3 +369,5 @@ class Writer:
 
 WRITER = Writer()
 atexit.register(WRITER.report)
+# A forked helper has no thread that writes: it would wait for ever, at its end too.
+call_in_helpers(lambda: Writer.__init__(WRITER))

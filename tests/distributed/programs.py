@@ -179,6 +179,34 @@ def forks():
     say("done")
 
 
+def forks_in_a_loop(folder):
+    """Fork a daemon inside a loop of synk.resume; Python ends it by SIGTERM at the end, and waits for it."""
+    join()
+    w = synk.shared(np.zeros(2), name="w")
+    for _ in synk.resume(range(1), {"w": w}, folder=folder):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX has threads, and the helper uses nothing of it
+            multiprocessing.get_context("fork").Process(target=time.sleep, args=(100,), daemon=True).start()
+    say("done")
+
+
+def forks_while_it_saves(folder):
+    """Fork a helper, which ends by sys.exit, while a save is written in the background."""
+    join()
+    is_forked = threading.Event()
+    write = checkpoint_files._to_disk
+    checkpoint_files._to_disk = lambda path: (is_forked.wait(), write(path))
+    synk.save(folder, {"w": synk.shared(np.zeros(2), name="w")}, step=1, background=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX has threads, and the helper uses nothing of it
+        helper = os.fork()
+    if helper == 0:
+        signal.alarm(30)
+        sys.exit(3)
+    is_forked.set()
+    say("helper", code=os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1]))
+
+
 def puts(queue):
     while True:
         queue.put(1)

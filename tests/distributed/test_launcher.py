@@ -319,22 +319,27 @@ def test_lines_are_whole(tmp_path):
     assert len(lines) == 1 + 3 * 301
 
 
-def test_a_progress_bar_is_seen(tmp_path):
-    """A progress bar shows some of its states while it goes on. The log has all."""
-    script = """
-        import sys, time
-        for i in range(24):
-            sys.stdout.write(f"\\rstep {i}")
-            time.sleep(0.1)
-        print("\\nthe end\\r")
+def test_output_waits_for_its_reader(tmp_path):
+    """Nobody reads 80 MB until the program has ended: 64 MB wait, the newest, behind a line that counts the others."""
+    ended = tmp_path / "ended"
+    script = f"""
+        for i in range(80_000):
+            print(f"{{i:05}}" * 200)
+        open({str(ended)!r}, "w").close()
     """
-    code, output = launch(tmp_path, script, "-n", 1, "--logs", tmp_path / "logs")
-    assert code == 0
-    seen = [line for line in output.splitlines() if line.startswith("[0] step")]
-    assert seen[0] == "[0] step 0" and seen[-1] == "[0] step 23" and 3 <= len(seen) < 12, output
-    assert "[0] the end" in output.splitlines()
-    all_drawn = b"".join(b"\rstep %d" % i for i in range(24))
-    assert (tmp_path / "logs" / "rank-0.0.log").read_bytes() == all_drawn + b"\nthe end\r\n"
+    command = [sys.executable, "-m", "synk", "launch", "-n", "1", write(tmp_path, script)]
+    plain = harness.plain_environment(PYTHONUNBUFFERED="")
+    with subprocess.Popen(command, env=plain, stdout=subprocess.PIPE) as launcher:
+        while not ended.exists():
+            assert launcher.poll() is None
+            time.sleep(0.02)
+        lines = launcher.communicate(timeout=60)[0].splitlines()
+    (left_out,) = [i for i, line in enumerate(lines) if b" left out here" in line]
+    count = int(re.fullmatch(rb"synk: (\d+) lines left out here, .*", lines[left_out])[1])
+    numbers = [int(line[4:9]) for line in lines[1:left_out] + lines[left_out + 1 :]]
+    before = left_out - 1
+    assert numbers == [*range(before), *range(before + count, 80_000)]
+    assert 60e6 < sum(map(len, lines[left_out:])) < 64 << 20 and launcher.returncode == 0
 
 
 def write(tmp_path, script):
@@ -446,87 +451,24 @@ LAUNCHER_ENDS = {
 
 @pytest.mark.parametrize("ending", LAUNCHER_ENDS)
 def test_the_launcher_ends(place, ending):
-    """Processes, helpers and the folder in memory are gone with the launcher, though it had no time to end them."""
+    """Processes, helpers and temporary files are gone with the launcher, though it had no time to end them."""
     numbers, code = LAUNCHER_ENDS[ending]
     ignores = "[signal.signal(n, signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)]"
     waits = f"pass\nhelper()\n{ignores if 'twice' in ending else 'pass'}\n"
-    waits += "open(os.environ['SYNK_MEMORY_FOLDER'] + f'/{me}', 'w').close()\n"
     waits += "print('set', flush=True)\ntime.sleep(100)"
-    options = ["-n", 2, "--memory-folder", make(place / "memory"), program(place, waits)]
+    options = "-n", 2, program(place, waits)
     with harness.Launcher(place / "log", *options, TMPDIR=str(place / "temporary")) as launcher:
         launcher.await_line("set", times=2)
-        assert len(os.listdir(place / "memory")) == 1
+        assert len(os.listdir(place / "temporary")) == 1 and len(os.listdir(place / "pids")) == 4
         for number in numbers:
             launcher.signal(0, number)
             time.sleep(0.1)
         check_gone(place / "pids")
         assert launcher.wait(15)[0].code == code
-    assert not os.listdir(place / "temporary")
     until = time.monotonic() + 5
-    while os.listdir(place / "memory"):
+    while os.listdir(place / "temporary"):
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-# The folder in memory.
-
-
-def test_a_folder_in_memory(tmp_path):
-    """All processes share a folder of the machine's memory, for this user alone. It outlives them, not the launcher."""
-    script = """
-        import os, signal, time
-        folder, is_first = os.environ["SYNK_MEMORY_FOLDER"], os.environ["SYNK_ATTEMPT"] == "0"
-        print("=", folder, oct(os.stat(folder).st_mode), sorted(os.listdir(folder)), flush=True)
-        if is_first and os.environ["SYNK_PROCESS_ID"] == "0":
-            for name in ("loop-0/step-00009999", "loop-1/step-00001204", "loop-1/step-00000900", "loop-1/.saving-step-00002000-x"):
-                os.makedirs(f"{folder}/{name}")
-            time.sleep(1)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(100 * is_first)
-    """
-    code, output = launch(tmp_path, script, "-n", 2, "--restarts", 1)
-    assert code == 0 and re.search(
-        r"process 0 was ended by SIGKILL \(out of memory\?\) after 1\.\d s; all start again from item 1,204 in memory; 0 r",
-        output,
-    )
-    said = [line.split(" ", 4)[2:] for line in output.splitlines() if "] = " in line]
-    assert len(said) == 4 and len({folder for folder, *_ in said}) == 1
-    folder = Path(said[0][0])
-    assert folder.parent == Path("/dev/shm") or not os.access("/dev/shm", os.W_OK)
-    assert [mode for _, mode, _ in said] == ["0o40700"] * 4 and "loop-0" not in said[0][2] and "loop-0" in said[3][2]
-    assert not folder.exists()
-
-
-def test_folders_of_killed_launchers_are_swept(place):
-    """A launcher is killed with its guard. The next one removes its folder, but no living launcher's and no other."""
-    memory = make(place / "memory")
-    for name in ("synk-launcher-of-mine", "something"):
-        make(memory / name)
-    options = ["-n", 1, "--memory-folder", memory]
-    waits = program(place, "pass"), write(make(place / "ends"), "print('ended')")
-    with (
-        harness.Launcher(make(place / "a"), *options, waits[0]) as lives,
-        harness.Launcher(make(place / "b"), *options, waits[0]) as dies,
-    ):
-        for each in (lives, dies):
-            each.await_line("ready")
-        killed = dies.processes[0].pid
-        for pid in [*children(killed), killed]:
-            os.kill(pid, signal.SIGKILL)
-        dies.wait(15)
-        assert len(os.listdir(memory)) == 4
-        with harness.Launcher(make(place / "c"), *options, waits[1]) as third:
-            assert third.wait(15)[0].code == 0
-        assert len(os.listdir(memory)) == 3
-        lives.signal(0, signal.SIGINT)
-        lives.wait(15)
-    assert sorted(os.listdir(memory)) == ["something", "synk-launcher-of-mine"]
-
-
-def children(pid):
-    """Return the processes that a process has started."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in task.read_text().split()]
 
 
 def test_restarts_leave_nothing_in_the_launcher(tmp_path):
