@@ -214,7 +214,7 @@ class Function:
         prefetch: int = 2,
         num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
-        per_launch: int = 1,
+        per_launch: int | None = None,
         **kwargs: Any,
     ) -> Prefetch[Any, Any]:
         """Call the function for each batch; the next batches are picked and sent while a call runs.
@@ -231,18 +231,18 @@ class Function:
             when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
-          per_launch: how many calls a program runs at most. Above 1 the iterator gives lists of results, and the
-            loop's body runs once a list. A list ends where an epoch of `synk.minibatches` does, and before a batch of
-            another size or an error. Results are those of single calls, bit for bit. For small steps, whose launch
-            takes longer than their arithmetic; 16 is plenty, and a program of more takes longer to compile. All
-            batches of a list are asked for before it runs, also with `prefetch=0`, so what gives them sees variables
-            as they were before the list. What a program cannot repeat is launched call by call, in the same lists:
-            `f.explain(...).per_launch` says why.
+          per_launch: how many results a list has; by default the iterator gives results. The loop's body runs once a
+            list, which is shorter where an epoch of `synk.minibatches` or `batches` end, and before an error. In a list
+            3 or more batches of one size, one after the other, run in one program, with the bits of single calls. For
+            small steps, whose launch takes longer than their arithmetic; 16 is plenty, and a program of more takes
+            longer to compile. All batches of a list are asked for before it runs, also with `prefetch=0`, so what gives
+            them sees variables as they were before the list. What a program cannot repeat is launched call by call, in
+            the same lists: `f.explain(...).per_launch` says why.
           **kwargs: as in a call.
 
         Returns:
-          An iterator of the results, in order; it has as many as there are batches. The `len` of lists is known for
-          `synk.minibatches`. Leaving the loop drops the batches that were taken early.
+          An iterator of the results, or of lists of them, in order, with a `len` if `batches` has one. Leaving the loop
+          drops the batches that were taken early.
 
         Errors are those of a call, raised when the loop reaches that batch.
 
@@ -257,7 +257,6 @@ class Function:
           [[1, 5], [9]]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        checked_integer(per_launch, f"{self.name}.iterate: per_launch", 1)
         rows = self._batches("iterate", (args, kwargs), batches, options)
         return self._loop("iterate", batches, rows, prefetch, options, per_launch)
 
@@ -297,21 +296,22 @@ class Function:
         items: Batches | Items,
         prefetch: int,
         options: CallOptions,
-        per_launch: int,
+        per_launch: int | None,
     ) -> Prefetch[Any, Any]:
         """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early; with
-        `per_launch` above 1 the calls of a list."""
+        `per_launch` the calls of a list."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
         calls, numbers = chain(self._check_order(source), items.calls(source)), count()
-        if per_launch == 1:
+        if per_launch is None:
             run = partial(launch, self._launch, options, numbers)
             loop = Prefetch[Any, Any](source, calls, run, prefetch, name, refuse, take_early=items.take_early)
-            items.hold.waiting = [loop.waiting]
+            items.hold.waiting = loop.waiting, []
             return loop
-        lists, due = CallLists(items, calls, source, per_launch), partial(due_call, options, numbers)
+        most = checked_integer(per_launch, f"{self.name}.{member}: per_launch", 1)
+        lists, due = CallLists(items, calls, source, most), partial(due_call, options, numbers)
         run = partial(launch_list, lists, self._launch, self._launch_several, due, self._pace)
         loop = Prefetch(lists, lists, run, prefetch, name, refuse)
-        items.hold.waiting = [lists.collected, loop.waiting]
+        items.hold.waiting = lists.collected, loop.waiting
         return loop
 
     def _launch_several(self, calls: Sequence[Call], repeat: Repeat) -> list[PyTree]:
@@ -349,7 +349,7 @@ class Function:
         prefetch: int = 2,
         num_slices: int | Literal["auto"] = 1,
         output_subset: Sequence[Any] | None = None,
-        per_launch: int = 1,
+        per_launch: int | None = None,
     ) -> Prefetch[Any, Any]:
         """Call the function for each item of a loader; the next items are taken and sent while a call runs.
 
@@ -364,11 +364,11 @@ class Function:
           prefetch: how many items to take early. With 0, an item is taken when the loop comes to it.
           num_slices: as in a call.
           output_subset: as in a call.
-          per_launch: as of `iterate`; lists end before an item of another size.
+          per_launch: as of `iterate`.
 
         Returns:
-          An iterator of the results, in order; it has as many as the source says. Leaving the loop drops the items that
-          were taken early: for n items of a longer source, `itertools.islice(source, n)`.
+          An iterator of the results, or of lists of them, in order, with a `len` if the source has one. Leaving the loop
+          drops the items that were taken early: for n items of a longer source, `itertools.islice(source, n)`.
 
         Raises:
           TypeError: the source is not iterable.
@@ -383,7 +383,6 @@ class Function:
           [6.0, 6.0, 3.0]
         """
         options = CallOptions(num_slices=num_slices, output_subset=output_subset)
-        checked_integer(per_launch, f"{self.name}.stream: per_launch", 1)
         return self._loop("stream", source, self._items("stream", options), prefetch, options, per_launch)
 
     @public_api
@@ -449,10 +448,9 @@ class Function:
         else:
             items = self._items("over", options)
         checked_integer(prefetch, f"{self.name}.over: prefetch", wanted="give an integer >= 0, or leave it out")
-        lists, due = small_lists(items, iter(items.calls(loop)), loop), partial(due_call, options, count())
+        (most, lists), due = small_lists(items, loop), partial(due_call, options, count())
         for these in lists:
-            calls = [due(call) for call in these.calls]
-            most = lists.most if these.is_usual or len(calls) > 1 else 1
+            calls = [due(call) for call in these]
             total.add(calls, Repeat(most, ()))
             # While the source makes the next batch, memory need not hold this one.
             del these, calls
