@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, reduce, update_wrapper
-from itertools import chain, count
+from itertools import count
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,9 +27,9 @@ from .._call.leaves import is_tracer_type
 from .._call.plan import PlanCache, Site, site_of
 from .._call.several import Call, start_calls
 from .._call.spec import FunctionSpec, Repeat, with_then
-from .._data.minibatches import Minibatches, behind_bar
+from .._data.minibatches import Loop, Minibatches, loop_begun_by
 from .._data.prefetch import Prefetch, Stopped
-from .._loops.iterate import LEAVES_OUT, Batches, LoopCall, check_batches, due_call, launch, warn_of_keys
+from .._loops.iterate import LEAVES_OUT, Batches, check_batches, due_call, launch, warn_of_keys
 from .._loops.per_launch import CallLists, launch_list, small_lists
 from .._loops.stream import Items
 from .._runtime.dispatch import LOCK, drain
@@ -63,7 +63,8 @@ class Function:
         self.fn, self.name, self.stats = spec.fn, spec.name, spec.stats
         self._spec, self._binder = spec, binder
         self._plans, self._probe_plans = PlanCache(), PlanCache()
-        self._orders: set[Minibatches] = set()
+        # The newest loop in each order of rows.
+        self._orders: dict[Minibatches, Loop] = {}
         # Told how many calls of a loop have run, it returns how many may run now before something else must.
         self._pace: Callable[[int], int] = lambda ran: sys.maxsize
         update_wrapper(self, spec.fn, updated=())
@@ -176,6 +177,8 @@ class Function:
           MemoryError: memory does not do.
         """
         options = CallOptions(batch, batch_s, num_slices, output_subset)
+        if batch is not None:
+            self._note_order(batch)
         bound = self._bind(args, kwargs, options)
         if is_traced() or any(map(is_tracer_type, map(type, bound.leaves))):
             return compose(self._site_in(current_group()), bound, options)
@@ -279,7 +282,7 @@ class Function:
         group._refuse_if_absent(name)
         if member == "iterate":
             warn_of_keys(name, bound, "synk.each(jax.random.split(key, number_of_all_batches))")
-        return check_batches(self._spec, bound, options, group, name, batches)
+        return check_batches(self._spec, bound, options, group, name, batches, self._note_order)
 
     def _items(self, member: Literal["stream", "over"], options: CallOptions) -> Items:
         """Return what makes the calls of a loop over a loader."""
@@ -301,7 +304,7 @@ class Function:
         """Return an iterator whose `next` runs the call of the next item, and takes up to `prefetch` more early; with
         `per_launch` the calls of a list."""
         name, refuse = f"{self.name}.{member}: prefetch", partial(self._refuse, member)
-        calls, numbers = chain(self._check_order(source), items.calls(source)), count()
+        calls, numbers = iter(items.calls(source)), count()
         if per_launch is None:
             run = partial(launch, self._launch, options, numbers)
             loop = Prefetch[Any, Any](source, calls, run, prefetch, name, refuse, take_early=items.take_early)
@@ -328,18 +331,18 @@ class Function:
                 raise Stopped(results, FloatingPointError(self._not_finite(*calls[len(results)])))
             return results
 
-    def _check_order(self, source: Iterable[Any]) -> Iterator[LoopCall]:
-        """Warn when a loop begins whose calls update variables in the order of rows of an earlier loop; yield none."""
-        order = behind_bar(source)
-        if isinstance(order, Minibatches) and order.shuffle:
-            plans = [made() for made, *_ in [*self._plans.compiled]]
-            if order in self._orders and any(plan.updates for plan in plans if plan is not None):
-                warn(
-                    f"{self.name}: this loop has the batches of an earlier one, in the same order. For each epoch give "
-                    f"synk.minibatches another seed (seed=epoch), or let one loop go through all (epochs=)."
-                )
-            self._orders.add(order)
-        yield from ()
+    def _note_order(self, batch: Any) -> None:
+        """Warn when a loop begins whose calls update variables in the order of rows of an earlier loop."""
+        loop = loop_begun_by(batch)
+        if loop is None or self._orders.get(loop.order) is loop:
+            return
+        plans = [made() for made, *_ in [*self._plans.compiled]]
+        if loop.order in self._orders and any(plan.updates for plan in plans if plan is not None):
+            warn(
+                f"{self.name}: this loop has the batches of an earlier one, in the same order. For each epoch give "
+                f"synk.minibatches another seed (seed=epoch), or let one loop go through all (epochs=)."
+            )
+        self._orders[loop.order] = loop
 
     @public_api
     def stream(
@@ -367,8 +370,8 @@ class Function:
           per_launch: as of `iterate`.
 
         Returns:
-          An iterator of the results, or of lists of them, in order, with a `len` if the source has one. Leaving the loop
-          drops the items that were taken early: for n items of a longer source, `itertools.islice(source, n)`.
+          An iterator of the results, or of lists of them, in order, with a `len` if the source has one. Leaving the
+          loop drops the items that were taken early: for n items of a longer source, `itertools.islice(source, n)`.
 
         Raises:
           TypeError: the source is not iterable.

@@ -206,9 +206,15 @@ class Batches:
     """
 
     def __init__(
-        self, function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str
+        self,
+        function: FunctionSpec,
+        bound: BoundArguments,
+        options: CallOptions,
+        group: Group,
+        name: str,
+        note_order: Callable[[Any], None],
     ) -> None:
-        self._name, self._stats = name, function.stats
+        self._name, self._stats, self._note_order = name, function.stats, note_order
         self._values = {i: iter(leaf.values) for i, leaf in enumerate(bound.leaves) if isinstance(leaf, PerBatch)}
         with_numbers = _with_values(bound, dict.fromkeys(self._values, 0))
         self._bound, _ = recognised(with_numbers, function.name, group)
@@ -220,6 +226,7 @@ class Batches:
         hold = self.hold
         try:
             for batch in Timed(batches, self._stats):
+                self._note_order(batch)
                 arguments = self._bound
                 if self._values:
                     values = {i: self._next_value(i, iterator) for i, iterator in self._values.items()}
@@ -281,12 +288,18 @@ class Timed(Iterator[T]):
 
 
 def check_batches(
-    function: FunctionSpec, bound: BoundArguments, options: CallOptions, group: Group, name: str, batches: Any
+    function: FunctionSpec,
+    bound: BoundArguments,
+    options: CallOptions,
+    group: Group,
+    name: str,
+    batches: Any,
+    note_order: Callable[[Any], None],
 ) -> Batches:
-    """Check the arguments of a loop over batches, and return what makes its calls."""
+    """Check the arguments of a loop over batches, and return what makes its calls; `note_order` is told each batch."""
     check_iterable(batches, f"{name}: batches", "batches, e.g. synk.minibatches")
     bound = bound._replace(leaves=_values_left(batches, bound, name))
-    rows = Batches(function, bound, options, group, name)
+    rows = Batches(function, bound, options, group, name, note_order)
     if not rows.picker.picked:
         raise ValueError(f"{name}: batches pick rows of scattered inputs, but this call has none.")
     return rows

@@ -3,6 +3,7 @@
 import copy
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -339,6 +340,26 @@ def test_threads_that_make_and_write_data(four):
             assert_same(rows(data), x)
     finally:
         ends.set()
+
+
+def test_threads_that_begin_loops_while_data_is_written(four):
+    """No write fails."""
+    data, ends, interval = synk.data(np.zeros(8)), threading.Event(), sys.getswitchinterval()
+
+    def begin():
+        while not ends.is_set():
+            rows.iterate(data, batches=[4]).close()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for turn in range(2000):
+            data[0] = turn
+    finally:
+        sys.setswitchinterval(interval)
+        ends.set()
+        thread.join()
 
 
 def test_what_profiles_call_a_program_of_synks_own(monkeypatch):
