@@ -344,22 +344,24 @@ def test_threads_that_make_and_write_data(four):
 
 def test_threads_that_begin_loops_while_data_is_written(four):
     """No write fails."""
-    data, ends, interval = synk.data(np.zeros(8)), threading.Event(), sys.getswitchinterval()
+    data, ends, interval, loops = synk.data(np.zeros(8)), threading.Event(), sys.getswitchinterval(), []
 
     def begin():
         while not ends.is_set():
-            rows.iterate(data, batches=[4]).close()
+            loops.append(rows.iterate(data, batches=[4]))
 
     thread = threading.Thread(target=begin)
     thread.start()
     sys.setswitchinterval(1e-6)
     try:
-        for turn in range(2000):
-            data[0] = turn
+        while len(loops) < 200:
+            data[0] = len(loops)
     finally:
         sys.setswitchinterval(interval)
         ends.set()
         thread.join()
+        for loop in loops:
+            loop.close()
 
 
 def test_what_profiles_call_a_program_of_synks_own(monkeypatch):
